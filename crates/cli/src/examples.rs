@@ -401,6 +401,16 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "ctl commit",
+        &[
+            example("Into the backing file", "blockhouse ctl control commit overlay.qcow2"),
+            example(
+                "In the background of the guest's work",
+                "blockhouse ctl control commit overlay.qcow2 --speed 50M --job merge",
+            ),
+        ],
+    ),
+    (
         "ctl job",
         &[example(
             "The guest goes on with the target",

@@ -169,6 +169,14 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// Waits until the reads that have [begun](Self::begin_read) are over, and for none that begins later.
+    pub async fn reads_ended(&self) {
+        match self {
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {}
+            Self::Qcow2(qcow2) => qcow2.reads_ended().await,
+        }
+    }
+
     /// Begins a write without FUA that will need a metadata sync: to be called before the data is
     /// written, and the guard to be dropped when the write has ended, with or without an error. A
     /// [`flush`](Self::flush) or [`sync_data_and_metadata`](Self::sync_data_and_metadata) that has

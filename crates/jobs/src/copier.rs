@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{ByteRange, Result, Storage};
-use blockhouse_disk::{Disk, MARK_BYTES, RangeCopy};
+use blockhouse_disk::{Disk, RangeCopy};
 use futures_util::future::select;
 use futures_util::stream::FuturesUnordered;
 
@@ -36,16 +36,24 @@ const MAX_IN_FLIGHT: usize = 8;
 const MAX_SHORT_IN_FLIGHT: usize = 16;
 /// Work in flight that guests wait for.
 const MAX_URGENT: usize = 256;
-/// Clean bytes between dirty ones that are copied with them: that is quicker than two copies.
-const MAX_GAP: u64 = 16 << 10;
 /// How long it rests between two passes while it keeps up with a guest, so that what changes often is not copied each time.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
 /// How many pieces of work end before who waits for the job is told, where nothing else happens.
 const NEWS_INTERVAL: u32 = 32;
 
+/// What is not copied as it is found.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CopyRule {
+    /// Bytes at the start of the disk that the copier leaves out: they are written last of all, by others.
+    pub(crate) left_out: u64,
+    /// Clean bytes between dirty ones that are copied with them: that is quicker than two copies.
+    pub(crate) max_gap: u64,
+}
+
 /// See the module's page.
 pub(crate) struct Copier<S: Storage> {
     source: Arc<Disk<S>>,
+    rule: CopyRule,
     copy: RangeCopy<S>,
     tracker: Arc<Tracker>,
     control: Arc<JobControl>,
@@ -96,7 +104,7 @@ struct Room {
 impl<S: Storage> Copier<S> {
     pub(crate) fn new(
         source: Arc<Disk<S>>,
-        copy: RangeCopy<S>,
+        (copy, rule): (RangeCopy<S>, CopyRule),
         tracker: Arc<Tracker>,
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
@@ -104,6 +112,7 @@ impl<S: Storage> Copier<S> {
         let pace = RefCell::new(Pace::new(clock.now(), source.export_load()));
         Self {
             source,
+            rule,
             copy,
             tracker,
             control,
@@ -329,7 +338,7 @@ impl<S: Storage> Copier<S> {
         let dirty = self.tracker.dirty();
         let mut run = dirty.next(self.cursor.get(), limit)?;
         while let Some(next) = dirty.next(run.end(), limit)
-            && next.offset() - run.end() <= MAX_GAP
+            && next.offset() - run.end() <= self.rule.max_gap
             && next.end() - run.offset() <= limit
         {
             run = ByteRange::between(run.offset(), next.end());
@@ -363,9 +372,10 @@ impl<S: Storage> Copier<S> {
         Ok(())
     }
 
-    /// Copies a range, but for the sector that is written last of all; how many bytes were written.
+    /// Copies a range, but for what is left out; how many bytes were written.
     async fn copy_range(&self, range: ByteRange) -> Result<u64> {
-        let wanted = range.skip(MARK_BYTES.saturating_sub(range.offset()).min(range.length()));
+        let left_out = self.rule.left_out.saturating_sub(range.offset());
+        let wanted = range.skip(left_out.min(range.length()));
         let outcome = match wanted.is_empty() {
             true => Ok(0),
             false => self.copy.copy(wanted).await,
@@ -377,11 +387,11 @@ impl<S: Storage> Copier<S> {
         outcome
     }
 
-    /// Writes what the source gets at the same time, but for the sector that is written last of all; how many bytes.
+    /// Writes what the source gets at the same time, but for what is left out; how many bytes.
     async fn forward(&self, write: ForwardedWrite) -> Result<u64> {
         let offset = write.range.offset();
         let (mut from, end) = write.into_parts();
-        let skipped = MARK_BYTES.saturating_sub(offset).min(from.len() as u64);
+        let skipped = self.rule.left_out.saturating_sub(offset).min(from.len() as u64);
         from.advance(skipped as usize);
         let length = from.len() as u64;
         let outcome = match length {

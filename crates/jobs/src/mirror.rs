@@ -11,6 +11,12 @@
 //! is the disk, and the target has the mark; from then on the target has everything that was answered. Whatever the target
 //! does, changes are held off for `MAX_PAUSE` at most, and go on at once when the job is cancelled or fails. The source is
 //! changed by nothing but its guest. Nothing is written to a target that is the source itself.
+//!
+//! A *commit* is a mirror whose target is the backing file of the source, as in QEMU (`commit_active_start`). The target has
+//! no mark; copied is what the source's image has itself. The source reads the same at each moment, because it has itself what
+//! is copied, until it is no more the disk ([`Disk::attach_base`]). So until step 3 source and target together are the disk,
+//! and the target alone is none. When the rest is copied and flushed, an [action](Mirror::before_switch) notes that the
+//! target is the disk: that is the moment.
 
 mod complete;
 
@@ -22,13 +28,15 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_disk::{ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, mark_incomplete};
-use futures_util::future::{Either, join3, select};
+use futures_util::future::{Either, LocalBoxFuture, join3, ready, select};
 
 use crate::clock::JobClock;
 use crate::control::{Completion, JobControl, JobEnd, JobStage};
-use crate::copier::Copier;
+use crate::copier::{Copier, CopyRule};
 use crate::tracker::Tracker;
 
+/// Clean bytes between dirty ones that are copied with them.
+const MAX_GAP: u64 = 16 << 10;
 /// The most granules that are tracked.
 const MAX_GRANULES: u64 = 128 << 20;
 /// What may be left when changes are held off: it is copied in a few milliseconds.
@@ -75,8 +83,31 @@ impl Default for MirrorOptions {
     }
 }
 
+/// What the target is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TargetKind {
+    /// Another image, which has the mark until it is complete.
+    Copy,
+    /// The backing file of the source's image.
+    Base,
+}
+
+impl TargetKind {
+    fn copy_rule(self) -> CopyRule {
+        match self {
+            Self::Copy => CopyRule { left_out: MARK_BYTES, max_gap: MAX_GAP },
+            // What the image leaves to its backing file is not written there.
+            Self::Base => CopyRule { left_out: 0, max_gap: 0 },
+        }
+    }
+}
+
+/// What is done at a step; the step waits for it.
+type Action = Box<dyn Fn() -> LocalBoxFuture<'static, Result<()>>>;
+
 /// A mirror that is going to be made. See the module's page.
 pub struct Mirror<S: Storage> {
+    kind: TargetKind,
     source: Arc<Disk<S>>,
     target: Arc<Disk<S>>,
     options: MirrorOptions,
@@ -85,6 +116,7 @@ pub struct Mirror<S: Storage> {
     copier: Copier<S>,
     clock: Rc<dyn JobClock>,
     before_completion: Box<dyn Fn() -> Result<()>>,
+    before_switch: Action,
     source_kept: Box<dyn Fn()>,
     is_over: Cell<bool>,
 }
@@ -115,20 +147,52 @@ impl<S: Storage> Mirror<S> {
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
     ) -> Result<Self> {
-        source.check_successor(&target)?;
         let size = source.size();
         if size < MARK_BYTES {
             let what = format!("a disk of {size} bytes is too short for a mirror");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         }
+        Self::to(TargetKind::Copy, (source, target), options, control, clock)
+    }
+
+    /// A commit of `source` into its [base](Disk::base), which is as long.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); `InvalidInput` where its backing file is not open for writing.
+    pub fn commit(
+        source: Arc<Disk<S>>,
+        mode: CopyMode,
+        control: Arc<JobControl>,
+        clock: Rc<dyn JobClock>,
+    ) -> Result<Self> {
+        let Some(base) = source.base().cloned() else {
+            let what = "its backing file is not open for writing";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
+        };
+        // What the base holds where the image is zeros is not known.
+        let options = MirrorOptions { mode, is_target_zero: false, ..MirrorOptions::default() };
+        Self::to(TargetKind::Base, (source, base), options, control, clock)
+    }
+
+    fn to(
+        kind: TargetKind,
+        (source, target): (Arc<Disk<S>>, Arc<Disk<S>>),
+        options: MirrorOptions,
+        control: Arc<JobControl>,
+        clock: Rc<dyn JobClock>,
+    ) -> Result<Self> {
+        source.check_successor(&target)?;
+        let size = source.size();
         let granularity = size.div_ceil(MAX_GRANULES).next_power_of_two().max(options.granularity);
         let tracker = Tracker::new(DirtyMap::new(size, granularity)?);
         let (from, to) = (Arc::clone(&source), Arc::clone(&target));
         let copy = RangeCopy::new(from, to, granularity, options.is_target_zero)?;
         let (from, tracked) = (Arc::clone(&source), Arc::clone(&tracker));
+        let copy = (copy, kind.copy_rule());
         let copier = Copier::new(from, copy, tracked, Arc::clone(&control), Rc::clone(&clock));
         let (before_completion, source_kept) = (Box::new(|| Ok(())), Box::new(|| ()));
         Ok(Self {
+            kind,
             source,
             target,
             options,
@@ -137,6 +201,7 @@ impl<S: Storage> Mirror<S> {
             copier,
             clock,
             before_completion,
+            before_switch: Box::new(|| Box::pin(ready(Ok(())))),
             source_kept,
             is_over: Cell::new(false),
         })
@@ -146,6 +211,17 @@ impl<S: Storage> Mirror<S> {
     #[must_use]
     pub fn before_completion(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
         self.before_completion = Box::new(action);
+        self
+    }
+
+    /// Has `action` done when all that was answered is in the target, durably, while changes are held off: after it the guest
+    /// goes on with the target. Where it fails, so does the job.
+    #[must_use]
+    pub fn before_switch(
+        mut self,
+        action: impl Fn() -> LocalBoxFuture<'static, Result<()>> + 'static,
+    ) -> Self {
+        self.before_switch = Box::new(action);
         self
     }
 
@@ -222,14 +298,15 @@ impl<S: Storage> Mirror<S> {
 
     /// All steps; what became of the disk, and for how long changes were held off.
     async fn take_steps(&self) -> Result<(Completion, Duration), Stop> {
-        self.check_distinct().await?;
-        mark_incomplete(&self.target, self.source.name()).await?;
+        if self.kind == TargetKind::Copy {
+            self.check_distinct().await?;
+            mark_incomplete(&self.target, self.source.name()).await?;
+        }
         self.source.observe(Arc::clone(&self.tracker) as _).await;
         if self.options.mode == CopyMode::WriteBlocking {
             self.tracker.block_writes();
         }
-        let go_on = || !self.control.is_decided();
-        self.copier.range_copy().mark_needed(self.tracker.dirty(), go_on).await?;
+        self.mark_first().await?;
         self.copier.tell_progress();
         self.copier.start();
         // The first pass is over when the second one is: until then its last copies may be in flight.
@@ -244,6 +321,16 @@ impl<S: Storage> Mirror<S> {
         // Little is left to flush then while changes are held off.
         self.unless_ending(self.target.submit_unlimited(Request::Flush)).await??;
         Ok((completion, self.complete(completion).await?))
+    }
+
+    /// Makes dirty what the first pass is to copy.
+    async fn mark_first(&self) -> Result<()> {
+        let go_on = || !self.control.is_decided();
+        let (copy, dirty) = (self.copier.range_copy(), self.tracker.dirty());
+        match self.kind {
+            TargetKind::Copy => copy.mark_needed(dirty, go_on).await,
+            TargetKind::Base => copy.mark_own(dirty, go_on).await,
+        }
     }
 
     /// Awaits a step that may take long, or until the job is cancelled or a copy fails.

@@ -67,12 +67,19 @@ fn each_example_works_as_typed() {
         let examples = commands(text, "blockhouse ");
         assert!(!examples.is_empty(), "blockhouse {path}: no example");
         // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job, or another host:
-        // jobs.rs; a backup: backups.rs; or go on until Ctrl-C.
+        // jobs.rs and commits.rs; a backup: backups.rs; or go on until Ctrl-C.
         let is_elsewhere = ["attach", "detach"].contains(&path)
             || path.starts_with("vmstate")
             || path.starts_with("ctl job ")
-            || ["ctl events", "ctl reload", "ctl job", "ctl mirror", "ctl backup end"]
-                .contains(&path);
+            || [
+                "ctl events",
+                "ctl reload",
+                "ctl job",
+                "ctl mirror",
+                "ctl commit",
+                "ctl backup end",
+            ]
+            .contains(&path);
         let typed = examples.into_iter().filter(|line| !is_elsewhere && !line.contains(" --ublk"));
         if path.is_empty() {
             // One after the other, from nothing.

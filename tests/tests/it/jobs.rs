@@ -15,48 +15,52 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
-const SIZE: u64 = 32 * MIB;
-const BLOCK: u64 = 4096;
-const FAILED: i64 = -32000;
-const LONG: Duration = Duration::from_secs(60);
+pub(crate) const SIZE: u64 = 32 * MIB;
+pub(crate) const BLOCK: u64 = 4096;
+pub(crate) const FAILED: i64 = -32000;
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// A server with one disk at the socket `nbd`, and its control socket.
-fn serve(scratch: &Scratch, image: &Path) -> (Server, Control) {
+pub(crate) fn serve(scratch: &Scratch, image: &Path) -> (Server, Control) {
     let socket = scratch.socket("control");
     let server = Serve::new(scratch, image).option("--control", &socket).start();
     (server, Control::connect(&socket))
 }
 
-fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
+pub(crate) fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
     command(&[&["ctl", str(&scratch.socket("control"))], words].concat())
 }
 
 /// A client that writes blocks all the time, and knows what the disk holds.
-struct Writer {
-    client: Client,
+pub(crate) struct Writer {
+    pub(crate) client: Client,
     random: Rng,
     /// The number in each block; 0 for zeros.
     blocks: Vec<u64>,
     next: u64,
 }
 
-fn content(number: u64) -> Vec<u8> {
+pub(crate) fn content(number: u64) -> Vec<u8> {
     number.to_be_bytes().repeat(BLOCK as usize / 8)
 }
 
 impl Writer {
     /// On a disk of zeros, half of which is written first.
     fn new(address: &Address, random: Rng) -> Self {
-        let client = Client::open(address);
-        let blocks = vec![0; (SIZE / BLOCK) as usize];
-        let mut writer = Self { client, random, blocks, next: 1 };
+        let mut writer = Self::on(address, vec![0; (SIZE / BLOCK) as usize], random);
         for index in 0..writer.blocks.len() / 2 {
             writer.write(index);
         }
         writer
     }
 
-    fn write(&mut self, index: usize) {
+    /// On a disk that has these numbers in its blocks.
+    pub(crate) fn on(address: &Address, blocks: Vec<u64>, random: Rng) -> Self {
+        let next = blocks.iter().max().map_or(1, |last| last + 1);
+        Self { client: Client::open(address), random, blocks, next }
+    }
+
+    pub(crate) fn write(&mut self, index: usize) {
         let error = self.client.write(index as u64 * BLOCK, &content(self.next), 0);
         assert_eq!(error, 0, "a write must not fail");
         self.blocks[index] = self.next;
@@ -75,12 +79,17 @@ impl Writer {
         }
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         self.blocks.iter().flat_map(|number| content(*number)).collect()
     }
 
+    /// The numbers in its blocks.
+    pub(crate) fn blocks(&self) -> Vec<u64> {
+        self.blocks.clone()
+    }
+
     /// Whether the disk holds what was written.
-    fn check(&mut self) {
+    pub(crate) fn check(&mut self) {
         let expected = self.bytes();
         for (at, expected) in expected.chunks(MIB as usize).enumerate() {
             let read = self.client.read(at as u64 * MIB, MIB).expect("a read");
@@ -90,7 +99,7 @@ impl Writer {
 }
 
 /// Runs `act` while a client writes, which goes on for a while afterwards.
-fn beside<T>(writer: &mut Writer, act: impl FnOnce() -> T) -> T {
+pub(crate) fn beside<T>(writer: &mut Writer, act: impl FnOnce() -> T) -> T {
     let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| writer.go_on(&stop, &count));
@@ -106,23 +115,23 @@ fn beside<T>(writer: &mut Writer, act: impl FnOnce() -> T) -> T {
     })
 }
 
-fn job(control: &mut Control, name: &str) -> Value {
+pub(crate) fn job(control: &mut Control, name: &str) -> Value {
     let jobs = control.get("job.list", json!({}));
     let found = jobs.as_array().into_iter().flatten().find(|job| job["job"] == name).cloned();
     found.unwrap_or_else(|| panic!("no job {name}: {jobs}"))
 }
 
-fn wait_for(control: &mut Control, name: &str, status: &str) -> Value {
+pub(crate) fn wait_for(control: &mut Control, name: &str, status: &str) -> Value {
     let is_there = || job(control, name)["status"] == status;
     assert!(eventually(LONG, is_there), "{status} is expected");
     job(control, name)
 }
 
 /// A server of another project.
-struct Foreign(Child);
+pub(crate) struct Foreign(Child);
 
 impl Foreign {
-    fn start(program: &str, words: &[&str], socket: &Path) -> Self {
+    pub(crate) fn start(program: &str, words: &[&str], socket: &Path) -> Self {
         let mut command = tool(program);
         let child = command.args(words).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let server = Self(child.expect("it is installed"));

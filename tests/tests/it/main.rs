@@ -10,6 +10,7 @@ mod bitmaps;
 mod block_devices;
 mod clients;
 mod commit_and_rebase;
+mod commits;
 mod configuration;
 mod control;
 mod control_fuzz;

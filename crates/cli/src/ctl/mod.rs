@@ -127,6 +127,10 @@ enum Action {
     Jobs,
     /// Copy a disk to another image while its guest goes on; the job that does it is completed by `job NAME complete`.
     Mirror(Mirror),
+    /// Copy what a disk's image has into its backing file while its guest goes on; the job that does it is completed by
+    /// `job NAME complete`, and then the guest goes on with the backing file. Other images over the same backing file are
+    /// spoilt.
+    Commit(Commit),
     /// Tell a job what to do.
     Job {
         /// The job's name, as `jobs` tells it.
@@ -206,6 +210,23 @@ struct Mirror {
     /// Overwrite a target that exists: all that is in it is lost.
     #[arg(long)]
     overwrite: bool,
+    /// Whether the guest's writes wait for their copy: auto (where it does not converge otherwise), background (never) or
+    /// write-blocking (from the start).
+    #[arg(long)]
+    mode: Option<String>,
+    /// The most bytes a second that are copied in the background: 100M, 1G.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    speed: Option<u64>,
+    /// What to call the job, unlike all others. Left out: any name.
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+}
+
+/// A commit to be started.
+#[derive(clap::Args)]
+struct Commit {
+    /// The disk's name.
+    disk: String,
     /// Whether the guest's writes wait for their copy: auto (where it does not converge otherwise), background (never) or
     /// write-blocking (from the start).
     #[arg(long)]
@@ -333,6 +354,7 @@ impl Action {
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
             Self::Jobs => ("job.list", json!({})),
             Self::Mirror(mirror) => ("job.start", mirror.params()?),
+            Self::Commit(commit) => ("job.start", commit.params()),
             Self::Job { name, action } => action.request(&name),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
             Self::Reload => ("server.reload", json!({})),
@@ -395,6 +417,19 @@ impl Mirror {
         ];
         add_given(&mut params, optional);
         Ok(params)
+    }
+}
+
+impl Commit {
+    fn params(self) -> Value {
+        let mut params = json!({ "kind": "commit", "disk": self.disk });
+        let optional = [
+            ("mode", self.mode.map(Value::from)),
+            ("speed", self.speed.map(Value::from)),
+            ("job", self.job.map(Value::from)),
+        ];
+        add_given(&mut params, optional);
+        params
     }
 }
 

@@ -22,6 +22,8 @@ pub struct JobParams {
 pub enum JobKind {
     /// Copies the disk to the target while the guest goes on.
     Mirror,
+    /// Copies what the disk's image has into its backing file while the guest goes on.
+    Commit,
 }
 
 /// Whether the guest's writes wait for their copy.
@@ -45,15 +47,15 @@ pub struct JobStartParams {
     pub kind: JobKind,
     /// The name of the disk.
     pub disk: String,
-    /// Where to: an absolute path, or the URI of an export of another server.
-    pub target: PathBuf,
+    /// Of a mirror, where to: an absolute path, or the URI of an export of another server.
+    pub target: Option<PathBuf>,
     /// What the job is called, unlike all others. Left out: any name.
     pub job: Option<String>,
-    /// The target's format, raw or qcow2. Left out, a file's name decides (.qcow2, otherwise raw); all else is raw.
+    /// Of a mirror, the target's format, raw or qcow2. Left out, a file's name decides (.qcow2, otherwise raw); all else is raw.
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub format: Option<ImageFormat>,
-    /// Whether a target that exists is overwritten: all that is in it is lost.
+    /// Of a mirror, whether a target that exists is overwritten: all that is in it is lost.
     #[serde(default)]
     pub overwrite: bool,
     /// Whether the guest's writes wait for their copy: auto, background or write-blocking. Left out: auto.
@@ -96,7 +98,7 @@ pub struct JobCompleteParams {
 pub struct JobInfo {
     /// Its name.
     pub job: String,
-    /// What it does: mirror.
+    /// What it does: mirror or commit.
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,

@@ -15,7 +15,7 @@ use super::methods::{Done, NoParams, PauseResult};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
 use crate::disk_options::check_absolute;
-use crate::jobs::{MirrorSetup, RunningJob, TargetSetup};
+use crate::jobs::{JobSetup, RunningJob, TargetSetup};
 use crate::running::Running;
 
 /// Carries a request out that is about jobs.
@@ -70,22 +70,30 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
 }
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
-    let JobStartParams { kind: JobKind::Mirror, disk, target, job, format, .. } = given;
-    if !is_address(target.as_os_str().as_bytes()) {
-        check_absolute(&target).map_err(invalid)?;
-    }
-    let setup = MirrorSetup {
-        name: job,
-        disk,
-        target: TargetSetup { location: target, format, overwrite: given.overwrite },
-        mode: match given.mode {
-            JobCopyMode::Auto => CopyMode::Auto,
-            JobCopyMode::Background => CopyMode::Background,
-            JobCopyMode::WriteBlocking => CopyMode::WriteBlocking,
-        },
-        speed: given.speed.and_then(NonZeroU64::new),
+    let JobStartParams { kind, disk, target, job: name, format, overwrite, mode, speed } = given;
+    let mode = match mode {
+        JobCopyMode::Auto => CopyMode::Auto,
+        JobCopyMode::Background => CopyMode::Background,
+        JobCopyMode::WriteBlocking => CopyMode::WriteBlocking,
     };
-    let job = running.start_mirror(setup).await?;
+    let setup = JobSetup { name, disk, mode, speed: speed.and_then(NonZeroU64::new) };
+    let job = match (kind, target) {
+        (JobKind::Mirror, Some(location)) => {
+            if !is_address(location.as_os_str().as_bytes()) {
+                check_absolute(&location).map_err(invalid)?;
+            }
+            let target = TargetSetup { location, format, overwrite };
+            running.start_mirror(setup, target).await?
+        }
+        (JobKind::Mirror, None) => return Err(invalid("a mirror needs a target".into())),
+        (JobKind::Commit, None) if format.is_none() && !overwrite => {
+            running.start_commit(setup).await?
+        }
+        (JobKind::Commit, _) => {
+            let what = "a commit goes to the backing file: leave target, format and overwrite out";
+            return Err(invalid(what.into()));
+        }
+    };
     result(JobParams { job: job.name.clone() })
 }
 

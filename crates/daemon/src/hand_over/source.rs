@@ -149,8 +149,18 @@ fn check_keys(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where a job goes on: it cannot be handed over.
+/// Refuses where a job goes on: it cannot be handed over. Nor can a backing file that a commit has opened for writing.
 fn check_jobs(service: &Service) -> Result<()> {
+    let has_base = |disk: &Arc<RunningDisk>| disk.disk.base().is_some();
+    if let Some(disk) = service.running().disks().into_iter().find(has_base)
+        && service.running().jobs().check_free(disk.name()).is_ok()
+    {
+        bail!(
+            "the backing file of the disk {:?} is open for writing since a commit that did not complete, and cannot be handed \
+             over; commit it again and complete that, or close the disk and open it again",
+            disk.name()
+        );
+    }
     match service.running().jobs().find_running() {
         None => Ok(()),
         Some(job) => bail!(

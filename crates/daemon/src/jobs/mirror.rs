@@ -5,7 +5,6 @@
 //! whoever opens the source then is refused, and told to look at the target: it can be opened if it is complete.
 //! The record goes where the mirror is not completed.
 
-use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -21,33 +20,22 @@ use blockhouse_storage::Location;
 use futures_util::future::join;
 
 use super::target::{Target, TargetSetup, remove};
-use super::{RunningJob, tell_stages};
+use super::{JobSetup, RunningJob, tell_stages};
 use crate::running::{Running, RunningDisk};
 
 /// How long a job that is going to end without its result waits for its target.
 const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
-
-/// A mirror that is to be started.
-#[derive(Clone, Debug)]
-pub(crate) struct MirrorSetup {
-    /// What the job is called; `None`: any name.
-    pub(crate) name: Option<String>,
-    /// The name of the disk.
-    pub(crate) disk: String,
-    /// Where to.
-    pub(crate) target: TargetSetup,
-    /// Whether the guest's writes wait for their copy.
-    pub(crate) mode: CopyMode,
-    /// The most bytes a second in the background.
-    pub(crate) speed: Option<NonZeroU64>,
-}
 
 impl Running {
     /// Starts a mirror. When this returns its target is open, and it is listed.
     ///
     /// # Errors
     /// There is no such disk, it is read-only or has a job, or the target cannot be used.
-    pub(crate) async fn start_mirror(&self, setup: MirrorSetup) -> Result<Arc<RunningJob>> {
+    pub(crate) async fn start_mirror(
+        &self,
+        setup: JobSetup,
+        target: TargetSetup,
+    ) -> Result<Arc<RunningJob>> {
         let claimed = self.claim_disk(&setup.disk).await?;
         let source = Arc::clone(&claimed.disk);
         if source.setup.is_read_only() {
@@ -57,18 +45,18 @@ impl Running {
             );
         }
         self.check_free(&setup.disk)?;
-        if let Ok(Location::File(path)) = Location::of(&setup.target.location) {
+        if let Ok(Location::File(path)) = Location::of(&target.location) {
             self.sandbox().check(&path)?;
         }
-        self.jobs().check_target_free(&setup.target.location.display().to_string())?;
+        let name = target.location.display().to_string();
+        self.jobs().check_target_free(&name)?;
         let state = self.state_use(&source.setup)?;
-        let target = setup.target.open(&source.setup, source.disk.size(), state).await?;
+        let target = target.open(&source.setup, source.disk.size(), state).await?;
         if let Err(error) = source.disk.check_successor(&target.disk) {
             drop(target.disk);
             remove(target.created.as_deref());
             return Err(error.into());
         }
-        let name = setup.target.location.display().to_string();
         let registered = self.jobs().register(setup.name, "mirror", &setup.disk, name);
         let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
         job.control.set_speed(setup.speed);
@@ -92,6 +80,9 @@ impl Running {
         completion: Completion,
     ) -> Result<Duration> {
         let job = self.jobs().find(name)?;
+        if completion == Completion::HandOver && job.kind != "mirror" {
+            bail!("the job {name:?} is a {}: only a mirror can be handed over", job.kind);
+        }
         if !job.control.complete(completion) {
             bail!("the job {name:?} is {}, and cannot be completed so", job.status());
         }
@@ -103,9 +94,19 @@ impl Running {
     }
 }
 
-/// Runs a mirror to its end, and brings its disks in order. Where the target does not answer, the job ends before that:
-/// its disk is free then, and the target stays open until it answers.
+/// Runs a mirror to its end, and brings its disks in order.
 async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) {
+    let work = async {
+        let end = copy(job, source, target, mode).await;
+        job.target_is_free.store(true, Ordering::SeqCst);
+        job.control.end(end);
+    };
+    until_overdue(job, work).await;
+}
+
+/// Does a job's work. Where its end is decided and its target does not answer, the job ends before the work does: its disk is
+/// free then, and the target stays open until it answers.
+pub(super) async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
     let overdue = async {
         let end = job.control.decided().await;
         sleep(MAX_TIDY_TIME).await;
@@ -116,11 +117,6 @@ async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyM
             );
             job.control.end(end);
         }
-    };
-    let work = async {
-        let end = copy(job, source, target, mode).await;
-        job.target_is_free.store(true, Ordering::SeqCst);
-        job.control.end(end);
     };
     join(work, overdue).await;
 }

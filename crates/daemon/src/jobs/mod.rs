@@ -3,11 +3,13 @@
 //! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs run on a loop of their own,
 //! so that their copying keeps no guest's request waiting for a processor turn. A job that has ended is listed until it is
 //! dismissed, or `MAX_ENDED` later ones have ended. Jobs do not outlive the process: what one leaves on its disks says
-//! whether it was complete (`jobs/mirror`).
+//! whether it was complete (`jobs/mirror`, `jobs/commit`).
 
+mod commit;
 mod mirror;
 mod target;
 
+use std::num::NonZeroU64;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,14 +17,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Handle, sleep, spawn_detached};
-use blockhouse_jobs::{JobControl, JobEnd, JobStage};
+use blockhouse_jobs::{CopyMode, JobControl, JobEnd, JobStage};
 use futures_util::future::{join_all, select};
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
 use crate::workers::Workers;
 
-pub(crate) use mirror::MirrorSetup;
 pub(crate) use target::TargetSetup;
 
 /// Jobs that have ended and are listed still, at most.
@@ -30,6 +31,19 @@ const MAX_ENDED: usize = 64;
 
 /// How long the end of a server waits for its jobs.
 const MAX_STOP_TIME: Duration = Duration::from_secs(5);
+
+/// A job that is to be started.
+#[derive(Clone, Debug)]
+pub(crate) struct JobSetup {
+    /// What the job is called; `None`: any name.
+    pub(crate) name: Option<String>,
+    /// The name of the disk.
+    pub(crate) disk: String,
+    /// Whether the guest's writes wait for their copy.
+    pub(crate) mode: CopyMode,
+    /// The most bytes a second in the background.
+    pub(crate) speed: Option<NonZeroU64>,
+}
 
 /// The jobs of a server.
 #[derive(Default)]
@@ -52,7 +66,7 @@ struct State {
 pub(crate) struct RunningJob {
     /// What it is called, unlike all others.
     pub(crate) name: String,
-    /// What it does: "mirror".
+    /// What it does: "mirror" or "commit".
     pub(crate) kind: &'static str,
     /// The name of its disk.
     pub(crate) disk: String,

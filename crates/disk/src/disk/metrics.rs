@@ -23,7 +23,7 @@ impl<S: Storage> Disk<S> {
 
     /// All that it is measured by. For people who ask now and then: it reads the blocks of all threads.
     pub fn metrics(&self) -> DiskMetrics {
-        let replaced = self.replaced().flat_map(|disk| layers_of(disk.own_layer()));
+        let replaced = self.replaced_layers();
         let storages = layers_of(self.layer()).chain(replaced).flat_map(|layer| {
             let (image, data) = (layer.format().storage(), layer.format().data());
             let data = (!std::ptr::eq(image, data)).then(|| data.stats());
@@ -103,6 +103,16 @@ impl<S: Storage> Disk<S> {
         bytes: u64,
     ) -> RequestTimer<'_> {
         self.request_stats().begin_operation(export, operation, bytes)
+    }
+}
+
+impl<S: Storage> Disk<S> {
+    /// The images that were replaced, with those of their backing files: without those that the disk uses now.
+    pub(crate) fn replaced_layers(&self) -> impl Iterator<Item = &Layer<S>> {
+        let is_used =
+            |layer: &Layer<S>| layers_of(self.layer()).any(|one| std::ptr::eq(one, layer));
+        let replaced = self.replaced().flat_map(|disk| layers_of(disk.own_layer()));
+        replaced.filter(move |layer| !is_used(layer))
     }
 }
 

@@ -3,6 +3,7 @@
 //! - [`Disk`]: what it is made of, and what it says of itself.
 //! - `requests`: the one choke point of all requests.
 //! - `access`: whether it may be changed.
+//! - `base`: its backing file, open for writing.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
@@ -15,6 +16,7 @@
 //! opening files) is above.
 
 mod access;
+mod base;
 mod earlier_counts;
 mod failures;
 mod limits;
@@ -70,6 +72,8 @@ pub struct Disk<S: Storage> {
     earlier: OnceLock<Box<EarlierCounts>>,
     /// The disk whose image has taken the place of this one's.
     successor: OnceLock<Arc<Self>>,
+    /// The disk of its image's backing file, once that is open for writing.
+    base: OnceLock<Arc<Self>>,
     /// What outlives the process, if anything does.
     state: OnceLock<StateFile>,
 }
@@ -180,7 +184,8 @@ impl<S: Storage> Disk<S> {
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
         let protection = WriteProtection::default();
         let (observers, read_probes, failures) = Default::default();
-        let (earlier, successor, state) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        let (earlier, state) = (OnceLock::new(), OnceLock::new());
+        let (successor, base) = (OnceLock::new(), OnceLock::new());
         Self {
             writer,
             throttle,
@@ -192,6 +197,7 @@ impl<S: Storage> Disk<S> {
             failures,
             earlier,
             successor,
+            base,
             state,
         }
     }
@@ -465,7 +471,7 @@ impl<S: Storage> Disk<S> {
             true => Ok(()),
             false => data.close().await,
         };
-        closed.and(image_closed).and(data_closed)
+        closed.and(image_closed).and(data_closed).and(self.close_base().await)
     }
 
     /// Begins a change of the image, once none of the whole image is made.

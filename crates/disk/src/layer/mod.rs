@@ -40,6 +40,8 @@ pub(crate) struct Layer<S: Storage> {
     alignment: Alignment,
     /// Where the image's unallocated clusters are read from.
     backing: OnceLock<Arc<Layer<S>>>,
+    /// Another opening of the same image, which takes this one's place behind others.
+    successor: OnceLock<Arc<Layer<S>>>,
     claims: Arc<Tracker>,
     bounce_buffers: BounceBuffers,
     cluster_buffers: ClusterBuffers,
@@ -69,6 +71,7 @@ impl<S: Storage> Layer<S> {
             encryption,
             alignment,
             backing: OnceLock::new(),
+            successor: OnceLock::new(),
             claims: Arc::default(),
             bounce_buffers: BounceBuffers::new(),
             cluster_buffers: ClusterBuffers::new(cluster_size),
@@ -96,6 +99,25 @@ impl<S: Storage> Layer<S> {
         self.format.set_backing_size(backing.size());
         // A second one would change what was read already.
         let _ = self.backing.set(backing);
+    }
+
+    /// Reads what the image leaves to its backing file through `backing` from now on, another opening of the same file.
+    /// Reads that are in flight may use the older one.
+    pub(crate) fn replace_backing(&self, backing: Arc<Self>) {
+        match self.backing_layer() {
+            // The last one of its line has none.
+            Some(older) => drop(older.successor.set(backing)),
+            None => self.set_backing(backing),
+        }
+    }
+
+    /// The layer behind this one, by the last opening of its file.
+    pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
+        let mut layer = self.backing.get()?;
+        while let Some(successor) = layer.successor.get() {
+            layer = successor;
+        }
+        Some(layer)
     }
 
     pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
@@ -161,7 +183,7 @@ impl<S: Storage> Layer<S> {
 
     /// The layer that stands in for unallocated clusters, which the image has.
     fn backing(&self) -> Result<&Arc<Self>> {
-        self.backing.get().ok_or_else(|| {
+        self.backing_layer().ok_or_else(|| {
             let what = "the image needs its backing file, which was not opened with it";
             Error::new(ErrorKind::Unsupported, what).on(self.name())
         })
@@ -171,14 +193,14 @@ impl<S: Storage> Layer<S> {
     pub(crate) fn at_depth(&self, depth: usize) -> Option<&Self> {
         let mut layer = self;
         for _ in 0..depth {
-            layer = layer.backing.get()?;
+            layer = layer.backing_layer()?;
         }
         Some(layer)
     }
 
     /// Bytes of the backing disk; 0 without one.
     pub(crate) fn backing_size(&self) -> u64 {
-        self.backing.get().map_or(0, |backing| backing.size())
+        self.backing_layer().map_or(0, |backing| backing.size())
     }
 
     /// The error for an extent whose state makes no sense for what is to be done.

@@ -23,8 +23,8 @@ use super::allowed_paths::{FindError, Folder};
 use super::create::format_by_name;
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
-use super::image_options::{ImageOptions, Locking, RemoteBacking};
-use super::lock::{Locked, lock};
+use super::image_options::{ImageOptions, Locking, RemoteBacking, StateUse};
+use super::lock::{Locked, lock, lock_in_place_of};
 use super::moved_record::check_not_moved;
 use super::open_location::{
     Identity, identity_of, is_address, is_foreign_address, open_file, open_location,
@@ -232,6 +232,58 @@ pub async fn open_for_commit(
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
     Ok((restore.finish(disk.with_backing(Arc::clone(&base))).await?, base))
+}
+
+/// Opens the backing file of a disk for writing while the disk is used, with all further backing files: for
+/// [`Disk::attach_base`]. `path` is the image's, `options` those that it was opened with. Other programs are kept from the
+/// backing file from now on, also from reading it. Nothing that is answered outlives the process before
+/// [`keep_state`](super::keep_state). Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` where there is no backing file, another file has its name now, or its disk was moved;
+/// `Locked` where others use it; `Unsupported` for one with a data file.
+pub async fn open_base(
+    disk: &ImageDisk,
+    path: &Path,
+    options: ImageOptions,
+) -> Result<Arc<ImageDisk>> {
+    let refuse = |kind, what: &str, name: &str| Err(Error::new(kind, what.to_owned()).on(name));
+    let (Some(backing), Some(layer)) = (disk.backing_file(), disk.layer().backing_layer()) else {
+        return refuse(ErrorKind::InvalidInput, "has no backing file", disk.name());
+    };
+    if layer.format().data_file().is_some() {
+        return refuse(
+            ErrorKind::Unsupported,
+            "keeps its data in another file, and cannot be written to as a backing file that is used",
+            layer.name(),
+        );
+    }
+    let identity = disk.file().map(identity_of).transpose()?;
+    let mut chain = Chain::from_image(path, identity, Files::Host)?;
+    let format = Some(chain.next(backing, &options)?);
+    let (access, state) = (Access::ReadWrite, StateUse::Off);
+    let behind = ImageOptions { format, access, state, ..options };
+    let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
+    let Named { path, storage, identity, folder } = named.map_err(|error| chain.failed(error))?;
+    let reader = layer.format().storage().storage().as_file();
+    if reader.map(identity_of).transpose()? != identity {
+        let what = "is another file than the backing file that is in use, which had its name";
+        return refuse(ErrorKind::InvalidInput, what, &path.to_string_lossy());
+    }
+    if let (Some(file), Some(reader)) = (storage.as_file(), reader) {
+        check_not_moved(&path)?;
+        if behind.locking == Locking::Held {
+            lock_in_place_of(file, reader)?;
+        }
+    }
+    let below = Chain::from_named(path, identity, folder);
+    let opened = open_from(below, storage, &behind, None).await;
+    if opened.is_err()
+        && let Some(reader) = reader.filter(|_| behind.locking == Locking::Held)
+    {
+        lock(reader, Access::ReadOnly)?;
+    }
+    Ok(Arc::new(opened?))
 }
 
 /// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is

@@ -111,6 +111,14 @@ fn files_of_storage(storage: &ImageStorage) -> Result<Vec<&HostFile>> {
     Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()))
 }
 
+/// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a failure is told. Nothing may
+/// be in flight on the disk, which is [settled](ImageDisk::settle), and keeps no state yet. `path` is its image's.
+pub fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
+    if let Some(state) = FutureState::of(disk, path, uses) {
+        state.take(disk, disk.flush_failures());
+    }
+}
+
 /// An image that another process still owns.
 pub struct HandedOverDisk {
     disk: ImageDisk,

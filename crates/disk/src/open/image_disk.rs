@@ -42,13 +42,10 @@ impl ImageDisk {
     /// Gives the locks back that are held on images that were [replaced](crate::QuiescedDisk::switch_to): other
     /// programs may use them again.
     pub fn unlock_replaced(&self) {
-        for disk in self.replaced() {
-            let layers = (0..).map_while(|depth| disk.own_layer().at_depth(depth));
-            let files = layers.flat_map(|layer| {
-                let format = layer.format();
-                [format.storage(), format.data()].map(|tracker| tracker.storage().files())
-            });
-            files.flatten().for_each(HostFile::release_locks);
-        }
+        let files = self.replaced_layers().flat_map(|layer| {
+            let format = layer.format();
+            [format.storage(), format.data()].map(|tracker| tracker.storage().files())
+        });
+        files.flatten().for_each(HostFile::release_locks);
     }
 }

@@ -97,6 +97,28 @@ pub(super) fn lock(file: &HostFile, access: Access) -> Result<Locked> {
     Ok(Locked::Yes)
 }
 
+/// As [`lock`] for writing, in the place of `reader`, another open of the same file by this process, whose locks are given
+/// back: at no moment could another program begin to write. Where this fails, `reader` has its locks again.
+///
+/// # Errors
+/// As [`lock`].
+pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()> {
+    let refused = [Permission::Write, Permission::Resize].map(Permission::refused);
+    let take = |file: &HostFile| {
+        refused.iter().try_for_each(|byte| lock_byte_shared(file.descriptor(), *byte))
+    };
+    // Where there are no locks, `lock` tells.
+    let _ = take(file);
+    reader.release_locks();
+    let locked = lock(file, Access::ReadWrite);
+    if locked.is_err() {
+        let _ = take(reader);
+        file.release_locks();
+        lock(reader, Access::ReadOnly)?;
+    }
+    locked.map(drop)
+}
+
 /// Whether another open of the file holds the lock of a writer; also where that cannot be found out.
 pub(super) fn is_being_written(file: &HostFile) -> bool {
     is_byte_locked(file.descriptor(), Permission::Write.used()).unwrap_or(true)

@@ -25,8 +25,8 @@ mod unlock;
 
 pub use allowed_paths::AllowedPaths;
 pub use chain::{
-    open, open_for_commit, open_for_repair, open_handed_over, open_metadata, open_snapshot,
-    open_storage, open_without_backing,
+    open, open_base, open_for_commit, open_for_repair, open_handed_over, open_metadata,
+    open_snapshot, open_storage, open_without_backing,
 };
 pub use changed_since::changed_since;
 pub use create::{
@@ -34,7 +34,7 @@ pub use create::{
     remove_created, rename_finished,
 };
 pub use durable_rename::{IfExists, rename_durable};
-pub use handed_over::{HandedFile, HandedOverDisk};
+pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
 pub use image_disk::ImageDisk;
 pub use image_options::{CacheMode, ImageOptions, Locking, RemoteBacking, StateUse};
 pub use lock::open_locked;

@@ -9,8 +9,10 @@ use std::sync::Arc;
 
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Fallback, IoVector, Request, Result, Storage, Unmap,
+    Buffer, ByteRange, Durability, ExtentState, Fallback, IoVector, Request, Result, Storage,
+    Unmap, WorkBudget,
 };
+use blockhouse_format::Intent;
 
 use super::convert::lend;
 use super::scan::StatusScan;
@@ -72,6 +74,25 @@ impl<S: Storage> RangeCopy<S> {
         while let Some(run) = self.written.next(rest, size) {
             dirty.mark(run);
             rest = run.end();
+        }
+        Ok(())
+    }
+
+    /// Makes dirty what the source's image has itself, where the target is its backing file. To be called while the source's
+    /// changes are marked in `dirty`. `go_on` as in [`mark_needed`](Self::mark_needed).
+    ///
+    /// # Errors
+    /// What looking at the map answers.
+    pub async fn mark_own(&self, dirty: &DirtyMap, go_on: impl Fn() -> bool) -> Result<()> {
+        let budget = WorkBudget::new();
+        let mut rest = ByteRange::between(0, self.source.size());
+        while !rest.is_empty() && go_on() {
+            let extent = self.source.format().map(rest, Intent::Read).await?;
+            rest = rest.skip(extent.guest.length());
+            if !matches!(extent.state, ExtentState::Hole | ExtentState::Backing) {
+                dirty.mark(extent.guest);
+            }
+            budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(())
     }

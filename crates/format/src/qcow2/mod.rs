@@ -235,6 +235,11 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.begin_read()
     }
 
+    /// As [`Format::reads_ended`](crate::Format::reads_ended).
+    pub async fn reads_ended(&self) {
+        self.metadata.reads_ended().await;
+    }
+
     /// As [`Format::begin_data_write`](crate::Format::begin_data_write).
     pub fn begin_data_write(&self) -> DataWriteGuard<'_> {
         self.metadata.begin_data_write()

@@ -4,6 +4,9 @@
 //! awaited, however long it takes. The guest's changes wait for it for `MAX_PAUSE` at most. Where it failed or was late they
 //! go on at the source. The source's record was removed before, and the mark is written again after the write has ended, so
 //! it is the last that the target gets.
+//!
+//! Of a commit, an action of the caller decides ([`Mirror::before_switch`]). Where it fails or is late, the source is the disk,
+//! and the caller [undoes](Mirror::source_kept) what the action has done.
 
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -12,7 +15,7 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_disk::{Disk, MARK_BYTES, QuiescedDisk, ReplacedImage, mark_incomplete};
 use futures_util::future::{Either, select};
 
-use super::{MAX_PAUSE, Mirror, Stop};
+use super::{MAX_PAUSE, Mirror, Stop, TargetKind};
 use crate::control::{Completion, JobEnd};
 
 /// Why the target is not the disk.
@@ -73,6 +76,10 @@ impl<S: Storage> Mirror<S> {
         }
         // Nothing may copy any more when the disk's requests go to the target: it would bring older bytes back.
         self.finish_copier();
+        if self.kind == TargetKind::Base {
+            let action = (self.before_switch)();
+            return Ok(self.before(end, &self.target, async { Ok(action.await?) }).await?);
+        }
         let sector = ByteRange::between(0, MARK_BYTES);
         let write = Box::pin(self.copier.range_copy().copy_durably(sector));
         let rest = end.saturating_sub(self.clock.now());

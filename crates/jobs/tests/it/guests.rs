@@ -31,6 +31,8 @@ pub struct Model {
 struct Sector {
     written: Vec<u32>,
     answered: usize,
+    /// Whether it was discarded since: then it may hold anything.
+    is_discarded: bool,
 }
 
 impl Model {
@@ -43,7 +45,7 @@ impl Model {
             let number = if random.u8(..4) < is_data { next } else { 0 };
             next += 1;
             bytes.extend(content(number));
-            Sector { written: vec![number], answered: 0 }
+            Sector { written: vec![number], answered: 0, is_discarded: false }
         });
         let sectors = RefCell::new(sectors.collect());
         let (next, is_over) = (Cell::new(next), Cell::new(false));
@@ -84,7 +86,9 @@ impl Model {
         for (index, (sector, since)) in self.sectors.borrow().iter().zip(since).enumerate() {
             let start = index * SECTOR as usize;
             let found = &bytes[start..start + SECTOR as usize];
-            if !sector.written[*since..].iter().any(|number| content(*number) == found) {
+            let is_known = !sector.is_discarded;
+            if is_known && !sector.written[*since..].iter().any(|number| content(*number) == found)
+            {
                 let number = u32::from_be_bytes(found[..4].try_into().unwrap());
                 return Err(format!(
                     "sector {index} has {number}, not one of {:?}",
@@ -102,17 +106,36 @@ impl Model {
         }
     }
 
+    fn discard(&self, first: u64, count: u64) {
+        let mut sectors = self.sectors.borrow_mut();
+        for index in first..first + count {
+            sectors[index as usize].is_discarded = true;
+        }
+    }
+
     fn end(&self, first: u64, count: u64) {
         let mut sectors = self.sectors.borrow_mut();
         for index in first..first + count {
             let sector = &mut sectors[index as usize];
             sector.answered = sector.written.len() - 1;
+            sector.is_discarded = false;
         }
     }
 }
 
 fn content(number: u32) -> Vec<u8> {
     number.to_be_bytes().repeat(SECTOR as usize / 4)
+}
+
+/// What guests do.
+#[derive(Clone, Copy, Debug)]
+struct Habits {
+    /// Changes of each guest, at most.
+    requests: u64,
+    /// Whether every change is durable when it is answered.
+    is_durable: bool,
+    /// Whether they discard, too.
+    discards: bool,
 }
 
 /// Starts all guests: each makes up to `requests` changes, all of which must succeed.
@@ -122,11 +145,30 @@ pub fn start(
     model: &Rc<Model>,
     requests: u64,
 ) -> Vec<Task<Result<()>>> {
+    start_all(sim, disk, model, Habits { requests, is_durable: false, discards: false })
+}
+
+/// As [`start`], with changes that are durable when they are answered, and discards among them.
+pub fn start_durable(
+    sim: &Sim,
+    disk: &Arc<Disk<SimDisk>>,
+    model: &Rc<Model>,
+    requests: u64,
+) -> Vec<Task<Result<()>>> {
+    start_all(sim, disk, model, Habits { requests, is_durable: true, discards: true })
+}
+
+fn start_all(
+    sim: &Sim,
+    disk: &Arc<Disk<SimDisk>>,
+    model: &Rc<Model>,
+    habits: Habits,
+) -> Vec<Task<Result<()>>> {
     let guest = |guest| {
         let (sim, disk, model) = (sim.clone(), Arc::clone(disk), Rc::clone(model));
         let random = sim.fork_prng();
         let own = sim.clone();
-        own.spawn(run(sim, disk, model, (guest, requests), random))
+        own.spawn(run(sim, disk, model, (guest, habits), random))
     };
     (0..GUESTS).map(guest).collect()
 }
@@ -135,12 +177,12 @@ async fn run(
     sim: Sim,
     disk: Arc<Disk<SimDisk>>,
     model: Rc<Model>,
-    (guest, requests): (u64, u64),
+    (guest, habits): (u64, Habits),
     mut random: Rng,
 ) -> Result<()> {
     let sectors = disk.size() / SECTOR;
     let pause = random.u64(1..500);
-    for _ in 0..requests {
+    for _ in 0..habits.requests {
         if model.is_over.get() {
             break;
         }
@@ -148,7 +190,15 @@ async fn run(
         let first = stripe * STRIPE + random.u64(..STRIPE);
         let count = random.u64(1..=STRIPE - first % STRIPE);
         let range = ByteRange::between(first * SECTOR, (first + count) * SECTOR);
-        let durability = [Durability::None, Durability::Data][random.usize(..2)];
+        let durability = match habits.is_durable {
+            true => Durability::Data,
+            false => [Durability::None, Durability::Data][random.usize(..2)],
+        };
+        if habits.discards && random.u8(..8) == 0 {
+            model.discard(first, count);
+            disk.submit_from(ExportKind::Nbd, Request::Discard { range, durability }).await?;
+            continue;
+        }
         let is_zero = random.u8(..4) == 0;
         let number = if is_zero { 0 } else { model.next.replace(model.next.get() + 1) };
         model.begin(first, count, number);

@@ -1,6 +1,7 @@
 //! Jobs on simulated disks: one binary.
 #![forbid(unsafe_code)]
 
+mod commit;
 mod frozen;
 mod frozen_planted;
 mod guests;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, WriteCache};
-use blockhouse_disk::{Disk, ImageFormat, Options};
-use blockhouse_format::qcow2::{self, CreateOptions};
+use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_format::qcow2::{self, CreateOptions, Version};
 use blockhouse_jobs::{ClockSleep, JobClock};
 use blockhouse_sim::{Config, Rng, Sim, SimDisk};
 
@@ -64,13 +64,90 @@ pub async fn disk(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Scene> 
     Ok(Scene { storage, disk: Arc::new(disk), format: ImageFormat::Qcow2 })
 }
 
+/// A disk whose image is an overlay, and the storages below.
+pub struct Overlay {
+    pub storage: SimDisk,
+    pub disk: Arc<Disk<SimDisk>>,
+    /// The storage of the backing file.
+    pub base: SimDisk,
+    pub base_format: ImageFormat,
+}
+
+/// A disk with these bytes over a base of any kind, which has some of them, and may be shorter, or have a snapshot.
+pub async fn overlay(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Overlay> {
+    let size = content.len() as u64;
+    let base_size = [size, (random.u64(1..=size) & !511).max(512)][random.usize(..2)];
+    let mut below = content[..base_size as usize].to_vec();
+    let mut own = Vec::new();
+    for sector in (0..size).step_by(512) {
+        let is_of_base = sector < base_size;
+        if is_of_base && random.u8(..3) > 0 {
+            continue;
+        }
+        own.push(sector);
+        if is_of_base {
+            below[sector as usize..][..512].fill(0xbb);
+        }
+    }
+    let Scene { storage: base, disk, format: base_format } = disk(sim, random, &below).await?;
+    if base_format == ImageFormat::Qcow2 && random.bool() {
+        disk.snapshots().create("older").await?;
+    }
+    disk.close().await?;
+    let config = Config { write_cache: WriteCache::Volatile, ..Config::random(random) };
+    let block = u64::from(config.alignment.offset).max(512);
+    let backing = Backing { name: b"base".to_vec(), format: Some(base_format.as_str().into()) };
+    let image = CreateOptions {
+        cluster_size: [block, 4096, 65536][random.usize(..3)],
+        version: [Version::V2, Version::V3][random.usize(..2)],
+        backing: Some(backing),
+        ..CreateOptions::new(size)
+    };
+    let storage = SimDisk::new(sim, config, Vec::new());
+    qcow2::create(&storage, &image).await?;
+    let read_only = Options { access: Access::ReadOnly, ..Options::default() };
+    let below = Disk::open(base.clone(), base_format, read_only).await?;
+    let overlay = Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
+    let disk = Arc::new(overlay.with_backing(Arc::new(below)));
+    for sector in own {
+        let mut buffer = Buffer::new(512);
+        buffer.bytes_mut().copy_from_slice(&content[sector as usize..][..512]);
+        let (from, durability) = (buffer.lend(), Durability::None);
+        disk.submit(Request::Write { offset: sector, from, durability }).await?;
+    }
+    disk.flush().await?;
+    Ok(Overlay { storage, disk, base, base_format })
+}
+
 /// What a disk of this format reads that was left in these bytes.
 pub fn recover(bytes: Vec<u8>, format: ImageFormat) -> std::result::Result<Vec<u8>, String> {
+    recover_chain(bytes, format, None)
+}
+
+/// What an overlay reads that was left in these bytes, over a base of this format.
+pub fn recover_overlay(
+    bytes: Vec<u8>,
+    base: Vec<u8>,
+    format: ImageFormat,
+) -> std::result::Result<Vec<u8>, String> {
+    recover_chain(bytes, ImageFormat::Qcow2, Some((base, format)))
+}
+
+fn recover_chain(
+    bytes: Vec<u8>,
+    format: ImageFormat,
+    base: Option<(Vec<u8>, ImageFormat)>,
+) -> std::result::Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let config = Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() };
-    let storage = SimDisk::new(&sim, config, bytes);
+    let storage = SimDisk::new(&sim, config.clone(), bytes);
+    let base = base.map(|(bytes, format)| (SimDisk::new(&sim, config, bytes), format));
     let read = sim.block_on(async move {
-        let disk = Disk::open(storage, format, Options::default()).await?;
+        let mut disk = Disk::open(storage, format, Options::default()).await?;
+        if let Some((storage, format)) = base {
+            let options = Options { access: Access::ReadOnly, ..Options::default() };
+            disk = disk.with_backing(Arc::new(Disk::open(storage, format, options).await?));
+        }
         crate::guests::read(&disk).await
     });
     read.map_err(|error| error.to_string())

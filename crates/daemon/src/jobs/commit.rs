@@ -1,0 +1,140 @@
+//! Commits of served disks: what an overlay has goes into its backing file, with which the guest goes on.
+//!
+//! What a kill leaves: as long as there is no record beside the overlay (`disk/open/moved_record`), the overlay is the disk,
+//! over a backing file that has some of its data and is no disk by itself. The record is written durably when the backing file
+//! has everything durably, and before the guest changes it: from then on the backing file alone is the disk. The record goes
+//! where the commit fails all the same.
+
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use anyhow::{Result, bail};
+use blockhouse_core::Storage;
+use blockhouse_disk::{ImageDisk, StateUse, forget_moved, keep_state, open_base, record_moved};
+use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
+use blockhouse_storage::Location;
+
+use super::mirror::until_overdue;
+use super::{JobSetup, RunningJob, tell_stages};
+use crate::open::image_options;
+use crate::running::{Running, RunningDisk};
+
+impl Running {
+    /// Starts a commit. When this returns the backing file is open for writing, as long as the disk, and the job is listed.
+    ///
+    /// # Errors
+    /// There is no such disk, it is read-only or has a job, or its backing file cannot be written to: others use it, or it is
+    /// longer.
+    pub(crate) async fn start_commit(&self, setup: JobSetup) -> Result<Arc<RunningJob>> {
+        let claimed = self.claim_disk(&setup.disk).await?;
+        let source = Arc::clone(&claimed.disk);
+        if source.setup.is_read_only() {
+            bail!(
+                "the disk {:?} is read-only: commit its image with 'blockhouse commit', or open it for writing",
+                setup.disk
+            );
+        }
+        self.check_free(&setup.disk)?;
+        let state = self.state_use(&source.setup)?;
+        let base = self.base_of(&source).await?;
+        let name = base.name().to_owned();
+        let (job, handle) = self.jobs().register(setup.name, "commit", &setup.disk, name)?;
+        job.control.set_speed(setup.speed);
+        let (running, events) = (Arc::clone(&job), self.events().clone());
+        let mode = setup.mode;
+        drop(handle.spawn(move || async move {
+            tell_stages(Arc::clone(&running), events);
+            let work = async {
+                let end = commit(&running, &source, base, mode, state).await;
+                running.target_is_free.store(true, Ordering::SeqCst);
+                running.control.end(end);
+            };
+            until_overdue(&running, work).await;
+        }));
+        Ok(job)
+    }
+
+    /// The backing file of a disk, open for writing and as long as the disk.
+    async fn base_of(&self, source: &RunningDisk) -> Result<Arc<ImageDisk>> {
+        let disk = &source.disk;
+        if let Some(base) = disk.base() {
+            return fit(base, disk.size()).await.map(|()| Arc::clone(base));
+        }
+        if let Some(behind) = disk.layer_at(1) {
+            check_size(behind.name, behind.size, disk.size())?;
+            if let Ok(Location::File(path)) = Location::of(&PathBuf::from(behind.name)) {
+                self.sandbox().check(&path)?;
+            }
+        }
+        let options = image_options(&source.setup, &StateUse::Off)?;
+        let base = open_base(disk, &source.path(), options).await?;
+        let fitted = fit(&base, disk.size()).await;
+        // Also where it cannot be made longer: it is the only opening that is locked.
+        disk.attach_base(Arc::clone(&base)).await?;
+        fitted.map(|()| base)
+    }
+}
+
+fn check_size(base: &str, size: u64, wanted: u64) -> Result<()> {
+    if size > wanted {
+        bail!(
+            "{base}: has {size} bytes, more than the disk, which has {wanted}; the disk would get longer: make it as long \
+             first ('blockhouse ctl SOCKET resize')"
+        );
+    }
+    Ok(())
+}
+
+/// Makes the backing file as long as the disk.
+async fn fit(base: &ImageDisk, size: u64) -> Result<()> {
+    check_size(base.name(), base.size(), size)?;
+    if base.size() < size {
+        base.resize(size).await?;
+    }
+    Ok(())
+}
+
+/// Runs a commit to its end.
+async fn commit(
+    job: &RunningJob,
+    source: &RunningDisk,
+    base: Arc<ImageDisk>,
+    mode: CopyMode,
+    state: StateUse,
+) -> JobEnd {
+    let disk = Arc::clone(&source.disk);
+    // Another server has no place for a record.
+    let overlay = disk.file().map(|file| PathBuf::from(file.name()));
+    let (kept, name) = (overlay.clone(), job.name.clone());
+    let forget = move || {
+        let forgotten = kept.iter().try_for_each(|image| forget_moved(image));
+        forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
+    };
+    let target = Arc::clone(&base);
+    let record = move || {
+        let (base, overlay, state) = (Arc::clone(&target), overlay.clone(), state.clone());
+        Box::pin(async move {
+            base.settle().await?;
+            overlay.iter().try_for_each(|image| record_moved(image, base.name()))?;
+            // Before a guest changes it: what is answered from then on outlives the process as before.
+            keep_state(&base, &PathBuf::from(base.name()), &state);
+            Ok(())
+        }) as _
+    };
+    let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
+    let end = match Mirror::commit(Arc::clone(&disk), mode, control, clock) {
+        Ok(commit) => commit.before_switch(record).source_kept(forget).run().await,
+        Err(error) => JobEnd::Failed(error.to_string()),
+    };
+    match end {
+        JobEnd::Completed { .. } => disk.unlock_replaced(),
+        // So that what a kill leaves has no mark of an image that is open.
+        JobEnd::Cancelled | JobEnd::Failed(_) => {
+            let settled = base.settle().await;
+            settled.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));
+        }
+    }
+    end
+}

@@ -1,0 +1,57 @@
+//! A disk whose backing file is open for writing: a commit copies into it what the image has.
+//!
+//! Guarantees: the image reads its backing file through the opening that writes to it, so that no read uses metadata of an
+//! older one; and no change of the disk leaves anything to the backing file that it did not leave to it before. So what is
+//! copied from the image into its backing file never changes what the disk reads, not after a crash either: until then
+//! the image has it itself.
+
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use super::Disk;
+
+impl<S: Storage> Disk<S> {
+    /// Reads the image's backing file through `base` from now on, a disk of the same file that is open for writing and at
+    /// least as long. When it returns no read is in flight that uses the older opening. The disk closes `base` when it is
+    /// closed.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the image has no backing file, has such a base already, or is longer than it.
+    pub async fn attach_base(&self, base: Arc<Self>) -> Result<()> {
+        let image = self.current();
+        let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
+        if self.backing_file().is_none() {
+            return refuse("has no backing file".into());
+        }
+        if base.size() < self.size() {
+            return refuse(format!("is longer than its backing file, of {} bytes", base.size()));
+        }
+        let layer = Arc::clone(base.writer().layer());
+        if image.base.set(base).is_err() {
+            return refuse("has its backing file open for writing already".into());
+        }
+        {
+            let _guard = self.quiesce().await;
+            // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer now.
+            self.format().set_backing_size(u64::MAX);
+            self.layer().replace_backing(layer);
+        }
+        self.format().reads_ended().await;
+        Ok(())
+    }
+
+    /// The disk of the image's backing file, if it is [open for writing](Self::attach_base).
+    pub fn base(&self) -> Option<&Arc<Self>> {
+        self.current().base.get()
+    }
+
+    /// Closes the base, if it has not taken the image's place: then it is in use.
+    pub(super) async fn close_base(&self) -> Result<()> {
+        let Some(base) = self.base.get() else { return Ok(()) };
+        match self.successor.get().is_some_and(|successor| Arc::ptr_eq(successor, base)) {
+            true => Ok(()),
+            false => Box::pin(base.close()).await,
+        }
+    }
+}
