@@ -213,6 +213,9 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     if format == ImageFormat::Raw && !settings.is_empty() {
         wrong_usage("raw images have no options (-o, -B); say --format qcow2");
     }
+    if arguments.compress && settings.contains(&Setting::EncryptLuks) {
+        wrong_usage("compressed clusters (-c) are not encrypted: leave one of the two out");
+    }
     if arguments.compress && settings.iter().any(|one| matches!(one, Setting::DataFile(_))) {
         wrong_usage("an image with a data file has no compressed clusters (-c)");
     }

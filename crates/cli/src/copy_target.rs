@@ -18,7 +18,7 @@ use blockhouse_disk::{
 use blockhouse_engine::HostFile;
 use blockhouse_storage::Location;
 
-use crate::create::{create_qcow2, wrong_usage};
+use crate::create::{create_qcow2, key_time, wrong_usage};
 use crate::create_options::{self, Setting};
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
@@ -177,7 +177,10 @@ impl TargetSpec<'_> {
             ImageFormat::Raw => create_file(part, self.size, ImageFormat::Raw).await?,
             ImageFormat::Qcow2 => {
                 let options = create_options::qcow2(self.size, self.settings.clone());
-                let options = options.unwrap_or_else(|why| wrong_usage(&why));
+                let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+                if let Some(time) = key_time(&self.settings) {
+                    options.encryption = Some(self.open.secrets()?.create_header(time)?);
+                }
                 create_qcow2(part, &options, self.allowed_paths()?).await?;
             }
             ImageFormat::Luks | ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),

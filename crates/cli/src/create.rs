@@ -5,6 +5,7 @@
 //! command line are wrong usage; nothing is touched then.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_core::{ByteRange, Storage, SyncMode};
@@ -18,7 +19,7 @@ use blockhouse_format::{SpaceMode, preallocate, qcow2};
 
 use crate::create_options::{self, Setting, Settings};
 use crate::image_args::{resolve_relative, tell_if_not_free};
-use crate::open_args::{AllowPathArgs, read_only};
+use crate::open_args::{AllowPathArgs, KeyArgs, read_only};
 use blockhouse_daemon::size;
 
 use crate::output;
@@ -31,7 +32,7 @@ pub struct Arguments {
     format: Option<ImageFormat>,
     /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of raw: preallocation. Of
     /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
-    /// preallocation, backing_file, backing_fmt, data_file, data_file_raw.
+    /// preallocation, backing_file, backing_fmt, data_file, data_file_raw, encrypt.format, encrypt.iter-time.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
@@ -43,6 +44,8 @@ pub struct Arguments {
     backing_format: Option<Setting>,
     #[command(flatten)]
     allow: AllowPathArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
     /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone.
     image: Option<PathBuf>,
     /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that of the
@@ -53,7 +56,8 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, options, backing, backing_format, allow, image, size } = arguments;
+    let Arguments { format, options, backing, backing_format, allow, keys, image, size } =
+        arguments;
     let Some(mut settings) = Settings::join(options) else {
         return output::print(create_options::HELP);
     };
@@ -69,8 +73,12 @@ pub fn run(arguments: Arguments) -> Result<()> {
             event_loop.block_on(create_raw(&image, size, mode))
         }
         ImageFormat::Qcow2 => {
+            let key_time = key_time(&settings);
             let options = create_options::qcow2(size.unwrap_or(0), settings);
             let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+            if let Some(time) = key_time {
+                options.encryption = Some(keys.secrets()?.create_header(time)?);
+            }
             if size.is_none() && options.backing.is_none() {
                 wrong_usage("the size is missing: 512, 64K, 20G, or a backing file that has one");
             }
@@ -101,6 +109,11 @@ pub fn whole_sectors(image: &Path, size: u64) -> u64 {
 /// The format that the name of a new file stands for; wrong usage if it is none that can be made.
 pub fn format_of_new(image: &Path) -> ImageFormat {
     format_for_new(image).unwrap_or_else(|why| wrong_usage(&why))
+}
+
+/// How long it is to take to derive the key of an image that is to be encrypted. Wrong usage ends the program.
+pub fn key_time(settings: &[Setting]) -> Option<Duration> {
+    create_options::key_time(settings).unwrap_or_else(|why| wrong_usage(&why))
 }
 
 /// Ends the program as for any other wrong usage.

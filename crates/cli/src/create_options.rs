@@ -1,5 +1,7 @@
 //! The options of new qcow2 images (`create -o NAME=VALUE,...`), with the names of `qemu-img`.
 
+use std::time::Duration;
+
 use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address, is_foreign_address};
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
@@ -31,6 +33,10 @@ pub enum Setting {
     DataFile(String),
     /// Whether that reads as the guest's disk.
     RawDataFile(Switch),
+    /// That the guest's data is encrypted by LUKS.
+    EncryptLuks,
+    /// How long it takes to derive the key, in milliseconds.
+    EncryptIterTime(u32),
 }
 
 /// What one `-o` says.
@@ -65,6 +71,9 @@ Options of qcow2 images:
   compression_type=zlib|zstd          how clusters are compressed (zlib)
   data_file=FILE                      a new file that holds the guest's data
   data_file_raw=on|off                keep it readable as the guest's disk (off)
+  encrypt.format=luks                 encrypt the data; the key is named by --key-file
+                                      or --passphrase-file
+  encrypt.iter-time=MS                how long deriving its key takes here (2000)
   extended_l2=on|off                  allocate in 32nds of a cluster (off)
   lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew (off)
   preallocation=off|metadata|falloc|full
@@ -74,7 +83,7 @@ Options of qcow2 images:
 /// All names, as listed to users.
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
-                     data_file_raw";
+                     data_file_raw, encrypt.format, encrypt.iter-time";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///
@@ -177,6 +186,19 @@ fn parse_one(text: &str) -> Result<Setting, String> {
         "data_file" if (1..=1023).contains(&value.len()) => Ok(Setting::DataFile(value.to_owned())),
         "data_file" => Err("data_file needs a name of 1 to 1023 bytes".to_owned()),
         "data_file_raw" => switch().map(Setting::RawDataFile),
+        "encrypt.format" => match value {
+            "luks" => Ok(Setting::EncryptLuks),
+            _ => Err(wrong("luks")),
+        },
+        "encrypt.iter-time" => match value.parse() {
+            Ok(time @ 1..=60_000) => Ok(Setting::EncryptIterTime(time)),
+            _ => Err(wrong("1 to 60000 milliseconds")),
+        },
+        "encrypt.key-secret" => Err(
+            "keys have no names here: leave encrypt.key-secret out, and name the file of the key \
+                 (--key-file FILE, or --passphrase-file FILE)"
+                .to_owned(),
+        ),
         _ => Err(format!("there is no option '{name}'; the options are {NAMES}")),
     }
 }
@@ -202,6 +224,8 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             Setting::BackingFormat(format) => backing_format = Some(format),
             Setting::DataFile(name) => data_file = Some(name),
             Setting::RawDataFile(switch) => raw = switch,
+            // Its key is made when the image is.
+            Setting::EncryptLuks | Setting::EncryptIterTime(_) => {}
         }
     }
     options.backing = match (backing_file, backing_format) {
@@ -220,6 +244,24 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
     }
     options.data_file = data_file.map(|name| DataFile { name: name.into(), raw });
     Ok(options)
+}
+
+/// How long it is to take to derive the key of the image that is to be made; `None` where it is not encrypted.
+///
+/// # Errors
+/// A time without encryption.
+pub fn key_time(settings: &[Setting]) -> Result<Option<Duration>, String> {
+    /// As QEMU.
+    const DEFAULT: u32 = 2000;
+    let time = settings.iter().rev().find_map(|setting| match setting {
+        Setting::EncryptIterTime(time) => Some(*time),
+        _ => None,
+    });
+    match (settings.contains(&Setting::EncryptLuks), time) {
+        (true, time) => Ok(Some(Duration::from_millis(time.unwrap_or(DEFAULT).into()))),
+        (false, None) => Ok(None),
+        (false, Some(_)) => Err("encrypt.iter-time without encrypt.format=luks".to_owned()),
+    }
 }
 
 /// What `settings` make of a raw image.

@@ -14,10 +14,11 @@ use blockhouse_disk::{
     Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind, open,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{CreateOptions, Preallocation, Version};
 use serde_json::json;
 
-use crate::create::wrong_usage;
+use crate::create::{key_time, wrong_usage};
 use crate::create_options::{self, Settings};
 use crate::image_args::OutputArgs;
 use crate::open_args::OpenArgs;
@@ -76,8 +77,12 @@ pub fn run(arguments: Arguments) -> Result<()> {
             raw(&arguments)?
         }
         ImageFormat::Qcow2 => {
+            let key_time = key_time(&settings);
             let options = create_options::qcow2(0, settings);
-            qcow2(&arguments, options.unwrap_or_else(|why| wrong_usage(&why)))?
+            let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+            // As long as the real one.
+            options.encryption = key_time.map(|_| vec![0; NewLuks::LENGTH]);
+            qcow2(&arguments, options)?
         }
         format @ (ImageFormat::Luks | ImageFormat::Foreign(_)) => wrong_usage(&format.not_made()),
     };

@@ -3,6 +3,7 @@
 //! - [`Secret`] is what a person gives: a passphrase or a key file.
 //! - [`unlock`] opens a key slot of a [`LuksHeader`](blockhouse_format::LuksHeader) with it. It computes for long, so it
 //!   has no place on an event loop.
+//! - [`create_header`] makes the header of a new image.
 //! - [`SectorCipher`] encrypts and decrypts the sectors of a disk.
 //!
 //! Guarantees: secrets, derived keys and the ciphers' key schedules are in locked memory that is wiped
@@ -12,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod cipher;
+mod create;
 mod hash;
 mod kdf;
 mod secret;
@@ -20,5 +22,6 @@ mod unlock;
 mod xts;
 
 pub use cipher::SectorCipher;
+pub use create::create_header;
 pub use secret::{MAX_SECRET, Secret};
 pub use unlock::unlock;

@@ -16,7 +16,6 @@ pub(crate) fn merge(hash: LuksHash, stripes: &[u8], key: &mut [u8]) {
     }
 }
 
-#[cfg(test)]
 /// Makes of `stripes`, all but the last of which are random, those that [`merge`] to `key`.
 pub(crate) fn split(hash: LuksHash, key: &[u8], stripes: &mut [u8]) {
     let last = stripes.len() - key.len();

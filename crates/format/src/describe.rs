@@ -26,7 +26,11 @@ impl<S: Storage> Format<S> {
 
     /// Whether what [`map`](Self::map) points to is encrypted: the guest's data, never the metadata.
     pub fn is_encrypted(&self) -> bool {
-        matches!(self, Self::Luks(_))
+        match self {
+            Self::Raw(_) | Self::Foreign(_) => false,
+            Self::Luks(_) => true,
+            Self::Qcow2(qcow2) => qcow2.encryption().is_some(),
+        }
     }
 
     /// How the guest's data is encrypted; `None` where it [is not](Self::is_encrypted).
@@ -36,7 +40,11 @@ impl<S: Storage> Format<S> {
     pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
         match self {
             Self::Luks(luks) => Ok(Some(luks.encryption())),
-            Self::Raw(_) | Self::Qcow2(_) | Self::Foreign(_) => Ok(None),
+            Self::Qcow2(qcow2) => match qcow2.encryption() {
+                Some(place) => Encryption::of_clusters(qcow2.storage(), place).await.map(Some),
+                None => Ok(None),
+            },
+            Self::Raw(_) | Self::Foreign(_) => Ok(None),
         }
     }
 

@@ -141,6 +141,10 @@ impl<S: Storage> Format<S> {
     /// The compressed form of a whole cluster; `None` where it would not be shorter, or where the format
     /// has no compressed clusters.
     pub fn compress(&self, cluster: &[u8]) -> Option<Vec<u8>> {
+        // Compressed clusters are never encrypted.
+        if self.is_encrypted() {
+            return None;
+        }
         qcow2::compress(self.compression()?, cluster)
     }
 

@@ -4,9 +4,10 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_crypt::{Secret, unlock};
+use blockhouse_crypt::{Secret, create_header, unlock};
 use futures_channel::oneshot;
 
 use super::image_disk::ImageDisk;
@@ -25,6 +26,21 @@ impl Secrets {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// The header of LUKS for a new image, which the first secret opens in about `time`: see [`create_header`].
+    ///
+    /// # Errors
+    /// As there; `InvalidInput` where there is no secret.
+    pub fn create_header(&self, time: Duration) -> Result<Vec<u8>> {
+        match self.0.first() {
+            Some(secret) => create_header(secret, time),
+            None => {
+                let what = "an encrypted image needs a key";
+                let error = Error::new(ErrorKind::InvalidInput, what);
+                Err(error.hint("name it: --key-file FILE, or --passphrase-file FILE"))
+            }
+        }
     }
 }
 

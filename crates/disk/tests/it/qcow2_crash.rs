@@ -103,3 +103,12 @@ fn crash_at_every_point_with_a_raw_data_file() {
     let test = "crash_at_every_point_with_a_raw_data_file";
     crash_at_every_point(test, Kind::RawDataFile, &JURY, least);
 }
+
+/// QEMU demands more stripes of a key slot than fit here, so it is not asked.
+#[test]
+fn crash_at_every_point_of_an_encrypted_image() {
+    static JURY: Jury = Jury::for_one_in(u32::MAX);
+    let least = Least { seeds: 400, crashes: 15_000, shown_to_qemu: 0 };
+    let test = "crash_at_every_point_of_an_encrypted_image";
+    crash_at_every_point(test, Kind::Encrypted, &JURY, least);
+}

@@ -86,6 +86,72 @@ fn slot(
     Ok(LuksSlot { number, key: Ok(key) })
 }
 
+/// A new header, with one key slot in use. AES-256-XTS with `plain64`, and SHA-256.
+pub struct NewLuks {
+    /// The container's UUID, at most 39 bytes.
+    pub uuid: String,
+    /// PBKDF2 of the disk's key, its salt and iterations.
+    pub digest: [u8; 20],
+    /// See `digest`.
+    pub digest_salt: [u8; 32],
+    /// See `digest`.
+    pub digest_iterations: u32,
+    /// The salt of the passphrase in the slot 0.
+    pub salt: [u8; 32],
+    /// Its iterations.
+    pub iterations: u32,
+}
+
+impl NewLuks {
+    /// How the sectors of the disk and the slot's area are encrypted.
+    pub const CIPHER: LuksCipher = LuksCipher::AesXtsPlain64;
+    /// What keys are derived with, and stripes merged.
+    pub const HASH: LuksHash = LuksHash::Sha256;
+    /// Bytes of the disk's key.
+    pub const KEY: usize = 64;
+    /// Stripes of a slot.
+    pub const STRIPES: usize = 4000;
+    /// Where the area of the slot 0 begins, and bytes of its material.
+    pub const AREA: usize = 4096;
+    /// See `AREA`.
+    pub const AREA_LENGTH: usize = Self::KEY * Self::STRIPES;
+    /// From one slot's area to the next.
+    const AREA_STEP: usize = Self::AREA_LENGTH.next_multiple_of(4096);
+    /// Bytes of the header with all areas, where a container's disk begins.
+    pub const LENGTH: usize = Self::AREA + SLOTS * Self::AREA_STEP;
+
+    /// The header with its areas, which are zeros.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; Self::LENGTH];
+        let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
+        put(0, &MAGIC);
+        put(6, &1_u16.to_be_bytes());
+        put(8, b"aes");
+        put(40, b"xts-plain64");
+        put(72, Self::HASH.as_str().as_bytes());
+        put(104, &sectors(Self::LENGTH));
+        put(108, &(Self::KEY as u32).to_be_bytes());
+        put(112, &self.digest);
+        put(132, &self.digest_salt);
+        put(164, &self.digest_iterations.to_be_bytes());
+        put(168, &self.uuid.as_bytes()[..self.uuid.len().min(39)]);
+        for number in 0..SLOTS {
+            let at = FIRST_SLOT + number * SLOT_LENGTH;
+            put(at, &if number == 0 { ENABLED } else { DISABLED }.to_be_bytes());
+            put(at + 40, &sectors(Self::AREA + number * Self::AREA_STEP));
+            put(at + 44, &(Self::STRIPES as u32).to_be_bytes());
+        }
+        put(FIRST_SLOT + 4, &self.iterations.to_be_bytes());
+        put(FIRST_SLOT + 8, &self.salt);
+        bytes
+    }
+}
+
+/// An offset as a field of the header.
+fn sectors(offset: usize) -> [u8; 4] {
+    ((offset as u64 / SECTOR) as u32).to_be_bytes()
+}
+
 /// The version in the first bytes of a header, whose magic is known.
 pub(super) fn version(bytes: &[u8]) -> u16 {
     be16(bytes, 6)

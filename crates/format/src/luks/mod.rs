@@ -19,6 +19,8 @@ use blockhouse_core::{
 
 pub use header::{LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey};
 
+pub use luks1::NewLuks;
+
 use crate::{Abort, Access, aligned_read};
 
 /// What to do about a container that cannot be read as it is.
@@ -134,6 +136,19 @@ pub struct Encryption {
 }
 
 impl Encryption {
+    /// That of an image whose header of LUKS is at `place`. Sectors are numbered by their host offsets.
+    ///
+    /// # Errors
+    /// As [`LuksHeader::read`]; `Unsupported` for another version than 1, which alone is defined there.
+    pub(crate) async fn of_clusters<S: Storage>(storage: &S, place: ByteRange) -> Result<Self> {
+        let header = LuksHeader::read(storage, place.offset(), place.length()).await?;
+        if header.version != 1 {
+            let what = format!("its version {} is not 1", header.version);
+            return Err(refusal(what, place.offset()).on(storage.name()));
+        }
+        Ok(Self { header, start: place.offset(), origin: 0 })
+    }
+
     /// The header with the keys.
     pub fn header(&self) -> &LuksHeader {
         &self.header

@@ -74,6 +74,8 @@ struct Facts {
     compression: Compression,
     backing: Option<Backing>,
     data_file: Option<DataFile>,
+    /// Where the keys are, if the guest's data is encrypted.
+    encryption: Option<ByteRange>,
     truncation: Option<Truncation>,
     /// The snapshot that it was opened on.
     snapshot: Option<Snapshot>,
@@ -134,6 +136,11 @@ impl<S: Storage> Qcow2<S> {
     /// The file that holds the guest's clusters, if the image does not.
     pub fn data_file(&self) -> Option<&DataFile> {
         self.facts.data_file.as_ref()
+    }
+
+    /// The whole clusters with the header of LUKS; `None` where the guest's data is not encrypted.
+    pub fn encryption(&self) -> Option<ByteRange> {
+        self.facts.encryption
     }
 
     /// Whether the data file reads as the disk, and so has each cluster allocated.

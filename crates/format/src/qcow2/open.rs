@@ -134,6 +134,7 @@ impl<S: Storage> Qcow2<S> {
             compression: header.compression,
             backing: header.backing.clone(),
             data_file: header.data_file.clone(),
+            encryption: header.encryption,
             truncation,
             snapshot: None,
         };

@@ -54,6 +54,8 @@ pub struct CreateOptions {
     pub data_file: Option<DataFile>,
     /// What is allocated at once.
     pub preallocation: Preallocation,
+    /// The header of LUKS with the keys of the guest's data, if that is encrypted.
+    pub encryption: Option<Vec<u8>>,
 }
 
 impl CreateOptions {
@@ -70,6 +72,7 @@ impl CreateOptions {
             backing: None,
             data_file: None,
             preallocation: Preallocation::Off,
+            encryption: None,
         }
     }
 
@@ -99,6 +102,7 @@ impl CreateOptions {
             return Err("subclusters need clusters of 16 KiB or more".into());
         }
         self.check_data_file()?;
+        self.check_encryption()?;
         match &self.backing {
             Some(backing) if backing.name.is_empty() || backing.name.len() > MAX_FILE_NAME => {
                 Err("the name of the backing file must have 1 to 1023 bytes".into())
@@ -120,6 +124,26 @@ impl CreateOptions {
         }
         if file.raw == Switch::On && self.backing.is_some() {
             return Err("a data file that is the raw disk has no backing file".into());
+        }
+        Ok(())
+    }
+
+    /// Zeros of the file are not zeros of an encrypted disk, so nothing is mapped to them.
+    fn check_encryption(&self) -> Result<(), String> {
+        if self.encryption.is_none() {
+            return Ok(());
+        }
+        if self.version == Version::V2 {
+            return Err("version 2 (compat 0.10) is not encrypted here".into());
+        }
+        if self.data_file.as_ref().is_some_and(DataFile::is_raw_disk) {
+            return Err("an encrypted data file is not the raw disk".into());
+        }
+        if self.preallocation != Preallocation::Off {
+            return Err(
+                "an encrypted image is not preallocated: what it maps would not read as zeros"
+                    .into(),
+            );
         }
         Ok(())
     }
@@ -164,12 +188,13 @@ impl CreateOptions {
 }
 
 /// Where everything goes, in clusters of the file. In this order, without gaps: header, refcount
-/// table, refcount blocks, L1 table, L2 tables, guest data.
+/// table, refcount blocks, L1 table, L2 tables, the encryption's header, guest data.
 struct Layout {
     refcount_table: u64,
     refcount_blocks: u64,
     l1: u64,
     l2: u64,
+    encryption: u64,
     data: u64,
 }
 
@@ -182,7 +207,9 @@ impl Layout {
             (true, true) => (l1_entries, 0),
         };
         let l1 = geometry.clusters_for(l1_entries * 8);
-        let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, data };
+        let encryption = options.encryption.as_ref().map_or(0, |header| header.len() as u64);
+        let encryption = geometry.clusters_for(encryption);
+        let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, encryption, data };
         // More blocks need more clusters that need counting; that grows by ever less.
         loop {
             let blocks = layout.end().div_ceil(geometry.block_refcounts());
@@ -217,8 +244,12 @@ impl Layout {
         self.l1_start() + self.l1
     }
 
-    fn data_start(&self) -> u64 {
+    fn encryption_start(&self) -> u64 {
         self.l2_start() + self.l2
+    }
+
+    fn data_start(&self) -> u64 {
+        self.encryption_start() + self.encryption
     }
 
     fn end(&self) -> u64 {
@@ -270,6 +301,7 @@ pub async fn create_with<S: Storage>(
     writer.write_cluster(0, Vec::new()).await?;
     writer.write_refcounts().await?;
     writer.write_mappings(options).await?;
+    writer.write_encryption(options.encryption.as_deref().unwrap_or_default()).await?;
     if storage.size() < offset_of(writer.layout.end()) {
         storage.resize(offset_of(writer.layout.end())).await?;
     }
@@ -296,7 +328,12 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
     let format = format.map(|format| (BACKING_FORMAT, format.as_bytes().to_vec()));
     let data_file = options.data_file.as_ref();
     let named = data_file.map(|file| (extensions::DATA_FILE, file.name.clone()));
-    let extensions = [format, named].into_iter().flatten();
+    let place = geometry.bytes_of(layout.encryption_start()..layout.data_start());
+    let encryption = options.encryption.as_ref().map(|header| {
+        let numbers = [place.offset(), header.len() as u64].map(u64::to_be_bytes);
+        (extensions::ENCRYPTION, numbers.concat())
+    });
+    let extensions = [format, named, encryption].into_iter().flatten();
     let extensions = extensions.map(|(kind, data)| Extension { kind, data }).collect();
     let is_raw = data_file.is_some_and(|file| file.raw == Switch::On);
     Header {
@@ -316,6 +353,7 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         compression: options.compression,
         backing: options.backing.clone(),
         data_file: options.data_file.clone(),
+        encryption: options.encryption.as_ref().map(|_| place),
         extensions,
         length: if geometry.version == 2 { LENGTH_2 } else { LENGTH_3 + 8 },
     }
@@ -364,9 +402,19 @@ impl<S: Storage> ImageWriter<'_, S> {
         Ok(())
     }
 
+    /// Writes the encryption's header, filled up with zeros.
+    async fn write_encryption(&self, header: &[u8]) -> Result<()> {
+        let mut parts = header.chunks(self.geometry.cluster_size() as usize);
+        for cluster in self.layout.encryption_start()..self.layout.data_start() {
+            let part = parts.next().unwrap_or_default();
+            self.write_cluster(cluster, part.to_vec()).await?;
+        }
+        Ok(())
+    }
+
     async fn write_mappings(&self, options: &CreateOptions) -> Result<()> {
         let (geometry, layout) = (self.geometry, &self.layout);
-        let tables: Vec<u64> = (layout.l2_start()..layout.data_start())
+        let tables: Vec<u64> = (layout.l2_start()..layout.encryption_start())
             .map(|cluster| l1_word(Reference::with_copied(geometry.offset_of(cluster))))
             .collect();
         self.write_table(layout.l1_start(), layout.l1, &tables).await?;

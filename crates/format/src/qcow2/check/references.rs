@@ -73,6 +73,9 @@ impl<'a, S: Storage> References<'a, S> {
             refcount_clusters: Vec::new(),
         };
         references.add("the header", 0, geometry.cluster_size())?;
+        if let Some(place) = header.encryption {
+            references.add("the encryption's header", place.offset(), place.length())?;
+        }
         references.walk_l1(L1Location::active(header), TableOwner::Active).await?;
         references.walk_snapshots().await?;
         references.walk_l2_tables().await?;

@@ -12,6 +12,8 @@ pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
 pub(crate) const BITMAPS: u32 = 0x2385_2875;
 /// The name of the file that holds the guest's data.
 pub(crate) const DATA_FILE: u32 = 0x4441_5441;
+/// Where the header of the encryption is, and its length in bytes: two 64-bit numbers.
+pub(crate) const ENCRYPTION: u32 = 0x0537_be77;
 /// Names of feature bits, for messages about unknown ones.
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 

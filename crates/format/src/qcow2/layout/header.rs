@@ -6,6 +6,8 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
+use blockhouse_core::ByteRange;
+
 use super::compression::Compression;
 use super::extensions::{self, Extension};
 use super::geometry::Geometry;
@@ -19,6 +21,10 @@ pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
 pub(crate) const LENGTH_2: usize = 72;
 /// The least length of a version 3 header.
 pub(crate) const LENGTH_3: usize = 104;
+/// The kind of encryption that is LUKS.
+const CRYPT_LUKS: u32 = 2;
+/// The most bytes of an encryption's header; QEMU makes some 2 MiB.
+const MAX_ENCRYPTION_HEADER: u64 = 16 << 20;
 /// What changes of the header stay inside.
 pub(crate) const SECTOR: usize = 512;
 
@@ -82,6 +88,8 @@ pub(crate) struct Header {
     pub(crate) compression: Compression,
     pub(crate) backing: Option<Backing>,
     pub(crate) data_file: Option<DataFile>,
+    /// Where the header of LUKS is, if the guest's data is encrypted: whole clusters.
+    pub(crate) encryption: Option<ByteRange>,
     pub(crate) extensions: Vec<Extension>,
     /// Bytes from the start of the file to the first extension.
     pub(crate) length: usize,
@@ -169,12 +177,10 @@ impl Header {
             compression: features.compression,
             backing: backing(bytes, &extensions)?,
             data_file: data_file(&features, &extensions)?,
+            encryption: encryption(bytes, &extensions, geometry)?,
             extensions,
             length: features.length,
         };
-        if be32(bytes, 32) != 0 {
-            return Err(unsupported(32, "the image is encrypted"));
-        }
         header.check_tables()?;
         header.check_data_file()?;
         header.snapshot_fault = header.check_snapshots().err();
@@ -310,6 +316,9 @@ impl Header {
             bytes[96..100].copy_from_slice(&self.geometry.refcount_order.to_be_bytes());
             bytes[100..104].copy_from_slice(&(self.length as u32).to_be_bytes());
         }
+        if self.encryption.is_some() {
+            bytes[32..36].copy_from_slice(&CRYPT_LUKS.to_be_bytes());
+        }
         if self.length > LENGTH_3 {
             bytes[LENGTH_3] = self.compression as u8;
         }
@@ -401,6 +410,37 @@ fn data_file(
     Ok(Some(DataFile { name: name.to_vec(), raw }))
 }
 
+/// Where the encryption's header is, in whole clusters.
+fn encryption(
+    bytes: &[u8],
+    extensions: &[Extension],
+    geometry: Geometry,
+) -> Result<Option<ByteRange>, HeaderError> {
+    match be32(bytes, 32) {
+        0 => return Ok(None),
+        CRYPT_LUKS => {}
+        1 => {
+            let what = "the image is encrypted as QEMU did before LUKS (AES-CBC without a header)";
+            return Err(unsupported(32, what));
+        }
+        other => return Err(unsupported(32, format!("an encryption of the unknown kind {other}"))),
+    }
+    let place =
+        extensions::find(extensions, extensions::ENCRYPTION).filter(|data| data.len() >= 16);
+    let Some(place) = place else {
+        return Err(corrupt(32, "the image is encrypted, and does not say where its keys are"));
+    };
+    let (offset, length) = (be64(place, 0), be64(place, 8));
+    if offset == 0 || !geometry.is_cluster_aligned(offset) || offset > MAX_OFFSET {
+        return Err(corrupt(32, format!("the encryption's header cannot be at offset {offset}")));
+    }
+    if length == 0 || length > MAX_ENCRYPTION_HEADER {
+        return Err(corrupt(32, format!("an encryption's header of {length} bytes")));
+    }
+    let length = length.next_multiple_of(geometry.cluster_size());
+    Ok(Some(ByteRange::between(offset, offset + length)))
+}
+
 fn backing(bytes: &[u8], extensions: &[Extension]) -> Result<Option<Backing>, HeaderError> {
     let offset = be64(bytes, 8);
     let length = be32(bytes, 16) as usize;
@@ -447,6 +487,7 @@ mod tests {
             autoclear: 0,
             compression: Compression::Zlib,
             data_file: None,
+            encryption: None,
             backing: Some(Backing { name: b"base.img".to_vec(), format: Some("raw".into()) }),
             extensions: vec![
                 Extension { kind: extensions::BACKING_FORMAT, data: b"raw".to_vec() },

@@ -56,6 +56,8 @@ pub(crate) struct Metadata<S: Storage, C> {
     geometry: Geometry,
     access: Access,
     discard: Discard,
+    /// Whether the guest's data is encrypted: then zeros of the file are not zeros of the disk.
+    is_encrypted: bool,
     writer: TableWriter<S>,
     state: Mutex<State<C>>,
     /// Bytes of the guest's disk: the truth is in the header, this is for asking without the lock.
@@ -87,6 +89,7 @@ impl<S: Storage, C> Metadata<S, C> {
             geometry: tables.geometry(),
             access,
             discard,
+            is_encrypted: tables.header().encryption.is_some(),
             writer: TableWriter::new(storage),
             size: AtomicU64::new(tables.header().size),
             autoclear: Autoclear::new(tables.header()),

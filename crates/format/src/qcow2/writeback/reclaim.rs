@@ -29,12 +29,13 @@ impl<C> Drop for FreeingGuard<'_, C> {
 impl<S: Storage, C> Metadata<S, C> {
     /// Frees clusters whose references left the tables in memory. If discarded ranges read as zeros, the
     /// host range is punched at once: the L2 entry on disk may still refer to it, so after a crash the guest
-    /// must read its old data or zeros.
+    /// must read its old data or zeros. Not where the data is encrypted, because a hole would not read as zeros.
     pub(crate) async fn free_clusters(&self, dropped: Vec<DeferredFree>) {
         if dropped.is_empty() {
             return;
         }
-        let is_zeroed = self.storage().capabilities().read_after_discard == ReadAfterDiscard::Zeros;
+        let read_after_discard = self.storage().capabilities().read_after_discard;
+        let is_zeroed = read_after_discard == ReadAfterDiscard::Zeros && !self.is_encrypted;
         for mut free in dropped {
             if free.punch == Punch::Yes && self.discard == Discard::Unmap && is_zeroed {
                 // They have no other owner before. One that is dropped here stays allocated: a leak, since

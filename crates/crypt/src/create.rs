@@ -1,0 +1,100 @@
+//! The header of a new encrypted image: a key at random, in a slot that one secret opens.
+//!
+//! Guarantee: keys, salts and stripes are from the kernel's random numbers (`getrandom`), and the secret is one that
+//! [`unlock`](crate::unlock) opens the slot with, within its limits.
+
+use std::time::{Duration, Instant};
+
+use blockhouse_core::{Error, Result};
+use blockhouse_engine::LockedBytes;
+use blockhouse_format::NewLuks;
+
+use crate::{Secret, SectorCipher, hash, stripes};
+
+/// The fewest iterations of a secret and of a digest, as cryptsetup has them.
+const MIN_ITERATIONS: u32 = 1000;
+/// The most: a slot of two rounds each stays within a quarter of what is done for a header.
+const MAX_ITERATIONS: u32 = 1 << 24;
+/// Iterations by which the machine's speed is measured.
+const SAMPLE: u32 = 1 << 14;
+
+/// The header of LUKS 1 for a new image, with its areas: AES-256-XTS, a key at random, and one slot, which `secret` opens.
+/// To derive the slot's key takes about `time` on this machine. Computes for as long: not for an event loop.
+///
+/// # Errors
+/// The kernel has no random numbers or no memory.
+pub fn create_header(secret: &Secret, time: Duration) -> Result<Vec<u8>> {
+    build(secret, time).map_err(|error| Error::host("cannot make a key", error))
+}
+
+fn build(secret: &Secret, time: Duration) -> std::io::Result<Vec<u8>> {
+    let iterations = iterations_for(secret, time);
+    let mut key = LockedBytes::new(NewLuks::KEY)?;
+    fill_random(&mut key)?;
+    let mut header = NewLuks {
+        uuid: uuid()?,
+        digest: [0; 20],
+        digest_salt: random()?,
+        digest_iterations: (iterations / 8).max(MIN_ITERATIONS),
+        salt: random()?,
+        iterations,
+    };
+    let NewLuks { digest_salt, digest_iterations, .. } = &header;
+    let mut digest = [0; 20];
+    hash::pbkdf2(NewLuks::HASH, &key, digest_salt, *digest_iterations, &mut digest);
+    header.digest = digest;
+    let mut area_key = LockedBytes::new(NewLuks::KEY)?;
+    hash::pbkdf2(NewLuks::HASH, secret.bytes(), &header.salt, iterations, &mut area_key);
+    let mut material = LockedBytes::new(NewLuks::AREA_LENGTH)?;
+    fill_random(&mut material)?;
+    stripes::split(NewLuks::HASH, &key, &mut material);
+    SectorCipher::new(NewLuks::CIPHER, &area_key, 512)?.encrypt(0, &mut material);
+    let mut bytes = header.to_bytes();
+    bytes[NewLuks::AREA..NewLuks::AREA + NewLuks::AREA_LENGTH].copy_from_slice(&material);
+    Ok(bytes)
+}
+
+/// How many iterations of a secret take so long here.
+fn iterations_for(secret: &Secret, time: Duration) -> u32 {
+    let mut key = [0; NewLuks::KEY];
+    let start = Instant::now();
+    hash::pbkdf2(NewLuks::HASH, secret.bytes(), &[0; 32], SAMPLE, &mut key);
+    zeroize::Zeroize::zeroize(&mut key);
+    let each = start.elapsed().as_secs_f64() / f64::from(SAMPLE);
+    // Saturating, also where the clock stood still.
+    ((time.as_secs_f64() / each) as u32).clamp(MIN_ITERATIONS, MAX_ITERATIONS)
+}
+
+fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    fill_random(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn fill_random(mut bytes: &mut [u8]) -> std::io::Result<()> {
+    while !bytes.is_empty() {
+        let count =
+            match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
+                Ok(count) => count,
+                Err(rustix::io::Errno::INTR) => 0,
+                Err(error) => return Err(error.into()),
+            };
+        bytes = &mut bytes[count..];
+    }
+    Ok(())
+}
+
+/// A UUID of random numbers (RFC 9562, version 4).
+fn uuid() -> std::io::Result<String> {
+    let mut bytes: [u8; 16] = random()?;
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    let mut text = String::new();
+    for (index, byte) in bytes.iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text += &format!("{byte:02x}");
+    }
+    Ok(text)
+}
