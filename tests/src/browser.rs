@@ -1,4 +1,4 @@
-//! Pages in a real browser: headless Chromium, with a frame as wide as a phone.
+//! Pages in a real browser: headless Chromium, with a frame as wide as a phone or as a reader's window.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -22,8 +22,14 @@ pub struct Picture {
     pub pixels: Vec<[u8; 3]>,
 }
 
-/// The page of a file, shown in a frame of 390 pixels.
+/// The width of a phone, in pixels.
+pub const PHONE: u32 = 390;
+/// That of a window on a desk.
+pub const DESK: u32 = 1200;
+
+/// The page of a file, shown in a frame of some width.
 pub struct Browser {
+    width: u32,
     frame: PathBuf,
     profile: PathBuf,
     picture: PathBuf,
@@ -49,6 +55,15 @@ function ground(element) {
 }
 addEventListener('load', () => {
   let texts = 0, worst = [99, ''], smallest = [99, ''];
+  const box = element => element.getBoundingClientRect();
+  const crosses = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const crossed = [...document.querySelectorAll('svg')].flatMap(svg =>
+    [...svg.querySelectorAll('text')].filter(text =>
+      [...svg.querySelectorAll('line, circle')].some(line => {
+        const { left, right, top, bottom } = box(line);
+        return crosses(box(text), { left: left - .1, right: right + .1, top: top - .1, bottom: bottom + .1 });
+      })).map(text => text.textContent));
+  const cut = [...document.querySelectorAll('.table')].filter(table => table.scrollWidth > table.clientWidth).length;
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode, element = node.parentElement, words = node.data.trim();
@@ -63,7 +78,7 @@ addEventListener('load', () => {
     texts++;
   }
   parent.postMessage({
-    texts, worst, smallest, width: document.documentElement.scrollWidth, screen: innerWidth,
+    texts, worst, smallest, cut, crossed: crossed.slice(0, 5), width: document.documentElement.scrollWidth, screen: innerWidth,
     dark: matchMedia('(prefers-color-scheme: dark)').matches,
     ground: luminance(ground(document.body)), plots: document.querySelectorAll('svg').length,
   }, '*');
@@ -71,13 +86,13 @@ addEventListener('load', () => {
 </script>"#;
 
 const FRAME: &str = r#"<!DOCTYPE html><meta name="color-scheme" content="light dark">
-<style>body { margin: 0 } iframe { border: 0; width: 390px; height: 100vh }</style>
+<style>body { margin: 0 } iframe { border: 0; width: WIDTHpx; height: 100vh }</style>
 <script>addEventListener('message', e => document.body.dataset.found = JSON.stringify(e.data))</script>
 <body><iframe src="page.html"></iframe></body>"#;
 
 impl Browser {
-    /// Shows the page of a file. `Err` says why there is no browser.
-    pub fn new(scratch: &Scratch, page: &Path) -> Result<Self, String> {
+    /// Shows the page of a file in a frame of so many pixels. `Err` says why there is no browser.
+    pub fn new(scratch: &Scratch, page: &Path, width: u32) -> Result<Self, String> {
         need::tools(&["chromium"])?;
         let text = std::fs::read_to_string(page).expect("the page is there");
         let write = |name: &str, text: &str| {
@@ -86,8 +101,13 @@ impl Browser {
             path
         };
         write("page.html", &text.replace("</head>", &format!("{EXAMINE}</head>")));
-        let frame = write("frame.html", FRAME);
-        Ok(Self { frame, profile: scratch.path("profile"), picture: scratch.path("picture.png") })
+        let frame = write("frame.html", &FRAME.replace("WIDTH", &width.to_string()));
+        Ok(Self {
+            width,
+            frame,
+            profile: scratch.path("profile"),
+            picture: scratch.path("picture.png"),
+        })
     }
 
     fn run(&self, theme: Theme, what: &[&str]) -> String {
@@ -99,7 +119,8 @@ impl Browser {
         chromium.arg(format!("--blink-settings=preferredColorScheme={scheme}"));
         chromium.arg(format!("--user-data-dir={}", self.profile.display()));
         // Narrower than 500 no window gets.
-        chromium.arg(format!("--window-size=500,{HEIGHT}")).args(what);
+        let window = self.width.max(500);
+        chromium.arg(format!("--window-size={window},{HEIGHT}")).args(what);
         chromium.arg(format!("file://{}", self.frame.display()));
         run_within(Duration::from_secs(120), &mut chromium).success().stdout
     }

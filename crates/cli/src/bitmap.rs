@@ -1,4 +1,5 @@
-//! `blockhouse bitmap`: the persistent dirty bitmaps inside an image.
+//! `blockhouse bitmap`: the persistent dirty bitmaps inside an image. What qemu-img calls `--add`, `--remove` and so on is
+//! that here, too.
 
 use std::path::{Path, PathBuf};
 
@@ -11,16 +12,94 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
 
+use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
 use blockhouse_daemon::size;
 
 /// Arguments of `bitmap`.
 #[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub struct Arguments {
     #[command(subcommand)]
-    action: Action,
+    action: Option<Action>,
+    #[command(flatten)]
+    flag: Flag,
+    #[command(flatten)]
+    source: MergeSource,
+    /// How many bytes of the disk one bit of a new bitmap stands for.
+    #[arg(short = 'g', value_name = "SIZE", value_parser = size::parse, requires = "add")]
+    granularity: Option<u64>,
+    #[command(flatten)]
+    access: ImageAccess,
+    /// The image, where one of these options says what to do. No other program may use it.
+    #[arg(required = true)]
+    image: Option<PathBuf>,
+    /// The bitmap's name.
+    #[arg(required = true)]
+    name: Option<String>,
+}
+
+/// What to do, as qemu-img's users say it.
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct Flag {
+    /// The same as 'add IMAGE NAME'.
+    #[arg(long)]
+    add: bool,
+    /// The same as 'remove IMAGE NAME'.
+    #[arg(long)]
+    remove: bool,
+    /// The same as 'clear IMAGE NAME'.
+    #[arg(long)]
+    clear: bool,
+    /// The same as 'enable IMAGE NAME'.
+    #[arg(long)]
+    enable: bool,
+    /// The same as 'disable IMAGE NAME'.
+    #[arg(long)]
+    disable: bool,
+    /// The same as 'merge IMAGE NAME SOURCE'.
+    #[arg(long, value_name = "SOURCE")]
+    merge: Option<String>,
+}
+
+/// Where a bitmap that is merged lies, if in another image.
+#[derive(clap::Args)]
+struct MergeSource {
+    /// The image of the bitmap that has them. Left out: the same image.
+    #[arg(long, short = 'b', value_name = "FILE")]
+    source_file: Option<PathBuf>,
+    /// The format of that image; left out, the file's name decides.
+    #[arg(long, short = 'F', value_name = "FORMAT", requires = "source_file")]
+    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    source_format: Option<ImageFormat>,
+}
+
+impl Arguments {
+    /// What is to be done, however it was said.
+    fn action(self) -> Action {
+        let Self { action, flag, source, granularity, access, image, name } = self;
+        if let Some(action) = action {
+            return action;
+        }
+        let (Some(image), Some(name)) = (image, name) else {
+            wrong_usage("which image and which bitmap is missing");
+        };
+        let image = Image { access, image };
+        match flag {
+            Flag { merge: Some(of), .. } => Action::Merge { image, name, source: of, from: source },
+            Flag { add: true, .. } => {
+                Action::Add { image, new: NewBitmapArgs { name, granularity, disabled: false } }
+            }
+            Flag { remove: true, .. } => Action::Remove(Named { image, name }),
+            Flag { clear: true, .. } => Action::Clear(Named { image, name }),
+            Flag { enable: true, .. } => Action::Enable(Named { image, name }),
+            _ => Action::Disable(Named { image, name }),
+        }
+    }
 }
 
 #[derive(clap::Subcommand)]
@@ -55,13 +134,8 @@ enum Action {
         name: String,
         /// The bitmap that has them.
         source: String,
-        /// The image of the bitmap that has them. Left out: the same image.
-        #[arg(long, short = 'b', value_name = "FILE")]
-        source_file: Option<PathBuf>,
-        /// The format of that image; left out, the file's name decides.
-        #[arg(long, short = 'F', value_name = "FORMAT", requires = "source_file")]
-        #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-        source_format: Option<ImageFormat>,
+        #[command(flatten)]
+        from: MergeSource,
     },
 }
 
@@ -91,18 +165,27 @@ struct Named {
 /// The image.
 #[derive(clap::Args)]
 struct Image {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
     #[command(flatten)]
-    open: OpenArgs,
+    access: ImageAccess,
     /// The image. No other program may use it, except for `list`.
     image: PathBuf,
 }
 
+/// How an image is reached.
+#[derive(clap::Args)]
+struct ImageAccess {
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
+    open: OpenArgs,
+}
+
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    EventLoop::new(EngineChoice::Auto)?.block_on(run_action(arguments.action))
+    EventLoop::new(EngineChoice::Auto)?.block_on(run_action(arguments.action()))
 }
 
 async fn run_action(action: Action) -> Result<()> {
@@ -122,7 +205,8 @@ async fn run_action(action: Action) -> Result<()> {
         Action::Clear(named) => named.change(BitmapAction::Clear).await,
         Action::Enable(named) => named.change(BitmapAction::Enable).await,
         Action::Disable(named) => named.change(BitmapAction::Disable).await,
-        Action::Merge { image, name, source, source_file, source_format } => {
+        Action::Merge { image, name, source, from } => {
+            let MergeSource { source_file, source_format } = from;
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             match source_file {
                 Some(file) => {
@@ -150,7 +234,12 @@ impl Named {
 
 impl Image {
     async fn open(&self, access: Access, locking: Locking) -> Result<ImageDisk> {
-        open(&self.image, self.options(self.format, access, locking)?).await
+        let ImageAccess { format, image_opts, .. } = &self.access;
+        let named = match access {
+            Access::ReadOnly => image_opts.resolve(&self.image, *format)?,
+            Access::ReadWrite => image_opts.resolve_to_change(&self.image, *format)?,
+        };
+        open(&named.path, self.options(named.format, access, locking)?).await
     }
 
     fn options(
@@ -159,7 +248,7 @@ impl Image {
         access: Access,
         locking: Locking,
     ) -> Result<ImageOptions> {
-        Ok(ImageOptions { access, locking, ..self.open.read_only(format)? })
+        Ok(ImageOptions { access, locking, ..self.access.open.read_only(format)? })
     }
 }
 

@@ -17,6 +17,8 @@ use blockhouse_format::qcow2::{Repair, RepairReport, repair};
 use serde_json::json;
 
 use crate::image_args::ImageArgs;
+use crate::image_opts::Named;
+use crate::open_args::SourceCacheArgs;
 use crate::output;
 
 const CORRUPT: u8 = 2;
@@ -28,6 +30,8 @@ const NOT_CHECKABLE: u8 = 63;
 pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
+    #[command(flatten)]
+    source_cache: SourceCacheArgs,
     /// Repair leaks only, or every error that can be repaired safely. No other program may have the image
     /// open meanwhile. Data that is lost reads as zeros afterwards, and unusable snapshots are removed;
     /// a check without --repair lists both first.
@@ -59,11 +63,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let image = &arguments.image;
     let outcome = EventLoop::new(EngineChoice::Auto)?.block_on(async {
         match arguments.repair {
-            None => check(image).await,
+            None => check(arguments).await,
             Some(what) => repair_image(image, what).await,
         }
     })?;
-    let name = image.image.display().to_string();
+    let name = image.to_string();
     let (report, repaired, format) = match outcome {
         Outcome::NotCheckable(format) => {
             let why = format!("the format {format} does not support checks");
@@ -94,16 +98,18 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-async fn check(image: &ImageArgs) -> Result<Outcome> {
+async fn check(arguments: &Arguments) -> Result<Outcome> {
     // Locked, so that no program writes until the report is there.
-    let disk = open_metadata(&image.image, image.options()?).await?;
+    let (path, options) = arguments.image.read_only()?;
+    let disk = open_metadata(&path, arguments.source_cache.apply(options)).await?;
     let report = disk.check().await?;
     let format = disk.format_name();
     Ok(report.map_or(Outcome::NotCheckable(format), |report| Outcome::Checked(report, format)))
 }
 
 async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcome> {
-    let ImageArgs { format, image, open, .. } = arguments;
+    let Named { path, format, .. } = arguments.to_change()?;
+    let image = &*path;
     let format = format.unwrap_or_else(|| format_by_name(image));
     match format {
         ImageFormat::Raw | ImageFormat::Luks => return Ok(Outcome::NotCheckable(format.as_str())),
@@ -119,7 +125,7 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
         RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
     // What a server answered before it died would be leaks, and would be gone.
-    let options = open.read_write(Some(format))?;
+    let options = arguments.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_for_repair(image, options).await?;
     let repaired = repair(&storage, what).await?;

@@ -9,6 +9,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::image_args::resolve_relative;
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, TargetCacheArgs};
 use crate::progress::{Progress, ProgressArgs};
 
@@ -29,6 +30,8 @@ pub struct Arguments {
     #[command(flatten)]
     progress: ProgressArgs,
     #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// The image. What it has goes into its backing file, and it is empty afterwards.
     image: PathBuf,
@@ -36,14 +39,17 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, base, keep, target_cache, progress, open, image } = arguments;
+    let Arguments { base, keep, target_cache, progress, open, .. } = &arguments;
+    let (keep, target_cache, progress) = (*keep, *target_cache, *progress);
+    let Named { path: image, format, .. } =
+        arguments.image_opts.resolve_to_change(&arguments.image, arguments.format)?;
     let options = target_cache.apply(open.read_write(format)?);
     let after = if keep { AfterCommit::Keep } else { AfterCommit::Empty };
     let shown = Progress::start(progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let (disk, behind) = event_loop.block_on(open_for_commit(&image, options))?;
     if let Some(base) = base {
-        check_base(&image, &disk, &base)?;
+        check_base(&image, &disk, base)?;
     }
     let progress = ToolProgress::default();
     let work = || Ok(event_loop.block_on(commit_overlay(&disk, &behind, after, &progress))?);

@@ -3,7 +3,7 @@
 //! Exit status, as that of `qemu-img compare`: 0 the same, 1 different, 2 wrong usage, or an image
 //! cannot be opened, or the answer cannot be printed, 3 its map cannot be read, 4 its data cannot be read.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -15,6 +15,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
 
 use crate::image_args::OutputArgs;
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
 use crate::output::{self, ReaderGone};
 use crate::parallel::{default_threads, run_parallel};
@@ -55,6 +56,8 @@ pub struct Arguments {
     #[command(flatten)]
     output: OutputArgs,
     #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// An image. It is only read, with all files behind it.
     one: PathBuf,
@@ -63,10 +66,12 @@ pub struct Arguments {
 }
 
 impl Arguments {
-    fn options(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        let locking = if self.force_share { Locking::None } else { Locking::Held };
-        let options = self.open.read_only(format)?;
-        Ok(self.source_cache.apply(ImageOptions { locking, ..options }))
+    async fn open(&self, image: &Path, format: Option<ImageFormat>) -> Result<ImageDisk> {
+        let Named { path, format, is_shared, .. } = self.image_opts.resolve(image, format)?;
+        let is_shared = is_shared || self.force_share;
+        let locking = if is_shared { Locking::None } else { Locking::Held };
+        let options = ImageOptions { locking, ..self.open.read_only(format)? };
+        Ok(open(&path, self.source_cache.apply(options)).await?)
     }
 }
 
@@ -90,9 +95,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         Err(error) => return Ok(report_error(&error, NO_ANSWER)),
     };
     let opened = event_loop.block_on(async {
-        let one = open(&arguments.one, arguments.options(arguments.format)?).await?;
-        let options = arguments.options(arguments.other_format)?;
-        anyhow::Ok((one, open(&arguments.other, options).await?))
+        let one = arguments.open(&arguments.one, arguments.format).await?;
+        anyhow::Ok((one, arguments.open(&arguments.other, arguments.other_format).await?))
     });
     let (one, other) = match opened {
         Ok((one, other)) => (Arc::new(one), Arc::new(other)),

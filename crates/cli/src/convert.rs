@@ -17,6 +17,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use crate::copy_target::{IfThere, Target, TargetSpec};
 use crate::create::{format_of_new, wrong_usage};
 use crate::create_options::{self, Setting, Settings};
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
 use crate::output;
 use crate::parallel::{default_threads, run_parallel};
@@ -83,6 +84,8 @@ pub struct Arguments {
     #[command(flatten)]
     progress: ProgressArgs,
     #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// The image to copy. It is only read, with all files behind it.
     source: PathBuf,
@@ -113,8 +116,11 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
     })
 }
 
-/// As qemu-img takes it: a name or id, or `snapshot.name=NAME`, `snapshot.id=ID`.
-fn parse_snapshot(text: &str) -> Result<String, String> {
+/// A snapshot as qemu-img takes it: a name or id, or `snapshot.name=NAME`, `snapshot.id=ID`.
+///
+/// # Errors
+/// Why it is neither.
+pub fn parse_snapshot(text: &str) -> Result<String, String> {
     let named = ["snapshot.name=", "snapshot.id="];
     let name = named.iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
     match name.contains(",snapshot.") {
@@ -148,6 +154,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         settings,
         size: source.size(),
         if_there: arguments.if_there(),
+        can_resume: true,
         compress: arguments.compress,
         cache: arguments.cache,
         open: &arguments.open,
@@ -223,18 +230,20 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 }
 
 async fn open_source(arguments: &Arguments) -> Result<ImageDisk> {
-    let Arguments { source, source_format: format, snapshot, .. } = arguments;
-    let locking = if arguments.force_share { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, ..arguments.open.read_only(*format)? };
+    let Arguments { source, source_format: said, snapshot, .. } = arguments;
+    let Named { path, format, is_shared, .. } = arguments.image_opts.resolve(source, *said)?;
+    let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
+    let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
     let options = arguments.source_cache.apply(options);
     let opened = match snapshot {
-        None => open(source, options).await,
-        Some(name) => open_snapshot(source, options, name).await,
+        None => open(&path, options).await,
+        Some(name) => open_snapshot(&path, options, name).await,
     };
     opened.map_err(|error| match error.kind() {
         // A snapshot that is not there is no matter of formats.
         ErrorKind::InvalidInput if format.is_none() && snapshot.is_none() => {
-            anyhow!("{error} (the source's format is --source-format)")
+            // --format is the target's here.
+            anyhow!(error.to_string().replace("--format ", "--source-format "))
         }
         _ => error.into(),
     })

@@ -47,6 +47,8 @@ pub struct TargetSpec<'a> {
     /// Bytes of the disk.
     pub size: u64,
     pub if_there: IfThere,
+    /// Whether the command can go on with a copy that failed.
+    pub can_resume: bool,
     /// Whether clusters will be compressed.
     pub compress: bool,
     /// `None`: around the page cache where that can be.
@@ -69,6 +71,7 @@ struct Finish {
     /// The file that is going to be replaced, locked.
     replaced_file: Option<HostFile>,
     if_exists: IfExists,
+    can_resume: bool,
 }
 
 impl Target {
@@ -78,7 +81,8 @@ impl Target {
     /// # Errors
     /// The copy's, or one of its end, with what was left behind.
     pub async fn finish(self, copied: Result<()>) -> Result<()> {
-        let Self { disk, finish: Finish { path, part, replaced_file, if_exists }, .. } = self;
+        let Self { disk, finish, .. } = self;
+        let Finish { path, part, replaced_file, if_exists, can_resume } = finish;
         let closed = disk.close().await;
         let finished = match (copied.and_then(|()| Ok(closed?)), &part) {
             (Ok(()), Some(part)) => {
@@ -88,6 +92,9 @@ impl Target {
         };
         drop(replaced_file);
         finished.map_err(|error| match part {
+            Some(part) if !can_resume => {
+                anyhow!("{error:#}; what was copied is in {}: remove it", part.display())
+            }
             Some(part) => anyhow!(
                 "{error:#}; what was copied is in {}: run the command again with --resume, or remove it",
                 part.display()
@@ -146,7 +153,8 @@ impl TargetSpec<'_> {
             _ => IfExists::Fail,
         };
         let path = self.path.to_owned();
-        let finish = Finish { path, part: Some(part), replaced_file, if_exists };
+        let can_resume = self.can_resume;
+        let finish = Finish { path, part: Some(part), replaced_file, if_exists, can_resume };
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
@@ -257,8 +265,13 @@ impl TargetSpec<'_> {
                 TargetContent::Zero
             }
         };
-        let path = path.to_owned();
-        let finish = Finish { path, part: None, replaced_file: None, if_exists: IfExists::Fail };
+        let finish = Finish {
+            path: path.to_owned(),
+            part: None,
+            replaced_file: None,
+            if_exists: IfExists::Fail,
+            can_resume: self.can_resume,
+        };
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 

@@ -42,6 +42,9 @@ pub struct Arguments {
     /// The format of the backing file, which is never guessed: the same as -o backing_fmt=FORMAT.
     #[arg(long, short = 'F', value_name = "FORMAT", value_parser = create_options::parse_backing_format)]
     backing_format: Option<Setting>,
+    /// Make the overlay without a look at its backing file, which need not be there yet. The size has to be given.
+    #[arg(short = 'u', long = "unsafe", requires = "size")]
+    only_name: bool,
     #[command(flatten)]
     allow: AllowPathArgs,
     #[command(flatten)]
@@ -56,7 +59,7 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, options, backing, backing_format, allow, keys, image, size } =
+    let Arguments { format, options, backing, backing_format, only_name, allow, keys, image, size } =
         arguments;
     let Some(mut settings) = Settings::join(options) else {
         return output::print(create_options::HELP);
@@ -81,6 +84,9 @@ pub fn run(arguments: Arguments) -> Result<()> {
             }
             if size.is_none() && options.backing.is_none() {
                 wrong_usage("the size is missing: 512, 64K, 20G, or a backing file that has one");
+            }
+            if only_name {
+                return event_loop.block_on(make_qcow2(&image, &options));
             }
             let allowed = AllowedPaths::new(&allow.allow_path)?;
             event_loop.block_on(async {
@@ -151,6 +157,11 @@ pub async fn create_qcow2(
     if let Some(backing) = &options.backing {
         open_backing(image, backing, allowed).await?;
     }
+    make_qcow2(image, options).await
+}
+
+/// As [`create_qcow2`], without a look at the backing file.
+async fn make_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, which no program takes for an image.
     create_file(image, 0, ImageFormat::Raw).await?;

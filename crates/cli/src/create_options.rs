@@ -114,7 +114,7 @@ pub fn parse_backing_format(name: &str) -> Result<Setting, String> {
 }
 
 /// Cuts at single commas.
-fn split(text: &str) -> Vec<String> {
+pub fn split(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = text.chars().peekable();
     while let Some(letter) = rest.next() {
@@ -127,7 +127,11 @@ fn split(text: &str) -> Vec<String> {
     parts
 }
 
-fn parse_one(text: &str) -> Result<Setting, String> {
+/// One `NAME=VALUE`.
+///
+/// # Errors
+/// As [`parse`].
+pub fn parse_one(text: &str) -> Result<Setting, String> {
     let (name, value) = text
         .split_once('=')
         .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;

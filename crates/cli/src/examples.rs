@@ -128,6 +128,16 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "dd",
+        &[
+            example("The first MiB", "blockhouse dd if=disk.img of=first.img bs=1M count=1"),
+            example(
+                "All but the first MiB, as qcow2",
+                "blockhouse dd -O qcow2 if=disk.img of=rest.qcow2 bs=1M skip=1",
+            ),
+        ],
+    ),
+    (
         "check",
         &[
             example("Exit status 2: corrupt, 3: leaks", "blockhouse check disk.qcow2"),
@@ -139,6 +149,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             example("For people", "blockhouse info disk.qcow2"),
             example("For scripts, with the keys of qemu-img", "blockhouse info --json disk.qcow2"),
+            example("With all backing files", "blockhouse info --backing-chain over.qcow2"),
         ],
     ),
     ("map", &[example("Where the data is", "blockhouse map disk.qcow2")]),
@@ -154,6 +165,16 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             example("To a size", "blockhouse resize disk.qcow2 2G"),
             example("By so much", "blockhouse resize disk.img +1G"),
+        ],
+    ),
+    (
+        "amend",
+        &[
+            example(
+                "Refcounts may be written late",
+                "blockhouse amend -o lazy_refcounts=on disk.qcow2",
+            ),
+            example("What can be changed", "blockhouse amend -o help"),
         ],
     ),
     ("commit", &[example("Into base.img, which over.qcow2 names", "blockhouse commit over.qcow2")]),

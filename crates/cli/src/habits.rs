@@ -7,18 +7,9 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 /// A command, what was typed after it, and what to type.
 type Habit = (&'static str, &'static [&'static str], &'static str);
 
-const COPIES: &str = "'blockhouse convert SOURCE TARGET' copies images";
-const BITMAPS: &str = "'blockhouse bitmap list|add|remove|clear|enable|disable|merge IMAGE NAME'";
-
 /// Commands that are not there.
-const COMMANDS: &[(&str, &str)] = &[
-    ("dd", COPIES),
-    (
-        "amend",
-        "an image's options stay; 'blockhouse convert -o OPTION=VALUE SOURCE TARGET' makes another image",
-    ),
-    ("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'"),
-];
+const COMMANDS: &[(&str, &str)] =
+    &[("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'")];
 
 /// Options that are not there.
 const OPTIONS: &[Habit] = &[
@@ -29,23 +20,9 @@ const OPTIONS: &[Habit] = &[
         "without it: what cannot be read ends the copy, and --resume goes on with it",
     ),
     ("convert", &["-C", "-r"], "leave it out"),
-    ("info", &["--backing-chain"], "leave it out, and ask for the image that 'backing file' names"),
     ("commit", &["-r"], "leave it out: it goes as fast as the disks do"),
     ("resize", &["--preallocation"], "leave it out: new space is allocated when it is written"),
-    ("bitmap", &["--add", "--remove", "--clear", "--enable", "--disable", "--merge"], BITMAPS),
-    (
-        "serve",
-        &["-t", "--persistent", "-e", "--shared"],
-        "leave it out: a server runs until a signal, and takes many clients",
-    ),
-    ("serve", &["-k", "--socket"], "--nbd 'nbd+unix:///?socket=PATH'"),
     ("serve", &["-p", "--port", "-b", "--bind"], "--nbd nbd://ADDRESS:PORT/NAME"),
-    (
-        "serve",
-        &["-x", "--export-name"],
-        "--name NAME, or the name in --nbd nbd://ADDRESS:PORT/NAME",
-    ),
-    ("serve", &["-l", "--load-snapshot"], "--snapshot NAME"),
     ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
     ("serve", &["--aio"], "--engine io_uring|linux-aio|threads"),
     ("serve", &["-n", "--nocache"], "--cache none"),
@@ -55,7 +32,8 @@ const OPTIONS: &[Habit] = &[
         "leave it out: 'ready' on standard output says when it listens; docs/operations.md has services",
     ),
     ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
-    ("", &["--image-opts", "--object"], "name the image by its path or URI"),
+    ("", &["--object"], "--key-file FILE or --passphrase-file FILE opens encrypted images"),
+    ("convert", &["--target-image-opts"], "name the target by its path or URI"),
 ];
 
 /// Adds to an error of usage what to type instead.
@@ -110,9 +88,9 @@ mod tests {
     fn habits_are_answered_with_the_right_spelling() {
         for (line, tip) in [
             ("blockhouse convert --bitmaps a b", "bitmap add"),
-            ("blockhouse serve -k a.sock disk.img", "nbd+unix:///?socket=PATH"),
+            ("blockhouse serve -p 10810 disk.img", "nbd://ADDRESS:PORT"),
             ("blockhouse serve --aio=native disk.img", "--engine"),
-            ("blockhouse dd if=a of=b", "blockhouse convert"),
+            ("blockhouse connect disk.img", "nbd-client"),
         ] {
             let message = message(line);
             assert!(message.contains(tip), "{line}: {message}");

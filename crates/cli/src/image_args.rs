@@ -1,6 +1,7 @@
 //! The arguments that all commands have in common that read one image, and how images are opened by tools.
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -8,6 +9,7 @@ use anyhow::Result;
 use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking};
 use blockhouse_storage::Location;
 
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
 
@@ -17,7 +19,7 @@ pub struct ImageArgs {
     /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
     /// only read; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    pub format: Option<ImageFormat>,
+    format: Option<ImageFormat>,
     #[command(flatten)]
     output: OutputArgs,
     /// Do not lock the image: also look at it while another program writes to it. What is told may be
@@ -25,9 +27,11 @@ pub struct ImageArgs {
     #[arg(long, short = 'U')]
     pub force_share: bool,
     #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
     pub open: OpenArgs,
     /// The image.
-    pub image: PathBuf,
+    image: PathBuf,
 }
 
 /// How a result is printed.
@@ -55,20 +59,38 @@ impl OutputArgs {
     }
 }
 
+/// As it was typed.
+impl fmt::Display for ImageArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.image.display().fmt(f)
+    }
+}
+
 impl ImageArgs {
     /// Whether the result is printed as JSON.
     pub fn is_json(&self) -> bool {
         self.output.is_json()
     }
 
-    /// How it is opened: through the page cache, where clusters may be smaller than the host's
+    /// Where it is and how it is opened: through the page cache, where clusters may be smaller than the host's
     /// blocks, and locked against writers until it has been looked at.
     ///
     /// # Errors
-    /// As [`OpenArgs::read_only`].
-    pub fn options(&self) -> Result<ImageOptions> {
-        let locking = if self.force_share { Locking::None } else { Locking::Held };
-        Ok(ImageOptions { locking, ..self.open.read_only(self.format)? })
+    /// As [`OpenArgs::read_only`] and [`ImageOptsArgs::resolve`].
+    pub fn read_only(&self) -> Result<(PathBuf, ImageOptions)> {
+        let Named { path, format, is_shared, .. } =
+            self.image_opts.resolve(&self.image, self.format)?;
+        let is_shared = is_shared || self.force_share;
+        let locking = if is_shared { Locking::None } else { Locking::Held };
+        Ok((path, ImageOptions { locking, ..self.open.read_only(format)? }))
+    }
+
+    /// Where it is, for a change of it.
+    ///
+    /// # Errors
+    /// As [`ImageOptsArgs::resolve_to_change`].
+    pub fn to_change(&self) -> Result<Named> {
+        self.image_opts.resolve_to_change(&self.image, self.format)
     }
 }
 

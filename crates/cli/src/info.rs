@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
 use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
+use blockhouse_daemon::control::Listed;
 use blockhouse_disk::{
     Backing, Bitmap, CacheMode, DataFile, Features, ImageDisk, ImageOptions, Locking,
-    PendingChanges, StateUse, open_metadata,
+    PendingChanges, StateDir, StateUse, open, open_metadata,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::Encryption;
@@ -17,8 +18,8 @@ use serde_json::{Map, Value, json};
 
 use crate::bitmap;
 use crate::image_args::ImageArgs;
-use crate::open_args::read_only;
 use crate::output;
+use crate::snapshot_list;
 use blockhouse_daemon::size;
 
 /// Arguments of `info`.
@@ -26,6 +27,9 @@ use blockhouse_daemon::size;
 pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
+    /// Tell of the image, of its backing file, and so on to the end of the chain.
+    #[arg(long)]
+    backing_chain: bool,
 }
 
 /// What there is to say.
@@ -44,38 +48,77 @@ struct Facts {
     engine: EngineReport,
     pending: Option<PendingChanges>,
     bitmaps: Vec<Bitmap>,
+    snapshots: Vec<Listed>,
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let ImageArgs { format, image, open, .. } = &arguments.image;
-    let state = open.state_use()?;
+    let (image, options) = arguments.image.read_only()?;
+    let state = options.state.directory().cloned();
     // Not locked: it may be in use. Around the page cache, as it would be served.
     let options = ImageOptions {
         cache: CacheMode::None,
         locking: Locking::None,
         // What is missing is told as a fact, not as a warning.
-        ..read_only(*format, StateUse::Off)
+        state: StateUse::Off,
+        ..options
     };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let disk = event_loop.block_on(async {
-        match open_metadata(image, options.clone()).await {
-            // Clusters smaller than the host's blocks are served through the page cache only, and some
-            // file systems have no direct I/O.
-            Err(error)
-                if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
-            {
-                open_metadata(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
-            }
-            opened => opened,
+    let chain = match arguments.backing_chain {
+        true => event_loop.block_on(chain_of(&image, options))?,
+        false => vec![(image, options)],
+    };
+    let facts = chain
+        .into_iter()
+        .map(|(image, options)| facts_of(&mut event_loop, image, options, state.as_ref()));
+    let facts = facts.collect::<Result<Vec<_>>>()?;
+    output::print(&match (arguments.image.is_json(), &*facts) {
+        (false, facts) => facts.iter().map(as_text).collect::<Vec<_>>().join("\n\n"),
+        (true, [facts]) if !arguments.backing_chain => format!("{:#}", as_json(facts)),
+        (true, facts) => format!("{:#}", Value::Array(facts.iter().map(as_json).collect())),
+    })
+}
+
+/// The images of a chain, each with the format that the one before says. That they may be opened is found out first.
+async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, ImageOptions)>> {
+    let all = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
+    drop(open(image, all).await?);
+    let mut chain = vec![(image.to_owned(), options.clone())];
+    loop {
+        let (image, options) = chain.last().expect("it begins with one");
+        let disk = open_as_served(image, options.clone()).await?;
+        let Some(Backing { name, format }) = disk.backing_file() else { return Ok(chain) };
+        let format = format.as_deref().map(str::parse).transpose().map_err(anyhow::Error::msg)?;
+        let behind = (resolve_relative(image, name), ImageOptions { format, ..options.clone() });
+        chain.push(behind);
+    }
+}
+
+/// Opens an image around the page cache, where that can be.
+async fn open_as_served(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
+    Ok(match open_metadata(image, options.clone()).await {
+        // Clusters smaller than the host's blocks are served through the page cache only, and some
+        // file systems have no direct I/O.
+        Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) => {
+            open_metadata(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
         }
-    })?;
+        opened => opened,
+    }?)
+}
+
+fn facts_of(
+    event_loop: &mut EventLoop,
+    image: PathBuf,
+    options: ImageOptions,
+    state: Option<&StateDir>,
+) -> Result<Facts> {
+    let disk = event_loop.block_on(open_as_served(&image, options))?;
     let actual_size = match disk.file() {
-        Some(_) => Some(blocks_of(image)? * 512 + disk.query_extents_allocated()?),
+        Some(_) => Some(blocks_of(&image)? * 512 + disk.query_extents_allocated()?),
         // Another server has it.
         None => None,
     };
-    let facts = Facts {
+    Ok(Facts {
         qcow2: disk.features(),
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
@@ -86,25 +129,24 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         encryption: event_loop.block_on(disk.read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
-        pending: state.directory().map_or(Ok(None), |dir| disk.pending_changes(dir))?,
-        bitmaps: event_loop.block_on(bitmaps_of(&disk)),
-        image: image.clone(),
-    };
-    let text = if arguments.image.is_json() { as_json(&facts) } else { as_text(&facts) };
-    output::print(&text)
+        pending: state.map_or(Ok(None), |dir| disk.pending_changes(dir))?,
+        bitmaps: told(event_loop.block_on(disk.bitmaps().list())),
+        snapshots: told(event_loop.block_on(disk.snapshots().list()))
+            .iter()
+            .map(Listed::from)
+            .collect(),
+        image,
+    })
 }
 
-/// The bitmaps of an image. Where the directory of them is damaged, a warning says so.
-async fn bitmaps_of(disk: &ImageDisk) -> Vec<Bitmap> {
-    match disk.bitmaps().list().await {
-        Ok(bitmaps) => bitmaps,
-        Err(error) => {
-            if error.kind() != ErrorKind::Unsupported {
-                tracing::warn!("{error}");
-            }
-            Vec::new()
+/// What an image has several of. Where the list is damaged, a warning says so; some formats have none.
+fn told<T>(listed: blockhouse_core::Result<Vec<T>>) -> Vec<T> {
+    listed.unwrap_or_else(|error| {
+        if error.kind() != ErrorKind::Unsupported {
+            tracing::warn!("{error}");
         }
-    }
+        Vec::new()
+    })
 }
 
 /// How many blocks of 512 bytes the host has allocated for a file.
@@ -166,6 +208,12 @@ fn as_text(facts: &Facts) -> String {
         let (name, granularity) = (bitmap.name.escape_debug(), size::show(bitmap.granularity));
         lines.push(format!("bitmap: {name} ({granularity}, {})", bitmap::state_of(bitmap)));
     }
+    if !facts.snapshots.is_empty() {
+        lines.push("snapshots:".into());
+        lines.extend(
+            snapshot_list::as_text(&facts.snapshots).lines().map(|line| format!("  {line}")),
+        );
+    }
     lines.extend([
         format!("engine: {engine}"),
         format!("durable writes: {}", capabilities.fua.as_str()),
@@ -177,7 +225,7 @@ fn as_text(facts: &Facts) -> String {
     lines.join("\n")
 }
 
-fn as_json(facts: &Facts) -> String {
+fn as_json(facts: &Facts) -> Value {
     let Facts { image, format, virtual_size, actual_size, capabilities, engine, .. } = facts;
     let mut value = json!({
         "filename": image.display().to_string(),
@@ -224,6 +272,9 @@ fn as_json(facts: &Facts) -> String {
             "slots": header.slots.iter().map(|slot| slot.number).collect::<Vec<_>>(),
         });
     }
+    if !facts.snapshots.is_empty() {
+        value["snapshots"] = serde_json::to_value(&facts.snapshots).expect("plain values");
+    }
     if let Some(size) = facts.cluster_size {
         value["cluster-size"] = size.into();
     }
@@ -248,7 +299,7 @@ fn as_json(facts: &Facts) -> String {
         }
         value["format-specific"] = json!({ "type": format, "data": data });
     }
-    format!("{value:#}")
+    value
 }
 
 fn write_cache(capabilities: &Capabilities) -> &'static str {

@@ -9,6 +9,7 @@
 // `output` prints, and survives what standard error cannot take.
 #![warn(clippy::print_stderr)]
 
+mod amend;
 mod attach;
 mod backup;
 mod bench;
@@ -21,10 +22,12 @@ mod copy_target;
 mod create;
 mod create_options;
 mod ctl;
+mod dd;
 mod examples;
 mod generate;
 mod habits;
 mod image_args;
+mod image_opts;
 mod info;
 mod logging;
 mod map;
@@ -90,6 +93,8 @@ enum Command {
     Create(create::Arguments),
     /// Copy an image into another format.
     Convert(convert::Arguments),
+    /// Copy a part of an image, as dd does.
+    Dd(dd::Arguments),
     /// Tell whether two images have the same content.
     Compare(compare::Arguments),
     /// Look for errors in an image.
@@ -102,6 +107,8 @@ enum Command {
     Measure(measure::Arguments),
     /// Make an image longer or shorter.
     Resize(resize::Arguments),
+    /// Change options of an image in place.
+    Amend(amend::Arguments),
     /// Put what an image has into its backing file.
     Commit(commit::Arguments),
     /// Give an image another backing file.
@@ -162,7 +169,8 @@ fn main() -> ExitCode {
     }
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
-        Command::Serve(serve) => serve::run(&serve, is_verbose).map(done),
+        Command::Serve(serve) => serve::run(*serve, is_verbose).map(done),
+        Command::Amend(amend) => amend::run(&amend).map(done),
         Command::Attach(arguments) => attach::attach(&arguments).map(done),
         Command::Detach(arguments) => attach::detach(&arguments).map(done),
         Command::Backup(backup) => backup::run(backup).map(done),
@@ -173,6 +181,7 @@ fn main() -> ExitCode {
         Command::Convert(convert) => convert::run(convert).map(done),
         Command::Create(create) => create::run(create).map(done),
         Command::Ctl(ctl) => ctl::run(*ctl).map(done),
+        Command::Dd(dd) => dd::run(&dd).map(done),
         Command::Info(info) => info::run(&info).map(done),
         Command::Map(map) => map::run(&map).map(done),
         Command::Measure(measure) => measure::run(measure).map(done),

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
+use blockhouse_daemon::size;
 use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::json;
@@ -14,24 +15,33 @@ use crate::output;
 pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
+    /// Tell of the disk from this offset on.
+    #[arg(long, short, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
+    start_offset: u64,
+    /// Tell of so many bytes at most.
+    #[arg(long, short = 'l', value_name = "SIZE", value_parser = size::parse)]
+    max_length: Option<u64>,
 }
 
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let image = &arguments.image;
     let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open(&image.image, image.options()?).await?;
-        let parts = parts_of(&disk).await?;
+        let (path, options) = image.read_only()?;
+        let disk = open(&path, options).await?;
+        let end = arguments.start_offset.saturating_add(arguments.max_length.unwrap_or(u64::MAX));
+        let size = disk.size();
+        let range = ByteRange::between(arguments.start_offset.min(size), end.min(size));
+        let parts = parts_of(&disk, range).await?;
         anyhow::Ok(if image.is_json() { as_json(&parts, &disk) } else { as_text(&parts, &disk) })
     })?;
     output::print(&text)
 }
 
-/// The whole disk from its start to its end, each part as long as it can be.
-async fn parts_of(disk: &ImageDisk) -> Result<Vec<MapEntry>> {
+/// All of `rest`, each part as long as it can be.
+async fn parts_of(disk: &ImageDisk, mut rest: ByteRange) -> Result<Vec<MapEntry>> {
     let mut parts: Vec<MapEntry> = Vec::new();
     let mut cache = BlockStatusCache::default();
-    let mut rest = ByteRange::between(0, disk.size());
     while !rest.is_empty() {
         let part = disk.map_entry(rest, &mut cache).await?;
         rest = rest.skip(part.guest.length());

@@ -12,15 +12,18 @@ use blockhouse_core::ByteRange;
 use blockhouse_daemon::size;
 use blockhouse_disk::{
     Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind, open,
+    open_snapshot,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{CreateOptions, Preallocation, Version};
 use serde_json::json;
 
+use crate::convert::parse_snapshot;
 use crate::create::{key_time, wrong_usage};
 use crate::create_options::{self, Settings};
 use crate::image_args::OutputArgs;
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
 
@@ -46,11 +49,16 @@ pub struct Arguments {
     /// The format of the image to copy; left out, the file's name decides.
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
+    /// The disk as it was when this snapshot was taken (its name or id).
+    #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
+    snapshot: Option<String>,
     #[command(flatten)]
     output: OutputArgs,
     /// Do not lock the image: also look at it while another program writes to it.
     #[arg(long, short = 'U')]
     force_share: bool,
+    #[command(flatten)]
+    image_opts: ImageOptsArgs,
     #[command(flatten)]
     open: OpenArgs,
     /// The image to copy.
@@ -134,10 +142,16 @@ fn with_image<T>(
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
 ) -> Result<T> {
     let Some(image) = &arguments.image else { wrong_usage("which image to copy is missing") };
-    let locking = if arguments.force_share { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, ..arguments.open.read_only(arguments.format)? };
+    let Named { path, format, is_shared, .. } =
+        arguments.image_opts.resolve(image, arguments.format)?;
+    let is_shared = is_shared || arguments.force_share;
+    let locking = if is_shared { Locking::None } else { Locking::Held };
+    let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open(image, options).await?;
+        let disk = match &arguments.snapshot {
+            None => open(&path, options).await?,
+            Some(name) => open_snapshot(&path, options, name).await?,
+        };
         look(&disk).await
     })
 }

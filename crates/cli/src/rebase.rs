@@ -14,6 +14,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::create::wrong_usage;
 use crate::image_args::{resolve_relative, tell_if_not_free};
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs, TargetCacheArgs};
 use crate::progress::{Progress, ProgressArgs};
 
@@ -46,6 +47,8 @@ pub struct Arguments {
     #[command(flatten)]
     progress: ProgressArgs,
     #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// The image.
     image: PathBuf,
@@ -54,6 +57,9 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
     let new = arguments.new_backing()?;
+    let Named { path, format, .. } =
+        arguments.image_opts.resolve_to_change(&arguments.image, arguments.format)?;
+    let arguments = Arguments { image: path, format, ..arguments };
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let disk = if arguments.only_name {

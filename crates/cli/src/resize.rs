@@ -3,9 +3,11 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
+use blockhouse_core::ErrorKind;
 use blockhouse_disk::{ImageFormat, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
+use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use blockhouse_daemon::size::{self, NewSize};
 
@@ -19,6 +21,8 @@ pub struct Arguments {
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// The image.
     image: PathBuf,
@@ -29,10 +33,17 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, shrink, open: open_args, image, size } = arguments;
+    let Arguments { format, shrink, image_opts, open: open_args, image, size } = arguments;
+    let Named { path: image, format, .. } = image_opts.resolve_to_change(&image, format)?;
     let options = open_args.read_write(format)?;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open(&image, options).await?;
+        let disk = open(&image, options).await.map_err(|error| match error.kind() {
+            ErrorKind::Locked => error.hint(
+                "if that is 'blockhouse serve --control SOCKET', its guests are told of the new size by 'blockhouse ctl \
+                 SOCKET resize NAME SIZE'; else stop that program first",
+            ),
+            _ => error,
+        })?;
         let size = size.of(disk.size()).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
         if size >= disk.size() {
             disk.resize(size).await?;

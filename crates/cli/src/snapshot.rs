@@ -14,6 +14,7 @@ use blockhouse_storage::Location;
 
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
+use crate::image_opts::ImageOptsArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::snapshot_list::{as_json, as_qemu_table, as_text};
@@ -119,6 +120,8 @@ struct ImageAccess {
     /// long their writes were held off is printed.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["format", "state"])]
     control: Option<PathBuf>,
+    #[command(flatten)]
+    image_opts: ImageOptsArgs,
     #[command(flatten)]
     open: OpenArgs,
 }
@@ -241,10 +244,14 @@ async fn open_to_change(image: &Image) -> Result<ImageDisk> {
 }
 
 async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDisk> {
-    let options =
-        ImageOptions { access, locking, ..image.access.open.read_only(image.access.format)? };
+    let Image { access: reach, image } = image;
+    let named = match access {
+        Access::ReadOnly => reach.image_opts.resolve(image, reach.format)?,
+        Access::ReadWrite => reach.image_opts.resolve_to_change(image, reach.format)?,
+    };
+    let options = ImageOptions { access, locking, ..reach.open.read_only(named.format)? };
     // The tables are all that is needed.
-    let opened = open_without_backing(&image.image, options).await;
+    let opened = open_without_backing(&named.path, options).await;
     Ok(opened.map_err(|error| match error.kind() {
         ErrorKind::Locked => error.hint(
             "if that is 'blockhouse serve --control SOCKET', name its socket here with --control \

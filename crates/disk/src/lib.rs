@@ -70,8 +70,8 @@ mod write;
 
 pub use bitmaps::DiskBitmaps;
 pub use blockhouse_format::{
-    Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression, DataFile,
-    Features, ImageFormat, NewBitmap, Replay, Snapshot,
+    Amendments, Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression,
+    DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
@@ -102,7 +102,7 @@ pub use throttle::{
 };
 pub use tools::{
     AfterCommit, CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
-    TargetContent, ToolProgress, check_not_marked, commit_overlay, first_status_difference,
+    TargetContent, ToolProgress, amend, check_not_marked, commit_overlay, first_status_difference,
     mark_incomplete, prepare_rebase, set_backing_file,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};

@@ -16,7 +16,7 @@ use blockhouse_core::{
 };
 
 use crate::qcow2::{self, DataWriteGuard, ReadGuard};
-use crate::{Abort, Backing, Foreign, Intent, Luks, MetadataSync, Qcow2, Raw, Replay};
+use crate::{Abort, Amendments, Backing, Foreign, Intent, Luks, MetadataSync, Qcow2, Raw, Replay};
 
 /// An image format over the storage that holds the image. Closed: the path has one arm for each
 /// state of an extent, not one for each format. The [crate's page](crate) has an example.
@@ -366,6 +366,22 @@ impl<S: Storage> Format<S> {
             Self::Raw(raw) => Err(raw.has_no_backing()),
             Self::Luks(luks) => Err(luks.lacks("backing file")),
             Self::Qcow2(qcow2) => qcow2.set_backing(backing).await,
+            Self::Foreign(foreign) => Err(foreign.read_only()),
+        }
+    }
+
+    /// Changes options of the image: see [`Qcow2::amend`].
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format has none.
+    pub async fn amend(&self, amendments: Amendments) -> Result<()> {
+        match self {
+            Self::Raw(raw) => {
+                let what = "raw images have no options that could be changed";
+                Err(Error::new(ErrorKind::Unsupported, what).on(raw.storage().name()))
+            }
+            Self::Qcow2(qcow2) => qcow2.amend(amendments).await,
+            Self::Luks(luks) => Err(luks.lacks("options that could be changed")),
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use blockhouse_tests::browser::{Browser, Picture, Theme};
+use blockhouse_tests::browser::{Browser, DESK, PHONE, Picture, Theme};
 use blockhouse_tests::{
     LoopDevice, Scratch, blockhouse, eventually, need, require, run, run_within, wait_for_exit,
 };
@@ -94,7 +94,16 @@ fn look_at_the_page(scratch: &Scratch) {
     for word in ["http:", "https:", "src=", "href=", "@import", "url(", "<script"] {
         assert!(!text.contains(word), "the page needs nothing else, but has {word}");
     }
-    let browser = require!(Browser::new(scratch, &page));
+    let answers =
+        text.split("<ul class=\"answers\">").nth(1).and_then(|rest| rest.split("</ul>").next());
+    let answers: Vec<_> = answers.expect("a list").split("<li>").skip(1).collect();
+    assert_eq!(answers.len(), 6, "{answers:?}");
+    assert!(answers[0].contains("Durable writes are "), "{answers:?}");
+    let desk = require!(Browser::new(scratch, &page, DESK)).examine(Theme::Light);
+    assert_eq!(desk["screen"], f64::from(DESK));
+    assert_eq!(desk["cut"], 0, "a table is cut off: {desk}");
+    assert_eq!(desk["crossed"], serde_json::json!([]), "lines cross labels");
+    let browser = require!(Browser::new(scratch, &page, PHONE));
     for theme in [Theme::Light, Theme::Dark] {
         let found = browser.examine(theme);
         let number = |key: &str| found[key].as_f64().expect("a number");
@@ -103,8 +112,9 @@ fn look_at_the_page(scratch: &Scratch) {
         let worst = |key: &str| found[key][0].as_f64().expect("a number");
         assert!(worst("worst") >= 4.5, "{theme:?}: a text is hard to read: {}", found["worst"]);
         assert!(worst("smallest") >= 10.0, "{theme:?}: a text is too small: {}", found["smallest"]);
-        assert_eq!(number("screen"), 390.0);
-        assert!(number("width") <= 390.0, "{theme:?}: wider than the screen: {found}");
+        assert_eq!(number("screen"), f64::from(PHONE));
+        assert_eq!(found["crossed"], serde_json::json!([]), "lines cross labels");
+        assert!(number("width") <= f64::from(PHONE), "{theme:?}: wider than the screen: {found}");
         check_picture(&browser.picture(theme), theme);
     }
 }

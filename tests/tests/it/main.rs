@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod allowed_paths;
+mod automation;
 mod backup_chains;
 mod backups;
 mod bad_input;
@@ -47,6 +48,7 @@ mod metrics;
 mod operations;
 mod package;
 mod preallocation;
+mod qemu_commands;
 mod qemu_matrix;
 mod random_requests;
 mod rbd;

@@ -26,6 +26,7 @@ use clap::builder::ValueParser;
 
 use crate::create::whole_sectors;
 use crate::open_args::{AllowPathArgs, KeyArgs, state_setup};
+use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
@@ -254,6 +255,8 @@ pub struct Arguments {
     /// is not touched.
     #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
     config: Option<PathBuf>,
+    #[command(flatten)]
+    habits: NbdHabits,
     /// Go on with what the process serves that has started this one ('blockhouse upgrade').
     #[arg(long, hide = true)]
     hand_over: bool,
@@ -328,6 +331,15 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
 }
 
 impl Arguments {
+    /// Puts what was said as qemu-nbd's users say it where it belongs. Wrong usage ends the program.
+    pub(super) fn obey_habits(&mut self) {
+        self.nbd.extend(self.habits.uri().unwrap_or_else(|why| refuse(&why)));
+        self.name.extend(self.habits.name().map(str::to_owned));
+        if let Some(name) = self.habits.load_snapshot.take() {
+            self.snapshot = Some(name);
+        }
+    }
+
     /// Ends the program where something makes no sense together: wrong usage.
     pub(super) fn check(&self) {
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {

@@ -1,6 +1,7 @@
 //! `blockhouse serve`: arguments become a description of what is to run. `crates/daemon` runs it.
 
 mod arguments;
+mod nbd_habits;
 mod tls_args;
 
 use std::io::IsTerminal;
@@ -15,7 +16,8 @@ use blockhouse_daemon::setup::WrongUsage;
 use crate::{logging, output};
 
 /// Runs the command.
-pub fn run(arguments: &Arguments, verbose: bool) -> Result<()> {
+pub fn run(mut arguments: Arguments, verbose: bool) -> Result<()> {
+    arguments.obey_habits();
     arguments.check();
     let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
         announce(service, verbose);

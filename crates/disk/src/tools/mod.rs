@@ -2,6 +2,7 @@
 //!
 //! [`scan`] finds what has to be read at all; [`chunks`] cuts one image into chunks by where they come from.
 
+mod amend;
 mod chunks;
 mod commit_overlay;
 mod compare;
@@ -13,6 +14,7 @@ mod scan;
 mod tool_progress;
 mod zeros;
 
+pub use amend::amend;
 pub use commit_overlay::{AfterCommit, commit_overlay};
 pub use compare::{CompareJob, first_status_difference};
 pub use convert::{CopyJob, CopyOptions, CopyProgress, TargetContent};

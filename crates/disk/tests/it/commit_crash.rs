@@ -1,13 +1,15 @@
-//! Crashes at every storage operation of a commit and of a rebase: the overlay reads as before, over
-//! whatever backing file its header names.
+//! Crashes at every storage operation of a commit, of a rebase and of a change of options: the overlay reads as before,
+//! over whatever backing file its header names, and has the old options or the new ones.
 
 use std::sync::Arc;
 
 use blockhouse_core::ByteRange;
-use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
+use blockhouse_core::{
+    Alignment, Buffer, Durability, ErrorKind, Fallback, Fua, Request, Result, Unmap,
+};
 use blockhouse_disk::{
-    Access, AfterCommit, Backing, Disk, ImageFormat, Options, ToolProgress, commit_overlay,
-    prepare_rebase, set_backing_file,
+    Access, AfterCommit, Amendments, Backing, Disk, ImageFormat, Options, ToolProgress, amend,
+    commit_overlay, prepare_rebase, set_backing_file,
 };
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
@@ -213,5 +215,77 @@ fn crash_at_every_point_of_a_commit() {
 #[test]
 fn crash_at_every_point_of_a_rebase() {
     let report = for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point_of_a_rebase", 400, rebase);
+    eprintln!("{report:?}");
+}
+
+/// The image with a snapshot, sometimes.
+fn with_snapshot(image: Vec<u8>, random: &mut Rng) -> Result<Vec<u8>> {
+    if random.bool() {
+        return Ok(image);
+    }
+    let sim = Sim::new(0);
+    let storage = SimDisk::new(&sim, plain(), image);
+    let target = storage.clone();
+    sim.block_on(async move {
+        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        disk.snapshots().create("before").await?;
+        disk.close().await
+    })?;
+    Ok(storage.content())
+}
+
+/// The version of an image, and whether its refcounts may be written late.
+fn options_of(image: Vec<u8>) -> Result<(Version, Switch), String> {
+    let sim = Sim::new(0);
+    let storage = SimDisk::new(&sim, plain(), image);
+    let options = qcow2::OpenOptions { access: Access::ReadOnly, ..Default::default() };
+    let image = sim.block_on(Qcow2::open(storage, options)).map_err(|error| error.to_string())?;
+    let features = image.features();
+    Ok((features.version, features.lazy_refcounts))
+}
+
+fn change_options(seed: u64) -> Result<Report, String> {
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_prng();
+    let config = Config::random(&mut random);
+    let case = case(config.alignment.offset, &mut random).map_err(|error| error.to_string())?;
+    let image = with_snapshot(case.overlay, &mut random).map_err(|error| error.to_string())?;
+    let before = options_of(image.clone())?;
+    let overlay = SimDisk::new(&sim, config, image);
+    let idle = SimDisk::new(&sim, plain(), case.old.clone());
+    let target = overlay.clone();
+    let wanted = [Switch::On, Switch::Off][random.usize(..2)];
+    let changes = Amendments { version: Some(Version::V3), lazy_refcounts: Some(wanted) };
+    let work = async move {
+        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        match amend(&disk, changes).await {
+            // All of the header is in one sector, and the name of the backing file may take the rest of it.
+            Err(error)
+                if error.kind() == ErrorKind::InvalidInput && disk.cluster_size() == Some(512) => {}
+            outcome => {
+                outcome?;
+                let features = disk.features().expect("it has a header");
+                assert_eq!((features.version, features.lazy_refcounts), (Version::V3, wanted));
+            }
+        }
+        disk.close().await
+    };
+    let report = with_crashes(&sim, [&overlay, &idle], work, &mut random, |overlay, _| {
+        let found = options_of(overlay.clone())?;
+        if found != before && found != (Version::V3, wanted) {
+            return Err(format!("{found:?} is neither what it was nor what it is to be"));
+        }
+        match recover(overlay, &case.old, &case.new)? {
+            found if found == case.content => Ok(()),
+            _ => Err("a crash changed the disk".into()),
+        }
+    })?;
+    Ok(report)
+}
+
+#[test]
+fn crash_at_every_point_of_a_change_of_options() {
+    let test = "crash_at_every_point_of_a_change_of_options";
+    let report = for_seeds(env!("CARGO_PKG_NAME"), test, 400, change_options);
     eprintln!("{report:?}");
 }

@@ -51,7 +51,9 @@ pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
-pub use transaction::{BitmapAction, NewBitmap, NewSnapshot, VmStateCluster, VmStateTables};
+pub use transaction::{
+    Amendments, BitmapAction, NewBitmap, NewSnapshot, VmStateCluster, VmStateTables,
+};
 pub use writeback::{DataWriteGuard, ReadGuard};
 
 pub use bitmaps::BitmapExtent;
@@ -464,6 +466,17 @@ impl<S: Storage> Qcow2<S> {
     /// the storage answers.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         transaction::set_backing(&self.metadata, backing).await
+    }
+
+    /// Changes options of the image, durably: the old ones or the new ones are in force after a crash. What
+    /// [`features`](Self::features) answers is new, all else is as it was when the image was opened; the image is to be
+    /// closed after this.
+    ///
+    /// # Errors
+    /// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no room, or the options
+    /// contradict each other; `ReadOnly`; `NoSpace`; or what the storage answers.
+    pub async fn amend(&self, amendments: Amendments) -> Result<()> {
+        transaction::amend(&self.metadata, &self.transactions, amendments).await
     }
 
     /// All snapshots, in the order in which they were taken.

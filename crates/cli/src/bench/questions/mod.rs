@@ -56,6 +56,19 @@ impl Question {
         }
     }
 
+    /// What is compared, as the beginning of a sentence that says how fast.
+    pub fn subject(self) -> &'static str {
+        match self {
+            Self::Fua => "Durable writes are",
+            Self::Datasync => "Overwrites in order are",
+            Self::FixedFiles => "Small reads are",
+            Self::Vmstate => "Saving a machine's state is",
+            Self::Wakeup => "Requests from another thread are",
+            Self::Random => "Small reads and writes are",
+            Self::All => "",
+        }
+    }
+
     /// What one part is about, for people.
     pub fn about(self) -> &'static str {
         match self {

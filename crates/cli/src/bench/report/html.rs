@@ -6,9 +6,9 @@
 
 use std::fmt::Write;
 
-use super::Report;
 use super::plot::{self, Labelled, SERIES, digits, escape, time};
 use super::table;
+use super::{Report, answers};
 use crate::bench::questions::Question;
 use crate::bench::rows::{Published, Row};
 
@@ -27,6 +27,11 @@ pub fn page(report: &Report) -> String {
         "<h1>What the fast ways bring here</h1><p>{}</p>",
         escape(&report.environment())
     );
+    page.push_str("<ul class=\"answers\">");
+    for (name, answer) in answers::of(report) {
+        let _ = write!(page, "<li><strong>{name}</strong> {}</li>", escape(&answer));
+    }
+    page.push_str("</ul>");
     let _ = write!(
         page,
         "<p class=\"muted\">{LEGEND} It took {} s.</p>",

@@ -2,6 +2,7 @@
 //!
 //! docs/bench.schema.json describes the JSON; a test holds them together.
 
+mod answers;
 pub mod html;
 mod plot;
 pub mod table;

@@ -112,15 +112,12 @@ pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
     let bottom = 8.0 + 38.0 * rows.len() as f64;
     let mut svg = begin(bottom + 24.0, title);
     for tick in scale.ticks() {
-        let x = scale.position(tick);
-        line(&mut svg, "grid", (x, 4.0), (x, bottom));
-        text(&mut svg, "muted middle", (x, bottom + 16.0), &digits(tick));
+        text(&mut svg, "muted middle", (scale.position(tick), bottom + 16.0), &digits(tick));
     }
-    let one = scale.position(1.0);
-    line(&mut svg, "one", (one, 4.0), (one, bottom));
     for (index, Labelled { label, ratio, published, .. }) in rows.iter().enumerate() {
         let y = 20.0 + 38.0 * index as f64;
         text(&mut svg, "label", (MARGIN, y), label);
+        rulers(&mut svg, &scale, (y + 5.0, y + 19.0));
         let (y, noise) = (y + 12.0, if ratio.is_noise() { "noise" } else { "clear" });
         line(
             &mut svg,
@@ -139,6 +136,16 @@ pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
     }
     svg.push_str("</svg>");
     svg
+}
+
+/// The lines of the ticks and of the baseline, beside a dot and not across the labels.
+fn rulers(svg: &mut String, scale: &Scale, (top, bottom): (f64, f64)) {
+    let baseline = [("one", 1.0)];
+    let ticks = scale.ticks().into_iter().map(|tick| ("grid", tick));
+    for (class, value) in ticks.chain(baseline) {
+        let x = scale.position(value);
+        line(svg, class, (x, top), (x, bottom));
+    }
 }
 
 /// Where a percentile is: each nine takes as much room as the one before it.

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::Result;
 
-use super::Report;
+use super::{Report, answers};
 use crate::bench::rows::{Published, Ratio, Row};
 use crate::output;
 
@@ -34,6 +34,10 @@ pub fn print(report: &Report) -> Result<()> {
     for one in &report.left_out {
         let case = one.case.as_ref().map_or(String::new(), |case| format!(", {case}"));
         writeln!(out, "\nleft out: {}{case}: {}", one.question, one.why)?;
+    }
+    writeln!(out)?;
+    for (name, answer) in answers::of(report) {
+        writeln!(out, "{name}: {answer}")?;
     }
     output::print(out.trim_end())
 }

@@ -264,6 +264,7 @@ impl Header {
         let mut put = |offset: usize, field: &[u8]| {
             bytes[offset..offset + field.len()].copy_from_slice(field);
         };
+        put(4, &self.geometry.version.to_be_bytes());
         put(24, &self.size.to_be_bytes());
         put(36, &self.l1_entries.to_be_bytes());
         put(40, &self.l1_offset.to_be_bytes());
@@ -275,6 +276,8 @@ impl Header {
             put(72, &self.incompatible.bits().to_be_bytes());
             put(80, &self.compatible.to_be_bytes());
             put(88, &self.autoclear.to_be_bytes());
+            put(96, &self.geometry.refcount_order.to_be_bytes());
+            put(100, &(self.length as u32).to_be_bytes());
         }
     }
 
@@ -310,12 +313,7 @@ impl Header {
     pub(crate) fn to_bytes(&self) -> Option<Vec<u8>> {
         let mut bytes = vec![0; self.length];
         bytes[..4].copy_from_slice(&MAGIC);
-        bytes[4..8].copy_from_slice(&self.geometry.version.to_be_bytes());
         bytes[20..24].copy_from_slice(&self.geometry.cluster_bits.to_be_bytes());
-        if self.geometry.version >= 3 {
-            bytes[96..100].copy_from_slice(&self.geometry.refcount_order.to_be_bytes());
-            bytes[100..104].copy_from_slice(&(self.length as u32).to_be_bytes());
-        }
         if self.encryption.is_some() {
             bytes[32..36].copy_from_slice(&CRYPT_LUKS.to_be_bytes());
         }

@@ -51,19 +51,19 @@ impl Headers {
         }
     }
 
-    /// Begins a write that changes the header on disk: patches its first bytes. Extensions that change fit into
+    /// Begins a write that changes the header on disk: patches its first bytes. Extensions that change or move fit into
     /// the first sector ([`Header::fit_extensions`]). Returns the number of the write.
     pub(crate) fn begin_write(
         &mut self,
         change: impl FnOnce(&mut Header),
         bytes: &mut [u8],
     ) -> u64 {
-        let extensions = self.disk.extensions.clone();
+        let (extensions, length) = (self.disk.extensions.clone(), self.disk.length);
         change(&mut self.disk);
         self.wanted.incompatible = self.disk.incompatible;
         self.wanted.autoclear = self.disk.autoclear;
         self.disk.patch(bytes);
-        if self.disk.extensions != extensions {
+        if self.disk.extensions != extensions || self.disk.length != length {
             self.wanted.extensions.clone_from(&self.disk.extensions);
             self.disk.put_extensions(bytes);
         }

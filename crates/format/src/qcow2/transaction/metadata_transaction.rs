@@ -179,18 +179,33 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         location: Option<DirectoryLocation>,
         sector: &[u8],
     ) -> Result<()> {
-        let header = &mut self.header;
-        header.extensions.retain(|extension| extension.kind != extensions::BITMAPS);
-        header.autoclear &= !BITMAPS_CONSISTENT;
-        if let Some(location) = location {
-            let data = location.to_bytes();
-            header.extensions.insert(0, Extension { kind: extensions::BITMAPS, data });
-            header.autoclear |= BITMAPS_CONSISTENT;
-        }
-        if header.fit_extensions(sector) {
+        let change = |header: &mut Header| {
+            header.extensions.retain(|extension| extension.kind != extensions::BITMAPS);
+            header.autoclear &= !BITMAPS_CONSISTENT;
+            if let Some(location) = location {
+                let data = location.to_bytes();
+                header.extensions.insert(0, Extension { kind: extensions::BITMAPS, data });
+                header.autoclear |= BITMAPS_CONSISTENT;
+            }
+        };
+        self.change_header(change, sector)
+    }
+
+    /// Changes fields of the header that [`Header::patch`] stores, and its extensions. `sector` is its first sector, as it
+    /// is now.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the header has no room.
+    pub(super) fn change_header(
+        &mut self,
+        change: impl FnOnce(&mut Header),
+        sector: &[u8],
+    ) -> Result<()> {
+        change(&mut self.header);
+        if self.header.fit_extensions(sector) {
             return Ok(());
         }
-        let what = "the header has no room for bitmaps in its first sector";
+        let what = "the header has no room for that in its first sector";
         Err(Error::new(ErrorKind::InvalidInput, what)
             .on(self.metadata.storage().name())
             .hint("convert the image into one with larger clusters"))

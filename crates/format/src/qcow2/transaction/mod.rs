@@ -13,10 +13,11 @@
 //! 5. Thaw; what is free now is given back to the host when the reads that may have looked it up have ended.
 //!
 //! A change of the size goes by ordinary steps, in an order that no crash makes wrong (`resize`); the
-//! backing file changes with two writes of the header (`backing`). What a process that has died had answered is
+//! backing file changes with two writes of the header (`backing`), the version with one (`amend`). What a process that has died had answered is
 //! brought to the disk before anything else (`replay`), and refcounts that
 //! were written late are counted anew (`recount`).
 
+mod amend;
 mod backing;
 mod bitmaps;
 mod freeze;
@@ -31,6 +32,8 @@ mod vm_state;
 use crate::qcow2::mapping::{Mapper, Mapping};
 use crate::qcow2::writeback::{Metadata, State};
 
+pub use amend::Amendments;
+pub(crate) use amend::amend;
 pub(crate) use backing::set_backing;
 pub use bitmaps::{BitmapAction, NewBitmap};
 pub(crate) use bitmaps::{add_bitmap, bitmap_extents, change_bitmap, list_bitmaps, merge_bitmap};

@@ -1,0 +1,192 @@
+//! `blockhouse amend`: other options for an image, in place.
+//!
+//! Guarantees: what can be changed by one write of the header is (`compat` to a later version, `lazy_refcounts`), and a
+//! larger `size`. An option that has the value already is fine. For all else a line names the command that does it, and
+//! nothing is changed.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use blockhouse_daemon::size;
+use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, amend, open_without_backing};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::qcow2::{Preallocation, Switch};
+
+use crate::create_options::{self, Setting};
+use crate::image_opts::{ImageOptsArgs, Named};
+use crate::open_args::{OpenArgs, TargetCacheArgs};
+use crate::output;
+use crate::progress::{Progress, ProgressArgs};
+
+/// Arguments of `amend`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Options as NAME=VALUE,...: compat=1.1, lazy_refcounts, size. 'help' explains them.
+    #[arg(short, long = "options", value_name = "OPTION=VALUE,...", required = true, value_parser = parse)]
+    options: Vec<Changes>,
+    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    #[command(flatten)]
+    target_cache: TargetCacheArgs,
+    #[command(flatten)]
+    image_opts: ImageOptsArgs,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    #[command(flatten)]
+    open: OpenArgs,
+    /// The image. No other program may use it.
+    #[arg(required_unless_present = "options")]
+    image: Option<PathBuf>,
+}
+
+/// What `-o help` prints.
+const HELP: &str = "\
+Options that change in place:
+  compat=1.1                          version 3 of the format, for an image of version 2
+  lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew
+  size=SIZE                           a larger disk, as 'blockhouse resize' makes it
+The others need another image ('blockhouse convert -o OPTION=VALUE IMAGE NEW') or another command
+('blockhouse rebase' for the backing file).";
+
+/// What one `-o` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Changes {
+    Help,
+    These(Vec<Change>),
+}
+
+/// One option.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Change {
+    /// Bytes of the disk.
+    Size(u64),
+    /// An option of new images, too.
+    Setting(Setting),
+}
+
+fn parse(text: &str) -> Result<Changes, String> {
+    if matches!(text, "help" | "?") {
+        return Ok(Changes::Help);
+    }
+    let change = |part: String| match part.strip_prefix("size=") {
+        Some(bytes) => size::parse(bytes).map(Change::Size),
+        None => create_options::parse_one(&part).map(Change::Setting),
+    };
+    create_options::split(text)
+        .into_iter()
+        .map(change)
+        .collect::<Result<_, _>>()
+        .map(Changes::These)
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let mut changes = Vec::new();
+    for option in &arguments.options {
+        match option {
+            Changes::Help => return output::print(HELP),
+            Changes::These(these) => changes.extend(these.iter().cloned()),
+        }
+    }
+    let Some(image) = &arguments.image else {
+        crate::create::wrong_usage("which image to change is missing");
+    };
+    let progress = Progress::start(arguments.progress)?;
+    let Named { path, format, .. } =
+        arguments.image_opts.resolve_to_change(image, arguments.format)?;
+    let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    // There is one write, not a way to go.
+    let work = || {
+        event_loop
+            .block_on(async { change(&open_without_backing(&path, options).await?, changes).await })
+    };
+    progress.beside(|| (0, 1), work)
+}
+
+/// Makes all changes, or none but a larger size.
+async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
+    let (mut amendments, mut size) = (Amendments::default(), None);
+    let Some(features) = disk.features().filter(|_| disk.format_name() == "qcow2") else {
+        bail!("{}: a {} image has no options that can be changed", disk.name(), disk.format_name());
+    };
+    for change in changes {
+        match change {
+            Change::Size(bytes) => size = Some(bytes.next_multiple_of(512)),
+            Change::Setting(Setting::Compat(version)) => amendments.version = Some(version),
+            Change::Setting(Setting::LazyRefcounts(switch)) => {
+                amendments.lazy_refcounts = Some(switch);
+            }
+            Change::Setting(other) => check_same(disk, &features, &other)?,
+        }
+    }
+    if let Some(size) = size.filter(|&size| size != disk.size()) {
+        if size < disk.size() || disk.backing_file().is_some() {
+            bail!(
+                "{}: 'blockhouse resize' changes its size (--shrink to make it shorter)",
+                disk.name()
+            );
+        }
+        disk.resize(size).await?;
+    }
+    amend(disk, amendments).await?;
+    Ok(disk.close().await?)
+}
+
+/// Refuses an option that stays as it is, unless it is so already.
+fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Result<()> {
+    let backing = disk.backing_file();
+    let data_file = disk.data_file();
+    let (name, is_same) = match setting {
+        Setting::ClusterSize(size) => ("cluster_size", disk.cluster_size() == Some(*size)),
+        Setting::RefcountBits(bits) => ("refcount_bits", features.refcount_bits == *bits),
+        Setting::ExtendedL2(switch) => ("extended_l2", features.extended_l2 == *switch),
+        Setting::CompressionType(kind) => ("compression_type", features.compression == *kind),
+        Setting::Preallocation(mode) => ("preallocation", *mode == Preallocation::Off),
+        Setting::DataFile(name) => {
+            ("data_file", data_file.is_some_and(|file| file.name == name.as_bytes()))
+        }
+        Setting::RawDataFile(switch) => {
+            ("data_file_raw", data_file.map_or(Switch::Off, |file| file.raw) == *switch)
+        }
+        Setting::BackingFile(name) => {
+            ("backing_file", backing.is_some_and(|backing| backing.name == name.as_bytes()))
+        }
+        Setting::BackingFormat(format) => {
+            ("backing_fmt", backing.is_some_and(|backing| backing.format.as_ref() == Some(format)))
+        }
+        Setting::EncryptLuks => ("encrypt.format", false),
+        Setting::EncryptIterTime(_) => ("encrypt.iter-time", false),
+        Setting::Compat(_) | Setting::LazyRefcounts(_) => return Ok(()),
+    };
+    if is_same {
+        return Ok(());
+    }
+    match name {
+        "backing_file" | "backing_fmt" => bail!(
+            "{}: 'blockhouse rebase -b FILE -F FORMAT' gives it another backing file with the same content, and \
+             'rebase -u' stores another name only",
+            disk.name()
+        ),
+        _ => bail!(
+            "{}: {name} cannot change in place; 'blockhouse convert -O qcow2 -o {name}=VALUE IMAGE NEW' makes another \
+             image",
+            disk.name()
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_options_here() {
+        let Ok(Changes::These(changes)) = parse("size=1G,lazy_refcounts=on") else { panic!() };
+        let lazy = Change::Setting(Setting::LazyRefcounts(Switch::On));
+        assert_eq!(changes, [Change::Size(1 << 30), lazy]);
+        assert_eq!(parse("help"), Ok(Changes::Help));
+        assert!(parse("encryption=on").unwrap_err().contains("compat"));
+    }
+}

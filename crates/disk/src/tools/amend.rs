@@ -1,0 +1,16 @@
+//! Other options for an image.
+
+use blockhouse_core::{Result, Storage};
+use blockhouse_format::Amendments;
+
+use crate::disk::Disk;
+
+/// Changes options of the image, durably: see [`Format::amend`](blockhouse_format::Format::amend). The disk is to be closed
+/// and opened anew after this. No request may be in flight.
+///
+/// # Errors
+/// As there; `ReadOnly`.
+pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result<()> {
+    disk.check_access(0)?;
+    disk.format().amend(amendments).await
+}

@@ -1,0 +1,226 @@
+//! What people's automation types for qemu-img and qemu-nbd, run by both programs' tools and by ours under their names:
+//! the same exit statuses, keys and images, but for differences that docs/from-qemu.md gives a reason for.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use blockhouse_tests::{
+    Outcome, Scratch, blockhouse, eventually, image_tool::qemu_img, need, require, run, run_within,
+    tool,
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const SCRIPT: &str = include_str!("automation/script.txt");
+const PAGE: &str = include_str!("../../../docs/from-qemu.md");
+/// Longer than any line takes on a busy machine.
+const LONG: Duration = Duration::from_secs(120);
+
+/// What else than its exit status must be so of a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind<'a> {
+    Plain,
+    Json,
+    Text,
+    Serve,
+    /// The title of the reason why it is not so.
+    Differs(&'a str),
+}
+
+/// The lines, without comments.
+fn lines() -> impl Iterator<Item = (Kind<'static>, &'static str)> {
+    let lines = SCRIPT.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+    lines.map(|line| match line.split_once(' ').expect("a command has words") {
+        ("json", rest) => (Kind::Json, rest),
+        ("text", rest) => (Kind::Text, rest),
+        ("serve", rest) => (Kind::Serve, rest),
+        ("differs", rest) => {
+            let (why, rest) = rest[1..].split_once("\" ").expect("a title in quotes");
+            (Kind::Differs(why), rest)
+        }
+        _ => (Kind::Plain, line),
+    })
+}
+
+/// A folder in which the tools of one of both programs have these names.
+struct Place {
+    folder: PathBuf,
+    /// Searched before all others.
+    programs: Option<PathBuf>,
+}
+
+impl Place {
+    fn new(scratch: &Scratch, name: &str, programs: Option<PathBuf>) -> Self {
+        let folder = scratch.path(name);
+        std::fs::create_dir(&folder).expect("a folder");
+        Self { folder, programs }
+    }
+
+    fn shell(&self, line: &str) -> Command {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", line]).current_dir(&self.folder).env("XDG_RUNTIME_DIR", &self.folder);
+        let before = std::env::var("PATH").unwrap_or_default();
+        if let Some(programs) = &self.programs {
+            shell.env("PATH", format!("{}:{before}", programs.display()));
+        }
+        shell
+    }
+
+    fn run(&self, line: &str) -> Outcome {
+        run_within(LONG, &mut self.shell(line))
+    }
+
+    /// What a client of the server that the line starts is told of its export.
+    fn ask_server(&self, line: &str) -> Value {
+        let server = self.shell(&format!("exec {line}")).stdout(Stdio::null()).spawn();
+        let mut server = Server(server.expect("a shell"));
+        let socket = self.folder.join("s");
+        let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
+        assert!(eventually(LONG, listens), "{line}: does not listen");
+        let uri = format!("nbd+unix://?socket={}", socket.display());
+        let info = run(tool("nbdinfo").args(["--list", "--json", &uri])).success();
+        kill_process(Pid::from_child(&server.0), Signal::TERM).expect("it runs");
+        blockhouse_tests::wait_for_exit(&mut server.0, LONG).expect("it ends");
+        let _ = std::fs::remove_file(socket);
+        let info: Value = serde_json::from_str(&info.stdout).expect("JSON");
+        let export = &info["exports"][0];
+        let keys =
+            ["export-name", "export-size", "is_read_only", "can_flush", "can_fua", "can_trim"];
+        keys.into_iter().map(|key| (key.to_owned(), export[key].clone())).collect()
+    }
+
+    /// The names of what the lines have made.
+    fn names(&self) -> BTreeSet<String> {
+        let entries = std::fs::read_dir(&self.folder).expect("a folder").flatten();
+        let names = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+        names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    }
+}
+
+/// Killed when the test panics.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The thin alias: our binary under the names of QEMU's tools.
+fn aliases(scratch: &Scratch) -> PathBuf {
+    let folder = scratch.path("programs");
+    std::fs::create_dir(&folder).expect("a folder");
+    for (name, command) in [("qemu-img", ""), ("qemu-nbd", " serve")] {
+        let path = folder.join(name);
+        let text = format!("#!/bin/sh\nexec '{}'{command} \"$@\"\n", blockhouse().display());
+        std::fs::write(&path, text).expect("a program");
+        let mode = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(&path, mode).expect("it is ours");
+    }
+    folder
+}
+
+/// The keys of `theirs` that `ours` lacks. Of lists as many elements are looked at as both have.
+fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
+    match (theirs, ours) {
+        (Value::Object(theirs), Value::Object(ours)) => theirs
+            .iter()
+            .flat_map(|(key, value)| match ours.get(key) {
+                Some(found) => missing_keys(value, found, &format!("{path}.{key}")),
+                // docs/from-qemu.md: `icount`.
+                None if key == "icount" => Vec::new(),
+                None => vec![format!("{path}.{key}")],
+            })
+            .collect(),
+        (Value::Array(theirs), Value::Array(ours)) if !theirs.is_empty() => {
+            if ours.is_empty() {
+                return vec![format!("{path}[]")];
+            }
+            let pairs = theirs.iter().zip(ours);
+            pairs.flat_map(|(one, other)| missing_keys(one, other, &format!("{path}[]"))).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// What is wrong with how our line ended, beside theirs.
+fn difference(kind: Kind<'_>, theirs: &Outcome, ours: &Outcome) -> Option<String> {
+    let codes = [theirs.status.code(), ours.status.code()];
+    match kind {
+        Kind::Differs(why) if !PAGE.contains(&format!("**{why}")) => {
+            Some(format!("docs/from-qemu.md has no '{why}'"))
+        }
+        Kind::Differs(_) if codes[0] == codes[1] => Some("no difference".into()),
+        Kind::Differs(_) => None,
+        _ if codes[0] != codes[1] => Some(format!("exit statuses {codes:?}")),
+        Kind::Text if theirs.stdout != ours.stdout => Some("another text".into()),
+        Kind::Json => {
+            let [theirs, ours] =
+                [theirs, ours].map(|outcome| serde_json::from_str(&outcome.stdout));
+            match (theirs, ours) {
+                (Ok(theirs), Ok(ours)) => {
+                    let missing = missing_keys(&theirs, &ours, "");
+                    (!missing.is_empty()).then(|| format!("keys that are missing: {missing:?}"))
+                }
+                _ => Some("no JSON".into()),
+            }
+        }
+        _ => None,
+    }
+}
+
+/// The format of an image that QEMU's tools have made.
+fn format_of(image: &Path) -> &'static str {
+    let mut first = [0; 4];
+    let file = std::fs::File::open(image).expect("an image");
+    let read = std::io::Read::read(&mut &file, &mut first).expect("it can be read");
+    match &first[..read] {
+        b"QFI\xfb" => "qcow2",
+        _ => "raw",
+    }
+}
+
+#[test]
+fn peoples_automation_works_with_both_programs() {
+    require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo", "awk", "sed"]));
+    let scratch = Scratch::new();
+    let theirs = Place::new(&scratch, "theirs", None);
+    let ours = Place::new(&scratch, "ours", Some(aliases(&scratch)));
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for (kind, line) in lines() {
+        count += 1;
+        if kind == Kind::Serve {
+            let [theirs, ours] = [&theirs, &ours].map(|place| place.ask_server(line));
+            if theirs != ours {
+                wrong.push(format!("{line}\n{theirs}\n{ours}"));
+            }
+            continue;
+        }
+        let [theirs, ours] = [&theirs, &ours].map(|place| place.run(line));
+        if let Some(what) = difference(kind, &theirs, &ours) {
+            wrong.push(format!(
+                "{line}: {what}\n{}\n{}",
+                theirs.describe("QEMU"),
+                ours.describe("here")
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    assert!(count > 120, "{count} lines");
+    let only_theirs: Vec<_> = theirs.names().difference(&ours.names()).cloned().collect();
+    // Formats that are not made here, and an image whose format was guessed.
+    assert_eq!(only_theirs, ["appliance.vmdk", "guessed.raw"]);
+    assert!(ours.names().is_subset(&theirs.names()), "{:?} {:?}", ours.names(), theirs.names());
+    for name in ours.names() {
+        let [theirs, ours] = [&theirs, &ours].map(|place| place.folder.join(&name));
+        let format = format_of(&theirs);
+        let [theirs, ours] = [&theirs, &ours].map(|path| path.to_str().expect("a plain name"));
+        let compared = qemu_img(&["compare", "-f", format, "-F", format, theirs, ours]).success();
+        assert!(!compared.stdout.contains("mismatch"), "{}", compared.describe(&name));
+    }
+}

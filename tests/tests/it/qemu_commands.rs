@@ -1,0 +1,198 @@
+//! Commands and names of images that are qemu-img's: dd, amend, --image-opts, json:, info --backing-chain.
+
+use std::path::Path;
+
+use blockhouse_tests::{
+    Scratch,
+    image_tool::{command, json, qemu_img, qemu_io, str},
+    need, random_bytes, require, seeded,
+};
+use serde_json::Value;
+
+/// What `info` says of an image as JSON.
+fn info(image: &Path) -> Value {
+    json(&command(&["info", "--output=json", str(image)]).success())
+}
+
+#[test]
+fn dd_copies_what_qemu_imgs_copies() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let source = scratch.image_of("source.img", &random_bytes(&mut seeded(), 3 << 20));
+    let from = format!("if={}", source.str());
+    for (number, words) in [
+        &["bs=4096", "count=10"][..],
+        &["bs=1000", "skip=3"],
+        &["bs=1M", "count=2"],
+        &["bs=1M", "skip=9"],
+        &["skip=6144"],
+        &["bs=1", "skip=3145727"],
+        &[],
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let [ours, theirs] =
+            ["ours", "theirs"].map(|name| scratch.path(&format!("{name}-{number}.img")));
+        for format in ["raw", "qcow2"] {
+            let [to, to_theirs] = [&ours, &theirs].map(|path| format!("of={}.{format}", str(path)));
+            let head = ["dd", "-f", "raw", "-O", format, &from];
+            command(&[&head[..], &[&to], words].concat()).success();
+            qemu_img(&[&head[..], &[&to_theirs], words].concat()).success();
+            let [ours, theirs] = [&to, &to_theirs].map(|word| &word["of=".len()..]);
+            qemu_img(&["compare", "-s", "-f", format, "-F", format, ours, theirs]).success();
+        }
+    }
+}
+
+#[test]
+fn dd_counts_after_it_has_skipped_and_replaces_only_when_told() {
+    let scratch = Scratch::new();
+    let content = random_bytes(&mut seeded(), 64 << 10);
+    let source = scratch.image_of("source.img", &content);
+    let target = scratch.path("target.img");
+    let (from, to) = (format!("if={}", source.str()), format!("of={}", str(&target)));
+    command(&["dd", &from, &to, "bs=4K", "skip=2", "count=3"]).success();
+    assert_eq!(std::fs::read(&target).expect("the copy"), content[8 << 10..20 << 10]);
+    command(&["dd", &from, &to]).failure("--force");
+    command(&["dd", "--force", &from, &to, "isize=512", "skip=1"]).success();
+    assert_eq!(std::fs::read(&target).expect("the copy"), content[512..1024]);
+    for words in
+        [&["dd", &from][..], &["dd", &from, &to, "conv=notrunc"], &["dd", &from, &to, "bs=0"]]
+    {
+        assert_eq!(command(words).status.code(), Some(2), "{words:?}");
+    }
+}
+
+#[test]
+fn options_are_changed_in_place_as_qemu_img_changes_them() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let [base, over] = ["base.qcow2", "over.qcow2"].map(|name| scratch.path(name));
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "compat=0.10", str(&base), "16M"]).success();
+    qemu_io("qcow2", &base, &["write -P 5 0 8M"]);
+    qemu_img(&["snapshot", "-c", "before", str(&base)]).success();
+    qemu_io("qcow2", &base, &["write -P 6 1M 2M"]);
+    let overlay = ["-o", "compat=0.10", "-b", "base.qcow2", "-F", "qcow2", str(&over)];
+    qemu_img(&[&["create", "-q", "-f", "qcow2"][..], &overlay].concat()).success();
+    for image in [&base, &over] {
+        command(&["amend", "-q", "-f", "qcow2", "-o", "compat=1.1,lazy_refcounts=on", str(image)])
+            .success();
+        let data = &info(image)["format-specific"]["data"];
+        assert_eq!(
+            (data["compat"].as_str(), data["lazy-refcounts"].as_bool()),
+            (Some("1.1"), Some(true))
+        );
+        qemu_img(&["check", str(image)]).success();
+    }
+    assert_eq!(info(&over)["backing-filename"], "base.qcow2");
+    qemu_io("qcow2", &over, &["read -P 5 0 1M", "read -P 6 1M 2M", "read -P 5 3M 5M"]);
+    qemu_img(&["snapshot", "-a", "before", str(&base)]).success();
+    qemu_io("qcow2", &base, &["read -P 5 0 8M"]);
+    command(&["amend", "-o", "lazy_refcounts=off,size=32M,cluster_size=64k", str(&base)]).success();
+    assert_eq!(info(&base)["virtual-size"], 32 << 20);
+    for (option, way) in [
+        ("compat=0.10", "convert"),
+        ("cluster_size=4K", "convert"),
+        ("size=1M", "resize"),
+        ("backing_file=x,backing_fmt=raw", "rebase"),
+    ] {
+        let refused = command(&["amend", "-o", option, str(&base)]).failure(way);
+        assert_eq!(refused.status.code(), Some(1), "{option}");
+        assert_eq!(refused.stderr.lines().count(), 1, "{}", refused.describe("one line"));
+    }
+    assert!(command(&["amend", "-o", "help"]).success().stdout.contains("lazy_refcounts"));
+}
+
+#[test]
+fn images_are_named_by_qemus_options() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.img");
+    command(&["create", "-f", "qcow2", str(&image), "1M"]).success();
+    let options = format!("driver=qcow2,file.driver=file,file.filename={}", str(&image));
+    let object = format!(
+        r#"json:{{"driver":"qcow2","file":{{"driver":"file","filename":"{}"}}}}"#,
+        str(&image)
+    );
+    for words in [&["info", "--image-opts", &options][..], &["info", &object]] {
+        let json_words = [words, &["--output=json"]].concat();
+        let ours = json(&command(&json_words).success());
+        let theirs = json(&qemu_img(&json_words).success());
+        for key in ["format", "virtual-size", "cluster-size"] {
+            assert_eq!(ours[key], theirs[key], "{words:?} {key}");
+        }
+    }
+    let copy = scratch.path("copy.img");
+    command(&["convert", "--image-opts", "-O", "raw", &options, str(&copy)]).success();
+    command(&["snapshot", "--image-opts", "-c", "now", &options]).success();
+    command(&["resize", "--image-opts", &options, "2M"]).success();
+    assert_eq!(json(&command(&["info", "--json", &object]).success())["virtual-size"], 2 << 20);
+    let read_only = format!("{options},read-only=on");
+    command(&["resize", "--image-opts", &read_only, "3M"]).failure("read-only");
+    command(&["info", "--image-opts", "driver=quorum,file.filename=a"]).failure("quorum");
+}
+
+#[test]
+fn a_chain_is_told_as_qemu_img_tells_it() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let [base, middle, top] =
+        ["base.img", "middle.qcow2", "top.qcow2"].map(|name| scratch.path(name));
+    command(&["create", str(&base), "1M"]).success();
+    command(&["create", "-b", "base.img", "-F", "raw", str(&middle)]).success();
+    command(&["snapshot", "-c", "now", str(&middle)]).success();
+    command(&["create", "-b", "middle.qcow2", "-F", "qcow2", str(&top)]).success();
+    let words = ["info", "--backing-chain", "--output=json", str(&top)];
+    let [ours, theirs] =
+        [command(&words), qemu_img(&words)].map(|outcome| json(&outcome.success()));
+    let [ours, theirs] = [&ours, &theirs].map(|chain| chain.as_array().expect("a list").clone());
+    assert_eq!(ours.len(), 3);
+    for (ours, theirs) in ours.iter().zip(&theirs) {
+        for (key, value) in theirs.as_object().expect("an image") {
+            match key.as_str() {
+                // Bitmaps of features that one of both programs counts otherwise are not in it.
+                "format-specific" => assert_eq!(ours[key]["type"], value["type"]),
+                "snapshots" => assert_eq!(ours[key][0]["name"], value[0]["name"]),
+                _ => assert_eq!(&ours[key], value, "{key}"),
+            }
+        }
+    }
+    let text = command(&["info", "--backing-chain", str(&top)]).success().stdout;
+    assert_eq!(text.matches("\nfile format: ").count(), 3, "{text}");
+    // What the policy refuses is not looked at.
+    let elsewhere = scratch.path("elsewhere");
+    std::fs::create_dir(&elsewhere).expect("a folder");
+    let outside = elsewhere.join("outside.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", "../base.img", "-F", "raw", str(&outside)])
+        .success();
+    command(&["info", "--backing-chain", str(&outside)]).failure("--allow-path");
+    command(&["info", str(&outside)]).success();
+}
+
+#[test]
+fn a_map_of_a_part_is_qemu_imgs() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", str(&image), "8M"]).success();
+    qemu_io("qcow2", &image, &["write -P 5 1M 1M", "write -P 5 3M 64k"]);
+    for (start, length) in [("1536K", "1M"), ("0", "8M"), ("3M", "64K"), ("7M", "2M")] {
+        let words = [
+            &format!("--start-offset={start}"),
+            &format!("--max-length={length}"),
+            "--output=json",
+            str(&image),
+        ];
+        let words = [&["map"][..], &words].concat();
+        let [ours, theirs] =
+            [command(&words), qemu_img(&words)].map(|outcome| json(&outcome.success()));
+        let [ours, theirs] = [&ours, &theirs].map(|map| map.as_array().expect("extents").clone());
+        assert_eq!(ours.len(), theirs.len(), "{start} {length}: {ours:?} {theirs:?}");
+        for (ours, theirs) in ours.iter().zip(&theirs) {
+            for key in ["start", "length", "depth", "zero", "data", "offset"] {
+                assert_eq!(ours[key], theirs[key], "{start} {length} {key}");
+            }
+        }
+    }
+}
