@@ -68,12 +68,16 @@ enum Detected {
 }
 
 impl Detected {
-    /// What the error of a change means. Data that cannot be unpacked is no damage of tables.
+    /// What the error of a change means. Data that cannot be unpacked is no damage of tables. Where a resize refuses to
+    /// begin because of the lists of snapshots and bitmaps, the disk is as good as before.
     fn by(error: &Error) -> Self {
         assert_tells_the_place(error);
-        let is_decompressing = error.to_string().contains("cannot decompress");
+        let text = error.to_string();
+        let leaves_disk = ["cannot decompress", "the snapshot table", "bitmap"];
         match error.kind() {
-            ErrorKind::Corrupt if !is_decompressing => Self::Corruption(error.to_string()),
+            ErrorKind::Corrupt if !leaves_disk.iter().any(|part| text.contains(part)) => {
+                Self::Corruption(text)
+            }
             _ => Self::Nothing,
         }
     }
