@@ -53,10 +53,10 @@ pub fn print(text: &str) -> Result<()> {
     })
 }
 
-/// As [`print`], for a result that the exit status tells as well: not with `--quiet`.
+/// As [`print()`], for a result that the exit status tells as well: not with `--quiet`.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub fn print_unless_quiet(text: &str) -> Result<()> {
     if is_quiet() { Ok(()) } else { print(text) }
 }
