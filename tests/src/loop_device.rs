@@ -1,7 +1,9 @@
 //! Block devices that are files.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::scratch::remove_state;
 use crate::{Image, need, run, tool};
 
 /// A loop device; detached on drop.
@@ -42,6 +44,8 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
+        // The next test's device has the same number.
+        self.0.metadata().iter().for_each(|device| remove_state(device.rdev(), 0));
         let outcome = run(tool("losetup").arg("--detach").arg(&self.0));
         if !outcome.status.success() {
             eprintln!("{}", outcome.describe("a loop device is left over"));

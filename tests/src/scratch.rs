@@ -72,21 +72,26 @@ impl Scratch {
 /// Removes the state files of its images, which servers leave that were killed.
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let user = rustix::process::geteuid().as_raw();
-        let own = std::env::var_os("XDG_RUNTIME_DIR").unwrap_or("/run".into());
-        let folders = [
-            "/run/blockhouse".into(),
-            format!("/dev/shm/blockhouse-{user}").into(),
-            PathBuf::from(own).join("blockhouse"),
-        ];
         let images = std::fs::read_dir(self.images.path()).into_iter().flatten().flatten();
         for image in images.filter_map(|image| image.metadata().ok()) {
-            let name = format!("{:x}-{:x}", image.dev(), image.ino());
-            for folder in &folders {
-                // There is none, mostly.
-                let _ = std::fs::remove_file(folder.join(&name));
-            }
+            remove_state(image.dev(), image.ino());
         }
+    }
+}
+
+/// Removes the state file of an image, which a server leaves that was killed: of a file by its device and inode, of a block
+/// device by its number and 0.
+pub(crate) fn remove_state(device: u64, inode: u64) {
+    let user = rustix::process::geteuid().as_raw();
+    let own = std::env::var_os("XDG_RUNTIME_DIR").unwrap_or("/run".into());
+    let folders = [
+        "/run/blockhouse".into(),
+        format!("/dev/shm/blockhouse-{user}").into(),
+        PathBuf::from(own).join("blockhouse"),
+    ];
+    for folder in folders {
+        // There is none, mostly.
+        let _ = std::fs::remove_file(folder.join(format!("{device:x}-{inode:x}")));
     }
 }
 

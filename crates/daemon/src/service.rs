@@ -280,8 +280,8 @@ impl Service {
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
         // While the workers still execute what it may wait for.
         // Requests wait for jobs.
-        running.jobs().stop();
-        control.into_iter().for_each(Control::stop);
+        let jobs = running.jobs().stop();
+        let control = control.map(Control::stop);
         running.stop_devices();
         running.stop_ublk();
         let (draining, disks) = (running.server().clone(), running.disks());
@@ -293,7 +293,8 @@ impl Service {
             |disk: Arc<RunningDisk>| workers.run(move || async move { disk.disk.close().await });
         let outcomes: Vec<_> = disks.into_iter().map(close).collect();
         drop(running);
-        reloads.into_iter().chain([workers]).for_each(Workers::stop);
+        // After the last flush: a disk may have connections on the loop by which it was opened, or moved.
+        [jobs, control, reloads].into_iter().flatten().chain([workers]).for_each(Workers::stop);
         Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
     }
 }

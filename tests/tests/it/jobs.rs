@@ -1,6 +1,7 @@
 //! Mirrors of disks that clients write to: the clients notice nothing, the target is equal to the byte when it is
 //! complete, and whatever is killed or fails, what can be opened is the disk.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -103,15 +104,15 @@ pub(crate) fn beside<T>(writer: &mut Writer, act: impl FnOnce() -> T) -> T {
     let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| writer.go_on(&stop, &count));
-        let outcome = act();
+        // The client is to end also where this fails: it is waited for.
+        let outcome = catch_unwind(AssertUnwindSafe(act));
         let before = count.load(Ordering::SeqCst);
         let goes_on = || count.load(Ordering::SeqCst) > before + 20 || writing.is_finished();
-        assert!(eventually(LONG, goes_on), "the client waits");
+        let does_go_on = outcome.is_err() || eventually(LONG, goes_on);
         stop.store(true, Ordering::SeqCst);
-        if let Err(panic) = writing.join() {
-            std::panic::resume_unwind(panic);
-        }
-        outcome
+        let outcome = outcome.and_then(|outcome| writing.join().map(|()| outcome));
+        assert!(does_go_on, "the client waits");
+        outcome.unwrap_or_else(|panic| resume_unwind(panic))
     })
 }
 
@@ -221,6 +222,26 @@ fn errors_of_the_target_end_the_job_and_not_the_client() {
         writer.check();
         server.stop();
     }
+}
+
+/// The connection to the other server is on the loop of jobs, and the last flush goes by it.
+#[test]
+fn a_server_whose_disk_has_moved_to_another_one_ends_in_order() {
+    let scratch = Scratch::new();
+    let (source, socket) = (image(&scratch, "a.img"), scratch.socket("t"));
+    let size = SIZE.to_string();
+    let words = ["-f", "-U", str(&socket), "memory", &size];
+    let _foreign = Foreign::start("nbdkit", &words, &socket);
+    let (server, mut control) = serve(&scratch, &source);
+    let mut writer = Writer::new(&server.address(), seeded());
+    let target = format!("nbd+unix:///?socket={}", socket.display());
+    beside(&mut writer, || {
+        ctl(&scratch, &["mirror", "a.img", &target, "--overwrite", "--job", "m"]).success();
+        wait_for(&mut control, "m", "ready");
+        ctl(&scratch, &["job", "m", "complete"]).success();
+    });
+    writer.check();
+    server.stop();
 }
 
 #[test]

@@ -98,24 +98,25 @@ impl Control {
         self.gate.try_close()
     }
 
-    /// Takes no more requests, finishes those that were begun, and ends.
-    pub fn stop(mut self) {
+    /// Takes no more requests, and finishes those that were begun. Gives its loop, on which disks may have connections that
+    /// they need until they are closed.
+    pub fn stop(mut self) -> Workers {
         // While it still listens: see `SocketFile`.
         self.file = None;
-        self.finish();
+        self.finish()
     }
 
     /// As [`stop`](Self::stop), where another process goes on with the socket and its file.
     pub fn leave(mut self) {
         std::mem::forget(self.file.take());
-        self.finish();
+        self.finish().stop();
     }
 
-    fn finish(self) {
+    fn finish(self) -> Workers {
         // It may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
-        self.workers.stop();
+        self.workers
     }
 }
 

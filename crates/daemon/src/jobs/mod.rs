@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::{Handle, sleep, spawn_detached};
 use blockhouse_jobs::{CopyMode, JobControl, JobEnd, JobStage};
-use futures_util::future::{join_all, select};
+use futures_util::future::{Either, join_all, select};
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
@@ -210,24 +210,29 @@ impl Jobs {
     }
 
     /// Cancels all jobs, and waits until they have ended, for some seconds at most; starts none any more. Whoever waits for
-    /// one goes on.
-    pub(crate) fn stop(&self) {
+    /// one goes on. Gives their loop, on which disks that were moved may have connections that they need until they are
+    /// closed; not where a job goes on there, whose target hangs.
+    pub(crate) fn stop(&self) -> Option<Workers> {
         let (jobs, workers) = {
             let mut state = self.0.lock();
             state.is_over = true;
             (state.jobs.clone(), state.workers.take())
         };
-        let Some(workers) = workers else { return };
+        let workers = workers?;
         jobs.iter().for_each(|job| _ = job.control.cancel());
         let controls: Vec<_> = jobs.iter().map(|job| Arc::clone(&job.control)).collect();
-        workers.run(move || async move {
+        let have_ended = workers.run(move || async move {
             let ended = join_all(controls.iter().map(|control| control.ended()));
             // A target that hangs does not keep the server from its end.
-            drop(select(pin!(ended), pin!(sleep(MAX_STOP_TIME))).await);
+            matches!(select(pin!(ended), pin!(sleep(MAX_STOP_TIME))).await, Either::Left(_))
         });
+        if have_ended {
+            return Some(workers);
+        }
         workers.stop();
         let end = JobEnd::Failed("the server ended before its target answered".into());
         jobs.iter().for_each(|job| job.control.end(end.clone()));
+        None
     }
 }
 
