@@ -207,7 +207,7 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
         ("/nowhere/blockhouse", "cannot be started: No such file"),
         (image_tool::str(&silent), "did not get ready within 10s"),
         (image_tool::str(&other_options), "exit status: 2"),
-        (image_tool::str(blockhouse_tests::blockhouse()), "version 5 of the hand-over's format"),
+        (image_tool::str(blockhouse_tests::blockhouse()), "version 6 of the hand-over's format"),
     ] {
         let outcome = upgrade(&scratch.socket("control"), &["--binary", binary]);
         let outcome = outcome.failure(why);

@@ -230,8 +230,11 @@ impl LiveBitmaps {
     /// whose directory is damaged are given up with the first change.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// What the storage answers; the failure to write metadata that is remembered.
     pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+        // After one it may be unknown which header is on disk. With refcounts of the other one's tables, good bitmaps would
+        // look damaged.
+        metadata.writer().check_failure()?;
         let header = metadata.lock().tables.headers().disk().clone();
         let set = match BitmapSet::read(metadata, &header, self.activity).await {
             Err(error) if error.kind() == ErrorKind::Corrupt => BitmapSet::default(),
