@@ -14,8 +14,8 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::copy_target::{IfThere, Target, TargetSpec};
-use crate::create::{format_of_new, wrong_usage};
+use crate::copy_target::{CopyFormats, IfThere, Target, TargetSpec};
+use crate::create::wrong_usage;
 use crate::create_options::{self, Setting, Settings};
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
@@ -29,13 +29,8 @@ const MAX_IN_FLIGHT: usize = 16;
 /// Arguments of `convert`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
-    #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    source_format: Option<ImageFormat>,
-    /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
+    #[command(flatten)]
+    formats: CopyFormats,
     /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's state.
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     snapshot: Option<String>,
@@ -143,7 +138,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if Settings::join(arguments.options.clone()).is_none() {
         return output::print(create_options::HELP);
     }
-    let format = arguments.format.unwrap_or_else(|| format_of_new(&arguments.target));
+    let format = arguments.formats.of_target(&arguments.target);
     let settings = settings(&arguments, format);
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
@@ -230,8 +225,9 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
 }
 
 async fn open_source(arguments: &Arguments) -> Result<ImageDisk> {
-    let Arguments { source, source_format: said, snapshot, .. } = arguments;
-    let Named { path, format, is_shared, .. } = arguments.image_opts.resolve(source, *said)?;
+    let Arguments { source, formats, snapshot, .. } = arguments;
+    let Named { path, format, is_shared, .. } =
+        arguments.image_opts.resolve(source, formats.source_format)?;
     let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
     let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
     let options = arguments.source_cache.apply(options);

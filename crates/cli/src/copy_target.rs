@@ -18,10 +18,29 @@ use blockhouse_disk::{
 use blockhouse_engine::HostFile;
 use blockhouse_storage::Location;
 
-use crate::create::{create_qcow2, key_time, wrong_usage};
+use crate::create::{create_qcow2, format_of_new, key_time, wrong_usage};
 use crate::create_options::{self, Setting};
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
+
+/// The formats of a copy.
+#[derive(clap::Args)]
+pub struct CopyFormats {
+    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
+    /// only read; otherwise raw).
+    #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    pub source_format: Option<ImageFormat>,
+    /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
+    #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+}
+
+impl CopyFormats {
+    /// That of the target, which is going to be at this path.
+    pub fn of_target(&self, path: &Path) -> ImageFormat {
+        self.format.unwrap_or_else(|| format_of_new(path))
+    }
+}
 
 /// What becomes of a target that exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,12 +8,12 @@ use std::path::PathBuf;
 use anyhow::Result;
 use blockhouse_core::ByteRange;
 use blockhouse_daemon::size;
-use blockhouse_disk::{ImageFormat, ImageOptions, Locking, open};
+use blockhouse_disk::{ImageOptions, Locking, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::convert::copy;
-use crate::copy_target::{IfThere, TargetSpec};
-use crate::create::{format_of_new, whole_sectors, wrong_usage};
+use crate::copy_target::{CopyFormats, IfThere, TargetSpec};
+use crate::create::{whole_sectors, wrong_usage};
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -25,13 +25,8 @@ const BLOCK: u64 = 512;
 /// Arguments of `dd`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
-    #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    source_format: Option<ImageFormat>,
-    /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
-    #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
+    #[command(flatten)]
+    formats: CopyFormats,
     /// Do not lock the source: also copy it while another program writes to it. The copy may be of no moment in
     /// time.
     #[arg(long, short = 'U')]
@@ -126,7 +121,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     };
     let progress = Progress::start(arguments.progress)?;
     let Named { path: source, format, is_shared, .. } =
-        arguments.image_opts.resolve(source, arguments.source_format)?;
+        arguments.image_opts.resolve(source, arguments.formats.source_format)?;
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
     let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
@@ -142,7 +137,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     });
     let spec = TargetSpec {
         path,
-        format: arguments.format.unwrap_or_else(|| format_of_new(path)),
+        format: arguments.formats.of_target(path),
         settings: Vec::new(),
         size: whole_sectors(path, part.length()),
         if_there: if arguments.force { IfThere::Replace } else { IfThere::Fail },

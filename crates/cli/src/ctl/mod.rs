@@ -210,6 +210,13 @@ struct Mirror {
     /// Overwrite a target that exists: all that is in it is lost.
     #[arg(long)]
     overwrite: bool,
+    #[command(flatten)]
+    copying: Copying,
+}
+
+/// How a job that copies a disk does it, and what it is called.
+#[derive(clap::Args)]
+struct Copying {
     /// Whether the guest's writes wait for their copy: auto (where it does not converge otherwise), background (never) or
     /// write-blocking (from the start).
     #[arg(long)]
@@ -227,16 +234,8 @@ struct Mirror {
 struct Commit {
     /// The disk's name.
     disk: String,
-    /// Whether the guest's writes wait for their copy: auto (where it does not converge otherwise), background (never) or
-    /// write-blocking (from the start).
-    #[arg(long)]
-    mode: Option<String>,
-    /// The most bytes a second that are copied in the background: 100M, 1G.
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    speed: Option<u64>,
-    /// What to call the job, unlike all others. Left out: any name.
-    #[arg(long, value_name = "NAME")]
-    job: Option<String>,
+    #[command(flatten)]
+    copying: Copying,
 }
 
 #[derive(clap::Subcommand)]
@@ -409,26 +408,27 @@ impl Mirror {
             "target": target,
             "overwrite": self.overwrite,
         });
-        let optional = [
-            ("format", self.format.map(Value::from)),
+        add_given(&mut params, [("format", self.format.map(Value::from))]);
+        self.copying.add_to(&mut params);
+        Ok(params)
+    }
+}
+
+impl Copying {
+    fn add_to(self, params: &mut Value) {
+        let given = [
             ("mode", self.mode.map(Value::from)),
             ("speed", self.speed.map(Value::from)),
             ("job", self.job.map(Value::from)),
         ];
-        add_given(&mut params, optional);
-        Ok(params)
+        add_given(params, given);
     }
 }
 
 impl Commit {
     fn params(self) -> Value {
         let mut params = json!({ "kind": "commit", "disk": self.disk });
-        let optional = [
-            ("mode", self.mode.map(Value::from)),
-            ("speed", self.speed.map(Value::from)),
-            ("job", self.job.map(Value::from)),
-        ];
-        add_given(&mut params, optional);
+        self.copying.add_to(&mut params);
         params
     }
 }
