@@ -46,9 +46,6 @@ fn run(case: Case) {
     let options = Options { discard, ..Options::default() };
     let harness = Harness { sim: sim.clone(), storage: storage.clone(), base, options };
     let (is_whole, name) = (case.corruptions.is_empty(), images::name(case.image));
-    // Bitmaps that are changed beside writes and a resize may leave clusters that nothing refers to, which a repair gives
-    // back. Why is not known yet.
-    let may_leak = case.steps.iter().any(|step| step.kind >= BITMAP_STEPS && step.flags & 1 == 1);
     let found = sim.block_on(async move { harness.work(&case).await });
     let content = storage.content();
     if let Detected::Corruption(error) = &found {
@@ -59,7 +56,7 @@ fn run(case: Case) {
     if is_whole {
         assert_eq!(found, Detected::Nothing, "nothing is damaged");
         // What was allocated when its process was killed.
-        let may_leak = may_leak || name == "ours-bitmaps-killed";
+        let may_leak = name == "ours-bitmaps-killed";
         let most_leaks = if may_leak { u64::MAX } else { 0 };
         sim.block_on(assert_clean(storage, most_leaks));
     }

@@ -73,10 +73,14 @@ impl<S: Storage> Disk<S> {
     /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps change as a whole, so
     /// where there are any, no change of the guest's is made beside it either.
     async fn begin_resize(&self) -> Either<QuiescedGuard<'_>, WriteGuard<'_>> {
-        match self.format().has_bitmaps() {
-            true => Either::Left(self.quiesce().await),
-            false => Either::Right(self.begin_change().await),
+        if !self.format().has_bitmaps() {
+            let change = self.begin_change().await;
+            // The first one may have been added while this waited. None is added from here on.
+            if !self.format().has_bitmaps() {
+                return Either::Right(change);
+            }
         }
+        Either::Left(self.quiesce().await)
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves: those

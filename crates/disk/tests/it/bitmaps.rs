@@ -4,8 +4,8 @@ use std::rc::Rc;
 
 use blockhouse_core::{ByteRange, Durability, Request};
 use blockhouse_disk::{BitmapAction, Disk, NewBitmap};
-use blockhouse_format::qcow2::CreateOptions;
-use blockhouse_sim::{Operation, SimDisk};
+use blockhouse_format::qcow2::{self, CreateOptions, OpenOptions, Qcow2};
+use blockhouse_sim::{Config, Operation, SimDisk};
 
 use crate::common::{Rig, discard, steady, write, zeroes};
 
@@ -115,4 +115,48 @@ fn all_kinds_of_changes_are_recorded() {
     });
     rig.submit(write(9 * 65_536 - 1, 2, 2, PLAIN)).unwrap();
     assert_eq!(dirty(&rig, "changes"), [8, 9]);
+}
+
+/// A bitmap is added while the disk grows and the guest writes, in the order that `seed` decides.
+fn a_first_bitmap_beside_a_resize(seed: u64) {
+    let rig = Rig::qcow2_by(seed, Config::default(), CreateOptions::new(SIZE));
+    let disk = Rc::clone(&rig.disk);
+    let added = rig.sim.spawn(async move {
+        let new = NewBitmap { name: "changes".to_owned(), granularity: None, is_enabled: true };
+        disk.bitmaps().add(&new).await.unwrap();
+    });
+    let disk = Rc::clone(&rig.disk);
+    let resized = rig.sim.spawn(async move { disk.resize(SIZE + MIB).await.unwrap() });
+    let mut recorded = Vec::new();
+    let mut is_added = false;
+    for number in 0..24 {
+        is_added |= added.output().is_some();
+        if is_added {
+            recorded.push(number * 16);
+        }
+        drop(rig.start(write(number * MIB, 4096, 2, PLAIN)));
+        rig.wait(97);
+    }
+    rig.sim.run();
+    assert!(is_added || added.output().is_some(), "seed {seed}: the bitmap waits for ever");
+    assert!(resized.output().is_some(), "seed {seed}: the resize waits for ever");
+    let found = dirty(&rig, "changes");
+    assert!(
+        recorded.iter().all(|extent| found.contains(extent)),
+        "seed {seed}: {recorded:?} not in {found:?}"
+    );
+    let storage = rig.storage.clone();
+    run(&rig, async move |disk: &Disk<SimDisk>| {
+        disk.close().await.unwrap();
+        let image = Qcow2::open(storage, OpenOptions::default()).await.unwrap();
+        let report = qcow2::check(&image).await.unwrap();
+        assert_eq!(report.corruptions + report.leaks, 0, "seed {seed}: {:?}", report.problems);
+    });
+}
+
+#[test]
+fn a_first_bitmap_is_added_before_or_after_a_resize() {
+    for seed in 0..200 {
+        a_first_bitmap_beside_a_resize(seed);
+    }
 }
