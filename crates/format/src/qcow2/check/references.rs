@@ -224,8 +224,10 @@ impl<'a, S: Storage> References<'a, S> {
         if survey.length > 0 {
             self.add("the snapshot table", self.header.snapshots_offset, survey.length)?;
         }
+        let table = self.header.snapshots_offset;
         for fault in survey.faults {
-            self.problems_of(fault.count, fault.what);
+            let what = format!("{} (the snapshot table is at offset {table})", fault.what);
+            self.problems_of(fault.count, what);
         }
         Ok(())
     }
