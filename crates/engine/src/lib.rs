@@ -108,7 +108,7 @@ pub use probe::FileKind;
 pub use registered_buffer_count::count_registered_buffers;
 pub use ring_restrictions::DeviceCommands;
 pub use signal_rings::reserve_signal_rings;
-pub use sleep::{Sleep, sleep};
+pub use sleep::{Sleep, sleep, timeout};
 pub use socket::{Listener, Stream, is_stopped};
 pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, current_party, spawn, spawn_detached};

@@ -1,7 +1,7 @@
 //! Waiting for time to pass.
 
-use std::future::Future;
-use std::pin::Pin;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,16 @@ const MAX_SLEEP: Duration = Duration::from_secs(1 << 30);
 /// than thirty years are thirty years.
 pub fn sleep(duration: Duration) -> Sleep {
     Sleep { due: Instant::now() + duration.min(MAX_SLEEP), key: None }
+}
+
+/// Waits for the future, but not longer than `limit`: then the future is dropped, and there is no output.
+pub async fn timeout<T>(limit: Duration, future: impl Future<Output = T>) -> Option<T> {
+    let (mut future, mut end) = (pin!(future), sleep(limit));
+    poll_fn(|cx| match future.as_mut().poll(cx) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => Pin::new(&mut end).poll(cx).map(|()| None),
+    })
+    .await
 }
 
 impl Future for Sleep {

@@ -1,12 +1,10 @@
 //! A connection as lines in both directions, with a limit on their length and on how long a peer may take to read one.
 
 use std::io;
-use std::pin::pin;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, IoVectorList};
-use blockhouse_engine::{Stream, sleep};
-use futures_util::future::{Either, select};
+use blockhouse_engine::{Stream, timeout};
 
 use super::MAX_LINE;
 
@@ -88,9 +86,9 @@ impl LineWriter {
         end.fill(b'\n');
         let mut list = IoVectorList::new();
         list.push(buffer.lend());
-        match select(pin!(self.0.send(list)), pin!(sleep(SEND_TIMEOUT))).await {
-            Either::Left(((sent, _), _)) => sent,
-            Either::Right(_) => Err(io::ErrorKind::TimedOut.into()),
+        match timeout(SEND_TIMEOUT, self.0.send(list)).await {
+            Some((sent, _)) => sent,
+            None => Err(io::ErrorKind::TimedOut.into()),
         }
     }
 }

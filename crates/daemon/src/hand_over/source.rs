@@ -8,16 +8,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_engine::sleep;
+use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
 use blockhouse_vhost_user::PausedFrontend;
-use futures_util::future::{Either, select};
 
 use super::channel::Channel;
 use super::fault::{Step, reach};
@@ -287,10 +285,9 @@ fn pause(
 fn pause_ublk(service: &Service, deadline: Instant) -> Result<()> {
     for device in service.ublk_devices() {
         let (paused, left) = (Arc::clone(&device), deadline.duration_since(Instant::now()));
-        let outcome = service.workers().run(move || async move {
-            let (pause, end) = (pin!(paused.server().pause()), pin!(sleep(left)));
-            matches!(select(pause, end).await, Either::Left(_))
-        });
+        let outcome = service
+            .workers()
+            .run(move || async move { timeout(left, paused.server().pause()).await.is_some() });
         if !outcome {
             bail!("{:?}: its requests did not complete within {DRAIN_TIME:?}", device.server());
         }

@@ -10,15 +10,14 @@ mod mirror;
 mod target;
 
 use std::num::NonZeroU64;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_engine::{Handle, sleep, spawn_detached};
+use blockhouse_engine::{Handle, spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobControl, JobEnd, JobStage};
-use futures_util::future::{Either, join_all, select};
+use futures_util::future::join_all;
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
@@ -224,7 +223,7 @@ impl Jobs {
         let have_ended = workers.run(move || async move {
             let ended = join_all(controls.iter().map(|control| control.ended()));
             // A target that hangs does not keep the server from its end.
-            matches!(select(pin!(ended), pin!(sleep(MAX_STOP_TIME))).await, Either::Left(_))
+            timeout(MAX_STOP_TIME, ended).await.is_some()
         });
         if have_ended {
             return Some(workers);

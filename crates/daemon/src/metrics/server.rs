@@ -13,11 +13,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, IoVectorList};
-use blockhouse_engine::{Listener, Stream, Submission, sleep};
+use blockhouse_engine::{Listener, Stream, Submission, sleep, timeout};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketPermissions, bind_for};
 use futures_channel::oneshot;
-use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
+use futures_util::future::{FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 
 use super::gather::Samples;
@@ -184,11 +184,8 @@ async fn serve(bound: BoundSocket, reading: &Reading) -> io::Result<()> {
 
 /// Answers one request. A client that is gone or too slow gets none.
 async fn serve_client(stream: Stream, reading: &Reading) {
-    let received = match select(pin!(receive_request(&stream)), pin!(sleep(TIMEOUT))).await {
-        Either::Left((received, _)) => received,
-        Either::Right(_) => None,
-    };
-    let answer = match received {
+    let received = timeout(TIMEOUT, receive_request(&stream)).await;
+    let answer = match received.flatten() {
         Some(Ok(request)) => answer(request, reading),
         Some(Err(refusal)) => http::refuse(refusal),
         None => return,
@@ -198,7 +195,7 @@ async fn serve_client(stream: Stream, reading: &Reading) {
     drop(answer);
     let mut list = IoVectorList::new();
     list.push(buffer.lend());
-    let _ = select(pin!(stream.send(list)), pin!(sleep(TIMEOUT))).await;
+    let _ = timeout(TIMEOUT, stream.send(list)).await;
     stream.shutdown();
 }
 

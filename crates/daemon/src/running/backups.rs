@@ -9,18 +9,16 @@
 //! held off for the moment of the freeze alone, in which nothing is read or written.
 
 use std::path::PathBuf;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{Access, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options};
-use blockhouse_engine::sleep;
+use blockhouse_engine::{sleep, timeout};
 use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
 use blockhouse_nbd::ExportBitmap;
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_storage::{ImageStorage, ViewStorage};
-use futures_util::future::{Either, select};
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Running, RunningDisk};
@@ -247,12 +245,11 @@ impl Running {
             }
         }
         let views: Vec<_> = frozen.iter().map(|(view, _)| &**view).collect();
-        let pause = match select(pin!(freeze(&views)), pin!(sleep(MAX_FREEZE_TIME))).await {
-            Either::Left((pause, _)) => pause,
-            Either::Right(_) => bail!(
+        let pause = timeout(MAX_FREEZE_TIME, freeze(&views)).await.with_context(|| {
+            format!(
                 "the disks do not come to rest in {MAX_FREEZE_TIME:?}: changes in flight take longer; try again"
-            ),
-        };
+            )
+        })?;
         for ((source, (view, scratch_limit)), address) in sources.iter().zip(frozen).zip(addresses)
         {
             let frozen = self.adopt_frozen(setup, name, source, &view).await?;

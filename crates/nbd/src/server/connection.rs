@@ -12,14 +12,13 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList, Storage};
 use blockhouse_disk::{ClientGuard, Disk, ExportKind};
-use blockhouse_engine::Stream;
+use blockhouse_engine::{Stream, timeout};
 
 use super::exports::Exports;
 use super::limits::Limits;
 use super::paused::PausedSession;
 use super::peer::Peer;
 use super::registry::ConnectionGuard;
-use super::timeout::timeout;
 use crate::handshake::{
     ExportInfo, ExportLookup, Handshake, HandshakeError, NegotiatedOptions, Progress, TlsState,
 };

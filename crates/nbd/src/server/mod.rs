@@ -12,7 +12,6 @@ mod listen;
 mod paused;
 mod peer;
 mod registry;
-mod timeout;
 
 use std::io;
 use std::sync::Arc;
@@ -21,7 +20,7 @@ use std::task::Context;
 use std::time::Duration;
 
 use blockhouse_core::{BufferPool, Storage};
-use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep};
+use blockhouse_engine::{Handle, Listener, Stream, is_stopped, sleep, timeout};
 use connection::Connection;
 pub use exports::{ClientEvent, ClientObserver, Export, ExportError, Exports, MAX_EXPORT_BITMAPS};
 pub use limits::Limits;
@@ -29,7 +28,6 @@ pub use listen::{BoundSocket, SocketFile, SocketPermissions, bind, bind_for, bin
 pub use paused::{PausedConnection, PausedSession};
 use peer::{Peer, Transport};
 use registry::{Clients, ConnectionGuard, Origin, Registry};
-use timeout::timeout;
 
 use crate::session::ByteLimit;
 

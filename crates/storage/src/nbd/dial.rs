@@ -1,12 +1,10 @@
 //! How an export is reached: the address, and what was agreed on.
 
-use std::pin::pin;
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_engine::{Stream, sleep};
+use blockhouse_engine::{Stream, timeout};
 use blockhouse_nbd_protocol::uri::{NbdUri, Security};
-use futures_util::future::{Either, select};
 
 use super::connect::connect;
 use super::handshake::{self, Negotiated};
@@ -79,13 +77,10 @@ async fn negotiate(uri: &NbdUri, name: &str, context: &str) -> Result<(Stream, N
     let failed = |error| Error::host("cannot connect", error).on(name);
     let socket = connect(uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
     let stream = Stream::new(socket).map_err(failed)?;
-    let negotiated = {
-        let handshake = pin!(handshake::negotiate(&stream, &uri.export, context));
-        match select(handshake, sleep(CONNECT_TIME)).await {
-            Either::Left((negotiated, _)) => negotiated,
-            Either::Right(_) => Err("the server does not answer".into()),
-        }
-    };
+    let handshake = handshake::negotiate(&stream, &uri.export, context);
+    let negotiated = timeout(CONNECT_TIME, handshake)
+        .await
+        .unwrap_or_else(|| Err("the server does not answer".into()));
     negotiated.map(|negotiated| (stream.clone(), negotiated)).map_err(|refusal| {
         stream.shutdown();
         let error = Error::new(ErrorKind::Io, refusal.what).on(name);

@@ -38,13 +38,12 @@ use std::time::Duration;
 
 pub use admission::Clients;
 use admission::{Admission, AdmissionState};
-use blockhouse_engine::{Stream, sleep};
+use blockhouse_engine::{Stream, sleep, timeout};
 pub use entry::Origin;
 use parking_lot::Mutex;
 
 use crate::server::exports::ExportId;
 use crate::server::paused::{PausedConnection, PausedSession};
-use crate::server::timeout::timeout;
 use crate::session::{Activity, ShutdownSignal};
 
 /// All connections of a server. Used when one comes or goes, never while it works.

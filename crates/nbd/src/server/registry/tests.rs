@@ -5,12 +5,11 @@ use std::os::unix::net::UnixStream;
 use std::pin::pin;
 use std::task::Waker;
 
-use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop, timeout};
 
 use super::*;
 use crate::server::exports::ExportId;
 use crate::server::peer::Peer;
-use crate::server::timeout::timeout;
 
 const HOUR: Duration = Duration::from_secs(3600);
 
