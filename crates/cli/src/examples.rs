@@ -432,6 +432,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "ctl stream",
+        &[example(
+            "All of it into the overlay",
+            "blockhouse ctl control stream overlay.qcow2 --speed 50M",
+        )],
+    ),
+    (
         "ctl job",
         &[example(
             "The guest goes on with the target",

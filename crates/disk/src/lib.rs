@@ -75,7 +75,8 @@ pub use blockhouse_format::{
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
-    Disk, EarlierCounts, FailedRequest, FailureObserver, LayerInfo, QuiescedDisk, ReplacedImage,
+    Disk, EarlierCounts, FailedRequest, FailureObserver, LayerInfo, PopulatingGuard, QuiescedDisk,
+    ReplacedImage,
 };
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
@@ -106,4 +107,4 @@ pub use tools::{
     mark_incomplete, prepare_rebase, set_backing_file,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
-pub use write::CompressResult;
+pub use write::{BackedRange, CompressResult};

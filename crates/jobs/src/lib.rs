@@ -5,6 +5,8 @@
 //! guest goes on. A [`JobControl`] is what others have of a running job: how far it is,
 //! and what they want of it. A job is one future, on any executor: a [`JobClock`] is all that it needs beside the disks.
 //!
+//! A [`Stream`] fills an overlay from its backing file, and detaches it.
+//!
 //! A [`FrozenDisk`] is a disk as it was at one moment, beside the disk that goes on: what backups read.
 //!
 //! From the bottom up, each uses only what is above it in this list:
@@ -17,6 +19,7 @@
 //! - `tracker`: what the guest changes meanwhile
 //! - `copier`: copies what is dirty, for as long as the job goes on
 //! - `mirror`: the steps of a mirror, and its end
+//! - `stream`: the steps of a stream (with `control`, `next_event`, `meter` and `pace`)
 //! - `frozen`: disks as they were (with `clock` alone)
 #![forbid(unsafe_code)]
 
@@ -28,9 +31,11 @@ mod meter;
 mod mirror;
 mod next_event;
 mod pace;
+mod stream;
 mod tracker;
 
 pub use clock::{ClockSleep, JobClock, LoopClock};
 pub use control::{Completion, JobControl, JobEnd, JobProgress, JobStage};
 pub use frozen::{CopyTimer, FailureTeller, FreezeOptions, FrozenDisk, freeze};
 pub use mirror::{CopyMode, Mirror, MirrorOptions};
+pub use stream::Stream;

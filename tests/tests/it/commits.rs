@@ -16,16 +16,16 @@ use crate::jobs::{
 };
 
 /// An overlay over a base, made by QEMU, and what its blocks hold.
-struct Chain {
-    overlay: PathBuf,
-    base: PathBuf,
+pub(crate) struct Chain {
+    pub(crate) overlay: PathBuf,
+    pub(crate) base: PathBuf,
     format: &'static str,
-    blocks: Vec<u64>,
+    pub(crate) blocks: Vec<u64>,
 }
 
 impl Chain {
     /// The base has `size` bytes, and a snapshot where it can have one.
-    fn new(scratch: &Scratch, base: &str, size: u64, options: &str) -> Self {
+    pub(crate) fn new(scratch: &Scratch, base: &str, size: u64, options: &str) -> Self {
         let (path, overlay) = (scratch.path(base), scratch.path("over.qcow2"));
         let format = if base.ends_with("img") { "raw" } else { "qcow2" };
         let mut blocks = vec![0; (SIZE / BLOCK) as usize];

@@ -77,6 +77,7 @@ fn each_example_works_as_typed() {
                 "ctl job",
                 "ctl mirror",
                 "ctl commit",
+                "ctl stream",
                 "ctl backup end",
             ]
             .contains(&path);

@@ -383,10 +383,8 @@ fn qcow2_images_of_ours_open_in_qemu() {
     assert!(!image.exists());
 }
 
-#[test]
-fn an_encrypted_overlay_is_written_copied_and_snapshotted() {
-    require!(need::tools(&["qemu-img", "qemu-io"]));
-    let fixture = Fixture::new();
+/// An encrypted overlay over an encrypted image of the disk: both, the image first.
+fn overlay_of(fixture: &Fixture) -> (PathBuf, PathBuf) {
     let (base, overlay) = (fixture.scratch.path("base.qcow2"), fixture.scratch.path("top.qcow2"));
     let key = str(&fixture.key);
     command(
@@ -397,6 +395,31 @@ fn an_encrypted_overlay_is_written_copied_and_snapshotted() {
     let backing = ["create", "-b", "base.qcow2", "-F", "qcow2"];
     command(&[&backing[..], &ENCRYPTED, &[key, str(&overlay), &SIZE.to_string()]].concat())
         .success();
+    (base, overlay)
+}
+
+#[test]
+fn a_streamed_overlay_holds_the_disk_encrypted() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let (base, overlay) = overlay_of(&fixture);
+    let control = fixture.scratch.socket("control");
+    let serve = Serve::new(&fixture.scratch, &overlay).option("--key-file", &fixture.key);
+    let server = serve.option("--control", &control).start();
+    let ctl = |words: &[&str]| command(&[&["ctl", str(&control)], words].concat()).success();
+    ctl(&["stream", "top.qcow2", "--job", "s"]);
+    ctl(&["job", "s", "complete"]);
+    server.stop();
+    std::fs::remove_file(base).expect("nothing needs it");
+    assert_qemu_reads(&fixture, &overlay, fixture.disk.path());
+}
+
+#[test]
+fn an_encrypted_overlay_is_written_copied_and_snapshotted() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let fixture = Fixture::new();
+    let (base, overlay) = overlay_of(&fixture);
+    let key = str(&fixture.key);
     let steps = [
         "write -P 1 513 3000",
         "write -P 2 200k 64k",

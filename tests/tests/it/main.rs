@@ -68,6 +68,7 @@ mod sigkill;
 mod snapshots;
 mod socket_modes;
 mod state;
+mod streams;
 mod tls;
 mod top;
 mod ublk;

@@ -131,6 +131,9 @@ enum Action {
     /// `job NAME complete`, and then the guest goes on with the backing file. Other images over the same backing file are
     /// spoilt.
     Commit(Commit),
+    /// Copy what a disk's image leaves to its backing file into the image while its guest goes on, and detach the backing file:
+    /// the image stands alone then.
+    Stream(Stream),
     /// Tell a job what to do.
     Job {
         /// The job's name, as `jobs` tells it.
@@ -221,6 +224,13 @@ struct Copying {
     /// write-blocking (from the start).
     #[arg(long)]
     mode: Option<String>,
+    #[command(flatten)]
+    background: Background,
+}
+
+/// How fast a job goes on in the background, and what it is called.
+#[derive(clap::Args)]
+struct Background {
     /// The most bytes a second that are copied in the background: 100M, 1G.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     speed: Option<u64>,
@@ -236,6 +246,15 @@ struct Commit {
     disk: String,
     #[command(flatten)]
     copying: Copying,
+}
+
+/// A stream to be started.
+#[derive(clap::Args)]
+struct Stream {
+    /// The disk's name.
+    disk: String,
+    #[command(flatten)]
+    background: Background,
 }
 
 #[derive(clap::Subcommand)]
@@ -354,6 +373,7 @@ impl Action {
             Self::Jobs => ("job.list", json!({})),
             Self::Mirror(mirror) => ("job.start", mirror.params()?),
             Self::Commit(commit) => ("job.start", commit.params()),
+            Self::Stream(stream) => ("job.start", stream.params()),
             Self::Job { name, action } => action.request(&name),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
             Self::Reload => ("server.reload", json!({})),
@@ -416,11 +436,14 @@ impl Mirror {
 
 impl Copying {
     fn add_to(self, params: &mut Value) {
-        let given = [
-            ("mode", self.mode.map(Value::from)),
-            ("speed", self.speed.map(Value::from)),
-            ("job", self.job.map(Value::from)),
-        ];
+        add_given(params, [("mode", self.mode.map(Value::from))]);
+        self.background.add_to(params);
+    }
+}
+
+impl Background {
+    fn add_to(self, params: &mut Value) {
+        let given = [("speed", self.speed.map(Value::from)), ("job", self.job.map(Value::from))];
         add_given(params, given);
     }
 }
@@ -429,6 +452,14 @@ impl Commit {
     fn params(self) -> Value {
         let mut params = json!({ "kind": "commit", "disk": self.disk });
         self.copying.add_to(&mut params);
+        params
+    }
+}
+
+impl Stream {
+    fn params(self) -> Value {
+        let mut params = json!({ "kind": "stream", "disk": self.disk });
+        self.background.add_to(&mut params);
         params
     }
 }

@@ -17,17 +17,20 @@ pub struct JobParams {
 }
 
 /// What a job does.
-#[derive(Clone, Copy, Debug, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobKind {
     /// Copies the disk to the target while the guest goes on.
     Mirror,
     /// Copies what the disk's image has into its backing file while the guest goes on.
     Commit,
+    /// Copies what the disk's image leaves to its backing file into the image while the guest goes on, and detaches the
+    /// backing file.
+    Stream,
 }
 
 /// Whether the guest's writes wait for their copy.
-#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobCopyMode {
     /// Where the copy does not converge otherwise.
@@ -58,7 +61,7 @@ pub struct JobStartParams {
     /// Of a mirror, whether a target that exists is overwritten: all that is in it is lost.
     #[serde(default)]
     pub overwrite: bool,
-    /// Whether the guest's writes wait for their copy: auto, background or write-blocking. Left out: auto.
+    /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background or write-blocking. Left out: auto.
     #[serde(default)]
     pub mode: JobCopyMode,
     /// The most bytes a second that are copied in the background: a number, or a text like "100M". Left out: no limit.
@@ -98,7 +101,7 @@ pub struct JobCompleteParams {
 pub struct JobInfo {
     /// Its name.
     pub job: String,
-    /// What it does: mirror or commit.
+    /// What it does: mirror, commit or stream.
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,

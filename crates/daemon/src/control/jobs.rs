@@ -71,6 +71,9 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
     let JobStartParams { kind, disk, target, job: name, format, overwrite, mode, speed } = given;
+    if kind == JobKind::Stream && mode != JobCopyMode::Auto {
+        return Err(invalid("writes never wait for a stream: leave mode out".into()));
+    }
     let mode = match mode {
         JobCopyMode::Auto => CopyMode::Auto,
         JobCopyMode::Background => CopyMode::Background,
@@ -89,8 +92,11 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
         (JobKind::Commit, None) if format.is_none() && !overwrite => {
             running.start_commit(setup).await?
         }
-        (JobKind::Commit, _) => {
-            let what = "a commit goes to the backing file: leave target, format and overwrite out";
+        (JobKind::Stream, None) if format.is_none() && !overwrite => {
+            running.start_stream(setup).await?
+        }
+        (JobKind::Commit | JobKind::Stream, _) => {
+            let what = "only a mirror has another image as its target: leave target, format and overwrite out";
             return Err(invalid(what.into()));
         }
     };

@@ -8,7 +8,6 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
@@ -16,8 +15,7 @@ use blockhouse_disk::{ImageDisk, StateUse, forget_moved, keep_state, open_base, 
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
 use blockhouse_storage::Location;
 
-use super::mirror::until_overdue;
-use super::{JobSetup, RunningJob, tell_stages};
+use super::{JobSetup, RunningJob, run_job};
 use crate::open::image_options;
 use crate::running::{Running, RunningDisk};
 
@@ -42,17 +40,10 @@ impl Running {
         let name = base.name().to_owned();
         let (job, handle) = self.jobs().register(setup.name, "commit", &setup.disk, name)?;
         job.control.set_speed(setup.speed);
-        let (running, events) = (Arc::clone(&job), self.events().clone());
         let mode = setup.mode;
-        drop(handle.spawn(move || async move {
-            tell_stages(Arc::clone(&running), events);
-            let work = async {
-                let end = commit(&running, &source, base, mode, state).await;
-                running.target_is_free.store(true, Ordering::SeqCst);
-                running.control.end(end);
-            };
-            until_overdue(&running, work).await;
-        }));
+        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
+            commit(job, &source, base, mode, state).await
+        });
         Ok(job)
     }
 
@@ -129,7 +120,7 @@ async fn commit(
         Err(error) => JobEnd::Failed(error.to_string()),
     };
     match end {
-        JobEnd::Completed { .. } => disk.unlock_replaced(),
+        JobEnd::Completed { .. } => disk.unlock_former(),
         // So that what a kill leaves has no mark of an image that is open.
         JobEnd::Cancelled | JobEnd::Failed(_) => {
             let settled = base.settle().await;

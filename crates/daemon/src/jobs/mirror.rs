@@ -8,23 +8,17 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{forget_moved, record_moved};
-use blockhouse_engine::sleep;
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
 use blockhouse_storage::Location;
-use futures_util::future::join;
 
 use super::target::{Target, TargetSetup, remove};
-use super::{JobSetup, RunningJob, tell_stages};
+use super::{JobSetup, RunningJob, run_job};
 use crate::running::{Running, RunningDisk};
-
-/// How long a job that is going to end without its result waits for its target.
-const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 
 impl Running {
     /// Starts a mirror. When this returns its target is open, and it is listed.
@@ -60,12 +54,10 @@ impl Running {
         let registered = self.jobs().register(setup.name, "mirror", &setup.disk, name);
         let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
         job.control.set_speed(setup.speed);
-        let (running, events) = (Arc::clone(&job), self.events().clone());
         let mode = setup.mode;
-        drop(handle.spawn(move || async move {
-            tell_stages(Arc::clone(&running), events);
-            run(&running, &source, target, mode).await;
-        }));
+        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
+            copy(job, &source, target, mode).await
+        });
         Ok(job)
     }
 
@@ -83,7 +75,9 @@ impl Running {
         if completion == Completion::HandOver && job.kind != "mirror" {
             bail!("the job {name:?} is a {}: only a mirror can be handed over", job.kind);
         }
-        if !job.control.complete(completion) {
+        // A stream completes by itself, maybe before it is asked to.
+        let is_early = job.kind == "stream" && job.status() == "completed";
+        if !job.control.complete(completion) && !is_early {
             bail!("the job {name:?} is {}, and cannot be completed so", job.status());
         }
         match job.control.ended().await {
@@ -95,32 +89,6 @@ impl Running {
 }
 
 /// Runs a mirror to its end, and brings its disks in order.
-async fn run(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) {
-    let work = async {
-        let end = copy(job, source, target, mode).await;
-        job.target_is_free.store(true, Ordering::SeqCst);
-        job.control.end(end);
-    };
-    until_overdue(job, work).await;
-}
-
-/// Does a job's work. Where its end is decided and its target does not answer, the job ends before the work does: its disk is
-/// free then, and the target stays open until it answers.
-pub(super) async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
-    let overdue = async {
-        let end = job.control.decided().await;
-        sleep(MAX_TIDY_TIME).await;
-        if !job.has_ended() {
-            tracing::warn!(
-                "{}: its target does not answer, and stays open until it does",
-                job.name
-            );
-            job.control.end(end);
-        }
-    };
-    join(work, overdue).await;
-}
-
 async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) -> JobEnd {
     let Target { disk: target, is_zero, created } = target;
     let (target, disk) = (Arc::new(target), Arc::clone(&source.disk));
@@ -147,7 +115,7 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     }
     match is_complete {
         true => {
-            disk.unlock_replaced();
+            disk.unlock_former();
             let forgotten = forget_moved(Path::new(&job.target));
             forgotten.unwrap_or_else(|error| tracing::error!("{}: {error}", job.name));
         }

@@ -7,6 +7,7 @@
 
 mod commit;
 mod mirror;
+mod stream;
 mod target;
 
 use std::num::NonZeroU64;
@@ -15,9 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_engine::{Handle, spawn_detached, timeout};
+use blockhouse_engine::{Handle, sleep, spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobControl, JobEnd, JobStage};
-use futures_util::future::join_all;
+use futures_util::future::{join, join_all};
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
@@ -27,6 +28,9 @@ pub(crate) use target::TargetSetup;
 
 /// Jobs that have ended and are listed still, at most.
 const MAX_ENDED: usize = 64;
+
+/// How long a job that is going to end without its result waits for what it has in flight.
+const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 
 /// How long the end of a server waits for its jobs.
 const MAX_STOP_TIME: Duration = Duration::from_secs(5);
@@ -65,7 +69,7 @@ struct State {
 pub(crate) struct RunningJob {
     /// What it is called, unlike all others.
     pub(crate) name: String,
-    /// What it does: "mirror" or "commit".
+    /// What it does: "mirror", "commit" or "stream".
     pub(crate) kind: &'static str,
     /// The name of its disk.
     pub(crate) disk: String,
@@ -233,6 +237,41 @@ impl Jobs {
         jobs.iter().for_each(|job| job.control.end(end.clone()));
         None
     }
+}
+
+/// Does a job's work on the loop of jobs, which `handle` belongs to, and ends it as the work says.
+fn run_job<F>(handle: &Handle, job: &Arc<RunningJob>, events: &Events, work: F)
+where
+    F: AsyncFnOnce(&RunningJob) -> JobEnd + Send + 'static,
+{
+    let (job, events) = (Arc::clone(job), events.clone());
+    drop(handle.spawn(move || async move {
+        tell_stages(Arc::clone(&job), events);
+        let work = async {
+            let end = work(&job).await;
+            job.target_is_free.store(true, Ordering::SeqCst);
+            job.control.end(end);
+        };
+        until_overdue(&job, work).await;
+    }));
+}
+
+/// Does a job's work. Where its end is decided and the work hangs, the job ends before the work does: its disk is free then,
+/// and what it was copied to or from stays open until it answers.
+async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
+    let overdue = async {
+        let end = job.control.decided().await;
+        sleep(MAX_TIDY_TIME).await;
+        if !job.has_ended() {
+            let what = if job.kind == "stream" { "backing file" } else { "target" };
+            tracing::warn!(
+                "{}: its {what} does not answer, and stays open until it does",
+                job.name
+            );
+            job.control.end(end);
+        }
+    };
+    join(work, overdue).await;
 }
 
 /// Tells of a job's stages until it has ended. On the loop of jobs.

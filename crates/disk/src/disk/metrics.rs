@@ -23,8 +23,8 @@ impl<S: Storage> Disk<S> {
 
     /// All that it is measured by. For people who ask now and then: it reads the blocks of all threads.
     pub fn metrics(&self) -> DiskMetrics {
-        let replaced = self.replaced_layers();
-        let storages = layers_of(self.layer()).chain(replaced).flat_map(|layer| {
+        let former = self.former_layers();
+        let storages = layers_of(self.layer()).chain(former).flat_map(|layer| {
             let (image, data) = (layer.format().storage(), layer.format().data());
             let data = (!std::ptr::eq(image, data)).then(|| data.stats());
             std::iter::once(image.stats()).chain(data)
@@ -107,12 +107,13 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<S: Storage> Disk<S> {
-    /// The images that were replaced, with those of their backing files: without those that the disk uses now.
-    pub(crate) fn replaced_layers(&self) -> impl Iterator<Item = &Layer<S>> {
+    /// The images that the disk has left: those that were replaced with those of their backing files, and backing files
+    /// that were detached. Without those that it uses now.
+    pub(crate) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let is_used =
             |layer: &Layer<S>| layers_of(self.layer()).any(|one| std::ptr::eq(one, layer));
-        let replaced = self.replaced().flat_map(|disk| layers_of(disk.own_layer()));
-        replaced.filter(move |layer| !is_used(layer))
+        let tops = self.replaced().map(|disk| disk.own_layer()).chain([self.layer()]);
+        tops.flat_map(Layer::opened_layers).filter(move |layer| !is_used(layer))
     }
 }
 

@@ -4,6 +4,7 @@
 //! - `requests`: the one choke point of all requests.
 //! - `access`: whether it may be changed.
 //! - `base`: its backing file, open for writing.
+//! - `detach`: independent of its backing file.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
@@ -17,6 +18,7 @@
 
 mod access;
 mod base;
+mod detach;
 mod earlier_counts;
 mod failures;
 mod limits;
@@ -30,6 +32,7 @@ mod requests;
 mod resize;
 mod write_protection;
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
@@ -50,6 +53,7 @@ use crate::state::{StateFile, TrackedFile};
 use crate::stats::Stats;
 use crate::throttle::Throttle;
 use crate::write::Writer;
+pub use detach::PopulatingGuard;
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
 use quiesce::Quiesce;
@@ -76,6 +80,8 @@ pub struct Disk<S: Storage> {
     base: OnceLock<Arc<Self>>,
     /// What outlives the process, if anything does.
     state: OnceLock<StateFile>,
+    /// Whether it gets what its image leaves to its backing file.
+    is_populating: Arc<AtomicBool>,
 }
 
 /// What was written to an image before it is opened.
@@ -199,6 +205,7 @@ impl<S: Storage> Disk<S> {
             successor,
             base,
             state,
+            is_populating: Arc::default(),
         }
     }
 
@@ -327,7 +334,7 @@ impl<S: Storage> Disk<S> {
 
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
-        self.format().backing_file()
+        self.format().backing_file().filter(|_| !self.layer().is_detached())
     }
 
     /// The file that the image names as the one with the guest's data, if that is another one.

@@ -5,6 +5,7 @@
 //! dropped, because requests that read from it may still be in flight; it is closed, so that it is durable and complete.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, WriteCache};
 
@@ -57,12 +58,18 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
-    /// Refuses to change snapshots while a job is about to put another image in the place of this one.
+    /// Refuses to change snapshots while a job is about to put another image in the place of this one, or to detach its
+    /// backing file.
     pub(crate) fn check_stays(&self) -> Result<()> {
-        if !self.observers.forbid_snapshots() {
-            return Ok(());
-        }
-        let what = "a mirror of the disk is being made, which gets no snapshots of it";
+        let what = match self.is_populating.load(Ordering::SeqCst) {
+            true => {
+                "its backing file is about to be detached, and a snapshot would need it as well"
+            }
+            false if self.observers.forbid_snapshots() => {
+                "a mirror of the disk is being made, which gets no snapshots of it"
+            }
+            false => return Ok(()),
+        };
         Err(Error::new(ErrorKind::Unsupported, what)
             .on(self.name())
             .hint("wait for the end of the job, or cancel it ('job.list' names it)"))

@@ -156,8 +156,9 @@ impl<S: Storage> Layer<S> {
             ExtentState::Zero => BlockStatus::Zero,
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
-                drop(guard);
+                // Before the guard goes: the backing file may be detached then.
                 let backing = self.backing()?;
+                drop(guard);
                 let inside = within(extent.guest, backing.size());
                 if inside.is_empty() {
                     return Ok((BlockStatus::Hole, length));
@@ -168,6 +169,19 @@ impl<S: Storage> Layer<S> {
             }
         };
         Ok((status, length))
+    }
+}
+
+impl<S: Storage> Layer<S> {
+    /// As [`block_status`](Self::block_status) of the disk's first layer, of what is behind it: `range` begins before the
+    /// end of the backing disk.
+    pub(crate) async fn backing_status(
+        &self,
+        range: ByteRange,
+        cache: &mut BlockStatusCache,
+    ) -> Result<(BlockStatus, u64)> {
+        let backing = self.backing()?;
+        backing.block_status(within(range, backing.size()), cache, 1).await
     }
 }
 

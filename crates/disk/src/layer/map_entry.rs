@@ -58,6 +58,8 @@ impl<S: Storage> Layer<S> {
                 let (guest, content) = layer.identity_content(rest, cache, depth).await?;
                 return Ok(MapEntry { guest, depth, kind: content });
             }
+            // While it is held, the backing file is not detached.
+            let guard = layer.format.begin_read();
             let extent = layer.format.map(rest, Intent::Read).await?;
             if extent.state == ExtentState::Backing {
                 let backing = layer.backing()?;
@@ -67,6 +69,7 @@ impl<S: Storage> Layer<S> {
                     continue;
                 }
             }
+            drop(guard);
             let runs = cache.layer(depth);
             let (guest, content) = layer.mapped_content(extent.guest, extent.state, runs).await?;
             return Ok(MapEntry { guest, depth, kind: content });

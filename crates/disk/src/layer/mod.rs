@@ -15,6 +15,7 @@ mod map_entry;
 mod read;
 mod unaligned;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, Extent, Result, Storage};
@@ -42,6 +43,10 @@ pub(crate) struct Layer<S: Storage> {
     backing: OnceLock<Arc<Layer<S>>>,
     /// Another opening of the same image, which takes this one's place behind others.
     successor: OnceLock<Arc<Layer<S>>>,
+    /// Whether the image leaves nothing to its backing file any more, for ever.
+    is_detached: AtomicBool,
+    /// Whether all changes claim their range.
+    claims_all: AtomicBool,
     claims: Arc<Tracker>,
     bounce_buffers: BounceBuffers,
     cluster_buffers: ClusterBuffers,
@@ -72,6 +77,8 @@ impl<S: Storage> Layer<S> {
             alignment,
             backing: OnceLock::new(),
             successor: OnceLock::new(),
+            is_detached: AtomicBool::new(false),
+            claims_all: AtomicBool::new(false),
             claims: Arc::default(),
             bounce_buffers: BounceBuffers::new(),
             cluster_buffers: ClusterBuffers::new(cluster_size),
@@ -113,6 +120,9 @@ impl<S: Storage> Layer<S> {
 
     /// The layer behind this one, by the last opening of its file.
     pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
+        if self.is_detached.load(Ordering::Acquire) {
+            return None;
+        }
         let mut layer = self.backing.get()?;
         while let Some(successor) = layer.successor.get() {
             layer = successor;
@@ -154,6 +164,26 @@ impl<S: Storage> Layer<S> {
         ByteRange::between(blocks.offset(), blocks.end().min(self.format.end()))
     }
 
+    /// Has nothing behind this layer any more. No read may be in flight that looked something up before it was the image's own.
+    pub(crate) fn detach_backing(&self) {
+        self.is_detached.store(true, Ordering::Release);
+    }
+
+    /// Whether the backing file that the image had when it was opened was detached.
+    pub(crate) fn is_detached(&self) -> bool {
+        self.is_detached.load(Ordering::Acquire)
+    }
+
+    /// Whether all changes claim their range from now on, also where blocks are never changed in part. No change may be in flight.
+    pub(crate) fn set_claims_all(&self, claims_all: bool) {
+        self.claims_all.store(claims_all, Ordering::SeqCst);
+    }
+
+    /// Whether a change claims its range.
+    pub(crate) fn is_claimed(&self) -> bool {
+        self.block_size() > 1 || self.claims_all.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn claims(&self) -> &Arc<Tracker> {
         &self.claims
     }
@@ -187,6 +217,20 @@ impl<S: Storage> Layer<S> {
             let what = "the image needs its backing file, which was not opened with it";
             Error::new(ErrorKind::Unsupported, what).on(self.name())
         })
+    }
+
+    /// This layer and all that were opened behind it, those included that were [detached](Self::detach_backing).
+    pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(Some(self), |layer| layer.backing.get().map(|behind| behind.last()))
+    }
+
+    /// The last opening of this layer's file.
+    fn last(&self) -> &Self {
+        let mut layer = self;
+        while let Some(successor) = layer.successor.get() {
+            layer = successor;
+        }
+        layer
     }
 
     /// The layer `depth` steps down the chain: 0 is this one.

@@ -39,10 +39,10 @@ impl ImageDisk {
         }
     }
 
-    /// Gives the locks back that are held on images that were [replaced](crate::QuiescedDisk::switch_to): other
-    /// programs may use them again.
-    pub fn unlock_replaced(&self) {
-        let files = self.replaced_layers().flat_map(|layer| {
+    /// Gives the locks back that are held on images that were [replaced](crate::QuiescedDisk::switch_to) or
+    /// [detached](Self::detach_backing): other programs may use them again.
+    pub fn unlock_former(&self) {
+        let files = self.former_layers().flat_map(|layer| {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())
         });

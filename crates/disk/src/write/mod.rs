@@ -14,6 +14,7 @@
 
 mod compressed;
 mod cow;
+mod populate;
 mod prepared_extent;
 #[cfg(test)]
 mod tests;
@@ -38,6 +39,7 @@ use crate::parts::{MAX_IN_FLIGHT, MAX_PART, first_part, take_part};
 use prepared_extent::PreparedExtent;
 
 pub use compressed::CompressResult;
+pub use populate::BackedRange;
 pub(crate) use zero::ZeroOptions;
 
 /// Changes the image of a layer. See the module's page.
@@ -60,7 +62,7 @@ impl<S: Storage> Writer<S> {
 
     /// The right to write to `range`: alone where blocks are changed in part, else with others.
     pub(crate) async fn claim(&self, range: ByteRange) -> Claim<'_> {
-        if self.layer.block_size() == 1 {
+        if !self.layer.is_claimed() {
             return Claim::Untracked;
         }
         loop {

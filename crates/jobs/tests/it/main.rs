@@ -9,3 +9,4 @@ mod late;
 mod mirror;
 mod racing;
 mod scene;
+mod stream;

@@ -57,14 +57,18 @@ pub(crate) async fn set_backing<S: Storage>(
         write_header_part(metadata, &bytes, at, backing.name.len()).await?;
     }
     let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());
-    bytes[8..16].copy_from_slice(&(at.unwrap_or(0) as u64).to_be_bytes());
-    bytes[16..20].copy_from_slice(&(name_length as u32).to_be_bytes());
-    bytes[new.length..SECTOR].fill(0);
-    bytes[new.length..new.length + extensions.len()].copy_from_slice(&extensions);
-    if let (Some(backing), Some(at @ ..SECTOR)) = (&new.backing, at) {
-        bytes[at..at + name_length].copy_from_slice(&backing.name);
-    }
-    write_header_part(metadata, &bytes, 0, SECTOR).await?;
+    let patch = |bytes: &mut [u8]| {
+        bytes[8..16].copy_from_slice(&(at.unwrap_or(0) as u64).to_be_bytes());
+        bytes[16..20].copy_from_slice(&(name_length as u32).to_be_bytes());
+        bytes[new.length..SECTOR].fill(0);
+        bytes[new.length..new.length + extensions.len()].copy_from_slice(&extensions);
+        if let (Some(backing), Some(at @ ..SECTOR)) = (&new.backing, at) {
+            bytes[at..at + name_length].copy_from_slice(&backing.name);
+        }
+    };
+    // A writeback may change other fields meanwhile.
+    metadata.writer().write_header(patch).await?;
+    metadata.sync(SyncMode::Data).await?;
     let mut state = metadata.lock();
     state.tables.set_backing(&new);
     state.changes.set_backing_end(if new.backing.is_some() { u64::MAX } else { 0 });

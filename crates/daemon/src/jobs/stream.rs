@@ -1,0 +1,49 @@
+//! Streams of served disks: an overlay gets what it leaves to its backing file, which is detached then.
+//!
+//! What a kill leaves: the overlay is the disk at any moment. As long as its header names the backing file it needs that, and
+//! another stream goes on where this one was.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_jobs::{JobEnd, LoopClock, Stream};
+
+use super::{JobSetup, RunningJob, run_job};
+use crate::running::Running;
+
+impl Running {
+    /// Starts a stream.
+    ///
+    /// # Errors
+    /// There is no such disk, it is read-only or has a job, or its image has no backing file, or snapshots.
+    pub(crate) async fn start_stream(&self, setup: JobSetup) -> Result<Arc<RunningJob>> {
+        let claimed = self.claim_disk(&setup.disk).await?;
+        let source = Arc::clone(&claimed.disk);
+        if source.setup.is_read_only() {
+            bail!("the disk {:?} is read-only: open it for writing", setup.disk);
+        }
+        self.check_free(&setup.disk)?;
+        let disk = Arc::clone(&source.disk);
+        if disk.base().is_some() {
+            bail!(
+                "the backing file of the disk {:?} is open for writing since a commit that did not complete; commit it again \
+                 and complete that, or close the disk and open it again",
+                setup.disk
+            );
+        }
+        let guard = disk.begin_populating().await?;
+        let target = disk.name().to_owned();
+        let (job, handle) = self.jobs().register(setup.name, "stream", &setup.disk, target)?;
+        job.control.set_speed(setup.speed);
+        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
+            let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
+            let end = Stream::new(Arc::clone(&disk), guard, control, clock).run().await;
+            if matches!(end, JobEnd::Completed { .. }) {
+                disk.unlock_former();
+            }
+            end
+        });
+        Ok(job)
+    }
+}

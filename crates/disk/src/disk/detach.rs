@@ -1,0 +1,117 @@
+//! Making a disk independent of its backing file while it is used.
+//!
+//! Guarantees: what the disk reads never changes by this. A crash leaves each cluster to the backing file, or with its data.
+//! The backing file is detached by one write of the header, when the image leaves nothing to it any more and that is
+//! durable. No snapshot is taken meanwhile, which would need the backing file as well.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+
+use super::Disk;
+use crate::layer::BlockStatusCache;
+use crate::write::BackedRange;
+
+/// A disk that gets what its image leaves to its backing file, until this is dropped.
+pub struct PopulatingGuard(Arc<AtomicBool>);
+
+impl Drop for PopulatingGuard {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
+impl<S: Storage> Disk<S> {
+    /// To be called before [`populate`](Self::populate), while the disk is used, by one at a time: from then on all its changes
+    /// claim their range. While the guard lives its snapshots stay as they are.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with snapshots: they need
+    /// the backing file as well.
+    pub async fn begin_populating(&self) -> Result<PopulatingGuard> {
+        self.check_access(0)?;
+        self.is_populating.store(true, Ordering::SeqCst);
+        let guard = PopulatingGuard(Arc::clone(&self.is_populating));
+        let _quiesced = self.quiesce().await;
+        self.check_detachable().await?;
+        self.layer().set_claims_all(true);
+        Ok(guard)
+    }
+
+    /// The first part of the disk from `offset` on that the image leaves to its backing file: what
+    /// [`populate`](Self::populate) takes at once. `None`: there is none. `cache` is for this disk alone, and may be
+    /// kept until the backing file is [detached](Self::detach_backing).
+    ///
+    /// # Errors
+    /// What looking it up answers.
+    pub async fn next_backed(
+        &self,
+        offset: u64,
+        cache: &mut BlockStatusCache,
+    ) -> Result<Option<BackedRange>> {
+        match self.size() {
+            end if offset >= end => Ok(None),
+            end => self.writer().next_backed(ByteRange::between(offset, end), cache).await,
+        }
+    }
+
+    /// Makes this part the image's own, as far as it is not; how many bytes. Not durable before the next flush. Where
+    /// `go_on` is false when the backing file has answered, nothing more is written: the disk may be closed then.
+    ///
+    /// # Errors
+    /// What the backing file or the image answers. Nothing of what is read has changed.
+    pub async fn populate(&self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
+        self.check_access(part.range.offset())?;
+        let _turn = self.begin_change().await;
+        self.writer().populate(part, go_on).await
+    }
+
+    /// Makes durable what the image has got; little is left to flush then while it is [detached](Self::detach_backing).
+    ///
+    /// # Errors
+    /// `InvalidInput` where the image leaves something to its backing file; what the storage answers.
+    pub async fn check_populated(&self) -> Result<()> {
+        if let Some(part) = self.next_backed(0, &mut BlockStatusCache::default()).await? {
+            let what = "is still left to the backing file";
+            let error = Error::new(ErrorKind::InvalidInput, what);
+            return Err(error.on(self.name()).at(part.range.offset()));
+        }
+        self.format().flush(SyncMode::Data).await
+    }
+
+    /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its backing file: its header names none
+    /// any more, and none is read again. The files of the chain stay open until the disk is dropped. No change of the disk
+    /// leaves anything to the backing file that the image had, so nothing is looked at again.
+    ///
+    /// # Errors
+    /// `Unsupported` where it has snapshots; what the storage answers. The image names its backing file still then, or, where
+    /// the last write failed, perhaps not: what it reads is the same.
+    pub async fn detach_backing(&self) -> Result<()> {
+        {
+            let _guard = self.quiesce().await;
+            self.check_access(0)?;
+            self.check_detachable().await?;
+            self.format().set_backing(None).await?;
+            self.layer().set_claims_all(false);
+        }
+        // They may have looked up before that what lies past the end of the backing file.
+        self.format().reads_ended().await;
+        self.layer().detach_backing();
+        Ok(())
+    }
+
+    async fn check_detachable(&self) -> Result<()> {
+        if self.backing_file().is_none() {
+            let what = "has no backing file";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
+        if self.format().snapshots()?.list().await?.is_empty() {
+            return Ok(());
+        }
+        let what = "has snapshots, which need its backing file as well";
+        Err(Error::new(ErrorKind::Unsupported, what)
+            .on(self.name())
+            .hint("delete them first ('blockhouse ctl SOCKET snapshot delete')"))
+    }
+}

@@ -1,0 +1,206 @@
+//! A stream: a disk gets what its image leaves to its backing file while its guest goes on, and then the backing file is
+//! detached (`block-stream` of QEMU).
+//!
+//! 1. From the start to the end of the disk, what the image leaves to its backing file is made its own
+//!    ([`Disk::populate`]), a few parts at a time, at the pace that the guest's requests leave ([`Pace`]).
+//! 2. When nothing is left: all of that becomes durable ([`Disk::check_populated`]), and one write of the header detaches the
+//!    backing file ([`Disk::detach_backing`]).
+//!
+//! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its backing file, and names it; a
+//! job that is cancelled, fails or is killed leaves what it has filled, and another one goes on from there. No request
+//! of the guest fails by it. Nothing is ever changed in the backing file. When the job's end is decided, nothing is written to the
+//! disk that the backing file answers later: the disk may be closed then.
+
+use std::cell::{Cell, RefCell};
+use std::future::pending;
+use std::num::NonZeroU64;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockhouse_core::{Error, Result, Storage};
+use blockhouse_disk::{BackedRange, BlockStatusCache, Disk, PopulatingGuard};
+use futures_util::future::{Either, select};
+use futures_util::stream::FuturesUnordered;
+
+use crate::clock::JobClock;
+use crate::control::{Completion, JobControl, JobEnd, JobStage};
+use crate::meter::Meter;
+use crate::next_event::next_event;
+use crate::pace::{Allowance, Pace};
+
+/// Parts that are in flight together.
+const MAX_IN_FLIGHT: usize = 8;
+/// Parts that are in flight together where the rate is limited.
+const MAX_AT_RATE: usize = 2;
+
+/// A disk that is going to be filled. See the module's page.
+pub struct Stream<S: Storage> {
+    disk: Arc<Disk<S>>,
+    control: Arc<JobControl>,
+    clock: Rc<dyn JobClock>,
+    pace: RefCell<Pace>,
+    meter: RefCell<Meter>,
+    /// Up to here everything is filled or being filled.
+    cursor: Cell<u64>,
+    /// When the next part may begin.
+    next_part: Cell<Duration>,
+    _guard: PopulatingGuard,
+}
+
+/// What may be begun now.
+enum Turn {
+    /// A part, which takes its time at this rate in bytes a second.
+    Part(Option<NonZeroU64>),
+    /// Nothing before this time has passed.
+    Later(Duration),
+    /// Wait for news.
+    Nothing,
+}
+
+impl<S: Storage> Stream<S> {
+    /// A job that fills `disk`, on which it was [begun](Disk::begin_populating).
+    pub fn new(
+        disk: Arc<Disk<S>>,
+        guard: PopulatingGuard,
+        control: Arc<JobControl>,
+        clock: Rc<dyn JobClock>,
+    ) -> Self {
+        let pace = RefCell::new(Pace::new(clock.now(), disk.export_load()));
+        let (meter, cursor, next_part) = Default::default();
+        Self { disk, control, clock, pace, meter, cursor, next_part, _guard: guard }
+    }
+
+    /// Fills the disk, and ends as its control says; the control is to be told of the [end](JobControl::end).
+    pub async fn run(&self) -> JobEnd {
+        let outcome = self.take_steps().await;
+        match outcome {
+            Ok(Some(pause)) => JobEnd::Completed { completion: Completion::Switch, pause },
+            Ok(None) => JobEnd::Cancelled,
+            Err(error) => JobEnd::failed(&error),
+        }
+    }
+
+    /// For how long detaching may have held changes off; `None` where it was cancelled.
+    async fn take_steps(&self) -> Result<Option<Duration>> {
+        // What the guest changes meanwhile is the image's own, so one pass is enough.
+        self.fill().await?;
+        if self.control.is_cancelled() {
+            return Ok(None);
+        }
+        self.control.set_progress(self.meter.borrow().progress(0));
+        self.disk.check_populated().await?;
+        if !self.control.commit() {
+            return Ok(None);
+        }
+        self.control.set_stage(JobStage::Completing);
+        let began = self.clock.now();
+        self.disk.detach_backing().await?;
+        Ok(Some(self.clock.now().saturating_sub(began)))
+    }
+
+    /// Fills all of the disk, or until it is cancelled. Then all parts have ended.
+    async fn fill(&self) -> Result<()> {
+        let mut parts = FuturesUnordered::new();
+        let mut cache = BlockStatusCache::default();
+        let mut outcome = Ok(());
+        let mut is_all_begun = false;
+        loop {
+            // Before it looks, so that it misses nothing.
+            let news = self.control.changed().listen();
+            let is_ending = is_all_begun || outcome.is_err() || self.control.is_cancelled();
+            if is_ending && parts.is_empty() {
+                return outcome;
+            }
+            let turn = if is_ending { Turn::Nothing } else { self.turn(parts.len()) };
+            let sleep = match turn {
+                Turn::Part(rate) => {
+                    match self.find_part(&mut cache, &mut parts).await {
+                        Ok(Some(part)) => {
+                            self.begin(part, rate);
+                            parts.push(self.populate(part));
+                        }
+                        Ok(None) => is_all_begun = true,
+                        Err(error) => outcome = self.fail(error),
+                    }
+                    continue;
+                }
+                Turn::Later(time) => Some(self.clock.sleep(time)),
+                Turn::Nothing => None,
+            };
+            if let Some(Err(error)) = next_event(&mut parts, news, sleep).await {
+                outcome = outcome.and(self.fail(error));
+            }
+        }
+    }
+
+    /// The next part, while those in flight go on: guests may wait for them.
+    ///
+    /// # Errors
+    /// What looking it up answers, or one of those in flight.
+    async fn find_part(
+        &self,
+        cache: &mut BlockStatusCache,
+        parts: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
+    ) -> Result<Option<BackedRange>> {
+        let mut found = pin!(self.disk.next_backed(self.cursor.get(), cache));
+        loop {
+            let part = pin!(next_event(parts, pending(), None));
+            match select(found.as_mut(), part).await {
+                Either::Left((found, _)) => return found,
+                Either::Right((ended, _)) => ended.unwrap_or(Ok(()))?,
+            }
+        }
+    }
+
+    /// Other parts may be in flight for long yet: nothing of the disk is to wait for them.
+    fn fail(&self, error: Error) -> Result<()> {
+        self.control.decide(JobEnd::failed(&error));
+        Err(error)
+    }
+
+    /// What may be begun beside so many parts.
+    fn turn(&self, in_flight: usize) -> Turn {
+        if self.control.is_paused() {
+            return Turn::Nothing;
+        }
+        let now = self.clock.now();
+        let allowance = self.pace.borrow_mut().allowance(now, || self.disk.export_load());
+        let (room, rate) = match (allowance, self.control.speed()) {
+            (Allowance::Rest(end), _) => return Turn::Later(end.saturating_sub(now)),
+            (Allowance::Unlimited, None) => (MAX_IN_FLIGHT, None),
+            (Allowance::Unlimited, speed) => (MAX_AT_RATE, speed),
+            (Allowance::Rate(rate), speed) => {
+                let rate = speed.map_or(rate, |speed| rate.min(speed.get()));
+                (MAX_AT_RATE, NonZeroU64::new(rate))
+            }
+        };
+        match self.next_part.get().saturating_sub(now) {
+            wait if wait > Duration::ZERO && rate.is_some() => Turn::Later(wait),
+            _ if in_flight >= room => Turn::Nothing,
+            _ => Turn::Part(rate),
+        }
+    }
+
+    fn begin(&self, part: BackedRange, rate: Option<NonZeroU64>) {
+        self.cursor.set(part.range.end());
+        // Zeros are not read.
+        if let Some(rate) = rate.filter(|_| !part.is_zero) {
+            let time = Duration::from_secs_f64(part.range.length() as f64 / rate.get() as f64);
+            self.next_part.set(self.clock.now().max(self.next_part.get()) + time);
+        }
+    }
+
+    async fn populate(&self, part: BackedRange) -> Result<()> {
+        let go_on = || !self.control.is_decided();
+        let filled = self.disk.populate(part, &go_on).await?;
+        let copied = if part.is_zero { 0 } else { filled };
+        self.pace.borrow_mut().count(copied);
+        let left = self.disk.size().saturating_sub(self.cursor.get());
+        let mut meter = self.meter.borrow_mut();
+        meter.count(self.clock.now(), copied, left);
+        self.control.set_progress(meter.progress(left));
+        Ok(())
+    }
+}

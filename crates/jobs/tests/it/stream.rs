@@ -1,0 +1,199 @@
+//! Streams of overlays whose guests write: the guests notice nothing, what a crash leaves is the disk, over its base as long
+//! as the header names that, and in the end it needs no base.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockhouse_core::errno;
+use blockhouse_disk::{Disk, ImageFormat};
+use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
+use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
+
+use crate::guests::{self, Model};
+use crate::scene::{self, Overlay, clock, recover, recover_overlay};
+
+/// No stream takes as many steps of the simulation.
+const MAX_STEPS: u64 = 2_000_000;
+
+/// What is to happen to a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Plan {
+    Complete,
+    /// It is cancelled, and another one is started.
+    Again,
+    /// Reads of the base fail while it runs; then another one is started.
+    FailRead,
+    /// The overlay's host has no space left while it runs; then another one is started.
+    FullHost,
+}
+
+impl Plan {
+    /// What fails while the first stream runs. Guests would read or change what fails, too: they are not there yet.
+    fn fault(self, overlay: &Overlay) -> Option<(SimDisk, Fault)> {
+        let fault = |errno, kind| Fault::chance(0.3, errno).of(kind);
+        match self {
+            Self::Complete | Self::Again => None,
+            Self::FailRead => Some((overlay.base.clone(), fault(errno::EIO, OperationKind::Read))),
+            Self::FullHost => {
+                Some((overlay.storage.clone(), fault(errno::ENOSPC, OperationKind::Write)))
+            }
+        }
+    }
+}
+
+struct Case {
+    sim: Sim,
+    plan: Plan,
+    model: Rc<Model>,
+    overlay: Overlay,
+    random: RefCell<Rng>,
+}
+
+impl Case {
+    fn new(seed: u64) -> Self {
+        let sim = Sim::new(seed);
+        let mut random = sim.fork_prng();
+        let plans = [Plan::Complete, Plan::Complete, Plan::Again, Plan::FailRead, Plan::FullHost];
+        let plan = plans[random.usize(..plans.len())];
+        let (model, content) = Model::new(random.u64(9..600), &mut random);
+        let (mut making, own) = (random.fork(), sim.clone());
+        let overlay = sim.block_on(async move {
+            scene::overlay(&own, &mut making, &content).await.expect("an overlay")
+        });
+        Self { sim, plan, model, overlay, random: RefCell::new(random) }
+    }
+
+    /// Whether what a crash leaves now is the disk.
+    fn check_crash(&self) -> Result<(), String> {
+        let Overlay { storage, base, base_format, .. } = &self.overlay;
+        let mut random = self.random.borrow_mut();
+        let left = storage.crash(&mut random);
+        let found = match names_base(&left) {
+            // It is not written to.
+            true => recover_overlay(left, base.content(), *base_format)?,
+            false => recover(left, ImageFormat::Qcow2)?,
+        };
+        self.model.check(&self.model.answered(), &found)
+    }
+
+    /// The end of the last job.
+    fn start(&self) -> blockhouse_sim::Task<JobEnd> {
+        let (sim, disk) = (self.sim.clone(), Arc::clone(&self.overlay.disk));
+        let fault = self.plan.fault(&self.overlay);
+        let (plan, clock) = (self.plan, clock(&self.sim));
+        let mut random = self.random.borrow_mut().fork();
+        let own = self.sim.clone();
+        own.spawn(async move {
+            if plan == Plan::Again {
+                let control = Arc::new(JobControl::default());
+                let stream = begin(&disk, &control, &clock).await;
+                let wait = Duration::from_micros(random.u64(..60_000));
+                let cancel = async {
+                    sim.sleep(wait).await;
+                    control.cancel();
+                };
+                let (end, ()) = futures_util::future::join(stream.run(), cancel).await;
+                if matches!(end, JobEnd::Completed { .. }) {
+                    return end;
+                }
+                assert_eq!(end, JobEnd::Cancelled);
+            }
+            if let Some((storage, fault)) = fault {
+                storage.fail(fault);
+                let control = Arc::new(JobControl::default());
+                let end = begin(&disk, &control, &clock).await.run().await;
+                storage.clear_faults();
+                if matches!(end, JobEnd::Completed { .. }) {
+                    return end;
+                }
+            }
+            let control = Arc::new(JobControl::default());
+            control.complete(Completion::Switch);
+            begin(&disk, &control, &clock).await.run().await
+        })
+    }
+
+    fn read(&self, disk: &Arc<Disk<SimDisk>>) -> Result<Vec<u8>, String> {
+        let disk = Arc::clone(disk);
+        self.sim.block_on(async move { guests::read(&disk).await }).map_err(|e| e.to_string())
+    }
+}
+
+async fn begin(
+    disk: &Arc<Disk<SimDisk>>,
+    control: &Arc<JobControl>,
+    clock: &Rc<dyn JobClock>,
+) -> Stream<SimDisk> {
+    let guard = disk.begin_populating().await.expect("an overlay without snapshots");
+    Stream::new(Arc::clone(disk), guard, Arc::clone(control), Rc::clone(clock))
+}
+
+/// Whether the header of a qcow2 image has the name of a backing file.
+fn names_base(image: &[u8]) -> bool {
+    image[8..16].iter().any(|byte| *byte != 0)
+}
+
+fn stream(seed: u64) -> Result<Report, String> {
+    let case = Case::new(seed);
+    let told = |why: String| format!("{:?}: {why}", case.plan);
+    let start = || guests::start_durable(&case.sim, &case.overlay.disk, &case.model, 60);
+    let is_used = case.plan.fault(&case.overlay).is_none();
+    let mut guests = if is_used { start() } else { Vec::new() };
+    let job = case.start();
+    let mut outcomes: Vec<Option<Result<(), String>>> = vec![None; guests.len()];
+    let (mut crashes, mut steps, mut last, mut ended) = (0, 0_u64, None, None);
+    let end: JobEnd = loop {
+        ended = ended.or_else(|| job.output());
+        for (guest, outcome) in guests.iter().zip(&mut outcomes) {
+            let told = || guest.output().map(|end| end.map_err(|error| error.to_string()));
+            *outcome = outcome.take().or_else(told);
+        }
+        if let Some(end) = &ended
+            && outcomes.iter().all(Option::is_some)
+        {
+            if guests.is_empty() {
+                guests = start();
+                outcomes = vec![None; guests.len()];
+                continue;
+            }
+            break end.clone();
+        }
+        steps += 1;
+        if !case.sim.step() || steps > MAX_STEPS {
+            return Err(told("it waits for ever".into()));
+        }
+        // Often enough for each moment to be met by some seed.
+        let is_looked_at = case.random.borrow_mut().u8(..6) == 0;
+        let now = case.overlay.storage.counts();
+        if last.replace(now) != Some(now) && is_looked_at {
+            crashes += 1;
+            case.check_crash().map_err(|why| told(format!("a crash: {why}")))?;
+        }
+    };
+    if let Some(error) = outcomes.into_iter().flatten().find_map(Result::err) {
+        return Err(told(format!("a guest has an error: {error}")));
+    }
+    if !matches!(end, JobEnd::Completed { .. }) {
+        return Err(told(format!("{end:?}")));
+    }
+    let now = case.model.answered();
+    case.model.check(&now, &case.read(&case.overlay.disk)?).map_err(told)?;
+    let disk = Arc::clone(&case.overlay.disk);
+    let closed = case.sim.block_on(async move { disk.close().await });
+    closed.map_err(|error| told(error.to_string()))?;
+    let left = case.overlay.storage.content();
+    if names_base(&left) {
+        return Err(told("it names its base still".into()));
+    }
+    case.model.check(&now, &recover(left, ImageFormat::Qcow2)?).map_err(told)?;
+    Ok(Report { crashes, ..Report::default() })
+}
+
+#[test]
+fn crash_at_every_point_of_a_stream() {
+    let test = "stream::crash_at_every_point_of_a_stream";
+    let report = for_seeds(env!("CARGO_PKG_NAME"), test, 40, stream);
+    eprintln!("{report:?}");
+}

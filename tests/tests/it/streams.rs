@@ -1,0 +1,189 @@
+//! Streams of disks that clients write to: the clients notice nothing, the overlay needs no base in the end, and whatever is
+//! killed, what is served again is the disk.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
+use fastrand::Rng;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::commits::Chain;
+use crate::jobs::{BLOCK, FAILED, LONG, SIZE, Writer, beside, content, ctl, serve, wait_for};
+
+/// A client of a server of the overlay, which has some clusters then and leaves most to its base.
+fn writer_of(chain: &Chain, server: &Server, random: Rng) -> Writer {
+    let mut writer = Writer::on(&server.address(), chain.blocks.clone(), random);
+    (0..chain.blocks.len()).step_by(100).for_each(|index| writer.write(index));
+    writer
+}
+
+#[test]
+fn a_client_goes_on_with_an_overlay_that_needs_no_base() {
+    let mut random = seeded();
+    for (base, size, options) in [
+        ("base.img", SIZE, "compat=1.1"),
+        ("base.img", SIZE / 2, "compat=0.10"),
+        ("base.qcow2", SIZE, "extended_l2=on,cluster_size=16K"),
+        ("small.qcow2", SIZE / 2, "cluster_size=4K"),
+    ] {
+        let scratch = Scratch::new();
+        let chain = Chain::new(&scratch, base, size, options);
+        let (server, mut control) = serve(&scratch, &chain.overlay);
+        let mut writer = writer_of(&chain, &server, random.fork());
+        beside(&mut writer, || {
+            ctl(&scratch, &["stream", "over.qcow2", "--job", "s"]).success();
+            ctl(&scratch, &["job", "s", "complete"]).success();
+            wait_for(&mut control, "s", "completed");
+        });
+        // The base is free, and is not read any more.
+        let bytes = vec![0xee; size as usize];
+        std::fs::write(&chain.base, bytes).expect("the base");
+        writer.check();
+        let again = json!({ "kind": "stream", "disk": "over.qcow2" });
+        control.refused("job.start", again, FAILED, &["has no backing file"]);
+        let expected = scratch.image_of("expected", &writer.bytes());
+        drop(writer);
+        server.stop();
+        std::fs::remove_file(&chain.base).expect("it was there");
+        assert_stands_alone(&chain.overlay, expected.path());
+    }
+}
+
+/// Whether an image needs no other one, is in order, and holds the bytes of a raw one.
+#[track_caller]
+fn assert_stands_alone(image: &Path, raw: &Path) {
+    let info = qemu_img(&["info", "--output=json", "-f", "qcow2", str(image)]);
+    assert!(json(&info.success())["backing-filename"].is_null());
+    qemu_img(&["check", "-f", "qcow2", str(image)]).success();
+    qemu_img(&["compare", "-f", "qcow2", "-F", "raw", str(image), str(raw)]).success();
+}
+
+#[test]
+fn after_a_kill_or_a_cancel_another_stream_goes_on() {
+    let mut random = seeded();
+    for round in 0..4 {
+        let scratch = Scratch::new();
+        let base = ["base.img", "small.qcow2"][round % 2];
+        let chain = Chain::new(&scratch, base, SIZE, "compat=1.1");
+        let (server, mut control) = serve(&scratch, &chain.overlay);
+        let mut writer = writer_of(&chain, &server, random.fork());
+        // The last ones would take for ever.
+        let speed = if round < 2 { 64 << 20 } else { 64 << 10 };
+        let start = json!({ "kind": "stream", "disk": "over.qcow2", "job": "s", "speed": speed });
+        control.get("job.start", start);
+        (0..40).for_each(|index| writer.write(index * 150));
+        std::thread::sleep(Duration::from_millis(random.u64(..400)));
+        if round == 3 {
+            let socket = scratch.socket("control");
+            command(&["upgrade", "--control", str(&socket)]).failure("the job \"s\"");
+            ctl(&scratch, &["job", "s", "cancel"]).success();
+            wait_for(&mut control, "s", "cancelled");
+        }
+        server.signal(Signal::KILL);
+        drop((server, control));
+        let blocks = writer.blocks();
+        drop(writer);
+        let (server, mut control) = serve(&scratch, &chain.overlay);
+        let mut writer = Writer::on(&server.address(), blocks, random.fork());
+        writer.check();
+        let start = json!({ "kind": "stream", "disk": "over.qcow2", "job": "t" });
+        match control.call("job.start", start) {
+            Ok(_) => _ = wait_for(&mut control, "t", "completed"),
+            // The killed one was complete.
+            Err((_, why)) => assert!(why.contains("has no backing file"), "{why}"),
+        }
+        writer.check();
+        drop(writer);
+        server.stop();
+        qemu_img(&["check", "-f", "qcow2", str(&chain.overlay)]).success();
+    }
+}
+
+#[test]
+fn a_streamed_disk_is_handed_over_without_its_base_and_counts_on() {
+    let scratch = Scratch::new();
+    let chain = Chain::new(&scratch, "base.qcow2", SIZE, "compat=1.1");
+    let socket = scratch.socket("control");
+    let _servers = Servers(&scratch);
+    let (mut server, mut control) = serve(&scratch, &chain.overlay);
+    let mut writer = Writer::on(&server.address(), chain.blocks.clone(), seeded());
+    writer.check();
+    let reads = |control: &mut Control| {
+        let all = control.get("stats.get", json!({}))["blockhouse_stage_bytes_total"].clone();
+        let all = all.as_array().expect("a list").clone();
+        let is_host = |one: &&Value| one["labels"]["stage"] == "host";
+        all.iter().filter(is_host).filter_map(|one| one["value"].as_u64()).sum::<u64>()
+    };
+    let before = reads(&mut control);
+    ctl(&scratch, &["stream", "over.qcow2", "--job", "s", "--speed", "1M"]).success();
+    let snapshot = json!({ "disk": "over.qcow2", "name": "one" });
+    control.refused("snapshot.create", snapshot.clone(), FAILED, &["about to be detached"]);
+    ctl(&scratch, &["job", "s", "speed", "0"]).success();
+    wait_for(&mut control, "s", "completed");
+    control.get("snapshot.create", snapshot);
+    assert!(before > 0 && reads(&mut control) >= before, "a counter goes backwards");
+    drop(control);
+    fs::remove_file(&chain.base).expect("nothing needs it");
+    upgrade(&socket, &[]).success();
+    assert!(server.wait(LONG).success());
+    writer.check();
+}
+
+#[test]
+fn a_stream_without_space_fails_and_the_client_goes_on() {
+    const ROOM: u64 = SIZE / 4;
+    let scratch = Scratch::in_memory();
+    let folder = scratch.path("small");
+    fs::create_dir(&folder).expect("a folder");
+    let wrapper = require!(need::private_tmpfs(&folder, ROOM));
+    let base = scratch.path("base.img");
+    let blocks: Vec<u64> = (1..=SIZE / BLOCK).collect();
+    let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
+    fs::write(&base, bytes).expect("a base");
+    // The folder is empty before the server's own file system is there.
+    let template = scratch.path("over.qcow2");
+    let options = format!("backing_file={},backing_fmt=raw", base.display());
+    qemu_img(&["create", "-f", "qcow2", "-o", &options, str(&template), &SIZE.to_string()])
+        .success();
+    let overlay = folder.join("over.qcow2");
+    let control = scratch.socket("control");
+    let server = Serve::new(&scratch, &overlay).option("--control", &control);
+    let server = server.option("--allow-path", scratch.path(""));
+    let copied = format!("&& cp '{}' '{}' && exec", template.display(), overlay.display());
+    let wrapper: Vec<String> =
+        wrapper.iter().map(|word| word.replace("&& exec", &copied)).collect();
+    let server = server.under(&wrapper).start();
+    let mut control = Control::connect(&control);
+    let mut writer = Writer::on(&server.address(), blocks, seeded());
+    (0..16).for_each(|index| writer.write(index));
+    beside(&mut writer, || ());
+    ctl(&scratch, &["stream", "over.qcow2", "--job", "s"]).success();
+    let failed = wait_for(&mut control, "s", "failed")["error"].to_string();
+    assert!(failed.contains("No space left"), "{failed}");
+    // What the image has is overwritten where it is.
+    (0..16).for_each(|index| writer.write(index));
+    writer.check();
+    drop((writer, control));
+    server.stop();
+}
+
+#[test]
+fn an_overlay_with_snapshots_is_refused() {
+    let scratch = Scratch::new();
+    let chain = Chain::new(&scratch, "base.img", SIZE, "compat=1.1");
+    qemu_img(&["snapshot", "-c", "one", str(&chain.overlay)]).success();
+    let (server, mut control) = serve(&scratch, &chain.overlay);
+    let start = json!({ "kind": "stream", "disk": "over.qcow2" });
+    control.refused("job.start", start, FAILED, &["has snapshots", "snapshot delete"]);
+    Writer::on(&server.address(), chain.blocks.clone(), seeded()).check();
+    let invalid = json!({ "kind": "stream", "disk": "over.qcow2", "target": "/x" });
+    control.refused("job.start", invalid, -32602, &["leave target"]);
+    drop(control);
+    server.stop();
+}
