@@ -4,10 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_core::ErrorKind;
+use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, ImageDisk, ImageFormat, ImageOptions, Locking, NewBitmap,
-    open_without_backing,
+    make_sidecar, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
@@ -197,6 +197,7 @@ async fn run_action(action: Action) -> Result<()> {
             if text.is_empty() { Ok(()) } else { output::print(&text) }
         }
         Action::Add { image, new: NewBitmapArgs { name, granularity, disabled } } => {
+            image.make_sidecar().await?;
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             disk.bitmaps().add(&NewBitmap { name, granularity, is_enabled: !disabled }).await?;
             Ok(disk.close().await?)
@@ -242,6 +243,14 @@ impl Image {
         open(&named.path, self.options(named.format, access, locking)?).await
     }
 
+    /// A place for the bitmaps of a raw image, if it has none yet.
+    async fn make_sidecar(&self) -> Result<()> {
+        let ImageAccess { format, image_opts, .. } = &self.access;
+        let named = image_opts.resolve_to_change(&self.image, *format)?;
+        let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
+        Ok(make_sidecar(&named.path, &options).await.map_err(told)?)
+    }
+
     fn options(
         &self,
         format: Option<ImageFormat>,
@@ -254,11 +263,14 @@ impl Image {
 
 async fn open(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
     // The tables are all that is needed.
-    let opened = open_without_backing(image, options).await;
-    Ok(opened.map_err(|error| match error.kind() {
+    Ok(open_without_backing(image, options).await.map_err(told)?)
+}
+
+fn told(error: Error) -> Error {
+    match error.kind() {
         ErrorKind::Locked => error.hint("stop the program that has it open first"),
         _ => error,
-    })?)
+    }
 }
 
 /// By the keys of `qemu-img info`.

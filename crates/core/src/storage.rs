@@ -85,6 +85,15 @@ pub trait Storage: 'static {
     /// Starts to bring the range into the cache, if there is one. Never fails for want of one.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
+    /// When the storage was changed for the last time, by whatever program, since the Unix epoch: by a clock that no program
+    /// can set for it. No change that begins after the return has this time. `None` where nothing tells.
+    ///
+    /// # Errors
+    /// The host's.
+    fn last_change(&self) -> impl Future<Output = Result<Option<Duration>>> {
+        ready(Ok(None))
+    }
+
     /// Gives back what the storage holds on another host, such as a lock. Operations that begin later may fail. A
     /// storage that is dropped without it gives that back as well, but may block its thread until then. What is
     /// only of this process goes with the drop.

@@ -30,9 +30,14 @@ impl<S: Storage> Format<S> {
             Self::Qcow2(image) => Ok(Bitmaps { image }),
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {
                 let what = format!("a {} image has no bitmaps", self.name());
-                Err(Error::new(ErrorKind::Unsupported, what)
-                    .on(self.storage().name())
-                    .hint("bitmaps need a qcow2 image"))
+                let hint = match self {
+                    Self::Raw(_) => {
+                        "'blockhouse bitmap add' gives a raw file a place for them while no program uses it"
+                    }
+                    _ => "bitmaps need a qcow2 image or a raw file",
+                };
+                let error = Error::new(ErrorKind::Unsupported, what).on(self.storage().name());
+                Err(error.hint(hint))
             }
         }
     }

@@ -24,6 +24,14 @@ impl<S: Storage> Format<S> {
         matches!(self, Self::Raw(_))
     }
 
+    /// Whether the image is the sidecar of a raw disk: see [`Sidecar`](qcow2::Sidecar).
+    pub fn is_sidecar(&self) -> bool {
+        match self {
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
+            Self::Qcow2(qcow2) => qcow2.is_sidecar(),
+        }
+    }
+
     /// Whether what [`map`](Self::map) points to is encrypted: the guest's data, never the metadata.
     pub fn is_encrypted(&self) -> bool {
         match self {

@@ -7,6 +7,7 @@
 use std::future;
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload,
@@ -53,6 +54,11 @@ impl SimDisk {
     /// The operations since the last call, in the order in which they started.
     pub fn take_log(&self) -> Vec<Operation> {
         std::mem::take(&mut self.0.state.lock().log)
+    }
+
+    /// Whether a flush or durable write has failed: what used the disk may remember that.
+    pub(crate) fn has_failed_sync(&self) -> bool {
+        self.0.state.lock().failed_syncs > 0
     }
 
     /// How many operations started and how many ended.
@@ -251,6 +257,11 @@ impl Storage for SimDisk {
 
     async fn resize(&self, size: u64) -> Result<()> {
         self.operate(Operation::Resize(size), None).await
+    }
+
+    /// A nanosecond for each change that has started.
+    async fn last_change(&self) -> Result<Option<Duration>> {
+        Ok(Some(Duration::from_nanos(self.0.state.lock().changes)))
     }
 
     async fn extend_hint(&self, size: u64) {

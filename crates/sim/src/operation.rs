@@ -80,6 +80,18 @@ impl Operation {
         }
     }
 
+    /// Whether it changes what the disk holds, or its size.
+    pub(crate) fn is_change(&self) -> bool {
+        match self {
+            Self::Read(_) | Self::Status(_) | Self::Prefetch(_) | Self::Flush(_) => false,
+            Self::Write(..)
+            | Self::WriteZeroes(..)
+            | Self::Discard(_)
+            | Self::Resize(_)
+            | Self::Lengthen(_) => true,
+        }
+    }
+
     /// Whether its outcome says something about the stability of other bytes, so that it must not
     /// be lost with its future.
     pub(crate) fn is_durable(&self) -> bool {

@@ -19,6 +19,10 @@ pub(crate) struct State {
     pub(crate) log: Vec<Operation>,
     pub(crate) started: u64,
     pub(crate) ended: u64,
+    /// How many operations started that change the disk.
+    pub(crate) changes: u64,
+    /// How many flushes and durable writes failed.
+    pub(crate) failed_syncs: u64,
     /// The error of a durable operation whose future was dropped; the next flush answers it.
     pub(crate) unreported_errno: Option<i32>,
     random: Rng,
@@ -56,6 +60,8 @@ impl State {
             log: Vec::new(),
             started: 0,
             ended: 0,
+            changes: 0,
+            failed_syncs: 0,
             unreported_errno: None,
             random,
             in_flight: BTreeMap::new(),
@@ -71,12 +77,14 @@ impl State {
     ) -> (u64, Oneshot<Option<Failure>>, Duration) {
         let id = self.started;
         self.started += 1;
+        self.changes += u64::from(operation.is_change());
         self.log.push(operation);
         let refusal = self.refusal(operation.kind()).or(self.past_end(operation));
         let refusal = refusal.map(Failure::of_range);
         let failure = self.faults.decide(operation.kind(), &mut self.random).or(refusal);
         let loses_older = failure.is_some_and(|failure| failure.loses_older);
         let is_flush_like = loses_older || matches!(operation, Operation::Flush(_));
+        self.failed_syncs += u64::from(loses_older);
         let outcome = Oneshot::new();
         let in_flight = InFlight {
             operation,

@@ -1,5 +1,7 @@
 //! The storages that an image can be on, as one type.
 
+use std::time::Duration;
+
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, IoVector, Result, SnapshotChange, Storage,
     StorageSnapshot, SyncMode, Unmap,
@@ -168,6 +170,13 @@ impl Storage for ImageStorage {
             Self::Rbd(rbd) => rbd.resize(size).await,
             Self::Concat(files) => files.resize(size).await,
             Self::View(view) => view.resize(size).await,
+        }
+    }
+
+    async fn last_change(&self) -> Result<Option<Duration>> {
+        match self {
+            Self::File(file) => file.last_change().await,
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => Ok(None),
         }
     }
 

@@ -164,7 +164,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
         (&["add", "-g", "128", image, "two"], "power of two"),
         (&["remove", image, "two"], "has no bitmap 'two'"),
         (&["add", old, "one"], "version 2"),
-        (&["add", raw, "one"], "a raw image has no bitmaps"),
+        (&["remove", raw, "one"], "a raw image has no bitmaps"),
     ];
     for (arguments, wanted) in cases {
         let outcome = command(&[&["bitmap"], arguments].concat()).failure(wanted);

@@ -253,6 +253,7 @@ fn the_page_is_right() {
     require!(need::tools(&["qemu-img", "nbdinfo"]));
     let folder = Folder::new();
     folder.run("blockhouse create disk.qcow2 64M");
+    folder.run("blockhouse create disk.img 64M");
     commands(page(), "blockhouse bitmap ").iter().for_each(|line| _ = folder.run(line));
     let serve =
         "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock'";

@@ -51,6 +51,7 @@ mod preallocation;
 mod qemu_commands;
 mod qemu_matrix;
 mod random_requests;
+mod raw_bitmaps;
 mod rbd;
 mod read_only;
 mod readme;

@@ -29,6 +29,7 @@
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
@@ -450,6 +451,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         let outcome = self.storage.resize(size).await;
         self.complete_unstable(operation);
         outcome
+    }
+
+    async fn last_change(&self) -> Result<Option<Duration>> {
+        self.storage.last_change().await
     }
 
     async fn extend_hint(&self, size: u64) {

@@ -32,6 +32,7 @@ use super::open_location::{
 use super::partial_block::has_small_clusters;
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
+use super::sidecar::route;
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::{Disk, EarlierWrites};
 use crate::options::{Access, BitmapActivity, Options};
@@ -102,13 +103,16 @@ async fn open_chain(
     mut files: Files,
 ) -> Result<ImageDisk> {
     let (path, snapshot) = at_snapshot(path, options, snapshot)?;
-    let (storage, identity) = open_location(&mut files, &path, options).await?;
+    let route = route(&files, &path, options).await?;
+    let options = &*route.options;
+    let (storage, identity) = open_location(&mut files, &route.path, options).await?;
     if identity.is_some() && options.access == Access::ReadWrite {
         check_not_moved(&path)?;
     }
-    let chain = Chain::from_image(&path, identity, files)?;
+    let chain = Chain::from_image(&route.path, identity, files)?;
     let is_anew = matches!(chain.source, Files::Host);
     let disk = open_from(chain, storage, options, snapshot).await?;
+    route.confirm(&disk)?;
     if is_anew && snapshot.is_none() {
         check_not_marked(&disk).await?;
     }
@@ -178,11 +182,15 @@ async fn open_from(
 /// # Errors
 /// As [`open`].
 pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
-    let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
+    let route = route(&Files::Host, path, &options).await?;
+    let (path, options) = (&*route.path, &*route.options);
+    let (storage, identity) = open_location(&mut Files::Host, path, options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
-    let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    let disk = chain.with_data(disk, &options).await?;
-    restore.finish(unlocked(disk, &options.secrets, WithoutKey::StayLocked).await?).await
+    let (disk, restore) = disk_over(storage, path, options, EarlierWrites::Unknown, None).await?;
+    let disk = chain.with_data(disk, options).await?;
+    let disk = unlocked(disk, &options.secrets, WithoutKey::StayLocked).await?;
+    route.confirm(&disk)?;
+    restore.finish(disk).await
 }
 
 /// Opens only the files that hold the image's metadata, to ask what it is, for reading only: no guest data of an

@@ -52,7 +52,7 @@ fn name(path: &Path) -> String {
 
 /// Gives the file `from` the mode of the file `to`, if there is one, and its owner and group if this process
 /// may set them.
-fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
+pub(super) fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
     let (Ok(old), file) = (std::fs::metadata(to), File::open(from)?) else { return Ok(()) };
     let new = file.metadata()?;
     // Only root may give files away; a group may be set by its members.

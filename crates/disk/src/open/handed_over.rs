@@ -36,6 +36,16 @@ pub(super) enum Files {
 }
 
 impl Files {
+    /// Whether the file at this path is the next of those that another process has open.
+    pub(super) fn is_next(&self, path: &Path) -> bool {
+        match self {
+            Self::Host => false,
+            Self::HandedOver(files) => {
+                files.front().is_some_and(|file| Path::new(&file.path) == path)
+            }
+        }
+    }
+
     /// Opens the file at a path.
     pub(super) fn open(&mut self, path: &Path, options: &ImageOptions) -> Result<HostFile> {
         let access = options.open_mode();

@@ -46,10 +46,11 @@ use lost_session::warn_of_lost_session;
 use modification::Modification;
 use pending::{refuse_pending, warn_of_pending};
 
-pub(super) use examine::find_state;
+pub(super) use examine::{find_state, identity_of, status_of};
 pub(super) use keep::FutureState;
 pub use keep::NOT_KEPT;
 pub(super) use lost_session::refuse_lost_session;
+pub(super) use modification::{Clock, change_time, clock_of};
 pub use pending::PendingChanges;
 
 /// What an image that is being opened has to do with state files.

@@ -31,6 +31,7 @@ const LAST_WRITE_WORD: usize = 7;
 /// Of the image, and of its data file.
 const FAILURE_WORDS: [usize; 2] = [8, 9];
 const CLEAN_WORD: usize = 10;
+const LAST_DATA_WRITE_WORD: usize = 11;
 const MODIFIED_BEFORE_WORD: usize = 13;
 const OPENED_WORD: usize = 14;
 const PATH_LENGTH_WORD: usize = 15;
@@ -113,6 +114,34 @@ impl StatePage {
         self.memory.load(LAST_WRITE_WORD)
     }
 
+    /// When the data file was written to for the last time, or changed before it was opened; 0 where that is not known.
+    pub(crate) fn last_data_write(&self) -> u64 {
+        self.memory.load(LAST_DATA_WRITE_WORD)
+    }
+
+    /// When a file was written to for the last time.
+    pub(super) fn last_write_to(&self, file: TrackedFile) -> u64 {
+        match file {
+            TrackedFile::Image => self.last_write(),
+            TrackedFile::Data => self.last_data_write(),
+        }
+    }
+
+    /// Notes that a file is written to.
+    pub(super) fn set_last_write_to(&self, file: TrackedFile, nanoseconds: u64) {
+        let word = match file {
+            TrackedFile::Image => LAST_WRITE_WORD,
+            TrackedFile::Data => LAST_DATA_WRITE_WORD,
+        };
+        self.memory.store(word, nanoseconds);
+    }
+
+    /// The data file was as it is now at this time, too.
+    pub(crate) fn raise_last_data_write(&self, nanoseconds: u64) {
+        let last = self.last_data_write().max(nanoseconds);
+        self.set_last_write_to(TrackedFile::Data, last);
+    }
+
     /// When the file of the image had been modified before it was opened, by the clock of its file system; 0 where it
     /// is not known. Nanoseconds since the Unix epoch, as [`opened`](Self::opened).
     pub(crate) fn modified_before(&self) -> u64 {
@@ -131,13 +160,10 @@ impl StatePage {
         self.raise_last_write(opened.max(modified_before));
     }
 
-    pub(super) fn set_last_write(&self, nanoseconds: u64) {
-        self.memory.store(LAST_WRITE_WORD, nanoseconds);
-    }
-
     /// The image was as it is now at this time, too.
     pub(crate) fn raise_last_write(&self, nanoseconds: u64) {
-        self.set_last_write(self.last_write().max(nanoseconds));
+        let last = self.last_write().max(nanoseconds);
+        self.set_last_write_to(TrackedFile::Image, last);
     }
 
     /// The errno of the first flush of a file that failed.
@@ -216,7 +242,7 @@ pub(super) mod tests {
         let memory = memory(PAGE_WORDS);
         assert!(StatePage::load(memory.clone()).is_none(), "zeros are no page");
         let page = StatePage::create(memory.clone(), &owner());
-        page.set_last_write(55);
+        page.set_last_write_to(TrackedFile::Image, 55);
         page.set_clean(true);
         drop(page);
         let page = StatePage::load(memory).expect("the page");

@@ -112,3 +112,11 @@ fn crash_at_every_point_of_an_encrypted_image() {
     let test = "crash_at_every_point_of_an_encrypted_image";
     crash_at_every_point(test, Kind::Encrypted, &JURY, least);
 }
+
+#[test]
+fn crash_at_every_point_of_a_raw_image_with_bitmaps() {
+    static JURY: Jury = Jury::for_one_in(150);
+    let least = Least { seeds: 200, crashes: 6_000, shown_to_qemu: 25 };
+    let test = "crash_at_every_point_of_a_raw_image_with_bitmaps";
+    crash_at_every_point(test, Kind::RawBitmaps, &JURY, least);
+}

@@ -5,6 +5,8 @@
 //! late is held back in memory, seen by reads, until after the flush or durable write that should have
 //! covered it.
 
+use std::time::Duration;
+
 use blockhouse_core::{
     Allocation, Buffer, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode,
     Unmap,
@@ -179,6 +181,10 @@ impl Storage for Broken {
         self.disk.size()
     }
 
+    async fn last_change(&self) -> Result<Option<Duration>> {
+        self.disk.last_change().await
+    }
+
     async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
         let mut buffer = Buffer::new(into.len());
         self.disk.read(offset, buffer.lend()).await?;
@@ -266,8 +272,16 @@ fn wrong_policies_are_found_out() {
         (Policy::RefcountsLate, &[Kind::Plain, Kind::Old, Kind::Backed], "refcount 0"),
         (Policy::DataLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
         (Policy::CutTooFar, &[Kind::Plain, Kind::Old], ""),
-        (Policy::BitsLate, &[Kind::Bitmaps, Kind::LazyBitmaps], "lacks the change"),
-        (Policy::BitsLost, &[Kind::Bitmaps, Kind::LazyBitmaps], "lacks the change"),
+        (
+            Policy::BitsLate,
+            &[Kind::Bitmaps, Kind::LazyBitmaps, Kind::RawBitmaps],
+            "lacks the change",
+        ),
+        (
+            Policy::BitsLost,
+            &[Kind::Bitmaps, Kind::LazyBitmaps, Kind::RawBitmaps],
+            "lacks the change",
+        ),
         (Policy::EntriesLate, &[Kind::Plain, Kind::Lazy, Kind::Backed, Kind::Subclusters], ""),
     ] {
         for &kind in kinds {
@@ -282,7 +296,7 @@ fn wrong_policies_are_found_out() {
 
 #[test]
 fn the_wrapper_itself_changes_nothing() {
-    for kind in [Kind::Plain, Kind::Backed, Kind::Bitmaps] {
+    for kind in [Kind::Plain, Kind::Backed, Kind::Bitmaps, Kind::RawBitmaps] {
         assert_eq!(found_by(Policy::Right, kind, 60, ""), None);
     }
 }

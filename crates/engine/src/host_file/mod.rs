@@ -7,12 +7,14 @@
 //! loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap there
 //! (`capabilities`) is told for the engine of the loop that asks.
 
+mod change_time;
 mod open;
 mod open_files;
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
@@ -446,6 +448,10 @@ impl Storage for HostFile {
         result.map_err(|error| self.error("cannot resize", error))?;
         self.size.store(size, Relaxed);
         Ok(())
+    }
+
+    async fn last_change(&self) -> Result<Option<Duration>> {
+        change_time::last_change(self).await
     }
 
     /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what was

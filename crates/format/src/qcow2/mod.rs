@@ -10,6 +10,7 @@
 //!
 //! | floor | folder | owns |
 //! | --- | --- | --- |
+//! | 7 | `sidecar` | nothing: images that hold the bitmaps of a raw disk |
 //! | 6 | `transaction` | changes of the image as a whole: snapshots, machine state, size, backing file |
 //! | 5 | `bitmaps` | bits of enabled bitmaps, and what of them is on disk |
 //! | 4 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
@@ -27,6 +28,7 @@ mod check;
 mod layout;
 mod mapping;
 mod open;
+mod sidecar;
 mod tables;
 mod transaction;
 mod writeback;
@@ -49,6 +51,7 @@ pub use layout::compression::{Compression, compress, decompress};
 pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
+pub use sidecar::Sidecar;
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
@@ -58,6 +61,7 @@ pub use writeback::{DataWriteGuard, ReadGuard};
 
 pub use bitmaps::BitmapExtent;
 use bitmaps::LiveBitmaps;
+use layout::data_file_mark::DataFileMark;
 use layout::geometry::Geometry;
 use layout::header::SESSION;
 use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
@@ -148,6 +152,11 @@ impl<S: Storage> Qcow2<S> {
     /// Whether the data file reads as the disk, and so has each cluster allocated.
     pub fn is_raw_disk(&self) -> bool {
         self.data_file().is_some_and(DataFile::is_raw_disk)
+    }
+
+    /// Whether the image is a [`Sidecar`].
+    pub fn is_sidecar(&self) -> bool {
+        DataFileMark::of(self.metadata.lock().tables.headers().disk()).is_some()
     }
 
     /// What the file was found to have lost when the image was opened, for reading: reads of it fail.

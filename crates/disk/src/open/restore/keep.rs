@@ -1,13 +1,13 @@
 //! The state file of an image that is open: what it holds at its beginning.
 
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::Result;
 use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
-use super::modification::{Clock, clock_of, modification_time};
+use super::modification::{Clock, change_time, clock_of, modification_time};
 use crate::open::image_disk::ImageDisk;
 use crate::open::image_options::StateUse;
 use crate::options::Access;
@@ -32,7 +32,9 @@ pub(crate) fn make_state(
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
+    let data_changed = change_of_data(disk)?;
     let fill = |page: &StatePage| {
+        page.raise_last_data_write(data_changed.as_nanos() as u64);
         page.set_opened(opened.as_nanos() as u64, modified.as_nanos() as u64);
         for (file, errno) in FILES.into_iter().zip(failures) {
             if let Some(errno) = errno {
@@ -56,6 +58,15 @@ pub(crate) fn make_state(
     }
     disk.keep_state(state);
     Ok(())
+}
+
+/// When the data file was changed for the last time, if the image has one.
+fn change_of_data(disk: &ImageDisk) -> Result<Duration> {
+    let (image, data) = (disk.format().storage(), disk.format().data());
+    match data.storage().as_file().filter(|_| !std::ptr::eq(image, data)) {
+        Some(file) => Ok(change_time(&status_of(file)?)),
+        None => Ok(Duration::ZERO),
+    }
 }
 
 /// Whether it is found out at the next opening that another program has changed the image meanwhile: by the image

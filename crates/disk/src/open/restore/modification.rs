@@ -141,6 +141,11 @@ pub(crate) fn modification_time(status: &Stat) -> Option<Duration> {
     Some(Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32))
 }
 
+/// When a file was changed for the last time, by its owner's or its mode's change, too: since the Unix epoch.
+pub(crate) fn change_time(status: &Stat) -> Duration {
+    Duration::new(status.st_ctime.try_into().unwrap_or(0), status.st_ctime_nsec as u32)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

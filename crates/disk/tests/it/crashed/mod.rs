@@ -14,7 +14,9 @@ use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Stora
 use blockhouse_crypt::SectorCipher;
 use blockhouse_disk::{Access, BitmapActivity, Disk, ImageFormat, Options};
 use blockhouse_format::NewLuks;
-use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
+use blockhouse_format::qcow2::{
+    self, Backing, CreateOptions, DataFile, Qcow2, Sidecar, Switch, Version,
+};
 use blockhouse_sim::{
     Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload,
     explore_image,
@@ -45,6 +47,8 @@ pub enum Kind {
     LazyBitmaps,
     /// The guest's data is encrypted.
     Encrypted,
+    /// A raw image with a sidecar: bitmaps, and a data file that is the raw disk.
+    RawBitmaps,
 }
 
 impl Kind {
@@ -53,11 +57,15 @@ impl Kind {
     }
 
     fn has_bitmaps(self) -> bool {
-        matches!(self, Self::Bitmaps | Self::LazyBitmaps)
+        matches!(self, Self::Bitmaps | Self::LazyBitmaps | Self::RawBitmaps)
+    }
+
+    fn is_raw(self) -> bool {
+        matches!(self, Self::RawDataFile | Self::RawBitmaps)
     }
 
     fn has_data_file(self) -> bool {
-        matches!(self, Self::DataFile | Self::RawDataFile)
+        matches!(self, Self::DataFile | Self::RawDataFile | Self::RawBitmaps)
     }
 }
 
@@ -136,8 +144,9 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         backing: kind.is_backed().then_some(backing),
         data_file: kind
             .has_data_file()
-            .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind == Kind::RawDataFile) }),
+            .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind.is_raw()) }),
         encryption: (kind == Kind::Encrypted).then(small_header),
+        identity: (kind == Kind::RawBitmaps).then_some([7; 16]),
         ..CreateOptions::new(size)
     }
 }
@@ -210,6 +219,8 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
         let data = self.data.as_ref().map(|data| data.crash(&mut random));
         let with = data.as_ref().map(|data| SimDisk::new(&sim, plain_config(), data.clone()));
         let checkpoint = self.checkpoint.clone();
+        let is_marked = self.kind == Kind::RawBitmaps && state == ImageState::Closed;
+        let changed = self.data.clone().filter(|_| is_marked);
         let goes_on = (random.u8(..16) == 0).then(|| random.u64(..));
         let found = sim.block_on(async move {
             check(&storage, state).await?;
@@ -218,6 +229,9 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
             let bytes = read_all(&disk).await?;
             if let Some(checkpoint) = &checkpoint {
                 bitmaps::check(&disk, checkpoint, &bytes).await?;
+            }
+            if let Some(changed) = changed {
+                check_mark(&storage, changed).await?;
             }
             if let Some(number) = goes_on {
                 go_on(disk, number).await?;
@@ -231,13 +245,25 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
             let beside = beside.or(data.as_deref().map(|data| ("data", data)));
             self.jury.ask(&image, beside, state, &found)?;
         }
-        if self.kind == Kind::RawDataFile
-            && state == ImageState::Closed
+        // A sidecar that is refused after a crash takes nothing with it.
+        if self.kind.is_raw()
+            && (state == ImageState::Closed || self.kind == Kind::RawBitmaps)
             && data.is_none_or(|data| data[..found.len()] != found)
         {
             return Err("the data file is not the raw disk".to_owned());
         }
         Ok(found)
+    }
+}
+
+/// A sidecar that was closed says when its data file was changed for the last time.
+async fn check_mark(sidecar: &SimDisk, data: SimDisk) -> std::result::Result<(), String> {
+    let found = Sidecar::read(sidecar).await.map_err(|error| error.to_string())?;
+    let found = found.ok_or("the sidecar is none any more")?;
+    let changed = data.last_change().await.map_err(|error| error.to_string())?;
+    match found.is_live || Some(found.changed) != changed {
+        true => Err(format!("the sidecar says {found:?}, and its disk was changed at {changed:?}")),
+        false => Ok(()),
     }
 }
 

@@ -12,6 +12,8 @@
 //! bitmaps, and made. It ends: the bitmaps' bits are written as they are; the flags are cleared; the autoclear
 //! bit is. After a crash between any two steps the bitmaps contain all changes, whoever reads them.
 //!
+//! The header of a sidecar says with its end when the raw disk was changed for the last time (`sidecar`).
+//!
 //! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours say.
 
 use std::sync::Arc;
@@ -27,6 +29,7 @@ use crate::qcow2::layout::bitmap_directory::{
     LIVE_BITMAPS,
 };
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
+use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::layout::header::{Header, Incompatible, SECTOR};
 use crate::qcow2::layout::options::BitmapActivity;
 use crate::qcow2::layout::table_io;
@@ -35,6 +38,7 @@ use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
 use super::reader::BitsReader;
+use super::sidecar;
 use super::tracker::{LiveBitmap, Next};
 
 /// How many bitmaps are enabled at most: each costs an operation more where changes begin.
@@ -369,7 +373,7 @@ impl LiveBitmaps {
         let set = self.set();
         let header = metadata.lock().tables.headers().disk().clone();
         if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
-            return Ok(());
+            return sidecar::renew_mark(metadata).await;
         }
         metadata.check_writable()?;
         // Writes of a change that was dropped may still be in flight.
@@ -385,7 +389,15 @@ impl LiveBitmaps {
             Role::Idle => flags,
         })
         .await?;
+        let changed = sidecar::stable_change(metadata).await?;
         self.is_marked.store(false, Ordering::Release);
-        metadata.rewrite_header(|header| header.autoclear &= !LIVE_BITMAPS).await
+        metadata
+            .rewrite_header(|header| {
+                header.autoclear &= !LIVE_BITMAPS;
+                if let Some(changed) = changed {
+                    DataFileMark::set_changed(header, changed);
+                }
+            })
+            .await
     }
 }

@@ -11,6 +11,7 @@ mod bits;
 mod live;
 mod page;
 mod reader;
+mod sidecar;
 mod status;
 mod tracker;
 

@@ -2,9 +2,12 @@
 //!
 //! The header is written last, after everything else is durable: until then the file is no image.
 
+use std::time::Duration;
+
 use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use crate::qcow2::layout::compression::Compression;
+use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
 use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension};
 use crate::qcow2::layout::geometry::Geometry;
@@ -56,6 +59,8 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// The header of LUKS with the keys of the guest's data, if that is encrypted.
     pub encryption: Option<Vec<u8>>,
+    /// Of a sidecar: which file the data file is, see [`Sidecar`](crate::qcow2::Sidecar).
+    pub identity: Option<[u8; 16]>,
 }
 
 impl CreateOptions {
@@ -73,6 +78,7 @@ impl CreateOptions {
             data_file: None,
             preallocation: Preallocation::Off,
             encryption: None,
+            identity: None,
         }
     }
 
@@ -333,7 +339,11 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         let numbers = [place.offset(), header.len() as u64].map(u64::to_be_bytes);
         (extensions::ENCRYPTION, numbers.concat())
     });
-    let extensions = [format, named, encryption].into_iter().flatten();
+    let identity = options.identity.map(|identity| {
+        let mark = DataFileMark { identity, changed: Duration::ZERO };
+        (extensions::SIDECAR, mark.to_bytes())
+    });
+    let extensions = [format, named, encryption, identity].into_iter().flatten();
     let extensions = extensions.map(|(kind, data)| Extension { kind, data }).collect();
     let is_raw = data_file.is_some_and(|file| file.raw == Switch::On);
     Header {

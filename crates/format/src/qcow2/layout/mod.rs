@@ -6,6 +6,7 @@
 pub(crate) mod bitmap_directory;
 pub(crate) mod cluster_ranges;
 pub(crate) mod compression;
+pub(crate) mod data_file_mark;
 pub(crate) mod entry;
 pub(crate) mod extensions;
 pub(crate) mod geometry;

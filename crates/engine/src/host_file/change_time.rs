@@ -1,0 +1,67 @@
+//! When a file was changed for the last time (`st_ctime`), so that a later change can be told from it.
+//!
+//! Guarantee: a change that begins after the return has another time. File systems stamp with a clock that has ticks, so two
+//! changes in one tick may have one time (kernels since 6.13 give the second a time of its own once the first was looked at).
+//! Hence this waits until the tick is over.
+
+use std::time::Duration;
+
+use blockhouse_core::{Error, Result};
+use rustix::fs::fstat;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{FileKind, HostFile};
+use crate::sleep::sleep;
+
+/// How long one wait is.
+const PAUSE: Duration = Duration::from_millis(1);
+/// After how many it goes on: the file system has the clock of another host then, and promises nothing.
+const MAX_PAUSES: usize = 50;
+
+pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {
+    if file.kind == FileKind::BlockDevice {
+        return Ok(None);
+    }
+    let status = fstat(&*file.file)
+        .map_err(|error| Error::host("cannot examine", error.into()).on(&file.name))?;
+    let Ok(seconds) = status.st_ctime.try_into() else { return Ok(None) };
+    let changed = Duration::new(seconds, status.st_ctime_nsec as u32);
+    for _ in 0..MAX_PAUSES {
+        if now() > changed {
+            break;
+        }
+        sleep(PAUSE).await;
+    }
+    Ok(Some(changed))
+}
+
+/// The time by which file systems stamp changes.
+fn now() -> Duration {
+    let now = clock_gettime(ClockId::RealtimeCoarse);
+    Duration::new(now.tv_sec.try_into().unwrap_or(0), now.tv_nsec as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::Storage;
+
+    use super::*;
+    use crate::{EngineChoice, EventLoop, OpenMode, PageCache};
+
+    #[test]
+    fn each_change_after_it_has_another_time() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            let storage =
+                HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used).unwrap();
+            let mut last = storage.last_change().await.unwrap().expect("a file has one");
+            assert_eq!(storage.last_change().await.unwrap(), Some(last), "nothing changed it");
+            for round in 0..100_u64 {
+                std::os::unix::fs::FileExt::write_at(file.as_file(), b"x", round).unwrap();
+                let next = storage.last_change().await.unwrap().expect("a file has one");
+                assert!(next > last, "round {round}: {next:?} after {last:?}");
+                last = next;
+            }
+        });
+    }
+}

@@ -1,0 +1,37 @@
+//! The mark of a sidecar, by which it is found out later whether another program has changed the raw disk since.
+//!
+//! Guarantee: outside of a session the mark has the time of a change of the data file which is stable, and before which all changes
+//! are in the enabled bitmaps. Where that cannot be told, it keeps an older time, and the sidecar is refused.
+
+use std::time::Duration;
+
+use blockhouse_core::{Result, Storage, SyncMode};
+
+use crate::qcow2::layout::data_file_mark::DataFileMark;
+use crate::qcow2::mapping::Mapping;
+use crate::qcow2::writeback::Metadata;
+
+/// When the data file of a sidecar was changed for the last time: what it holds now is stable, and its time of
+/// change, too. `None` of other images. No change may be in flight.
+pub(super) async fn stable_change<S: Storage>(
+    metadata: &Metadata<S, Mapping>,
+) -> Result<Option<Duration>> {
+    let is_sidecar = DataFileMark::of(metadata.lock().tables.headers().disk()).is_some();
+    let Some(data) = metadata.writer().data_file().filter(|_| is_sidecar) else { return Ok(None) };
+    // A flush of the data alone leaves the time behind.
+    metadata.sync(SyncMode::Full).await?;
+    data.last_change().await
+}
+
+/// Outside of a session, of an image that is open for writing: the data file was changed in ways that no bitmap records, or no
+/// bitmap was enabled.
+pub(super) async fn renew_mark<S: Storage>(metadata: &Metadata<S, Mapping>) -> Result<()> {
+    let mark = DataFileMark::of(metadata.lock().tables.headers().disk());
+    let (Some(mark), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(()) };
+    if data.last_change().await? == Some(mark.changed) {
+        return Ok(());
+    }
+    metadata.check_writable()?;
+    let Some(changed) = stable_change(metadata).await? else { return Ok(()) };
+    metadata.rewrite_header(|header| DataFileMark::set_changed(header, changed)).await
+}

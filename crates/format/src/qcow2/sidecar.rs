@@ -1,0 +1,80 @@
+//! Images that hold the bitmaps of a raw disk: what tells whether they still belong to it, read without opening them.
+//!
+//! Such an image is a *sidecar*: its data file is the raw disk, and a header extension says which file that was. Other
+//! programs keep the extension, and may ignore it.
+
+use std::time::Duration;
+
+use blockhouse_core::{ErrorKind, Result, Storage};
+
+use super::check::create::CreateOptions;
+use super::layout::bitmap_directory::{self, BitmapFlags, LIVE_BITMAPS};
+use super::layout::data_file_mark::DataFileMark;
+use super::layout::options::{DataFile, Switch};
+use super::layout::table_io::read_header;
+
+/// The largest disk whose sidecar has small clusters, in bytes.
+const MAX_FINE: u64 = 64 << 30;
+/// Bytes of a cluster.
+const FINE: u64 = 64 << 10;
+const COARSE: u64 = 1 << 20;
+
+/// What a sidecar says of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sidecar {
+    /// The name of the file that is the raw disk.
+    pub name: Vec<u8>,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Which file the disk is, in the bytes that it was made with.
+    pub identity: [u8; 16],
+    /// When the disk had been changed for the last time when its changes had been recorded for the last time, as
+    /// [`Storage::last_change`] says. Of no use while `is_live`.
+    pub changed: Duration,
+    /// Whether a bitmap is enabled: it has all changes of the disk, unless the disk was changed without it.
+    pub has_enabled: bool,
+    /// Whether a process is recording changes, or died before it closed the image.
+    pub is_live: bool,
+}
+
+impl Sidecar {
+    /// Reads what the image in `storage` says; `None` where it is no sidecar.
+    ///
+    /// # Errors
+    /// What the storage answers; `Corrupt` or `Unsupported` where it is no image that can be opened.
+    pub async fn read<S: Storage>(storage: &S) -> Result<Option<Self>> {
+        let header = read_header(storage).await?;
+        let mark = DataFileMark::of(&header);
+        let raw = header.data_file.as_ref().filter(|file| file.raw == Switch::On);
+        let (Some(DataFile { name, .. }), Some(mark)) = (raw, mark) else {
+            return Ok(None);
+        };
+        let entries = match bitmap_directory::read(storage, &header).await {
+            // Nothing of them can be lost any more.
+            Err(error) if error.kind() == ErrorKind::Corrupt => Vec::new(),
+            entries => entries?,
+        };
+        Ok(Some(Self {
+            name: name.clone(),
+            size: header.size,
+            identity: mark.identity,
+            changed: mark.changed,
+            has_enabled: entries.iter().any(|entry| entry.flags.contains(BitmapFlags::AUTO)),
+            is_live: header.autoclear & LIVE_BITMAPS != 0,
+        }))
+    }
+
+    /// How the sidecar of a disk of `size` bytes, in the file `name` of the same folder, is made. `identity` says
+    /// which file that is.
+    pub fn create_options(size: u64, name: Vec<u8>, identity: [u8; 16]) -> CreateOptions {
+        // Its tables have an entry for each cluster.
+        let cluster_size = if size > MAX_FINE { COARSE } else { FINE };
+        let data_file = Some(DataFile { name, raw: Switch::On });
+        CreateOptions {
+            cluster_size,
+            data_file,
+            identity: Some(identity),
+            ..CreateOptions::new(size)
+        }
+    }
+}
