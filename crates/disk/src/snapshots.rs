@@ -1,14 +1,14 @@
 //! Snapshots of an open disk, also while it is served.
 //!
-//! A snapshot holds exactly the changes that completed before it was begun, and of those in flight
-//! then each as a whole: the disk waits for them, holds off new ones for as long as the image's tables
-//! take, and says how long that was. Reads go on. Before, everything is flushed once while guests go on
-//! writing, so that little is left to flush during the pause.
+//! A snapshot holds the changes that had completed when it was asked for, and of later ones each as a whole: what
+//! completes before a certain moment. Its tables are made while guests go on, and everything is flushed. Then the
+//! disk waits for the changes in flight, holds off new ones for as long as the rest of the tables takes, and says how
+//! long that was. Reads go on. What else changes the snapshots does all of it while changes are held off.
 
 use std::time::{Duration, Instant, SystemTime};
 
-use blockhouse_core::{Result, Storage, SyncMode};
-use blockhouse_format::{NewSnapshot, Snapshot, Snapshots, VmStateTables};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_format::{NewSnapshot, Preparation, Snapshot, Snapshots, VmStateTables};
 
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
@@ -48,8 +48,80 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes; `ReadOnly`;
     /// `NoSpace`. Nothing has changed then.
     pub async fn create(&self, name: &str) -> Result<(Snapshot, Pause)> {
+        let taken = self.create_unless(name, || false).await?;
+        Ok(taken.expect("a snapshot that nobody cancels"))
+    }
+
+    /// As [`create`](Self::create), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing
+    /// has changed. It is asked often before changes are held off, and not after that.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub async fn create_unless(
+        &self,
+        name: &str,
+        is_cancelled: impl Fn() -> bool,
+    ) -> Result<Option<(Snapshot, Pause)>> {
+        self.check_possible()?;
+        let snapshots = self.disk.format().snapshots()?;
+        let outcome = self.prepare_and_take(&snapshots, name, &is_cancelled).await;
+        snapshots.give_back().await;
+        outcome
+    }
+
+    async fn prepare_and_take(
+        &self,
+        snapshots: &Snapshots<'_, FlushTracker<S>>,
+        name: &str,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Option<(Snapshot, Pause)>> {
+        let image = self.disk.current();
+        let Some(mut prepared) = snapshots.prepare().await? else {
+            return self.create_at_once(name, None).await.map(Some);
+        };
+        loop {
+            let prepared_now = prepared.update(&new_snapshot(name), is_cancelled).await?;
+            if prepared_now == Preparation::AtOnce {
+                drop(prepared);
+                return self.create_at_once(name, None).await.map(Some);
+            }
+            self.flush_twice().await?;
+            if prepared_now == Preparation::Cancelled || is_cancelled() {
+                return Ok(None);
+            }
+            let take = async |_: &Snapshots<'_, _>| {
+                self.check_current(image)?;
+                prepared.take(&new_snapshot(name)).await
+            };
+            if let (Some(snapshot), pause) = self.run_quiesced(take).await? {
+                return Ok(Some((snapshot, pause)));
+            }
+        }
+    }
+
+    /// Refuses to take a snapshot of an image that no request goes to any more.
+    fn check_current(&self, image: &Disk<S>) -> Result<()> {
+        if std::ptr::eq(self.disk.current(), image) {
+            return Ok(());
+        }
+        let what = "another image took the disk's place while the snapshot was prepared";
+        Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()).hint("ask for it again"))
+    }
+
+    /// The second flush has little left to do, and leaves less.
+    async fn flush_twice(&self) -> Result<()> {
+        self.disk.format().flush(SyncMode::Data).await?;
+        self.disk.format().flush(SyncMode::Data).await
+    }
+
+    /// All of it while changes are held off.
+    async fn create_at_once(
+        &self,
+        name: &str,
+        state: Option<&VmStateTables>,
+    ) -> Result<(Snapshot, Pause)> {
         let new = new_snapshot(name);
-        self.while_quiesced(async |snapshots| snapshots.create(&new, None).await).await
+        self.while_quiesced(async |snapshots| snapshots.create(&new, state).await).await
     }
 
     /// Makes the disk what it was when the snapshot was taken, its size included; durable when it
@@ -87,9 +159,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         name: &str,
         state: &VmStateTables,
     ) -> Result<Snapshot> {
-        let new = new_snapshot(name);
-        let made = self.while_quiesced(async |snapshots| snapshots.create(&new, Some(state)).await);
-        Ok(made.await?.0)
+        Ok(self.create_at_once(name, Some(state)).await?.0)
     }
 
     /// Runs a change of the whole image while the guest's changes are held off.
@@ -97,10 +167,22 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         &self,
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
+        self.check_possible()?;
+        self.disk.format().flush(SyncMode::Data).await?;
+        self.run_quiesced(change).await
+    }
+
+    fn check_possible(&self) -> Result<()> {
         self.disk.check_access(0)?;
         self.disk.check_stays()?;
-        self.disk.format().snapshots()?.check_possible()?;
-        self.disk.format().flush(SyncMode::Data).await?;
+        self.disk.format().snapshots()?.check_possible()
+    }
+
+    /// The same, after a flush.
+    async fn run_quiesced<T>(
+        &self,
+        change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
+    ) -> Result<(T, Pause)> {
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await;
         // It may have become read-only meanwhile, or another image have taken the place of this one.

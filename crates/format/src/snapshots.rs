@@ -7,6 +7,7 @@ use blockhouse_core::{
     ByteRange, Error, ErrorKind, Result, SnapshotChange, Storage, StorageSnapshot,
 };
 
+use crate::qcow2::PreparedSnapshot;
 use crate::{Format, NewSnapshot, Qcow2, Snapshot, VmStateTables};
 
 impl<S: Storage> Format<S> {
@@ -55,7 +56,7 @@ enum Keeper<'a, S: Storage> {
     Storage(&'a S),
 }
 
-impl<S: Storage> Snapshots<'_, S> {
+impl<'a, S: Storage> Snapshots<'a, S> {
     /// Succeeds where snapshots can be taken.
     ///
     /// # Errors
@@ -78,6 +79,27 @@ impl<S: Storage> Snapshots<'_, S> {
                 let listed = storage.list_snapshots().await?;
                 Ok(listed.into_iter().map(described).collect())
             }
+        }
+    }
+
+    /// A snapshot that is prepared while the guest's data is changed, so that taking it takes a moment however much is
+    /// mapped. `None` where nothing is to be prepared: it is [created](Self::create) at once. What is dropped before
+    /// it is taken has changed nothing; [`give_back`](Self::give_back) frees its space.
+    ///
+    /// # Errors
+    /// `ReadOnly`, `Unsupported`, or what the storage answers.
+    pub async fn prepare(&self) -> Result<Option<PreparedSnapshot<'a, S>>> {
+        match self.keeper {
+            Keeper::Format(image) => image.prepare_snapshot().await.map(Some),
+            Keeper::Storage(_) => Ok(None),
+        }
+    }
+
+    /// Frees what snapshots that were taken or dropped do not need any more. Otherwise that is done with the next
+    /// flushes.
+    pub async fn give_back(&self) {
+        if let Keeper::Format(image) = self.keeper {
+            image.give_back().await;
         }
     }
 

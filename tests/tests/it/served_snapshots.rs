@@ -2,6 +2,7 @@
 //! client, the guests' data stays right, and no nonsense on the socket harms anybody.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -208,6 +209,68 @@ fn what_cannot_be_done_is_said_in_one_line() {
     refused(&snapshot("create", &socket, &[image, "two"]), &["disk.qcow2", "reading only"]);
     server.stop();
     qemu_img(&["check", image]).success();
+}
+
+/// An image with half a million mapped clusters, so that a snapshot of it has something to prepare.
+fn mapped_image(scratch: &Scratch) -> PathBuf {
+    let path = scratch.path("mapped.qcow2");
+    let how = ["-q", "-f", "qcow2", "-o", "preallocation=metadata"];
+    qemu_img(&[&["create"], &how[..], &[str(&path), "32G"]].concat()).success();
+    path
+}
+
+fn ask_for(socket: &Path, name: &str) -> UnixStream {
+    let mut stream = connect(socket);
+    let line =
+        format!("{{\"execute\":\"snapshot-create\",\"arguments\":{{\"name\":\"{name}\"}}}}\n");
+    stream.write_all(line.as_bytes()).expect("it listens");
+    stream
+}
+
+#[test]
+fn a_client_that_leaves_cancels_its_snapshot_and_one_that_reads_on_gets_it() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let path = mapped_image(&scratch);
+    let (server, socket) = serve(&scratch, &path);
+    drop(ask_for(&socket, "left"));
+    // Waits for the end of the other one, whatever became of it.
+    let listed = snapshot("list", &socket, &[str(&path), "--json"]).success().stdout;
+    eprintln!("a client left: {}", listed.trim());
+    let patient = ask_for(&socket, "patient");
+    patient.shutdown(Shutdown::Write).expect("a socket");
+    let answer = hear(&patient);
+    assert!(answer["return"]["pause-us"].as_u64().is_some_and(|pause| pause > 0), "{answer}");
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[7; BLOCK], 0), 0);
+    client.disconnect();
+    server.stop();
+    // Neither errors nor leaks.
+    qemu_img(&["check", str(&path)]).success();
+    let listed = command(&["snapshot", "list", str(&path)]).success().stdout;
+    assert!(listed.contains("patient"), "{listed}");
+}
+
+#[test]
+fn a_server_that_ends_takes_a_snapshot_as_a_whole_or_not_at_all() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let path = mapped_image(&scratch);
+    for name in ["one", "two"] {
+        let (server, socket) = serve(&scratch, &path);
+        let asked = ask_for(&socket, name);
+        server.stop();
+        let mut answer = String::new();
+        // The connection may end without one.
+        let _ = BufReader::new(&asked).read_line(&mut answer);
+        let is_taken = answer.contains("\"return\"");
+        let is_refused = answer.contains("cancelled");
+        assert!(is_taken || is_refused || answer.is_empty(), "{answer}");
+        qemu_img(&["check", str(&path)]).success();
+        let listed = command(&["snapshot", "list", str(&path)]).success().stdout;
+        assert!(!is_taken || listed.contains(name), "{listed}");
+        assert!(!is_refused || !listed.contains(name), "{listed}");
+    }
 }
 
 fn refused(outcome: &Outcome, expected: &[&str]) {

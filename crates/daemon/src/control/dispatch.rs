@@ -16,6 +16,7 @@ use super::methods::{
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
 use super::rpc::Failure;
+use super::snapshots::take_snapshot;
 use super::{backups, bitmaps, jobs};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -23,7 +24,13 @@ use crate::limit_options::LimitOptions;
 use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExport};
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
-pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
+/// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.
+pub(super) async fn call(
+    running: &Running,
+    method: &str,
+    given: Value,
+    is_cancelled: &dyn Fn() -> bool,
+) -> Outcome {
     match method {
         "server.version" => params(given).and_then(|NoParams {}| result(version(running))),
         "server.reload" => {
@@ -66,11 +73,16 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         _ if method.starts_with("backup.") => backups::call(running, method, given).await,
         _ if method.starts_with("bitmap.") => bitmaps::call(running, method, given).await,
         _ if method.starts_with("job.") => jobs::call(running, method, given).await,
-        _ => snapshots(running, method, given).await,
+        _ => snapshots(running, method, given, is_cancelled).await,
     }
 }
 
-async fn snapshots(running: &Running, method: &str, given: Value) -> Outcome {
+async fn snapshots(
+    running: &Running,
+    method: &str,
+    given: Value,
+    is_cancelled: &dyn Fn() -> bool,
+) -> Outcome {
     match method {
         "snapshot.list" => {
             let DiskParams { disk } = params(given)?;
@@ -82,10 +94,8 @@ async fn snapshots(running: &Running, method: &str, given: Value) -> Outcome {
         "snapshot.create" => {
             let SnapshotParams { disk, name } = params(given)?;
             let claimed = running.claim_disk(&disk).await?;
-            let taken = claimed.disk.disk.snapshots().create(&name).await;
-            let (snapshot, pause) = taken.map_err(anyhow::Error::from)?;
-            let pause_us = log(&claimed.disk, pause, &format!("took the snapshot {name:?}"));
-            result(SnapshotResult { id: snapshot.id, pause_us })
+            let (id, pause_us) = take_snapshot(&claimed.disk, &name, is_cancelled).await?;
+            result(SnapshotResult { id, pause_us })
         }
         "snapshot.delete" => {
             let SnapshotParams { disk, name } = params(given)?;

@@ -20,6 +20,7 @@ use serde_json::Value;
 
 use super::Listed;
 use super::pause_log::log;
+use super::snapshots::take_snapshot;
 use crate::running::{ClaimedDisk, Running};
 
 /// What can be asked for: of snapshots, and of the server.
@@ -146,7 +147,11 @@ pub(super) enum Reply {
 }
 
 /// Carries a request out that is about an image.
-pub(super) async fn execute(running: &Running, request: Request) -> Result<Value> {
+pub(super) async fn execute(
+    running: &Running,
+    request: Request,
+    is_cancelled: &dyn Fn() -> bool,
+) -> Result<Value> {
     let claimed = claim(running, request.image()).await?;
     let (disk, image) = (&claimed.disk, claimed.disk.path());
     let image = image.display();
@@ -158,9 +163,8 @@ pub(super) async fn execute(running: &Running, request: Request) -> Result<Value
             serde_json::to_value(snapshots.iter().map(Listed::from).collect::<Vec<_>>())?
         }
         Request::Create(SnapshotArgs { name, .. }) => {
-            let (snapshot, pause) = snapshots.create(&name).await?;
-            let pause_us = log(disk, pause, &format!("took the snapshot {name:?}"));
-            serde_json::to_value(CreateReply { id: snapshot.id, pause_us })?
+            let (id, pause_us) = take_snapshot(disk, &name, is_cancelled).await?;
+            serde_json::to_value(CreateReply { id, pause_us })?
         }
         Request::Apply(SnapshotArgs { name, .. }) => bail!(
             "{image}: is being served, and its bytes must not change while guests use them; stop the \

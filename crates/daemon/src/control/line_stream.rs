@@ -75,6 +75,12 @@ impl LineReader {
 }
 
 impl LineWriter {
+    /// Whether the peer has closed the connection for both directions. One that sends no more may still read.
+    pub async fn is_closed(&self) -> bool {
+        // The kernel refuses also to send nothing.
+        self.0.send_directly(IoVectorList::new()).await.0.is_err()
+    }
+
     /// Sends a line.
     ///
     /// # Errors

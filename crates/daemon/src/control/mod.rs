@@ -7,6 +7,7 @@
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
 //!   of backups
+//! - `snapshots`: what both protocols ask about them
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
@@ -27,6 +28,7 @@ mod outcome;
 mod pause_log;
 mod rpc;
 mod server;
+mod snapshots;
 
 pub use client::{Connection, RpcError, ask};
 pub(crate) use gate::Closed;

@@ -4,8 +4,11 @@
 //! take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was begun is
 //! finished before the server ends, or is handed over.
 
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::io;
 use std::path::PathBuf;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,15 +17,15 @@ use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
-use futures_util::future::{FutureExt, LocalBoxFuture, Shared, pending};
-use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
+use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, pending, select};
+use futures_util::stream::{self, FuturesUnordered, Peekable, StreamExt, unfold};
 use serde_json::{Value, json};
 
 use super::MAX_LINE;
 use super::dispatch::call;
 use super::gate::{Closed, Gate};
 use super::legacy::{self, Reply, Request, UpgradeArgs, UpgradeReply};
-use super::line_stream::{Frame, line_stream};
+use super::line_stream::{Frame, LineWriter, line_stream};
 use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams};
 use super::outcome::{params, result};
 use super::rpc::{
@@ -35,6 +38,8 @@ use crate::workers::Workers;
 
 /// Connections at the same time; further ones are refused.
 const MAX_CLIENTS: usize = 16;
+/// How often a client that sends no more is asked for.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The delay after a connection could not be accepted.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
@@ -122,6 +127,19 @@ impl Control {
 
 type Stopped = Shared<oneshot::Receiver<()>>;
 
+/// Who waits for an answer.
+struct Caller {
+    stopped: Stopped,
+    is_gone: Cell<bool>,
+}
+
+impl Caller {
+    /// Whether what was asked for is not wanted any more: the client is gone, or the server ends.
+    fn is_cancelled(&self) -> bool {
+        self.is_gone.get() || self.stopped.peek().is_some()
+    }
+}
+
 /// Accepts and answers until the server ends.
 async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     let accepted = unfold(listener, |listener| async move {
@@ -177,9 +195,11 @@ impl Client {
 
 /// Answers one client until it or the server ends.
 async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
+    let caller = Caller { stopped: stopped.clone(), is_gone: Cell::new(false) };
     let (reader, writer) = line_stream(stream);
     let lines = unfold(reader, |mut reader| async move { Some((reader.next().await, reader)) });
-    let mut lines = pin!(lines.fuse());
+    // One line is read ahead while a request is carried out.
+    let mut lines = pin!(lines.peekable().fuse());
     let mut stopped = stopped.fuse();
     let mut client = Client::default();
     loop {
@@ -193,7 +213,14 @@ async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
                 // A client that is gone needs no answer.
                 Err(_) | Ok(None) => return,
                 Ok(Some(Frame::TooLong)) => (Some(too_long(&client)), true),
-                Ok(Some(Frame::Whole(line))) => (answer(served, &mut client, &line).await, false),
+                Ok(Some(Frame::Whole(line))) => {
+                    let answering = pin!(answer(served, &mut client, &line, &caller));
+                    let watching = pin!(watch(lines.as_mut().get_pin_mut(), &writer, &caller));
+                    match select(answering, watching).await {
+                        Either::Left((message, _)) => (message, false),
+                        Either::Right((never, _)) => match never {},
+                    }
+                }
             },
         };
         let Some(message) = message else { continue };
@@ -202,6 +229,22 @@ async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
             return;
         }
     }
+}
+
+/// Finds out whether a client goes away while its request is carried out.
+async fn watch(
+    lines: Pin<&mut Peekable<impl stream::Stream<Item = io::Result<Option<Frame>>>>>,
+    writer: &LineWriter,
+    caller: &Caller,
+) -> Infallible {
+    let has_more = matches!(lines.peek().await, Some(Ok(Some(_))));
+    while !has_more && !caller.is_gone.get() {
+        match writer.is_closed().await {
+            true => caller.is_gone.set(true),
+            false => sleep(CHECK_INTERVAL).await,
+        }
+    }
+    pending().await
 }
 
 fn too_long(client: &Client) -> Value {
@@ -218,13 +261,18 @@ fn refusal(client: &Client, code: i64, why: String) -> Value {
 }
 
 /// Carries out what a line asks for. What is to be answered, if anything.
-async fn answer(served: &Served, client: &mut Client, line: &[u8]) -> Option<Value> {
+async fn answer(
+    served: &Served,
+    client: &mut Client,
+    line: &[u8],
+    caller: &Caller,
+) -> Option<Value> {
     match serde_json::from_slice(line) {
         Ok(Value::Object(object)) if object.contains_key("jsonrpc") || client.speaks_rpc => {
             client.speaks_rpc = true;
             match rpc::parse(object) {
                 Ok(Call { id, method, params }) => {
-                    let outcome = call_method(served, client, &method, params).await;
+                    let outcome = call_method(served, client, caller, (&method, params)).await;
                     id.map(|id| response(&id, outcome))
                 }
                 Err((id, why)) => Some(response(&id, Err(why))),
@@ -237,15 +285,15 @@ async fn answer(served: &Served, client: &mut Client, line: &[u8]) -> Option<Val
             Some(refusal(client, PARSE_ERROR, format!("this is no JSON: {why}")))
         }
         // Once more, for the words of the error.
-        _ => Some(json!(answer_legacy(served, line).await)),
+        _ => Some(json!(answer_legacy(served, line, caller).await)),
     }
 }
 
 async fn call_method(
     served: &Served,
     client: &mut Client,
-    method: &str,
-    given: Value,
+    caller: &Caller,
+    (method, given): (&str, Value),
 ) -> Result<Value, Failure> {
     if method == "server.upgrade" {
         let UpgradeParams { binary, disconnect_tls } = params(given)?;
@@ -272,18 +320,20 @@ async fn call_method(
             client.events = None;
             result(Done {})
         }
-        _ => call(&served.running, method, given).await,
+        _ => call(&served.running, method, given, &|| caller.is_cancelled()).await,
     }
 }
 
-async fn answer_legacy(served: &Served, line: &[u8]) -> Reply {
+async fn answer_legacy(served: &Served, line: &[u8], caller: &Caller) -> Reply {
     let outcome = match serde_json::from_slice(line) {
         Ok(Request::Upgrade(UpgradeArgs { binary, disconnect_tls })) => {
             let reply = upgrade(served, binary, disconnect_tls).await;
             reply.and_then(|reply| Ok(serde_json::to_value(reply)?))
         }
         Ok(request) => match served.gate.enter().await {
-            Some(_inside) => legacy::execute(&served.running, request).await,
+            Some(_inside) => {
+                legacy::execute(&served.running, request, &|| caller.is_cancelled()).await
+            }
             None => Err(anyhow::anyhow!("another process serves now: ask again")),
         },
         Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),

@@ -31,6 +31,7 @@ mod qemu;
 mod requests;
 mod restarts;
 mod snapshot;
+mod snapshot_crash;
 mod subclusters;
 mod threads;
 mod throttle;

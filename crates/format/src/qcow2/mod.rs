@@ -55,7 +55,8 @@ pub use sidecar::Sidecar;
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
-    Amendments, BitmapAction, NewBitmap, NewSnapshot, VmStateCluster, VmStateTables,
+    Amendments, BitmapAction, NewBitmap, NewSnapshot, Preparation, PreparedSnapshot,
+    VmStateCluster, VmStateTables,
 };
 pub use writeback::{DataWriteGuard, ReadGuard};
 
@@ -510,6 +511,19 @@ impl<S: Storage> Qcow2<S> {
         vm_state: Option<&VmStateTables>,
     ) -> Result<Snapshot> {
         transaction::create_snapshot(&self.metadata, &self.transactions, new, vm_state).await
+    }
+
+    /// As [`Snapshots::prepare`](crate::Snapshots::prepare).
+    pub async fn prepare_snapshot(&self) -> Result<PreparedSnapshot<'_, S>> {
+        transaction::prepare_snapshot(&self.metadata, &self.transactions).await
+    }
+
+    /// As [`Snapshots::give_back`](crate::Snapshots::give_back).
+    pub async fn give_back(&self) {
+        // What fails is recorded where it has to be; what is left is freed later.
+        if self.metadata.reclaim().await.is_ok() {
+            let _ = self.metadata.write_back_all().await;
+        }
     }
 
     /// Makes the disk what it was when the snapshot was taken, its size included; durable when it

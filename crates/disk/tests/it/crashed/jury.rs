@@ -1,4 +1,4 @@
-//! What `qemu-img` says of images that a crash = ImageState=state == ImageStatebehind.
+//! What `qemu-img` says of images that a crash or an orderly end left.
 
 use std::ffi::OsStr;
 use std::path::Path;

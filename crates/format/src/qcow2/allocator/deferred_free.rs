@@ -79,6 +79,8 @@ pub(super) struct DeferredFrees {
     pending: Vec<DeferredFree>,
     in_writeback: Vec<DeferredFree>,
     freeable: VecDeque<DeferredFree>,
+    /// No table ever referred to them, but writes to them may be in flight.
+    abandoned: Vec<DeferredFree>,
     /// How many clusters become free by all of these.
     waiting: u64,
     /// How many clusters become free by what is being freed.
@@ -93,6 +95,7 @@ impl DeferredFrees {
             pending: Vec::new(),
             in_writeback: Vec::new(),
             freeable: VecDeque::new(),
+            abandoned: Vec::new(),
             waiting: 0,
             freeing: 0,
             min_waiting,
@@ -103,6 +106,19 @@ impl DeferredFrees {
     pub(super) fn defer_unlinked(&mut self, free: DeferredFree) {
         self.waiting += free.gain();
         self.freeable.push_back(free);
+    }
+
+    /// No table ever referred to these clusters, and writes of tables to them may be in flight.
+    pub(super) fn abandon(&mut self, free: DeferredFree) {
+        self.waiting += free.gain();
+        self.abandoned.push(free);
+    }
+
+    /// What was abandoned up to now.
+    pub(super) fn take_abandoned(&mut self) -> Vec<DeferredFree> {
+        let abandoned = std::mem::take(&mut self.abandoned);
+        abandoned.iter().for_each(|free| self.waiting -= free.gain());
+        abandoned
     }
 
     /// References to these clusters left the tables in memory.
@@ -138,7 +154,7 @@ impl DeferredFrees {
     }
 
     pub(super) fn has_pending(&self) -> bool {
-        !self.pending.is_empty()
+        !self.pending.is_empty() || !self.abandoned.is_empty()
     }
 
     /// How many entries of the list are freeable.

@@ -1,5 +1,7 @@
 //! Freeing clusters: what the allocator is asked about clusters on their way to be free (`deferred_free`).
 
+use std::ops::Range;
+
 use crate::qcow2::tables::{Step, Tables};
 
 use super::Allocator;
@@ -10,6 +12,23 @@ impl Allocator {
     /// is lowered by one.
     pub(crate) fn defer_free(&mut self, free: DeferredFree) {
         self.frees.defer(free);
+    }
+
+    /// Clusters that no table ever referred to are to be free once the writes of tables that are in flight now have
+    /// completed: these may be writes to them.
+    pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
+        self.frees.abandon(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
+    }
+
+    /// What was abandoned up to now. After the writes in flight have completed, [`defer_unlinked`](Self::defer_unlinked)
+    /// follows, or before that [`abandon`](Self::abandon).
+    pub(crate) fn take_abandoned(&mut self) -> Vec<Range<u64>> {
+        self.frees.take_abandoned().into_iter().map(|free| free.clusters).collect()
+    }
+
+    /// Clusters that no table refers to, and to which no write is in flight, are free soon.
+    pub(crate) fn defer_unlinked(&mut self, clusters: Range<u64>) {
+        self.frees.defer_unlinked(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
     }
 
     /// Makes runs of what is pending: tables lie among the data that they refer to, and the host is told of

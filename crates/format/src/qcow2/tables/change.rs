@@ -24,6 +24,7 @@ impl Tables {
         entry: Entry,
         stability: DataStability,
     ) {
+        self.note_slice(slice.offset, SliceKind::L2);
         let bytes = self.cache.change(slice.offset, index, stability);
         entry.write(bytes, index, self.geometry);
     }
@@ -59,6 +60,7 @@ impl Tables {
 
     /// Takes an L2 table out of the L1 table.
     pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
+        self.end_watch();
         self.l1.set(l1_index, 0);
         self.version += 1;
     }
@@ -66,6 +68,7 @@ impl Tables {
     /// The L1 table has so many entries from now on, in these clusters, which nothing on disk refers to
     /// yet. Returns its old clusters.
     pub(crate) fn move_l1(&mut self, entries: u64, clusters: Range<u64>) -> Option<Range<u64>> {
+        self.end_watch();
         let geometry = self.geometry;
         let old = geometry.cluster_of(self.header().l1_offset);
         let old_count = geometry.clusters_for(self.l1.len() as u64 * 8);
@@ -81,6 +84,7 @@ impl Tables {
     /// The L1 table is cut off after so many entries, at its offset. Returns the clusters that it does not
     /// need any more.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
+        self.end_watch();
         let geometry = self.geometry;
         let start = geometry.cluster_of(self.header().l1_offset);
         let [kept, old] =
@@ -92,6 +96,7 @@ impl Tables {
 
     /// The guest's disk has so many bytes from now on.
     pub(crate) fn set_size(&mut self, size: u64) {
+        self.end_watch();
         self.headers.wanted_mut().size = size;
         self.version += 1;
     }
@@ -109,6 +114,7 @@ impl Tables {
 
     /// Takes a refcount block out of the refcount table.
     pub(crate) fn remove_refcount_block(&mut self, index: usize) {
+        self.end_watch();
         let geometry = self.geometry;
         let offset = self.refcount_table.get(index);
         self.refcount_table.set(index, 0);

@@ -14,6 +14,7 @@
 //! looks at nothing but this.
 
 mod change;
+mod change_watch;
 mod dirty;
 mod file_end;
 mod freeze;
@@ -36,17 +37,18 @@ use crate::CacheCounts;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 
+pub(crate) use change_watch::ChangedSlices;
 pub(crate) use dirty::{WritebackBatch, WritebackReason, WritebackScope};
 pub(crate) use file_end::FileEnd;
 pub(crate) use freeze::{FreezeState, ThawEvent};
 pub(crate) use headers::Headers;
 pub(crate) use redo::{EntryRun, LatestChanges, REDO_LOG_WORDS, RedoChange, RedoLog, RedoRecord};
 pub(crate) use refcounts::{LastCounted, Scan};
-pub(crate) use slice_cache::{DataStability, Fetch, SliceId};
+pub(crate) use slice_cache::{DataStability, Fetch, SliceId, SliceKind};
 pub(crate) use step::{Blocked, ReserveRequest, Step};
 pub(crate) use writer::TableWriter;
 
-use slice_cache::{SliceCache, SliceKind};
+use slice_cache::SliceCache;
 use top_table::TopTable;
 
 /// See the module's page.
@@ -70,6 +72,8 @@ pub(crate) struct Tables {
     durable_version: u64,
     redo: RedoLog,
     freeze: FreezeState,
+    /// What changes while tables are copied beside these.
+    watch: Option<ChangedSlices>,
 }
 
 /// The active tables as they are on disk.
@@ -100,18 +104,29 @@ impl Tables {
             durable_version: 0,
             redo: RedoLog::default(),
             freeze: FreezeState::Active,
+            watch: None,
         }
     }
 
     /// Other tables, all of them on disk, are the active ones from now on.
     pub(crate) fn replace(&mut self, active: ActiveTables) -> Result<(), Error> {
-        let ActiveTables { header, l1, refcount_table, clusters } = active;
+        self.file = FileEnd::new(active.clusters);
+        self.switch(active.header, active.l1, active.refcount_table)
+    }
+
+    /// As [`replace`](Self::replace), by tables in clusters that these count already: the file ends where it did.
+    pub(crate) fn switch(
+        &mut self,
+        header: Header,
+        l1: Vec<u64>,
+        refcount_table: Vec<u64>,
+    ) -> Result<(), Error> {
+        self.end_watch();
         self.headers.replace(header);
         self.l1 = TopTable::new(l1);
         self.refcount_table = TopTable::trimmed(refcount_table);
         self.cache = self.cache.emptied();
         self.new_tables.clear();
-        self.file = FileEnd::new(clusters);
         self.has_counted = true;
         self.active.clear();
         self.note_active()

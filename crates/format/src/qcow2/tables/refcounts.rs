@@ -71,6 +71,7 @@ impl Tables {
             let what = "a cluster in use has no refcount block";
             return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
         };
+        self.note_slice(id.offset, SliceKind::Refcounts);
         let bytes = self.cache.change(id.offset, index, DataStability::Stable);
         refcount::set(bytes, order, index, value);
         self.has_counted = true;

@@ -164,6 +164,11 @@ impl SliceCache {
         Some(slice)
     }
 
+    /// The bytes of a cached slice, which is not used by that.
+    pub(crate) fn peek(&self, offset: u64) -> Option<&[u8]> {
+        Some(&self.slots[*self.index.get(&offset)?].1.bytes)
+    }
+
     /// As [`get`](Self::get), for a step that cannot go on without the slice: a hit, unless it was read for that.
     pub(crate) fn look_up(&mut self, offset: u64) -> Option<&Slice> {
         let slot = *self.index.get(&offset)?;

@@ -3,7 +3,7 @@
 use std::mem;
 use std::ops::Range;
 
-use async_lock::Semaphore;
+use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use futures_util::stream::{self, StreamExt};
 
@@ -43,6 +43,8 @@ pub(super) enum L1Users {
 /// Changes of the image as a whole: one at a time.
 pub(crate) struct Transactions {
     lock: Semaphore,
+    /// Held while a snapshot is prepared, which other transactions do not wait for.
+    preparation: Semaphore,
 }
 
 /// All metadata after the change.
@@ -62,7 +64,17 @@ pub(super) struct MetadataTransaction<'a, S: Storage> {
 
 impl Transactions {
     pub(crate) fn new() -> Self {
-        Self { lock: Semaphore::new(1) }
+        Self { lock: Semaphore::new(1), preparation: Semaphore::new(1) }
+    }
+
+    /// Waits for the transaction that runs; none other begins until the result is dropped.
+    pub(super) async fn begin(&self) -> SemaphoreGuard<'_> {
+        self.lock.acquire().await
+    }
+
+    /// Waits for the snapshot that is being prepared; none other is until the result is dropped.
+    pub(super) async fn begin_preparation(&self) -> SemaphoreGuard<'_> {
+        self.preparation.acquire().await
     }
 
     /// Makes a change of the whole image, durably. No change of the guest's may be in flight; those
@@ -97,7 +109,7 @@ impl Transactions {
         metadata: &ImageMetadata<S>,
         change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
     ) -> Result<T> {
-        let _alone = self.lock.acquire().await;
+        let _alone = self.begin().await;
         let mut freeze = FreezeGuard::freeze(metadata).await?;
         let mut transaction = MetadataTransaction::begin(metadata).await?;
         let outcome = change(&mut transaction).await?;

@@ -38,6 +38,8 @@ pub struct NewSnapshot {
 pub(crate) async fn list_snapshots<S: Storage>(
     metadata: &ImageMetadata<S>,
 ) -> Result<Vec<Snapshot>> {
+    // A change of the snapshots meanwhile gives no cluster of the old table to the guest.
+    let _read = metadata.begin_read();
     let header = {
         let state = metadata.lock();
         state.tables.freeze().check_known()?;
@@ -220,7 +222,7 @@ fn index_of(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<usize>
     })
 }
 
-fn check_new_name(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<()> {
+pub(super) fn check_new_name(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<()> {
     let refuse = |what: String, hint: &'static str| {
         Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
     };
@@ -236,7 +238,7 @@ fn check_new_name(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<
     Ok(())
 }
 
-fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> {
+pub(super) fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> {
     if snapshot_table::fits(entries) {
         return Ok(());
     }
@@ -255,6 +257,19 @@ async fn drop_old_vm_state<S: Storage>(transaction: &mut MetadataTransaction<'_,
         transaction.count_tree(&past_the_end, RefcountDelta::Decrement).await?;
     }
     Ok(())
+}
+
+/// The entry of a new snapshot of a disk of so many bytes without a machine's state, but for the offset of its L1 table.
+pub(super) fn draft_entry(
+    new: &NewSnapshot,
+    disk_size: u64,
+    entries: &[SnapshotEntry],
+    l1_entries: u32,
+) -> SnapshotEntry {
+    let NewSnapshot { name, created, vm_clock } = new;
+    let (created, vm_clock) = (*created, *vm_clock);
+    let facts = EntryFacts { name, created, vm_clock, vm_state_size: 0, disk_size };
+    SnapshotEntry::new(next_id(entries), 0, l1_entries, &facts)
 }
 
 /// One more than the largest number that is an id.

@@ -69,7 +69,7 @@ impl<S: Storage, C> Metadata<S, C> {
     ///
     /// # Errors
     /// Why tables cannot be written.
-    pub(super) async fn reclaim(&self) -> Result<()> {
+    pub(crate) async fn reclaim(&self) -> Result<()> {
         // One that runs may have begun before; then the second one takes what is pending. What it is
         // writing has to wait for it as well.
         for _ in 0..2 {

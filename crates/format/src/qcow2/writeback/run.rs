@@ -1,5 +1,7 @@
 //! Who runs a writeback, and who waits for one.
 
+use std::ops::Range;
+
 use async_lock::SemaphoreGuard;
 use blockhouse_core::{Capabilities, Fua, FuaCost, Result, Storage, SyncMode};
 use event_listener::EventListener;
@@ -24,6 +26,8 @@ enum WritebackStep {
 struct WritebackGuard<'a, S: Storage, C> {
     metadata: &'a Metadata<S, C>,
     batch: Option<WritebackBatch>,
+    /// Clusters that are freeable once the writes in flight have completed.
+    abandoned: Vec<Range<u64>>,
 }
 
 impl<S: Storage, C> Drop for WritebackGuard<'_, S, C> {
@@ -32,6 +36,9 @@ impl<S: Storage, C> Drop for WritebackGuard<'_, S, C> {
         if let Some(batch) = self.batch.take() {
             state.tables.abort_writeback(batch);
             state.allocator.abort_writeback();
+        }
+        for clusters in self.abandoned.drain(..) {
+            state.allocator.abandon(clusters);
         }
         state.is_running = false;
         drop(state);
@@ -140,7 +147,7 @@ impl<S: Storage, C> Metadata<S, C> {
     }
 
     /// Writes all that is dirty now, so that the cache has clean slices.
-    pub(super) async fn write_back_all(&self) -> Result<()> {
+    pub(crate) async fn write_back_all(&self) -> Result<()> {
         self.writer.check_failure()?;
         self.write_back(WritebackReason::Full).await.map(drop)
     }
@@ -181,12 +188,16 @@ impl<S: Storage, C> Metadata<S, C> {
             event.await;
             return Ok(Flushed::No);
         }
-        let mut running = WritebackGuard { metadata: self, batch: None };
+        let mut running = WritebackGuard { metadata: self, batch: None, abandoned: Vec::new() };
+        running.abandoned = self.state.lock().allocator.take_abandoned();
         if reason == WritebackReason::PendingData {
             self.data_writes.synchronize().await;
         }
         self.writer.drained().await;
         self.writer.check_failure()?;
+        for clusters in running.abandoned.drain(..) {
+            self.state.lock().allocator.defer_unlinked(clusters);
+        }
         running.batch = self.begin_writeback(reason);
         let mut flushed = Flushed::No;
         if let Some(batch) = &running.batch {

@@ -1,0 +1,60 @@
+//! Bounds the memory of the counters in an image that contradicts itself.
+//!
+//! A counter's page is as large as 256 L2 entries, so L2 entries that refer to clusters far from each other would cost
+//! far more memory than they take in the file. A cluster in use has a refcount, though: as many slices of refcounts as
+//! there are pages are not all zeros. Where guests have freed clusters since their references were counted, a few are.
+
+use blockhouse_core::{Result, Storage};
+use futures_util::stream::{self, StreamExt};
+
+use crate::qcow2::layout::entry;
+use crate::qcow2::tables::SliceKind;
+
+use super::super::ImageMetadata;
+use super::reference_counts::ReferenceCounts;
+use super::space::Halt;
+use super::table_parts::{MAX_IN_FLIGHT, Notes, Part, look};
+
+/// How many pages are looked at together, if there are so many.
+const PAGES: usize = 1024;
+
+/// Looks at the refcounts of new pages, where there are many.
+///
+/// # Errors
+/// `Implausible` where most of them are zeros.
+pub(super) async fn check_new_pages<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    counts: &mut ReferenceCounts,
+) -> Result<(), Halt> {
+    if counts.new_pages() < PAGES {
+        return Ok(());
+    }
+    let slices = counts.take_new_pages();
+    let table = metadata.lock().tables.refcount_table().to_vec();
+    let looks = slices.iter().map(|&slice| has_refcounts(metadata, &table, slice));
+    let looks: Vec<Result<bool>> = stream::iter(looks).buffered(MAX_IN_FLIGHT).collect().await;
+    let mut counted = 0;
+    for has_any in looks {
+        counted += usize::from(has_any?);
+    }
+    match counted * 2 < slices.len() {
+        true => Err(Halt::Implausible),
+        false => Ok(()),
+    }
+}
+
+/// Whether any refcount of a slice is not 0.
+async fn has_refcounts<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    table: &[u64],
+    slice: u64,
+) -> Result<bool> {
+    let geometry = metadata.geometry();
+    let in_block = geometry.cluster_size() / geometry.slice_size();
+    let word = table.get((slice / in_block) as usize).copied().unwrap_or(0);
+    let Ok(Some(block)) = entry::refcount_block(word, geometry) else { return Ok(false) };
+    let offset = block + slice % in_block * geometry.slice_size();
+    let part = Part { kind: SliceKind::Refcounts, offset, length: geometry.slice_size() };
+    let bytes = look(metadata, part, Notes::Leave).await?;
+    Ok(bytes.iter().any(|&byte| byte != 0))
+}

@@ -1,0 +1,242 @@
+//! The refcount blocks of a new snapshot: the active refcounts, and the references that the snapshot adds.
+//!
+//! Each block with a cluster that the snapshot refers to gets a copy in a new cluster; the others stay. A copy is
+//! made of slices, which are written again where their refcounts or references changed.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage, WorkBudget};
+use futures_util::stream::{self, StreamExt};
+
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::{entry, refcount};
+use crate::qcow2::tables::SliceKind;
+
+use super::super::ImageMetadata;
+use super::reference_counts::ReferenceCounts;
+use super::space::{Halt, Space, check_wanted};
+use super::table_parts::{MAX_IN_FLIGHT, Part, look_at, write};
+
+/// See the module's page.
+pub(super) struct RefcountCopies {
+    geometry: Geometry,
+    /// The copies of refcount blocks, by number of the block.
+    copies: BTreeMap<u64, u64>,
+    budget: WorkBudget,
+}
+
+/// A slice of refcounts, or all of a block, that is to be encoded.
+#[derive(Clone, Copy)]
+struct Target {
+    /// The first slice.
+    slice: u64,
+    /// Where it is, and how much of it.
+    active: Part,
+    /// Where its copy goes.
+    copy: u64,
+}
+
+impl RefcountCopies {
+    pub(super) fn new(geometry: Geometry) -> Self {
+        Self { geometry, copies: BTreeMap::new(), budget: WorkBudget::new() }
+    }
+
+    /// The refcount table that refers to the copies, given the active one.
+    pub(super) fn table(&self, mut active: Vec<u64>) -> Vec<u64> {
+        self.copies.iter().for_each(|(&block, &copy)| active[block as usize] = copy);
+        active
+    }
+
+    /// The numbers of the blocks that copies take the place of.
+    pub(super) fn replaced(&self) -> impl Iterator<Item = u64> {
+        self.copies.keys().copied()
+    }
+
+    fn slices_in_block(&self) -> u64 {
+        self.geometry.cluster_size() / self.geometry.slice_size()
+    }
+
+    /// Encodes what changed since it was encoded. The first slice that cannot be, as it is now: it is tried again
+    /// with the next update.
+    pub(super) async fn update<S: Storage>(
+        &mut self,
+        metadata: &ImageMetadata<S>,
+        counts: &mut ReferenceCounts,
+        space: &mut Space<'_, S>,
+        is_cancelled: &dyn Fn() -> bool,
+    ) -> Result<Option<Error>, Halt> {
+        let table = metadata.lock().tables.refcount_table().to_vec();
+        let mut slices = counts.stale().clone();
+        slices.extend(self.changed_slices(metadata, &table, counts));
+        self.drop_unneeded(&mut slices, counts);
+        let is_new = |block: &u64| !self.copies.contains_key(block);
+        let blocks = slices.iter().map(|slice| slice / self.slices_in_block());
+        let new: BTreeSet<u64> = blocks.filter(is_new).collect();
+        space.check_room(new.len())?;
+        let mut refused = None;
+        let mut targets = Vec::new();
+        for block in
+            slices.iter().map(|slice| slice / self.slices_in_block()).collect::<BTreeSet<_>>()
+        {
+            let Some(active) = self.block(&table, block, metadata)? else {
+                let what = "a cluster in use has no refcount block";
+                let cluster = block * self.geometry.block_refcounts();
+                refused = refused.or(Some(self.corrupt(metadata, what, cluster)));
+                continue;
+            };
+            let first = block * self.slices_in_block();
+            if new.contains(&block) {
+                let copy = space.take().await?;
+                self.copies.insert(block, copy);
+                targets.push(self.target(first, active, copy, self.geometry.cluster_size()));
+                continue;
+            }
+            let copy = self.copies[&block];
+            for &slice in slices.range(first..first + self.slices_in_block()) {
+                let delta = (slice - first) * self.geometry.slice_size();
+                let length = self.geometry.slice_size();
+                targets.push(self.target(slice, active + delta, copy + delta, length));
+            }
+        }
+        for some in targets.chunks(MAX_IN_FLIGHT) {
+            check_wanted(is_cancelled)?;
+            let error = self.encode_some(metadata, some, counts).await?;
+            refused = refused.or(error);
+        }
+        Ok(refused)
+    }
+
+    /// Leaves out what need not be encoded: no cluster of it has a reference any more, and its block stays.
+    fn drop_unneeded(&self, slices: &mut BTreeSet<u64>, counts: &mut ReferenceCounts) {
+        slices.retain(|&slice| {
+            let block = slice / self.slices_in_block();
+            let is_needed = self.copies.contains_key(&block) || counts.has_any(slice);
+            if !is_needed {
+                counts.set_encoded(slice);
+            }
+            is_needed
+        });
+    }
+
+    fn target(&self, slice: u64, offset: u64, copy: u64, length: u64) -> Target {
+        Target { slice, active: Part { kind: SliceKind::Refcounts, offset, length }, copy }
+    }
+
+    /// Where a block is.
+    fn block<S: Storage>(
+        &self,
+        table: &[u64],
+        block: u64,
+        metadata: &ImageMetadata<S>,
+    ) -> Result<Option<u64>> {
+        let word = table.get(block as usize).copied().unwrap_or(0);
+        entry::refcount_block(word, self.geometry).map_err(|violation| {
+            let what = format!("entry {block} of the refcount table {violation}");
+            Error::new(ErrorKind::Corrupt, what).on(metadata.storage().name())
+        })
+    }
+
+    /// The slices that guests changed, of blocks that have copies. Notes of others are dropped.
+    fn changed_slices<S: Storage>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        table: &[u64],
+        counts: &ReferenceCounts,
+    ) -> Vec<u64> {
+        let geometry = self.geometry;
+        let changed: Vec<u64> = {
+            let state = metadata.lock();
+            let changed = state.tables.changed_slices();
+            changed.map_or_else(Vec::new, |changed| changed.refcounts.iter().copied().collect())
+        };
+        if changed.is_empty() {
+            return Vec::new();
+        }
+        let blocks: BTreeMap<u64, u64> = (0..).zip(table).map(|(at, &word)| (word, at)).collect();
+        let mut slices = Vec::new();
+        for offset in changed {
+            let block = offset & !(geometry.cluster_size() - 1);
+            let slice = blocks.get(&block).map(|number| {
+                number * self.slices_in_block() + (offset - block) / geometry.slice_size()
+            });
+            let is_needed = |slice: &u64| {
+                self.copies.contains_key(&(slice / self.slices_in_block()))
+                    || counts.has_any(*slice)
+            };
+            match slice.filter(is_needed) {
+                Some(slice) => slices.push(slice),
+                None => drop(metadata.lock().tables.look_at(offset, SliceKind::Refcounts)),
+            }
+        }
+        slices
+    }
+
+    async fn encode_some<S: Storage>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        targets: &[Target],
+        counts: &mut ReferenceCounts,
+    ) -> Result<Option<Error>> {
+        let looks = targets.iter().map(async |target| look_at(metadata, target.active).await);
+        let looks: Vec<_> = stream::iter(looks).buffered(MAX_IN_FLIGHT).collect().await;
+        let (mut writes, mut refused) = (Vec::new(), None);
+        for (target, bytes) in targets.iter().zip(looks) {
+            let mut bytes = bytes?;
+            let step = self.geometry.slice_size() as usize;
+            for (slice, bytes) in (target.slice..).zip(bytes.chunks_exact_mut(step)) {
+                match self.encode(metadata, slice, bytes, counts) {
+                    Ok(()) => counts.set_encoded(slice),
+                    Err(error) => {
+                        counts.set_stale(slice);
+                        refused = refused.or(Some(error));
+                    }
+                }
+                self.budget.spend(WorkBudget::QUANTUM / 2).await;
+            }
+            writes.push(TableWrite { offset: target.copy, bytes });
+        }
+        write(metadata, &writes).await?;
+        Ok(refused)
+    }
+
+    /// Adds the references of a slice's clusters to their refcounts.
+    fn encode<S: Storage>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        slice: u64,
+        bytes: &mut [u8],
+        counts: &ReferenceCounts,
+    ) -> Result<()> {
+        let order = self.geometry.refcount_order;
+        for (index, references) in counts.of_slice(slice) {
+            let count = refcount::get(bytes, order, index);
+            if count == 0 {
+                let cluster = slice * self.geometry.slice_refcounts() + index as u64;
+                let what = "the refcount of a cluster in use is 0";
+                return Err(self.corrupt(metadata, what, cluster));
+            }
+            if references > self.geometry.max_refcount() - count {
+                let what =
+                    format!("refcounts of {} bits cannot count one more snapshot", 1 << order);
+                return Err(Error::new(ErrorKind::Unsupported, what)
+                    .on(metadata.storage().name())
+                    .hint("delete a snapshot, or copy the image into one with wider refcounts"));
+            }
+            refcount::set(bytes, order, index, count + references);
+        }
+        Ok(())
+    }
+
+    fn corrupt<S: Storage>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        what: &'static str,
+        cluster: u64,
+    ) -> Error {
+        Error::new(ErrorKind::Corrupt, what)
+            .on(metadata.storage().name())
+            .at(self.geometry.offset_of(cluster))
+            .hint("check the image before using it")
+    }
+}

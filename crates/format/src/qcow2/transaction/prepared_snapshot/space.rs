@@ -1,0 +1,185 @@
+//! Clusters for tables that are written beside the active ones while guests go on.
+//!
+//! They come from the allocator like any others, with a refcount of one: a crash leaks them at most. What is not
+//! used in the end is given back; all of it, if the snapshot is not taken. While the tables are frozen nothing
+//! can be allocated, so some are kept ready for what changes last.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use blockhouse_core::{Error, Result, Storage};
+
+use super::super::ImageMetadata;
+
+/// How many clusters are allocated together.
+const BATCH: u64 = 64;
+/// How many are ready when the tables are frozen.
+pub(super) const MIN_SPARE: u64 = 32;
+
+/// Why copying stopped.
+pub(super) enum Halt {
+    /// It failed.
+    Failed(Error),
+    /// More clusters are needed, and the tables are frozen.
+    NoSpare,
+    /// The snapshot is not wanted any more.
+    Cancelled,
+    /// The tables refer to what the refcounts do not tell of.
+    Implausible,
+}
+
+/// Stops copying that is not wanted any more.
+pub(super) fn check_wanted(is_cancelled: &dyn Fn() -> bool) -> Result<(), Halt> {
+    if is_cancelled() { Err(Halt::Cancelled) } else { Ok(()) }
+}
+
+impl From<Error> for Halt {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// A table in clusters of its own, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Run {
+    /// The active L1 table.
+    L1,
+    /// That of the snapshot.
+    SnapshotL1,
+    SnapshotTable,
+    RefcountTable,
+}
+
+const RUNS: usize = 4;
+
+/// See the module's page. Dropped, it gives back all clusters.
+pub(super) struct Space<'a, S: Storage> {
+    metadata: &'a ImageMetadata<S>,
+    spare: Vec<u64>,
+    used: BTreeSet<u64>,
+    runs: [Range<u64>; RUNS],
+    /// Whether the tables are frozen.
+    is_closed: bool,
+}
+
+impl<'a, S: Storage> Space<'a, S> {
+    pub(super) fn new(metadata: &'a ImageMetadata<S>) -> Self {
+        let runs = std::array::from_fn(|_| 0..0);
+        Self { metadata, spare: Vec::new(), used: BTreeSet::new(), runs, is_closed: false }
+    }
+
+    /// The tables are frozen, or not any more.
+    pub(super) fn set_closed(&mut self, is_closed: bool) {
+        self.is_closed = is_closed;
+    }
+
+    /// Fails where so many clusters cannot be had now.
+    pub(super) fn check_room(&self, count: usize) -> Result<(), Halt> {
+        match self.is_closed && self.spare.len() < count {
+            true => Err(Halt::NoSpare),
+            false => Ok(()),
+        }
+    }
+
+    /// A cluster; its offset.
+    pub(super) async fn take(&mut self) -> Result<u64, Halt> {
+        if self.spare.is_empty() {
+            self.check_room(1)?;
+            self.allocate_spare(BATCH).await?;
+        }
+        let cluster = self.spare.pop().expect("a spare cluster");
+        self.used.insert(cluster);
+        Ok(self.metadata.geometry().offset_of(cluster))
+    }
+
+    /// A cluster that is not needed after all, to which no write is in flight.
+    pub(super) fn put_back(&mut self, offset: u64) {
+        let cluster = self.metadata.geometry().cluster_of(offset);
+        if self.used.remove(&cluster) {
+            self.spare.push(cluster);
+        }
+    }
+
+    /// Nothing that was taken is needed any more.
+    pub(super) fn put_all_back(&mut self) {
+        self.spare.extend(std::mem::take(&mut self.used));
+    }
+
+    /// Has at least so many clusters ready.
+    pub(super) async fn fill(&mut self, count: u64) -> Result<()> {
+        while (self.spare.len() as u64) < count {
+            self.allocate_spare(count - self.spare.len() as u64).await?;
+        }
+        Ok(())
+    }
+
+    /// Has exactly so many clusters ready for a table.
+    pub(super) async fn fill_run(&mut self, run: Run, count: u64) -> Result<()> {
+        let ready = &mut self.runs[run as usize];
+        if ready.end - ready.start == count {
+            return Ok(());
+        }
+        self.spare.extend(std::mem::replace(ready, 0..0));
+        let found = self.allocate(count).await?;
+        if found.end - found.start == count {
+            self.runs[run as usize] = found;
+            return Ok(());
+        }
+        self.spare.extend(found);
+        let at_end = self.metadata.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.check_dirty_limit()?;
+            state.allocator.allocate_at_end(&mut state.tables, count)
+        });
+        self.runs[run as usize] = at_end.await?;
+        Ok(())
+    }
+
+    /// The clusters that are ready for a table of so many bytes.
+    ///
+    /// # Errors
+    /// `NoSpare` where it takes another number of clusters.
+    pub(super) fn run(&self, run: Run, bytes: u64) -> Result<Range<u64>, Halt> {
+        let ready = self.runs[run as usize].clone();
+        match self.metadata.geometry().clusters_for(bytes) == ready.end - ready.start {
+            true => Ok(ready),
+            false => Err(Halt::NoSpare),
+        }
+    }
+
+    async fn allocate(&mut self, count: u64) -> Result<Range<u64>> {
+        let allocated = self.metadata.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.check_dirty_limit()?;
+            state.allocator.allocate(&mut state.tables, count)
+        });
+        allocated.await
+    }
+
+    async fn allocate_spare(&mut self, count: u64) -> Result<()> {
+        // The last is used first: ascending offsets.
+        let found = self.allocate(count).await?;
+        self.spare.splice(0..0, found.rev());
+        Ok(())
+    }
+
+    /// Tables in what was taken are about to become the active ones: it is not given back any more. What is left.
+    pub(super) fn leave(&mut self) -> Vec<u64> {
+        self.used.clear();
+        self.runs = std::array::from_fn(|_| 0..0);
+        std::mem::take(&mut self.spare)
+    }
+}
+
+impl<S: Storage> Drop for Space<'_, S> {
+    fn drop(&mut self) {
+        let runs = self.runs.iter().cloned().flatten();
+        let mut clusters: Vec<u64> =
+            self.used.iter().chain(&self.spare).copied().chain(runs).collect();
+        clusters.sort_unstable();
+        let mut state = self.metadata.lock();
+        for run in clusters.chunk_by(|&one, &next| one + 1 == next) {
+            state.allocator.abandon(run[0]..run[0] + run.len() as u64);
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! The moment of a prepared snapshot: what is left is copied, and the header switches.
+
+use std::ops::Range;
+
+use blockhouse_core::{Result, Storage, SyncMode};
+
+use crate::qcow2::allocator::{DeferredFree, Punch, Users};
+use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::snapshot_table::{self, Snapshot, Table};
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::words;
+
+use super::super::freeze::FreezeGuard;
+use super::super::snapshots::{NewSnapshot, check_new_name, check_table, draft_entry};
+use super::PreparedSnapshot;
+use super::space::{Halt, Run};
+use super::table_parts::write;
+
+/// The metadata that becomes active.
+struct NewMetadata {
+    header: Header,
+    l1: Vec<u64>,
+    refcount_table: Vec<u64>,
+    snapshot: Snapshot,
+    /// What nothing refers to any more then.
+    replaced: Vec<DeferredFree>,
+}
+
+impl<S: Storage> PreparedSnapshot<'_, S> {
+    /// Takes it; durable when it returns. No change of the guest's data may be in flight. `None` where nothing has
+    /// changed, and it has to be [updated](Self::update) first: guests changed too much since.
+    ///
+    /// # Errors
+    /// As [`Snapshots::create`](crate::Snapshots::create).
+    pub async fn take(&mut self, new: &NewSnapshot) -> Result<Option<Snapshot>> {
+        let metadata = self.metadata;
+        metadata.check_writable()?;
+        metadata.check_intact()?;
+        metadata.begin_changes().await?;
+        let _alone = self.transactions.begin().await;
+        let mut freeze = FreezeGuard::freeze(metadata).await?;
+        if !metadata.lock().tables.is_watched() {
+            return Ok(None);
+        }
+        self.space.set_closed(true);
+        let made = match self.finish(new).await {
+            Ok(made) => made,
+            Err(Halt::Failed(error)) => return Err(error),
+            Err(Halt::Implausible) => {
+                // What was copied is not complete.
+                metadata.lock().tables.end_watch();
+                return Ok(None);
+            }
+            Err(Halt::NoSpare | Halt::Cancelled) => {
+                self.spare = self.spare.saturating_mul(4);
+                return Ok(None);
+            }
+        };
+        metadata.sync(SyncMode::Data).await?;
+        let left = self.space.leave();
+        freeze.begin_switch();
+        let wanted = made.header.clone();
+        if let Err(error) = metadata.rewrite_header(|header| *header = wanted).await {
+            // Not even for want of space: it is unknown which header is on disk.
+            metadata.writer().fail(&error);
+            return Err(error);
+        }
+        let switched = {
+            let mut state = metadata.lock();
+            let switched = state.tables.switch(made.header, made.l1, made.refcount_table);
+            made.replaced.into_iter().for_each(|free| state.allocator.defer_free(free));
+            state.allocator.join_pending_frees();
+            let left = left.into_iter().map(|cluster| cluster..cluster + 1);
+            left.for_each(|cluster| state.allocator.defer_unlinked(cluster));
+            switched
+        };
+        switched.inspect_err(|error| metadata.writer().record(error))?;
+        freeze.end_switch();
+        Ok(Some(made.snapshot))
+    }
+
+    /// Copies what is left, and writes the tables that the header names.
+    async fn finish(&mut self, new: &NewSnapshot) -> Result<NewMetadata, Halt> {
+        if let Some(error) = self.copy_changes(&|| false).await? {
+            return Err(error.into());
+        }
+        let (mut header, refcount_table) = {
+            let state = self.metadata.lock();
+            (state.tables.headers().disk().clone(), state.tables.whole_refcount_table())
+        };
+        let storage = self.metadata.storage();
+        let Table { mut entries, length } = snapshot_table::read(storage, &header).await?;
+        check_new_name(storage.name(), &new.name, &entries)?;
+        let replaced = self.replaced(&header, &refcount_table, length);
+        let l1 = self.l2.l1();
+        let of_disk = (header.geometry.l1_entries_for(header.size) as usize).min(l1.len());
+        let refcount_table = self.refcounts.table(refcount_table);
+        let mut entry = draft_entry(new, header.size, &entries, of_disk as u32);
+        let mut writes = Vec::new();
+        header.l1_offset = self.place(Run::L1, words::bytes_of(&l1), &mut writes)?;
+        let of_snapshot = words::bytes_of(&l1[..of_disk]);
+        entry.l1_offset = self.place(Run::SnapshotL1, of_snapshot, &mut writes)?;
+        let described = entry.described(header.size);
+        entries.push(entry);
+        check_table(storage.name(), &entries)?;
+        header.snapshots = entries.len() as u32;
+        let table = snapshot_table::to_bytes(&entries);
+        header.snapshots_offset = self.place(Run::SnapshotTable, table, &mut writes)?;
+        let table = words::bytes_of(&refcount_table);
+        header.refcount_table_offset = self.place(Run::RefcountTable, table, &mut writes)?;
+        write(self.metadata, &writes).await?;
+        Ok(NewMetadata { header, l1, refcount_table, snapshot: described, replaced })
+    }
+
+    /// Where a table goes: 0 for an empty one.
+    fn place(&self, run: Run, bytes: Vec<u8>, writes: &mut Vec<TableWrite>) -> Result<u64, Halt> {
+        let clusters = self.space.run(run, bytes.len() as u64)?;
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let offset = self.metadata.geometry().offset_of(clusters.start);
+        writes.push(TableWrite { offset, bytes });
+        Ok(offset)
+    }
+
+    /// What the new tables take the place of.
+    fn replaced(&self, header: &Header, blocks: &[u64], snapshots: u64) -> Vec<DeferredFree> {
+        let geometry = self.metadata.geometry();
+        let one = |offset| geometry.cluster_of(offset)..geometry.cluster_of(offset) + 1;
+        let run = |offset, bytes| -> Range<u64> {
+            let first = geometry.cluster_of(offset);
+            first..first + geometry.clusters_for(bytes)
+        };
+        let free = |clusters| DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
+        let mut replaced: Vec<DeferredFree> = Vec::new();
+        replaced.push(free(run(header.l1_offset, u64::from(header.l1_entries) * 8)));
+        if header.snapshots > 0 {
+            replaced.push(free(run(header.snapshots_offset, snapshots)));
+        }
+        let table = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
+        replaced.push(free(run(header.refcount_table_offset, table)));
+        let blocks = self.refcounts.replaced().map(|block| free(one(blocks[block as usize])));
+        replaced.extend(blocks);
+        replaced.extend(self.l2.replaced().map(|table| {
+            let clusters = one(table.offset);
+            match table.is_copied() {
+                true => free(clusters),
+                false => DeferredFree { users: Users::Others, ..DeferredFree::of(clusters) },
+            }
+        }));
+        replaced.retain(|free| !free.clusters.is_empty());
+        replaced
+    }
+}
