@@ -40,6 +40,7 @@ mod jobs;
 mod kept_sockets;
 mod limits;
 mod locks;
+mod long_chains;
 mod lost_writes;
 mod luks;
 mod manual;

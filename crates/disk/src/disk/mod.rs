@@ -299,7 +299,8 @@ impl<S: Storage> Disk<S> {
     /// from there, and past its end as zeros.
     #[must_use]
     pub fn with_backing(self, backing: Arc<Self>) -> Self {
-        self.layer().set_backing(Arc::clone(backing.writer().layer()));
+        let access = backing.options().access;
+        self.layer().set_backing(Arc::clone(backing.writer().layer()), access);
         self
     }
 

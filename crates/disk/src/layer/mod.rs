@@ -4,15 +4,18 @@
 //!   guest's bytes: `write` does.
 //! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned (`unaligned`);
 //!   compressed clusters by way of a cache (`compressed`).
+//! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what is remembered of that.
 //! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
 //! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all layers.
 
+mod backing_chain;
 mod block_status;
 mod compressed;
 mod data_cipher;
 mod encrypted;
 mod map_entry;
 mod read;
+mod skip_table;
 mod unaligned;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +27,10 @@ use blockhouse_format::Format;
 use crate::buffers::{BounceBuffers, ClusterBuffers, DecompressedCache};
 use crate::claims::{Claim, Tracker};
 use crate::durability::FlushTracker;
+use crate::options::Access;
 use crate::stats::Stats;
+
+use backing_chain::BackingChain;
 
 pub(crate) use block_status::HostRuns;
 pub use block_status::{BlockStatus, BlockStatusCache};
@@ -40,18 +46,28 @@ pub(crate) struct Layer<S: Storage> {
     /// What the storage of the data and its encryption demand.
     alignment: Alignment,
     /// Where the image's unallocated clusters are read from.
-    backing: OnceLock<Arc<Layer<S>>>,
+    backing: OnceLock<Backing<S>>,
     /// Another opening of the same image, which takes this one's place behind others.
     successor: OnceLock<Arc<Layer<S>>>,
     /// Whether the image leaves nothing to its backing file any more, for ever.
     is_detached: AtomicBool,
     /// Whether all changes claim their range.
     claims_all: AtomicBool,
+    /// The image's backing files, if they are many.
+    chain: OnceLock<Option<BackingChain<S>>>,
+    /// Whether the chain may be used: it is read from here, and as it was opened.
+    remembers_chain: AtomicBool,
     claims: Arc<Tracker>,
     bounce_buffers: BounceBuffers,
     cluster_buffers: ClusterBuffers,
     decompressed: DecompressedCache,
     stats: Stats,
+}
+
+/// The layer of a backing file, and whether anybody may change it.
+struct Backing<S: Storage> {
+    layer: Arc<Layer<S>>,
+    access: Access,
 }
 
 impl<S: Storage> Layer<S> {
@@ -79,6 +95,8 @@ impl<S: Storage> Layer<S> {
             successor: OnceLock::new(),
             is_detached: AtomicBool::new(false),
             claims_all: AtomicBool::new(false),
+            chain: OnceLock::new(),
+            remembers_chain: AtomicBool::new(true),
             claims: Arc::default(),
             bounce_buffers: BounceBuffers::new(),
             cluster_buffers: ClusterBuffers::new(cluster_size),
@@ -101,20 +119,25 @@ impl<S: Storage> Layer<S> {
         Ok(Self::new(self.format.with_extents(data, ranges).await?))
     }
 
-    /// Reads from `backing` what the image leaves to its backing file, from now on. Once only.
-    pub(crate) fn set_backing(&self, backing: Arc<Self>) {
-        self.format.set_backing_size(backing.size());
+    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its backing file, from now on.
+    /// Once only.
+    pub(crate) fn set_backing(&self, layer: Arc<Self>, access: Access) {
+        self.format.set_backing_size(layer.size());
+        // Its chain is a part of this one's.
+        layer.remembers_chain.store(false, Ordering::Release);
         // A second one would change what was read already.
-        let _ = self.backing.set(backing);
+        let _ = self.backing.set(Backing { layer, access });
     }
 
-    /// Reads what the image leaves to its backing file through `backing` from now on, another opening of the same file.
-    /// Reads that are in flight may use the older one.
+    /// Reads what the image leaves to its backing file through `backing` from now on, another opening of the same file,
+    /// which may change it. Reads that are in flight may use the older one.
     pub(crate) fn replace_backing(&self, backing: Arc<Self>) {
+        // A read that begins when those in flight have ended sees it. The base remembers its own chain.
+        self.remembers_chain.store(false, Ordering::Release);
         match self.backing_layer() {
             // The last one of its line has none.
             Some(older) => drop(older.successor.set(backing)),
-            None => self.set_backing(backing),
+            None => self.set_backing(backing, Access::ReadWrite),
         }
     }
 
@@ -123,7 +146,7 @@ impl<S: Storage> Layer<S> {
         if self.is_detached.load(Ordering::Acquire) {
             return None;
         }
-        let mut layer = self.backing.get()?;
+        let mut layer = &self.backing.get()?.layer;
         while let Some(successor) = layer.successor.get() {
             layer = successor;
         }
@@ -221,7 +244,9 @@ impl<S: Storage> Layer<S> {
 
     /// This layer and all that were opened behind it, those included that were [detached](Self::detach_backing).
     pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
-        std::iter::successors(Some(self), |layer| layer.backing.get().map(|behind| behind.last()))
+        std::iter::successors(Some(self), |layer| {
+            layer.backing.get().map(|behind| behind.layer.last())
+        })
     }
 
     /// The last opening of this layer's file.

@@ -1,5 +1,8 @@
 //! A read: mapped extent by extent, each moved as its state says.
 //!
+//! What an image leaves to its backing files is read from the layer that has it: those between are asked in a loop, or passed over
+//! where that is known (see [`BackingChain`]), so a read through a long chain costs no more futures than one of two layers.
+//!
 //! One extent is one storage operation and nothing else; several run together (see [`crate::parts`]).
 //! Between them the read yields, see [`WorkBudget`]: what needs no waiting (holes, look-ups, decompression)
 //! keeps no other task of the thread waiting. All operations of a read are waited for, also when one
@@ -13,6 +16,7 @@ use blockhouse_format::Intent;
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{self, Stream, StreamExt};
 
+use super::backing_chain::BackingChain;
 use super::{Layer, within};
 use crate::parts::{MAX_IN_FLIGHT, first_part, take_part};
 
@@ -108,18 +112,75 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Fills `into` with the bytes of `range` from the backing layer; zeros past its end.
-    fn read_backing(&self, range: ByteRange, mut into: IoVector) -> LocalBoxFuture<'_, Result<()>> {
+    /// Fills `into` with the bytes of `range`, which the image leaves to its backing files.
+    fn read_backing(&self, range: ByteRange, into: IoVector) -> LocalBoxFuture<'_, Result<()>> {
         Box::pin(async move {
-            let backing = self.backing()?;
-            let inside = within(range, backing.size());
-            fill_with_zeros(into.split_off(inside.length() as usize)).await?;
+            let nearest = self.backing()?;
+            let Some(chain) = self.chain() else { return nearest.read_from(range, into).await };
+            let (layer, part) = chain.find(range).await;
+            if part == range {
+                return layer.read_from(range, into).await;
+            }
+            Box::pin(read_along(chain, range, into)).await
+        })
+    }
+
+    /// Fills `into` with the bytes of `range` from this layer or those behind it; zeros past its end.
+    async fn read_from(&self, mut range: ByteRange, mut into: IoVector) -> Result<()> {
+        let budget = WorkBudget::new();
+        let mut layer = self;
+        loop {
+            let inside = within(range, layer.size());
+            if inside != range {
+                fill_with_zeros(into.split_off(inside.length() as usize)).await?;
+            }
             if inside.is_empty() {
                 return Ok(());
             }
-            backing.read(inside, into).await
-        })
+            let guard = layer.format.begin_read();
+            let first = layer.format.map(first_part(inside), Intent::Read).await?;
+            let is_whole = first.guest == inside;
+            if is_whole && first.state == ExtentState::Backing {
+                (layer, range) = (layer.backing()?, inside);
+                budget.spend(WorkBudget::LOOK_UP).await;
+            } else if !layer.alignment.admits(inside.offset(), &into) {
+                // It waits for other things than reads.
+                drop(guard);
+                return Box::pin(layer.read_unaligned(inside, into)).await;
+            } else if is_whole {
+                return layer.read_extent(&first, into).await;
+            } else {
+                return Box::pin(layer.read_parts(first, inside, into)).await;
+            }
+        }
     }
+}
+
+/// Fills `into` with the bytes of `range`, whose parts are in several layers of the chain.
+async fn read_along<S: Storage>(
+    chain: &BackingChain<S>,
+    range: ByteRange,
+    mut into: IoVector,
+) -> Result<()> {
+    let (stopped, budget) = (&Cell::new(false), &WorkBudget::new());
+    let found = stream::unfold(range, |rest| async move {
+        if rest.is_empty() || stopped.get() {
+            return None;
+        }
+        let (layer, part) = chain.find(rest).await;
+        Some(((layer, part), rest.skip(part.length())))
+    });
+    let parts = found.map(|(layer, part)| {
+        let rest = into.split_off(part.length() as usize);
+        let into = std::mem::replace(&mut into, rest);
+        async move {
+            let outcome = layer.read_from(part, into).await;
+            // As much as if all of it were a hole there.
+            budget.charge(WorkBudget::LOOK_UP + part.length());
+            outcome
+        }
+    });
+    run_bounded(MAX_IN_FLIGHT, budget, stopped, parts).await
 }
 
 /// What reading an extent computes, if it does not yield by itself.

@@ -4,6 +4,7 @@
 mod allocations;
 mod bitmap_excess;
 mod bitmaps;
+mod chains;
 mod commit_crash;
 mod common;
 mod convert;

@@ -1,0 +1,112 @@
+//! Finding the backing file that has what an image leaves to its chain, without asking all those before it each time.
+//!
+//! Guarantees:
+//! - Layers are only passed over where each of them, whole as it is, leaves the range to the ones behind it. They are
+//!   open for reading only, so what was found out once stays true ([`SkipTable`]).
+//! - A chain with a layer that may be changed is not remembered ([`Layer::chain`]); neither is anything from the moment on
+//!   when another opening took a layer's place.
+//! - An error that a layer answers while it is asked of more than the range is the error of no request.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use blockhouse_core::{ByteRange, ExtentState, Storage, WorkBudget};
+use blockhouse_format::Intent;
+
+use super::Layer;
+use super::skip_table::SkipTable;
+use crate::options::Access;
+
+/// Bytes of a granule, at least and at most.
+const GRANULES: [u64; 2] = [4 << 10, 2 << 20];
+
+/// The backing files of an image, the nearest first.
+pub(super) struct BackingChain<S: Storage> {
+    layers: Vec<Arc<Layer<S>>>,
+    /// Bytes of a granule, a power of two: no more than the smallest cluster, where that is not tiny.
+    granule: u64,
+    skips: SkipTable,
+}
+
+impl<S: Storage> Layer<S> {
+    /// The image's chain, if what is found out about it can be remembered and is of use: not of a layer that is itself
+    /// read through another one's chain.
+    pub(super) fn chain(&self) -> Option<&BackingChain<S>> {
+        if !self.remembers_chain.load(Ordering::Acquire) {
+            return None;
+        }
+        self.chain.get_or_init(|| BackingChain::of(self)).as_ref()
+    }
+}
+
+impl<S: Storage> BackingChain<S> {
+    /// `None` for one that is too short, or may change.
+    fn of(image: &Layer<S>) -> Option<Self> {
+        let mut layers: Vec<Arc<Layer<S>>> = Vec::new();
+        let mut layer = image;
+        while let Some(backing) = layer.backing.get() {
+            if backing.access != Access::ReadOnly {
+                return None;
+            }
+            layers.push(Arc::clone(&backing.layer));
+            layer = &backing.layer;
+        }
+        if layers.len() < 2 {
+            return None;
+        }
+        let clusters = layers.iter().filter_map(|layer| layer.format().cluster_size());
+        let granule = clusters.min().unwrap_or(GRANULES[1]).clamp(GRANULES[0], GRANULES[1]);
+        let skips = SkipTable::new(image.size().div_ceil(granule));
+        Some(Self { layers, granule, skips })
+    }
+
+    /// The first layer that may have some of the first bytes of `range`, which is not empty, and for how many bytes that
+    /// holds: at least one.
+    pub(super) async fn find(&self, range: ByteRange) -> (&Arc<Layer<S>>, ByteRange) {
+        let depth = self.skips_at(range.offset()).await;
+        let mut end = self.granule_end(range.offset());
+        while end < range.end() && self.skips_at(end).await == depth {
+            end = self.granule_end(end);
+        }
+        (&self.layers[depth], ByteRange::between(range.offset(), end.min(range.end())))
+    }
+
+    fn granule_end(&self, offset: u64) -> u64 {
+        (offset & !(self.granule - 1)).saturating_add(self.granule)
+    }
+
+    /// How many layers leave all of the granule at `offset` to those behind them.
+    async fn skips_at(&self, offset: u64) -> usize {
+        let granule = offset / self.granule;
+        match self.skips.get(granule) {
+            Some(skips) => skips,
+            // Boxed, so that the future of the common way stays small.
+            None => Box::pin(self.find_out(granule)).await,
+        }
+    }
+
+    async fn find_out(&self, granule: u64) -> usize {
+        let start = granule * self.granule;
+        let range = ByteRange::between(start, start + self.granule);
+        let budget = WorkBudget::new();
+        // The last layer leaves nothing to others.
+        let last = self.layers.len() - 1;
+        let mut skips = 0;
+        for layer in &self.layers[..last] {
+            // Zeros past the end are the layer's own.
+            if range.end() > layer.size() {
+                break;
+            }
+            match layer.format().map(range, Intent::Read).await {
+                Ok(extent) if extent.state == ExtentState::Backing && extent.guest == range => {}
+                Ok(_) => break,
+                // Those who read what is damaged find out; another time it may be readable.
+                Err(_) => return skips,
+            }
+            skips += 1;
+            budget.spend(WorkBudget::LOOK_UP).await;
+        }
+        self.skips.set(granule, skips);
+        skips
+    }
+}

@@ -1,0 +1,149 @@
+//! How many backing files of a chain a read of some part of the disk can pass over: what was found out, remembered.
+//!
+//! The disk is divided into granules. An entry says of a granule that so many backing files, from the nearest on, leave all of it to
+//! those behind them.
+//!
+//! Guarantees:
+//! - An entry that is found is the one that was last set for its granule. One may be lost at any time: then it is
+//!   found out again.
+//! - Memory: two bytes for each granule that was set, [`MAX_BYTES`] at most, however large the disk.
+//! - No locks. Threads may get and set the same entries at the same time.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of a table's entries, at most: enough for 128 GiB of a disk in granules of 64 KiB.
+const MAX_BYTES: u64 = 4 << 20;
+/// Entries of a word. A word has the skips of neighbours in its lower half, a byte each, and says in the upper half
+/// which ones they are. It is read and written as a whole, so it never has the skips of one place with the tag of another.
+const ENTRIES: u64 = 4;
+/// Words that are allocated together.
+const CHUNK: usize = 512;
+const CHUNK_BYTES: u64 = CHUNK as u64 * 8;
+const TAG_SHIFT: u32 = 32;
+/// The largest number that an entry has room for.
+const MAX_SKIPS: usize = 254;
+
+/// See the module's page.
+pub(super) struct SkipTable {
+    /// A power of two of chunks, each allocated when it is first needed.
+    chunks: Box<[OnceLock<Box<[AtomicU64]>>]>,
+}
+
+/// Where an entry is, if it is there.
+#[derive(Clone, Copy)]
+struct Place {
+    chunk: usize,
+    word: usize,
+    /// Bits below the entry's in the word.
+    shift: u32,
+    tag: u64,
+}
+
+impl SkipTable {
+    /// A table for a disk of so many granules. One that grows later uses the same memory.
+    pub(super) fn new(granules: u64) -> Self {
+        let words = granules.div_ceil(ENTRIES);
+        let chunks = words.div_ceil(CHUNK as u64).clamp(1, MAX_BYTES / CHUNK_BYTES);
+        let chunks = chunks.next_power_of_two() as usize;
+        Self { chunks: std::iter::repeat_with(OnceLock::new).take(chunks).collect() }
+    }
+
+    /// What was set for the granule.
+    pub(super) fn get(&self, granule: u64) -> Option<usize> {
+        let place = self.place(granule)?;
+        let word = self.chunks[place.chunk].get()?[place.word].load(Ordering::Relaxed);
+        let skips = (word >> place.shift) as u8;
+        (word >> TAG_SHIFT == place.tag).then_some(skips)?.checked_sub(1).map(usize::from)
+    }
+
+    /// Remembers that so many backing files can be passed over, in the place of what was known of a granule that shares
+    /// the word.
+    pub(super) fn set(&self, granule: u64, skips: usize) {
+        let Some(place) = self.place(granule) else { return };
+        let chunk = self.chunks[place.chunk]
+            .get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(CHUNK).collect());
+        let word = &chunk[place.word];
+        let known = word.load(Ordering::Relaxed);
+        let kept = match known >> TAG_SHIFT == place.tag {
+            true => known & !(0xff << place.shift),
+            false => place.tag << TAG_SHIFT,
+        };
+        let skips = skips.min(MAX_SKIPS) as u64 + 1;
+        // Another thread's entry of the same word may be lost between the two.
+        word.store(kept | skips << place.shift, Ordering::Relaxed);
+    }
+
+    /// `None` for granules that are too far apart to be told from each other.
+    fn place(&self, granule: u64) -> Option<Place> {
+        let group = granule / ENTRIES;
+        let words = (self.chunks.len() * CHUNK) as u64;
+        let (index, tag) = ((group % words) as usize, group / words);
+        let shift = (granule % ENTRIES) as u32 * 8;
+        let place = Place { chunk: index / CHUNK, word: index % CHUNK, shift, tag };
+        u32::try_from(tag).is_ok().then_some(place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Granules that meet in the same words.
+    fn granule() -> impl Strategy<Value = u64> {
+        let words = MAX_BYTES / 8 * ENTRIES;
+        prop_oneof![
+            4 => 0..24_u64,
+            4 => (0..24_u64).prop_map(move |granule| granule + words),
+            2 => (0..24_u64).prop_map(move |granule| granule + 5 * words),
+            1 => any::<u64>(),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_found_is_what_was_set_last(
+            size in prop_oneof![1..100_u64, Just(u64::MAX)],
+            sets in vec((granule(), 0..300_usize), 1..80),
+        ) {
+            let table = SkipTable::new(size);
+            let mut model = HashMap::new();
+            for (granule, skips) in sets {
+                table.set(granule, skips);
+                model.insert(granule, skips.min(MAX_SKIPS));
+                for (&granule, &skips) in &model {
+                    if let Some(found) = table.get(granule) {
+                        prop_assert_eq!(found, skips, "granule {}", granule);
+                    }
+                }
+                if granule < 1 << 40 {
+                    prop_assert_eq!(table.get(granule), Some(model[&granule]));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn all_granules_of_a_disk_have_their_entries() {
+        let table = SkipTable::new(100_000);
+        (0..100_000).for_each(|granule| table.set(granule, granule as usize % 200));
+        assert!((0..100_000).all(|granule| table.get(granule) == Some(granule as usize % 200)));
+        assert_eq!(table.get(100_000), None);
+    }
+
+    #[test]
+    fn memory_is_bounded_and_taken_when_it_is_used() {
+        let table = SkipTable::new(u64::MAX);
+        let used =
+            |table: &SkipTable| table.chunks.iter().filter(|one| one.get().is_some()).count();
+        assert_eq!(used(&table), 0);
+        table.set(1 << 50, 3);
+        assert_eq!((used(&table), table.get(1 << 50)), (1, Some(3)));
+        assert_eq!(table.chunks.len() as u64 * CHUNK_BYTES, MAX_BYTES);
+    }
+}
