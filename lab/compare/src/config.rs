@@ -23,6 +23,10 @@ pub struct Options {
     /// Compare saving and loading the state of a machine of --size instead, on --dir
     #[arg(long)]
     pub vmstate: bool,
+    /// Compare what becomes of figures when queues, the disk, the chain of backing files, snapshots or the extents of a
+    /// request grow, on tmpfs
+    #[arg(long)]
+    pub growth: bool,
     /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
     #[arg(long)]
     pub quick: bool,

@@ -7,6 +7,7 @@
 //!
 //! - [`raw`], [`rows`]: raw images, and the loads
 //! - [`qcow2`]: what is special to images that map: other loads, and tools
+//! - [`growth`]: what becomes of a figure when something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
@@ -17,6 +18,7 @@
 mod caching;
 mod config;
 mod fio;
+mod growth;
 mod interrupt;
 mod light;
 mod measurement;
@@ -85,6 +87,9 @@ fn compare(options: &Options) -> Result<()> {
         return vmstate::run(&workspace, options);
     }
     apt::require(apt::FOR_COMPARISON)?;
+    if options.growth {
+        return growth::run(&workspace, options);
+    }
     match options.format {
         Format::Raw => raw::run(&workspace, options),
         Format::Qcow2 => qcow2::run(&workspace, options),

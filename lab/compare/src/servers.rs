@@ -165,7 +165,8 @@ impl Kind {
         Ok(output.lines().next().unwrap_or_default().to_owned())
     }
 
-    fn program(self, programs: &Programs) -> &Path {
+    /// Its executable.
+    pub fn program(self, programs: &Programs) -> &Path {
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => &programs.blockhouse,
             Self::Baseline => &programs.baseline,
