@@ -1,14 +1,14 @@
 //! `blockhouse attach` and `detach`: an image as a block device of this host, served by a process in the background.
 
-use std::io::{BufRead, BufReader, Read};
-use std::os::unix::process::CommandExt;
+use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::ExitCode;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use blockhouse_disk::{CacheMode, ImageFormat};
 use clap::builder::ValueParser;
 
+use crate::background::{self, Started};
 use crate::output;
 
 /// Arguments of `attach`.
@@ -46,35 +46,32 @@ fn parse_device(text: &str) -> Result<u32, String> {
 }
 
 /// Runs `attach`: prints the device when it is there.
-pub fn attach(arguments: &AttachArguments) -> Result<()> {
-    let program = std::env::current_exe().context("cannot find this program")?;
-    let mut command = Command::new(program);
-    command.arg("serve").arg(&arguments.image).args(["--cache", arguments.cache.as_str()]);
+pub fn attach(arguments: &AttachArguments) -> Result<ExitCode> {
+    match background::start(words(arguments))? {
+        Started::Listens(lines) => {
+            let device = lines.lines().find_map(|line| line.strip_prefix("ready "));
+            output::print(device.context("the server did not name its device")?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        // It has said why.
+        Started::Ended(_) => Ok(ExitCode::FAILURE),
+    }
+}
+
+/// The command that serves the device.
+fn words(arguments: &AttachArguments) -> Vec<OsString> {
+    let mut words: Vec<OsString> =
+        vec!["serve".into(), background::OPTION.into(), arguments.image.clone().into()];
+    words.extend(["--cache", arguments.cache.as_str()].map(Into::into));
     if let Some(format) = arguments.format {
-        command.args(["--format", format.as_str()]);
+        words.extend(["--format", format.as_str()].map(Into::into));
     }
     if arguments.read_only {
-        command.arg("--read-only");
+        words.push("--read-only".into());
     }
-    command.arg("--ublk").args(arguments.id.map(|id| id.to_string()));
-    // Ctrl-C in this terminal is not for the server.
-    command.process_group(0);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut server = command.spawn().context("cannot start the server")?;
-    let (stdout, stderr) = (server.stdout.take(), server.stderr.take());
-    let (stdout, mut stderr) = stdout.zip(stderr).context("the server has no output")?;
-    let mut line = String::new();
-    BufReader::new(stdout).read_line(&mut line).context("cannot read from the server")?;
-    match line.trim().strip_prefix("ready ") {
-        Some(device) => output::print(device),
-        None => {
-            let mut said = String::new();
-            stderr.read_to_string(&mut said).context("cannot read from the server")?;
-            server.wait().context("cannot wait for the server")?;
-            let why = said.trim().lines().last().unwrap_or("it said nothing").to_owned();
-            Err(anyhow!("{}", why.strip_prefix("blockhouse: ").unwrap_or(&why)))
-        }
-    }
+    words.push("--ublk".into());
+    words.extend(arguments.id.map(|id| id.to_string().into()));
+    words
 }
 
 /// Runs `detach`.

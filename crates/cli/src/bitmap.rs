@@ -10,6 +10,7 @@ use blockhouse_disk::{
     make_sidecar, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
+use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Command, FromArgMatches};
 use serde_json::{Value, json};
 
 use crate::create::wrong_usage;
@@ -26,7 +27,7 @@ pub struct Arguments {
     #[command(subcommand)]
     action: Option<Action>,
     #[command(flatten)]
-    flag: Flag,
+    flags: Flags,
     #[command(flatten)]
     source: MergeSource,
     /// How many bytes of the disk one bit of a new bitmap stands for.
@@ -42,32 +43,94 @@ pub struct Arguments {
     name: Option<String>,
 }
 
-/// What to do, as qemu-img's users say it.
-#[derive(clap::Args)]
-#[group(required = true, multiple = false)]
-struct Flag {
-    /// The same as 'add IMAGE NAME'.
-    #[arg(long)]
-    add: bool,
-    /// The same as 'remove IMAGE NAME'.
-    #[arg(long)]
-    remove: bool,
-    /// The same as 'clear IMAGE NAME'.
-    #[arg(long)]
-    clear: bool,
-    /// The same as 'enable IMAGE NAME'.
-    #[arg(long)]
-    enable: bool,
-    /// The same as 'disable IMAGE NAME'.
-    #[arg(long)]
-    disable: bool,
-    /// The same as 'merge IMAGE NAME SOURCE'.
-    #[arg(long, value_name = "SOURCE")]
-    merge: Option<String>,
+/// What to do, as qemu-img's users say it: several options one after the other, in the order in which they stand.
+struct Flags(Vec<Flag>);
+
+/// One of them.
+enum Flag {
+    Add,
+    Change(BitmapAction),
+    Merge(String),
+}
+
+/// Their names, and the subcommands that do the same.
+const FLAGS: [(&str, &str); 5] = [
+    ("add", "The same as 'add IMAGE NAME'"),
+    ("remove", "The same as 'remove IMAGE NAME'"),
+    ("clear", "The same as 'clear IMAGE NAME'"),
+    ("enable", "The same as 'enable IMAGE NAME'"),
+    ("disable", "The same as 'disable IMAGE NAME'"),
+];
+const MERGE: &str = "merge";
+
+impl clap::Args for Flags {
+    fn augment_args(command: Command) -> Command {
+        let merge = Arg::new(MERGE).long(MERGE).value_name("SOURCE").action(ArgAction::Append);
+        let flags = FLAGS
+            .map(|(name, help)| Arg::new(name).long(name).help(help).action(ArgAction::SetTrue));
+        let names = FLAGS.map(|(name, _)| name).into_iter().chain([MERGE]);
+        let group = ArgGroup::new("flag").args(names).required(true).multiple(true);
+        let merge = merge.help("The same as 'merge IMAGE NAME SOURCE'");
+        command.args(flags).arg(merge).group(group)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Flags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let given = FLAGS.into_iter().filter(|(name, _)| matches.get_flag(name));
+        let mut flags: Vec<_> =
+            given.filter_map(|(name, _)| Some((matches.index_of(name)?, Flag::of(name)))).collect();
+        let sources = matches.get_many::<String>(MERGE).into_iter().flatten();
+        let merges = matches.indices_of(MERGE).into_iter().flatten().zip(sources);
+        flags.extend(merges.map(|(index, source)| (index, Flag::Merge(source.clone()))));
+        flags.sort_by_key(|(index, _)| *index);
+        Ok(Self(flags.into_iter().map(|(_, flag)| flag).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Flag {
+    /// That of a name in [`FLAGS`].
+    fn of(name: &str) -> Self {
+        match name {
+            "remove" => Self::Change(BitmapAction::Remove),
+            "clear" => Self::Change(BitmapAction::Clear),
+            "enable" => Self::Change(BitmapAction::Enable),
+            "disable" => Self::Change(BitmapAction::Disable),
+            _ => Self::Add,
+        }
+    }
+
+    fn action(
+        self,
+        image: Image,
+        name: String,
+        granularity: Option<u64>,
+        from: MergeSource,
+    ) -> Action {
+        match self {
+            Self::Add => {
+                Action::Add { image, new: NewBitmapArgs { name, granularity, disabled: false } }
+            }
+            Self::Merge(source) => Action::Merge { image, name, source, from },
+            Self::Change(BitmapAction::Remove) => Action::Remove(Named { image, name }),
+            Self::Change(BitmapAction::Clear) => Action::Clear(Named { image, name }),
+            Self::Change(BitmapAction::Enable) => Action::Enable(Named { image, name }),
+            Self::Change(BitmapAction::Disable) => Action::Disable(Named { image, name }),
+        }
+    }
 }
 
 /// Where a bitmap that is merged lies, if in another image.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 struct MergeSource {
     /// The image of the bitmap that has them. Left out: the same image.
     #[arg(long, short = 'b', value_name = "FILE")]
@@ -80,25 +143,18 @@ struct MergeSource {
 
 impl Arguments {
     /// What is to be done, however it was said.
-    fn action(self) -> Action {
-        let Self { action, flag, source, granularity, access, image, name } = self;
+    fn actions(self) -> Vec<Action> {
+        let Self { action, flags, source, granularity, access, image, name } = self;
         if let Some(action) = action {
-            return action;
+            return vec![action];
         }
         let (Some(image), Some(name)) = (image, name) else {
             wrong_usage("which image and which bitmap is missing");
         };
         let image = Image { access, image };
-        match flag {
-            Flag { merge: Some(of), .. } => Action::Merge { image, name, source: of, from: source },
-            Flag { add: true, .. } => {
-                Action::Add { image, new: NewBitmapArgs { name, granularity, disabled: false } }
-            }
-            Flag { remove: true, .. } => Action::Remove(Named { image, name }),
-            Flag { clear: true, .. } => Action::Clear(Named { image, name }),
-            Flag { enable: true, .. } => Action::Enable(Named { image, name }),
-            _ => Action::Disable(Named { image, name }),
-        }
+        let action =
+            |flag: Flag| flag.action(image.clone(), name.clone(), granularity, source.clone());
+        flags.0.into_iter().map(action).collect()
     }
 }
 
@@ -163,7 +219,7 @@ struct Named {
 }
 
 /// The image.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 struct Image {
     #[command(flatten)]
     access: ImageAccess,
@@ -172,7 +228,7 @@ struct Image {
 }
 
 /// How an image is reached.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 struct ImageAccess {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
@@ -185,7 +241,13 @@ struct ImageAccess {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    EventLoop::new(EngineChoice::Auto)?.block_on(run_action(arguments.action()))
+    let actions = arguments.actions();
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        for action in actions {
+            run_action(action).await?;
+        }
+        Ok(())
+    })
 }
 
 async fn run_action(action: Action) -> Result<()> {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use anyhow::{Result, anyhow};
 use blockhouse_core::{ByteRange, ErrorKind};
 use blockhouse_disk::{
-    CacheMode, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions, Locking, open,
-    open_snapshot,
+    Bitmap, BitmapAction, CacheMode, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions,
+    Locking, NewBitmap, open, open_snapshot,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
@@ -34,6 +34,12 @@ pub struct Arguments {
     /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's state.
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     snapshot: Option<String>,
+    /// Copy the source's bitmaps of changes, too (qcow2 only). One that lacks changes is an error.
+    #[arg(long, conflicts_with_all = ["snapshot", "resume", "no_create"])]
+    bitmaps: bool,
+    /// With --bitmaps, leave out those that lack changes.
+    #[arg(long, requires = "bitmaps")]
+    skip_broken_bitmaps: bool,
     /// Write compressed clusters (qcow2 only).
     #[arg(long, short)]
     compress: bool,
@@ -156,19 +162,49 @@ pub fn run(arguments: Arguments) -> Result<()> {
     };
     let target = event_loop.block_on(spec.build())?;
     let range = ByteRange::between(0, source.size());
-    copy(&mut event_loop, &progress, source, range, target, arguments.compress)
+    let source = Arc::new(source);
+    let copied = copy(&progress, &source, range, &target, arguments.compress);
+    event_loop.block_on(async {
+        let copied = match copied {
+            Ok(()) if arguments.bitmaps => {
+                copy_bitmaps(&source, &target.disk, arguments.skip_broken_bitmaps).await
+            }
+            copied => copied,
+        };
+        target.finish(copied).await
+    })
 }
 
-/// Copies a part of a disk to the start of the target, and ends that well or not.
+/// Gives the target what the source has of bitmaps.
+async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, skip_broken: bool) -> Result<()> {
+    for bitmap in source.bitmaps().list().await? {
+        let Bitmap { name, granularity, is_enabled, is_inconsistent, .. } = bitmap;
+        if is_inconsistent && skip_broken {
+            let (image, name) = (source.name(), name.escape_debug());
+            output::tell(&format!(
+                "blockhouse: {image}: bitmap '{name}' lacks changes and is left out"
+            ));
+            continue;
+        }
+        let new = NewBitmap { name, granularity: Some(granularity), is_enabled: false };
+        target.bitmaps().add(&new).await?;
+        target.bitmaps().merge(&new.name, source, &new.name).await?;
+        if is_enabled {
+            target.bitmaps().change(&new.name, BitmapAction::Enable).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies a part of a disk to the start of the target, which is to be [finished](Target::finish) with the outcome.
 ///
 /// # Errors
-/// What a storage answers, with what is left of the copy.
+/// What a storage answers.
 pub fn copy(
-    event_loop: &mut EventLoop,
     progress: &Progress,
-    source: ImageDisk,
+    source: &Arc<ImageDisk>,
     range: ByteRange,
-    target: Target,
+    target: &Target,
     compress: bool,
 ) -> Result<()> {
     let threads = default_threads();
@@ -177,16 +213,13 @@ pub fn copy(
         compress,
         max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
     };
-    let copying = CopyJob::of_part(Arc::new(source), range, Arc::clone(&target.disk), options);
-    let copied = copying.map_err(Into::into).and_then(|copying| {
-        run_parallel(
-            progress,
-            threads,
-            || async { Ok(copying.work().await?) },
-            || (copying.progress().done, copying.progress().total),
-        )
-    });
-    event_loop.block_on(target.finish(copied))
+    let copying = CopyJob::of_part(Arc::clone(source), range, Arc::clone(&target.disk), options)?;
+    run_parallel(
+        progress,
+        threads,
+        || async { Ok(copying.work().await?) },
+        || (copying.progress().done, copying.progress().total),
+    )
 }
 
 impl Arguments {
@@ -211,6 +244,9 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     }
     if format == ImageFormat::Raw && arguments.compress {
         wrong_usage("raw images have no compressed clusters (-c); say --format qcow2");
+    }
+    if format == ImageFormat::Raw && arguments.bitmaps {
+        wrong_usage("raw images have no bitmaps (--bitmaps); say --format qcow2");
     }
     if format == ImageFormat::Raw && !settings.is_empty() {
         wrong_usage("raw images have no options (-o, -B); say --format qcow2");

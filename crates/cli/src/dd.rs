@@ -4,6 +4,7 @@
 //! how it is cut.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_core::ByteRange;
@@ -147,7 +148,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         open: &arguments.open,
     };
     let target = event_loop.block_on(spec.build())?;
-    copy(&mut event_loop, &progress, source, part, target, false)
+    let copied = copy(&progress, &Arc::new(source), part, &target, false);
+    event_loop.block_on(target.finish(copied))
 }
 
 #[cfg(test)]

@@ -13,7 +13,6 @@ const COMMANDS: &[(&str, &str)] =
 
 /// Options that are not there.
 const OPTIONS: &[Habit] = &[
-    ("convert", &["--bitmaps"], "'blockhouse bitmap add' and 'merge -b SOURCE' copy bitmaps"),
     (
         "convert",
         &["--salvage"],
@@ -21,16 +20,10 @@ const OPTIONS: &[Habit] = &[
     ),
     ("convert", &["-C", "-r"], "leave it out"),
     ("commit", &["-r"], "leave it out: it goes as fast as the disks do"),
-    ("resize", &["--preallocation"], "leave it out: new space is allocated when it is written"),
     ("serve", &["-p", "--port", "-b", "--bind"], "--nbd nbd://ADDRESS:PORT/NAME"),
     ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
     ("serve", &["--aio"], "--engine io_uring|linux-aio|threads"),
     ("serve", &["-n", "--nocache"], "--cache none"),
-    (
-        "serve",
-        &["--fork"],
-        "leave it out: 'ready' on standard output says when it listens; docs/operations.md has services",
-    ),
     ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
     ("", &["--object"], "--key-file FILE or --passphrase-file FILE opens encrypted images"),
     ("convert", &["--target-image-opts"], "name the target by its path or URI"),
@@ -87,7 +80,7 @@ mod tests {
     #[test]
     fn habits_are_answered_with_the_right_spelling() {
         for (line, tip) in [
-            ("blockhouse convert --bitmaps a b", "bitmap add"),
+            ("blockhouse convert --salvage a b", "--resume"),
             ("blockhouse serve -p 10810 disk.img", "nbd://ADDRESS:PORT"),
             ("blockhouse serve --aio=native disk.img", "--engine"),
             ("blockhouse connect disk.img", "nbd-client"),

@@ -11,6 +11,7 @@
 
 mod amend;
 mod attach;
+mod background;
 mod backup;
 mod bench;
 mod bitmap;
@@ -169,9 +170,9 @@ fn main() -> ExitCode {
     }
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
-        Command::Serve(serve) => serve::run(*serve, is_verbose).map(done),
+        Command::Serve(serve) => serve::run(*serve, is_verbose),
         Command::Amend(amend) => amend::run(&amend).map(done),
-        Command::Attach(arguments) => attach::attach(&arguments).map(done),
+        Command::Attach(arguments) => attach::attach(&arguments),
         Command::Detach(arguments) => attach::detach(&arguments).map(done),
         Command::Backup(backup) => backup::run(backup).map(done),
         Command::Bitmap(bitmap) => bitmap::run(bitmap).map(done),
@@ -185,7 +186,7 @@ fn main() -> ExitCode {
         Command::Info(info) => info::run(&info).map(done),
         Command::Map(map) => map::run(&map).map(done),
         Command::Measure(measure) => measure::run(measure).map(done),
-        Command::Resize(resize) => resize::run(resize).map(done),
+        Command::Resize(resize) => resize::run(&resize).map(done),
         Command::Commit(commit) => commit::run(commit).map(done),
         Command::Rebase(rebase) => rebase::run(rebase).map(done),
         Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),

@@ -82,6 +82,11 @@ pub fn tell_error(text: &str) {
     logging::tell(text, Level::ERROR);
 }
 
+/// Passes on what another process of this program has said on its standard error. A failure is ignored, as by [`tell`].
+pub fn pass_on(bytes: &[u8]) {
+    let _ = io::stderr().write_all(bytes);
+}
+
 /// Ends the process by SIGPIPE, as the kernel ends one that does not ignore that signal. A shell sees
 /// status 141.
 pub fn end_by_sigpipe() -> ! {

@@ -3,12 +3,14 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_core::ErrorKind;
-use blockhouse_disk::{ImageFormat, open};
+use blockhouse_core::{ByteRange, ErrorKind};
+use blockhouse_disk::{ImageDisk, ImageFormat, ToolProgress, open, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::SpaceMode;
 
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
+use crate::progress::{Progress, ProgressArgs};
 use blockhouse_daemon::size::{self, NewSize};
 
 /// Arguments of `resize`.
@@ -20,6 +22,12 @@ pub struct Arguments {
     /// Make the disk shorter: what lies beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
+    /// Space for what a longer disk has more: off takes it when it is written, falloc at once (raw only), full writes
+    /// zeros to it. Without the space the disk keeps its size.
+    #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
+    preallocation: Space,
+    #[command(flatten)]
+    progress: ProgressArgs,
     #[command(flatten)]
     image_opts: ImageOptsArgs,
     #[command(flatten)]
@@ -31,32 +39,74 @@ pub struct Arguments {
     size: NewSize,
 }
 
+/// When space is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Space {
+    /// When it is written.
+    Later,
+    Now(SpaceMode),
+}
+
+fn parse_space(text: &str) -> Result<Space, String> {
+    match text {
+        "off" => Ok(Space::Later),
+        "falloc" => Ok(Space::Now(SpaceMode::Falloc)),
+        "full" => Ok(Space::Now(SpaceMode::Full)),
+        "metadata" => Err("clusters get their places together with space here: use full".into()),
+        _ => Err("use off, falloc or full".into()),
+    }
+}
+
 /// Runs the command.
-pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, shrink, image_opts, open: open_args, image, size } = arguments;
-    let Named { path: image, format, .. } = image_opts.resolve_to_change(&image, format)?;
-    let options = open_args.read_write(format)?;
-    EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = open(&image, options).await.map_err(|error| match error.kind() {
-            ErrorKind::Locked => error.hint(
-                "if that is 'blockhouse serve --control SOCKET', its guests are told of the new size by 'blockhouse ctl \
-                 SOCKET resize NAME SIZE'; else stop that program first",
-            ),
-            _ => error,
-        })?;
-        let size = size.of(disk.size()).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
-        if size >= disk.size() {
-            disk.resize(size).await?;
-        } else if shrink {
-            disk.shrink(size).await?;
-        } else {
-            bail!(
-                "{}: has {} bytes and would become shorter: what lies beyond {size} would be lost; \
-                 say --shrink if that is meant",
-                disk.name(),
-                disk.size()
-            );
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let Arguments { format, image_opts, .. } = arguments;
+    let Named { path: image, format, .. } =
+        image_opts.resolve_to_change(&arguments.image, *format)?;
+    let options = arguments.open.read_write(format)?;
+    let progress = Progress::start(arguments.progress)?;
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let opened = event_loop.block_on(open(&image, options));
+    let disk = opened.map_err(|error| match error.kind() {
+        ErrorKind::Locked => error.hint(
+            "if that is 'blockhouse serve --control SOCKET', its guests are told of the new size by 'blockhouse ctl \
+             SOCKET resize NAME SIZE'; else stop that program first",
+        ),
+        _ => error,
+    })?;
+    if arguments.preallocation == Space::Now(SpaceMode::Falloc) && disk.cluster_size().is_some() {
+        bail!(
+            "{}: its clusters get their places when they are written: use --preallocation full",
+            disk.name()
+        );
+    }
+    let old = disk.size();
+    let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
+    event_loop.block_on(resize(&disk, size, arguments.shrink))?;
+    if let Space::Now(mode) = arguments.preallocation
+        && size > old
+    {
+        let taken = ToolProgress::default();
+        let added = ByteRange::between(old, size);
+        let work = || Ok(event_loop.block_on(take_space(&disk, added, mode, &taken))?);
+        if let Err(error) = progress.beside(|| taken.get(), work) {
+            event_loop.block_on(disk.shrink(old))?;
+            return Err(error);
         }
-        Ok(disk.close().await?)
-    })
+    }
+    Ok(event_loop.block_on(disk.close())?)
+}
+
+async fn resize(disk: &ImageDisk, size: u64, may_shrink: bool) -> Result<()> {
+    if size >= disk.size() {
+        return Ok(disk.resize(size).await?);
+    }
+    if may_shrink {
+        return Ok(disk.shrink(size).await?);
+    }
+    bail!(
+        "{}: has {} bytes and would become shorter: what lies beyond {size} would be lost; say --shrink if that is \
+         meant",
+        disk.name(),
+        disk.size()
+    );
 }

@@ -42,12 +42,18 @@ pub fn parse_new(text: &str) -> Result<NewSize, String> {
 }
 
 /// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on mean the
-/// same). With a unit it may have a fraction (1.5G), of which what is less than a byte is left out.
+/// same). With a unit it may have a fraction (1.5G), of which what is less than a byte is left out. A count without a
+/// unit may be hexadecimal (0x10000).
 ///
 /// # Errors
 /// Why it is none.
 pub fn parse(text: &str) -> Result<u64, String> {
     const HOW: &str = "not a size; write it as 512, 64K, 1.5G";
+    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        let number = Some(digits).filter(|digits| !digits.starts_with('+'));
+        let bytes = number.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        return bytes.filter(|&bytes| i64::try_from(bytes).is_ok()).ok_or_else(|| HOW.into());
+    }
     let number = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let exponent = exponent_of(&text[number.len()..])?;
     let (whole, fraction) = match number.split_once('.') {
@@ -107,6 +113,7 @@ mod tests {
         assert_eq!(parse("1T"), Ok(1 << 40));
         assert_eq!(parse("7E"), Ok(7 << 60));
         assert_eq!(parse("10GiB"), Ok(10 << 30));
+        assert_eq!(parse("0x10000"), Ok(65536));
     }
 
     #[test]
@@ -133,6 +140,11 @@ mod tests {
         for text in [
             "",
             "K",
+            "0x",
+            "0x-1",
+            "0x+1",
+            "0x10K",
+            "0xffffffffffffffff",
             "1.5",
             ".5G",
             "1.G",

@@ -104,7 +104,7 @@ pub use throttle::{
 pub use tools::{
     AfterCommit, CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
     TargetContent, ToolProgress, amend, check_not_marked, commit_overlay, first_status_difference,
-    mark_incomplete, prepare_rebase, set_backing_file,
+    mark_incomplete, prepare_rebase, set_backing_file, take_space,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::{BackedRange, CompressResult};

@@ -3,6 +3,7 @@
 
 mod allowed_paths;
 mod automation;
+mod background;
 mod backup_chains;
 mod backups;
 mod bad_input;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use blockhouse_tests::{
-    Scratch,
+    FileSystem, Scratch, SmallHost,
     image_tool::{command, qemu_img, qemu_io, str},
     need, require,
 };
@@ -109,4 +109,40 @@ fn neither_direction_shows_what_the_backing_file_has_beyond_the_end() {
         let zeros = format!("read -P 0 2049k {}", (10 << 20) - (2049 << 10));
         qemu_io("qcow2", &image, &["read -P 9 0 2049k", &zeros]);
     }
+}
+
+#[test]
+fn a_longer_disk_has_its_space_at_once_where_that_is_asked_for() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    for (mode, name) in [("falloc", "raw"), ("full", "raw"), ("full", "qcow2")] {
+        let image = scratch.path(&format!("{mode}.{name}"));
+        qemu_img(&["create", "-f", name, str(&image), "1536K"]).success();
+        qemu_io(name, &image, &["write -P 7 0 1536K"]);
+        let before = allocated(&image);
+        command(&["resize", "--preallocation", mode, str(&image), "9M"]).success();
+        assert!(allocated(&image) - before >= 7 << 20, "{mode} {name}: {}", allocated(&image));
+        qemu_io(name, &image, &["read -P 7 0 1536K", "read -P 0 1536K 7680K"]);
+        if name == "qcow2" {
+            let outcome = qemu_img(&["check", "-f", name, str(&image)]);
+            assert!(outcome.status.success(), "{}", outcome.describe(mode));
+        }
+    }
+}
+
+#[test]
+fn a_disk_without_space_for_more_keeps_its_size() {
+    let scratch = Scratch::new();
+    let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, 4 << 20));
+    for name in ["disk.img", "disk.qcow2"] {
+        let image = host.path(name);
+        command(&["create", str(&image), "1M"]).success();
+        let longer = ["resize", "--preallocation", "full", str(&image), "20M"];
+        command(&longer).failure("No space left");
+        let size = command(&["info", "--json", str(&image)]).success().stdout;
+        assert!(size.contains("\"virtual-size\": 1048576"), "{size}");
+        command(&["resize", "--preallocation", "metadata", str(&image), "2M"]).failure("full");
+    }
+    let image = host.path("disk.qcow2");
+    command(&["resize", "--preallocation", "falloc", str(&image), "2M"]).failure("full");
 }

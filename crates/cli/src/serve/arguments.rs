@@ -255,6 +255,13 @@ pub struct Arguments {
     /// is not touched.
     #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
     config: Option<PathBuf>,
+    /// Serve in the background: return when everything listens, with the lines that say where, and leave the server
+    /// running. Its later warnings go nowhere: a service (docs/operations.md) keeps them. See --pid-file.
+    #[arg(long)]
+    pub(super) fork: bool,
+    /// Say with an empty line that everything listens.
+    #[arg(long, hide = true)]
+    pub(super) in_background: bool,
     #[command(flatten)]
     habits: NbdHabits,
     /// Go on with what the process serves that has started this one ('blockhouse upgrade').

@@ -4,8 +4,10 @@ mod arguments;
 mod nbd_habits;
 mod tls_args;
 
+use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::path::Path;
+use std::process::ExitCode;
 
 use anyhow::Result;
 pub use arguments::Arguments;
@@ -13,15 +15,20 @@ use arguments::refuse;
 use blockhouse_daemon::Service;
 use blockhouse_daemon::setup::WrongUsage;
 
+use crate::background::{self, Started};
 use crate::{logging, output};
 
 /// Runs the command.
-pub fn run(mut arguments: Arguments, verbose: bool) -> Result<()> {
+pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     arguments.obey_habits();
     arguments.check();
+    if arguments.fork {
+        return fork(std::env::args_os().skip(1));
+    }
     let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
-        announce(service, verbose);
+        announce(service, verbose, arguments.in_background);
         match &arguments.vhost_user_blk[..] {
+            _ if arguments.in_background => {}
             _ if !arguments.wants_hint() => {}
             // A unit of the service manager has no use for either.
             _ if std::env::var_os("NOTIFY_SOCKET").is_some() => {}
@@ -34,15 +41,40 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<()> {
     });
     match served.as_ref().err().and_then(|error| error.downcast_ref()) {
         Some(WrongUsage(why)) => refuse(why),
-        None => served,
+        None => served.map(|()| ExitCode::SUCCESS),
     }
 }
 
+/// Has the same command line but for `--fork` served by a process in the background.
+fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
+    let mut is_option = true;
+    let words = words.map(|word| {
+        is_option &= word != "--";
+        if is_option && word == "--fork" { background::OPTION.into() } else { word }
+    });
+    match background::start(words)? {
+        Started::Listens(lines) => {
+            output::print_unless_quiet(&lines)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        // It has said why.
+        Started::Ended(status) => Ok(status.code().map_or(ExitCode::FAILURE, exit_code)),
+    }
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
 /// Prints that everything listens, and tells the service manager. It serves also where these lines cannot be printed.
-fn announce(service: &Service, verbose: bool) {
+fn announce(service: &Service, verbose: bool, in_background: bool) {
     // What was found in the images is told before anything is served, also by a server that is killed at once.
     logging::flush();
-    let lines = service.ready_lines(verbose);
+    let mut lines = service.ready_lines(verbose);
+    if in_background {
+        // Says that these are all.
+        lines.push(String::new());
+    }
     // Clients may find the sockets without these lines.
     let _ = output::write(&lines.join("\n"));
     service.notify_ready();

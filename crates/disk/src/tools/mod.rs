@@ -11,6 +11,7 @@ mod incomplete_mark;
 mod range_copy;
 mod rebase;
 mod scan;
+mod take_space;
 mod tool_progress;
 mod zeros;
 
@@ -21,4 +22,5 @@ pub use convert::{CopyJob, CopyOptions, CopyProgress, TargetContent};
 pub use incomplete_mark::{MARK_BYTES, check_not_marked, mark_incomplete};
 pub use range_copy::RangeCopy;
 pub use rebase::{prepare_rebase, set_backing_file};
+pub use take_space::take_space;
 pub use tool_progress::ToolProgress;
