@@ -402,6 +402,8 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
     ] {
         control.refused(method, params, FAILED, &["the backup \"b\"", "end it first"]);
     }
+    let guest = json!({ "disk": "raw.img@b", "export": bench.scratch.socket("guest") });
+    control.refused("export.add", guest, FAILED, &["the backup \"b\" ends", "over NBD"]);
     control.refused("backup.end", json!({ "backup": "c" }), FAILED, &["backup.list"]);
     let upgrade = command(&["upgrade", "--control", str(&bench.scratch.socket("control"))]);
     upgrade.failure("the backup \"b\" goes on");

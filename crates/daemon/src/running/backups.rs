@@ -153,6 +153,20 @@ impl Backups {
         Ok(NewName { backups: self, name })
     }
 
+    /// Refuses a frozen disk to guests.
+    pub(super) fn check_not_frozen(&self, disk: &str) -> Result<()> {
+        let state = self.0.lock();
+        let has_frozen =
+            |backup: &&Arc<RunningBackup>| backup.disks.iter().any(|one| one.frozen.name() == disk);
+        match state.backups.iter().find(has_frozen) {
+            Some(backup) => bail!(
+                "the disk {disk:?} is gone when the backup {:?} ends, which a guest's driver does not expect of its disk;                  serve it over NBD",
+                backup.name
+            ),
+            None => Ok(()),
+        }
+    }
+
     fn check_free(&self, disk: &str) -> Result<()> {
         let state = self.0.lock();
         let uses = |backup: &&Arc<RunningBackup>| {

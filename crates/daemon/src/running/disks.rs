@@ -190,6 +190,7 @@ impl Running {
         let address = match address {
             ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served).await?),
             ExportAddress::VhostUser(path) => {
+                self.backups.check_not_frozen(disk.name())?;
                 self.add_device(path.clone(), served).await?;
                 ExportAddress::VhostUser(path)
             }
