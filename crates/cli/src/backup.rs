@@ -1,7 +1,8 @@
 //! `blockhouse backup`: a disk as a qcow2 file, whole or what has changed since a bitmap was begun.
 //!
 //! Guarantees: the target gets its name when it is complete and durable, never before; until then it is in `TARGET.part`
-//! beside it, which is removed where it cannot be completed. An increment has whole clusters and an ordinary link to its
+//! beside it. A backup that was cut stays there, and `--resume` goes on with it: what is there is compared with the source,
+//! and what differs is copied, so that nothing of another moment stays. An increment has whole clusters and an ordinary link to its
 //! base: what it does not have is read from there, by any program.
 
 use std::path::{Path, PathBuf};
@@ -13,11 +14,11 @@ use blockhouse_core::sync::run_all;
 use blockhouse_disk::{
     Access, AllowedPaths, Backing, CacheMode, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists,
     ImageDisk, ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name,
-    exists, open, part_of, remove_created, rename_finished,
+    exists, open, part_of, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::CreateOptions;
-use blockhouse_storage::Location;
+use blockhouse_storage::{ImageStorage, Location};
 
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::open_args::OpenArgs;
@@ -26,6 +27,8 @@ use crate::open_args::OpenArgs;
 const MAX_IN_FLIGHT: usize = 16;
 /// Bytes of one request.
 const CHUNK_SIZE: u64 = 1 << 20;
+/// What is remembered of a copy, in bytes.
+const BLOCK: u64 = 64 << 10;
 /// The largest cluster of a target, in bytes.
 const MAX_CLUSTER: u64 = 64 << 10;
 /// The smallest cluster of an increment, in bytes.
@@ -51,6 +54,10 @@ pub struct Arguments {
     /// Read all of it again in the end, and compare.
     #[arg(long)]
     verify: bool,
+    /// Go on with a backup that was cut: compare what is in TARGET.part with the source and copy what differs. Say
+    /// the same about increment and base as before.
+    #[arg(long)]
+    resume: bool,
     #[command(flatten)]
     open: OpenArgs,
     /// The disk to copy: an image that no program changes, or an export of an NBD server, as 'ctl backup begin' makes them.
@@ -77,35 +84,48 @@ impl Arguments {
         }
         check_new_name(&self.target)?;
         let part = part_of(&self.target);
-        if exists(&part).await? {
-            bail!("{}: is what an earlier command left behind; remove it", part.display());
+        match (exists(&part).await?, self.resume) {
+            (true, false) => bail!(
+                "{}: is what an earlier command left behind; go on with it (--resume), or remove it",
+                part.display()
+            ),
+            (false, true) => {
+                bail!("{}: there is no backup to go on with; leave --resume out", part.display())
+            }
+            (true, true) | (false, false) => {}
         }
         let source = open(&self.source, self.open.read_only(self.source_format)?).await?;
         let source = Arc::new(source);
-        let filled = match &self.incremental {
+        let target = match &self.incremental {
             None => self.fill_whole(&source, &part).await,
             Some(since) => self.fill_increment(&source, &part, since).await,
         };
-        let finished = match filled {
-            Ok(()) => Ok(rename_finished(&part, &self.target, IfExists::Fail).await?),
+        let finished = match target {
+            Ok(target) => self.finish(&source, target).await,
             Err(error) => Err(error),
         };
-        if finished.is_err() {
-            remove_created(&part).await;
+        match finished {
+            Ok(()) => Ok(rename_finished(&part, &self.target, IfExists::Fail).await?),
+            Err(error) if exists(&part).await.unwrap_or(false) => Err(anyhow!(
+                "{error:#}; what was copied is in {}: run the command again with --resume, or remove it",
+                part.display()
+            )),
+            Err(error) => Err(error),
         }
-        finished
     }
 
-    async fn fill_whole(&self, source: &Arc<ImageDisk>, part: &Path) -> Result<()> {
-        create_qcow2(part, &CreateOptions::new(source.size()), AllowedPaths::default()).await?;
-        let target = Arc::new(self.open_target(part).await?);
-        let options = CopyOptions {
-            target_content: TargetContent::Zero,
-            compress: false,
-            max_in_flight: MAX_IN_FLIGHT,
+    async fn fill_whole(&self, source: &Arc<ImageDisk>, part: &Path) -> Result<Arc<ImageDisk>> {
+        let target_content = match self.resume {
+            true => TargetContent::Unknown,
+            false => TargetContent::Zero,
         };
-        CopyJob::new(Arc::clone(source), Arc::clone(&target), options)?.work().await?;
-        self.finish(source, target).await
+        let target = self.part(part, CreateOptions::new(source.size())).await?;
+        let options = CopyOptions { target_content, compress: false, max_in_flight: MAX_IN_FLIGHT };
+        let copied = match CopyJob::new(Arc::clone(source), Arc::clone(&target), options) {
+            Ok(job) => job.work().await,
+            Err(error) => Err(error),
+        };
+        kept(target, copied).await
     }
 
     async fn fill_increment(
@@ -113,25 +133,63 @@ impl Arguments {
         source: &Arc<ImageDisk>,
         part: &Path,
         since: &str,
-    ) -> Result<()> {
+    ) -> Result<Arc<ImageDisk>> {
         let changed = changed_since(&self.source, source, since).await?;
         let options = CreateOptions {
             cluster_size: cluster_size(&changed),
             backing: Some(self.backing()?),
             ..CreateOptions::new(source.size())
         };
-        create_qcow2(part, &options, AllowedPaths::default()).await?;
-        let target = Arc::new(self.open_target(part).await?);
-        let copy = RangeCopy::new(
-            Arc::clone(source),
-            Arc::clone(&target),
-            changed.granularity(),
-            // The base may have had something else there.
-            false,
-        )?;
-        let copies = chunks(&changed).map(|chunk| copy.copy(chunk));
-        run_all(MAX_IN_FLIGHT, copies.map(|copy| async { copy.await.map(|_| ()) })).await?;
-        self.finish(source, target).await
+        let target = self.part(part, options).await?;
+        // The base may have had something else there.
+        let is_zero = false;
+        let (from, to) = (Arc::clone(source), Arc::clone(&target));
+        if self.resume {
+            // Of another moment, perhaps.
+            let own = RangeCopy::new(Arc::clone(&to), Arc::clone(&from), BLOCK, is_zero)?;
+            own.mark_own(&changed, || true).await?;
+        }
+        let copied = match RangeCopy::new(from, to, changed.granularity(), is_zero) {
+            Ok(copy) => {
+                let copies = chunks(&changed).map(|chunk| self.copy_chunk(&copy, chunk));
+                run_all(MAX_IN_FLIGHT, copies).await
+            }
+            Err(error) => Err(error),
+        };
+        kept(target, copied).await
+    }
+
+    /// Copies what has changed, unless an earlier command has.
+    async fn copy_chunk(
+        &self,
+        copy: &RangeCopy<ImageStorage>,
+        chunk: ByteRange,
+    ) -> blockhouse_core::Result<()> {
+        match self.resume && copy.is_copied(chunk).await? {
+            true => Ok(()),
+            false => copy.copy(chunk).await.map(drop),
+        }
+    }
+
+    /// The image that becomes the target: a new one, or what an earlier command has left, which has to be like it.
+    async fn part(&self, part: &Path, options: CreateOptions) -> Result<Arc<ImageDisk>> {
+        if !self.resume {
+            create_qcow2(part, &options, AllowedPaths::default()).await?;
+            return Ok(Arc::new(self.open_target(part).await?));
+        }
+        let advice = || format!("{}: cannot go on with it; remove it", part.display());
+        let target = self.open_target(part).await.with_context(advice)?;
+        let is_like_it =
+            target.size() == options.size && target.backing_file() == options.backing.as_ref();
+        if !is_like_it {
+            bail!("{}: is no part of this backup; remove it", part.display());
+        }
+        match target.check().await.with_context(advice)? {
+            Some(report) if report.corruptions > 0 => {
+                bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
+            }
+            _ => Ok(Arc::new(target)),
+        }
     }
 
     /// The link to the base.
@@ -165,25 +223,46 @@ impl Arguments {
         Ok(open(part, options).await?)
     }
 
-    /// Makes the target durable, once it is found to be right.
+    /// Makes the target durable, once it is found to be right; closes it in any case.
     async fn finish(&self, source: &Arc<ImageDisk>, target: Arc<ImageDisk>) -> Result<()> {
         target.flush().await?;
-        if self.verify {
-            let compare = CompareJob::new(Arc::clone(source), Arc::clone(&target), MAX_IN_FLIGHT);
-            if let Some(offset) = compare.work().await.map(|()| compare.difference())? {
-                let what = match &self.incremental {
-                    Some(since) => format!(
-                        "does the base belong to the bitmap '{since}', and does nothing change the source?"
-                    ),
-                    None => "does nothing change the source?".to_owned(),
-                };
-                return Err(anyhow!(
-                    "{}: differs from the source at offset {offset}; {what}",
-                    self.target.display()
-                ));
-            }
+        let verified = match self.verify {
+            true => self.compare(source, &target).await,
+            false => Ok(()),
+        };
+        let closed = target.close().await;
+        verified.and_then(|()| Ok(closed?))
+    }
+
+    async fn compare(&self, source: &Arc<ImageDisk>, target: &Arc<ImageDisk>) -> Result<()> {
+        let job = CompareJob::new(Arc::clone(source), Arc::clone(target), MAX_IN_FLIGHT);
+        job.work().await?;
+        let Some(offset) = job.difference() else { return Ok(()) };
+        let what = match &self.incremental {
+            Some(since) => format!(
+                "does the base belong to the bitmap '{since}', and does nothing change the source?"
+            ),
+            None => "does nothing change the source?".to_owned(),
+        };
+        Err(anyhow!(
+            "{}: differs from the source at offset {offset}; {what}",
+            self.target.display()
+        ))
+    }
+}
+
+/// The target where all was copied. Otherwise it is closed, so that what was copied can be found again.
+async fn kept(
+    target: Arc<ImageDisk>,
+    copied: blockhouse_core::Result<()>,
+) -> Result<Arc<ImageDisk>> {
+    match copied {
+        Ok(()) => Ok(target),
+        Err(error) => {
+            // The copy's error counts.
+            let _ = target.close().await;
+            Err(error.into())
         }
-        Ok(target.close().await?)
     }
 }
 

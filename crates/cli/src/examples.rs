@@ -283,6 +283,19 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "restore",
+        &[
+            example(
+                "A moment, with all that is behind it",
+                "blockhouse restore monday.qcow2 restored.img",
+            ),
+            example(
+                "In the place of an image that is not used",
+                "blockhouse restore --force monday.qcow2 disk.img",
+            ),
+        ],
+    ),
+    (
         "ctl",
         &[
             example("What is served", "blockhouse ctl control exports"),

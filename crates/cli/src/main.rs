@@ -39,6 +39,7 @@ mod parallel;
 mod progress;
 mod rebase;
 mod resize;
+mod restore;
 mod serve;
 mod snapshot;
 mod snapshot_list;
@@ -120,6 +121,8 @@ enum Command {
     Bitmap(bitmap::Arguments),
     /// Copy a disk, or what of it has changed, to a qcow2 image.
     Backup(backup::Arguments),
+    /// Make a disk of a backup, with all that it needs behind it, and compare the two.
+    Restore(restore::Arguments),
     /// Ask things of a running server: which disks and exports it has, and to change them.
     Ctl(Box<ctl::Arguments>),
     /// Show what a running server does, live in the terminal.
@@ -187,6 +190,7 @@ fn main() -> ExitCode {
         Command::Map(map) => map::run(&map).map(done),
         Command::Measure(measure) => measure::run(measure).map(done),
         Command::Resize(resize) => resize::run(&resize).map(done),
+        Command::Restore(restore) => restore::run(&restore).map(done),
         Command::Commit(commit) => commit::run(commit).map(done),
         Command::Rebase(rebase) => rebase::run(rebase).map(done),
         Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),

@@ -5,6 +5,7 @@ mod allowed_paths;
 mod automation;
 mod background;
 mod backup_chains;
+mod backup_files;
 mod backups;
 mod bad_input;
 mod bench;

@@ -40,6 +40,16 @@ impl<S: Storage> CompareJob<S> {
     /// `max_in_flight` chunks of 1 MiB in flight and takes twice their memory.
     pub fn new(one: Arc<Disk<S>>, other: Arc<Disk<S>>, max_in_flight: usize) -> Self {
         let size = one.size().max(other.size());
+        Self::of_start(one, other, size, max_in_flight)
+    }
+
+    /// As [`new`](Self::new), of the first `size` bytes alone.
+    pub fn of_start(
+        one: Arc<Disk<S>>,
+        other: Arc<Disk<S>>,
+        size: u64,
+        max_in_flight: usize,
+    ) -> Self {
         let disks = [one, other];
         let scan = Mutex::new(StatusScan::new(disks.iter().cloned(), CHUNK_SIZE, size));
         Self {

@@ -128,6 +128,21 @@ impl<S: Storage> RangeCopy<S> {
         Ok(data.iter().map(|part| part.len() as u64).sum())
     }
 
+    /// Whether `range` of the target reads as it does in the source. Both are in memory meanwhile.
+    ///
+    /// # Errors
+    /// What either storage answers; the message says which.
+    pub async fn is_copied(&self, range: ByteRange) -> Result<bool> {
+        let mut parts = Vec::new();
+        for disk in [&self.source, &self.target] {
+            let mut buffer = Buffer::try_new(range.length() as usize)?;
+            let (offset, into) = (range.offset(), buffer.lend());
+            disk.submit_unlimited(Request::Read { offset, into }).await?;
+            parts.push(buffer);
+        }
+        Ok(parts[0].bytes() == parts[1].bytes())
+    }
+
     /// Writes to the target what the source gets at the same time: `from`, at `offset`. Not durable before the target is
     /// flushed.
     ///

@@ -1,0 +1,111 @@
+//! `blockhouse restore`: a backup, with all that it needs behind it, as a disk that can be used.
+//!
+//! Guarantees: those of [`copy_target`](crate::copy_target), and that the disk was read again and compared with the backup
+//! before a new image gets its name. Nothing that exists is written to without `--force`.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Result, anyhow};
+use blockhouse_core::ByteRange;
+use blockhouse_disk::{
+    CompareJob, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions, open,
+};
+use blockhouse_engine::{EngineChoice, EventLoop};
+
+use crate::copy_target::{CopyFormats, IfThere, Target, TargetSpec};
+use crate::create::wrong_usage;
+use crate::open_args::OpenArgs;
+use crate::parallel::{default_threads, run_parallel};
+use crate::progress::{Progress, ProgressArgs};
+
+/// Chunks in flight in all.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// Arguments of `restore`.
+#[derive(clap::Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    formats: CopyFormats,
+    /// Replace a target that exists, once the copy is complete and found to be right; or overwrite a block device.
+    #[arg(long)]
+    force: bool,
+    /// Go on with a copy that failed: compare what is in TARGET.part with the backup and copy what differs.
+    #[arg(long, conflicts_with = "force")]
+    resume: bool,
+    #[command(flatten)]
+    progress: ProgressArgs,
+    #[command(flatten)]
+    open: OpenArgs,
+    /// The backup of the moment to restore: an image that 'backup' made. It is only read, with all files behind it.
+    source: PathBuf,
+    /// The new image, or a block device. An image that exists is left alone.
+    target: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let format = arguments.formats.of_target(&arguments.target);
+    if !matches!(format, ImageFormat::Raw | ImageFormat::Qcow2) {
+        wrong_usage(&format.not_made());
+    }
+    let progress = Progress::start(arguments.progress)?;
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let source = Arc::new(event_loop.block_on(open(&arguments.source, arguments.source()?))?);
+    let spec = TargetSpec {
+        path: &arguments.target,
+        format,
+        settings: Vec::new(),
+        size: source.size(),
+        if_there: match (arguments.force, arguments.resume) {
+            (true, _) => IfThere::Replace,
+            (false, true) => IfThere::Resume,
+            (false, false) => IfThere::Fail,
+        },
+        can_resume: true,
+        compress: false,
+        cache: None,
+        open: &arguments.open,
+    };
+    let target = event_loop.block_on(spec.build())?;
+    let copied = copy(&progress, &source, &target).and_then(|()| {
+        event_loop.block_on(target.disk.flush())?;
+        compare(&progress, &source, &target)
+    });
+    event_loop.block_on(target.finish(copied))
+}
+
+impl Arguments {
+    fn source(&self) -> Result<ImageOptions> {
+        self.open.read_only(self.formats.source_format)
+    }
+}
+
+fn copy(progress: &Progress, source: &Arc<ImageDisk>, target: &Target) -> Result<()> {
+    let threads = default_threads();
+    let options = CopyOptions {
+        target_content: target.content,
+        compress: false,
+        max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
+    };
+    let range = ByteRange::between(0, source.size());
+    let job = CopyJob::of_part(Arc::clone(source), range, Arc::clone(&target.disk), options)?;
+    let position = || (job.progress().done, job.progress().total);
+    run_parallel(progress, threads, || async { Ok(job.work().await?) }, position)
+}
+
+/// What follows the disk on a larger device is none of it.
+fn compare(progress: &Progress, source: &Arc<ImageDisk>, target: &Target) -> Result<()> {
+    let threads = default_threads();
+    let max_in_flight = MAX_IN_FLIGHT.div_ceil(threads);
+    let (one, other) = (Arc::clone(source), Arc::clone(&target.disk));
+    let job = CompareJob::of_start(one, other, source.size(), max_in_flight);
+    run_parallel(progress, threads, || async { Ok(job.work().await?) }, || job.progress())?;
+    match job.difference() {
+        Some(offset) => Err(anyhow!(
+            "{}: reads otherwise than the backup at offset {offset}, after it was written; check the storage below",
+            target.disk.name()
+        )),
+        None => Ok(()),
+    }
+}

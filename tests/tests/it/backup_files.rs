@@ -1,0 +1,197 @@
+//! Backups as files: those that are cut go on, and `restore` makes disks of them again, without touching what is there.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::{
+    LoopDevice, Scratch, Serve, blockhouse, need, random_bytes, require, seeded, wait_for_exit,
+};
+use fastrand::Rng;
+
+const MIB: u64 = 1 << 20;
+const LONG: Duration = Duration::from_secs(120);
+
+/// A disk with a bitmap, its whole backup, and what the disk holds after changes that the bitmap has.
+struct Bench {
+    scratch: Scratch,
+    disk: PathBuf,
+    base: PathBuf,
+    bytes: Vec<u8>,
+    random: Rng,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let [disk, base] = ["disk.qcow2", "base.qcow2"].map(|name| scratch.path(name));
+        command(&["create", str(&disk), "32M"]).success();
+        let bytes = vec![0; 32 << 20];
+        let mut bench = Self { scratch, disk, base, bytes, random: seeded() };
+        bench.write(0..12);
+        command(&["bitmap", "add", str(&bench.disk), "since"]).success();
+        command(&["backup", str(&bench.disk), str(&bench.base)]).success();
+        bench.write(4..20);
+        bench
+    }
+
+    /// Writes to these MiB of the disk.
+    fn write(&mut self, mib: std::ops::Range<u64>) {
+        let server = Serve::new(&self.scratch, &self.disk).start();
+        let mut client = Client::open(&server.address());
+        for at in mib {
+            let bytes = random_bytes(&mut self.random, MIB as usize);
+            assert_eq!(client.write(at * MIB, &bytes, 0), 0);
+            self.bytes[(at * MIB) as usize..][..bytes.len()].copy_from_slice(&bytes);
+        }
+        drop(client);
+        server.stop();
+    }
+
+    /// The words of a backup, whole or of what has changed.
+    fn backup(&self, target: &Path, is_increment: bool) -> Vec<String> {
+        let mut words = vec!["backup", str(&self.disk), str(target)];
+        if is_increment {
+            words.extend(["--incremental", "since", "--base", str(&self.base)]);
+        }
+        words.into_iter().map(str::to_owned).collect()
+    }
+
+    /// What QEMU reads.
+    fn read(&self, image: &Path) -> Vec<u8> {
+        let raw = self.scratch.path("read.img");
+        qemu_img(&["check", str(image)]).success();
+        qemu_img(&["convert", "-O", "raw", str(image), str(&raw)]).success();
+        std::fs::read(raw).expect("a copy")
+    }
+}
+
+fn part(target: &Path) -> PathBuf {
+    target.with_extension("qcow2.part")
+}
+
+fn run(words: &[String], more: &[&str]) -> blockhouse_tests::Outcome {
+    let words: Vec<&str> = words.iter().map(String::as_str).chain(more.iter().copied()).collect();
+    command(&words)
+}
+
+#[test]
+fn a_backup_that_was_cut_goes_on() {
+    require!(need::tools(&["qemu-img"]));
+    let mut bench = Bench::new();
+    let hint = "run the command again with --resume";
+    for is_increment in [false, true] {
+        let target = bench.scratch.path(if is_increment { "day.qcow2" } else { "all.qcow2" });
+        let words = bench.backup(&target, is_increment);
+        run(&words, &["--resume"]).failure("no backup to go on with");
+        // The end of the disk's data cannot be read.
+        let whole = std::fs::read(&bench.disk).expect("it is there");
+        std::fs::write(&bench.disk, &whole[..whole.len() - (3 << 20)]).expect("shorter");
+        run(&words, &[]).failure(hint);
+        assert!(part(&target).exists() && !target.exists());
+        run(&words, &["--resume"]).failure(hint);
+        run(&words, &[]).failure("is what an earlier command left behind");
+        std::fs::write(&bench.disk, &whole).expect("as it was");
+        // It goes on with a later moment.
+        bench.write(6..7);
+        run(&words, &["--resume", "--verify"]).success();
+        assert!(!part(&target).exists());
+        assert!(bench.read(&target) == bench.bytes, "the backup is another");
+    }
+}
+
+#[test]
+fn another_image_is_not_gone_on_with() {
+    let bench = Bench::new();
+    let target = bench.scratch.path("day.qcow2");
+    command(&["create", "--format", "qcow2", str(&part(&target)), "16M"]).success();
+    run(&bench.backup(&target, false), &["--resume"]).failure("is no part of this backup");
+    std::fs::remove_file(part(&target)).expect("it is there");
+    command(&["create", "--format", "qcow2", str(&part(&target)), "32M"]).success();
+    run(&bench.backup(&target, true), &["--resume"]).failure("is no part of this backup");
+    std::fs::write(part(&target), [7; 4096]).expect("it is there");
+    run(&bench.backup(&target, true), &["--resume"]).failure("cannot go on with it");
+}
+
+#[test]
+fn a_backup_that_is_killed_again_and_again_goes_on() {
+    require!(need::tools(&["qemu-img"]));
+    let mut bench = Bench::new();
+    for is_increment in [false, true] {
+        let target = bench.scratch.path(if is_increment { "day.qcow2" } else { "all.qcow2" });
+        let words = bench.backup(&target, is_increment);
+        let resume = || part(&target).exists().then_some("--resume");
+        for _ in 0..8 {
+            if target.exists() {
+                break;
+            }
+            let mut command = Command::new(blockhouse());
+            command.args(&words).args(resume()).stderr(Stdio::null());
+            let mut backup = command.spawn().expect("it starts");
+            std::thread::sleep(Duration::from_millis(bench.random.u64(1..120)));
+            backup.kill().expect("it can be killed");
+            assert!(wait_for_exit(&mut backup, LONG).is_some(), "it goes on after a kill");
+            // One that was killed while it was made is no image yet.
+            if part(&target).exists() && !is_image(&part(&target)) {
+                std::fs::remove_file(part(&target)).expect("it is there");
+            }
+        }
+        if !target.exists() {
+            run(&words, &resume().into_iter().collect::<Vec<_>>()).success();
+        }
+        assert!(bench.read(&target) == bench.bytes, "the backup is another");
+    }
+}
+
+fn is_image(path: &Path) -> bool {
+    let command = Command::new(blockhouse())
+        .args(["info", "--format", "qcow2", str(path)])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    command.expect("it starts").success()
+}
+
+#[test]
+fn a_chain_is_restored_and_what_exists_is_left_alone() {
+    require!(need::tools(&["qemu-img"]));
+    let bench = Bench::new();
+    let day = bench.scratch.path("day.qcow2");
+    run(&bench.backup(&day, true), &[]).success();
+    let [raw, qcow2] = ["restored.img", "restored.qcow2"].map(|name| bench.scratch.path(name));
+    command(&["restore", str(&day), str(&raw)]).success();
+    assert!(std::fs::read(&raw).expect("a copy") == bench.bytes);
+    command(&["restore", str(&day), str(&qcow2)]).success();
+    assert!(bench.read(&qcow2) == bench.bytes);
+    let info = qemu_img(&["info", str(&qcow2)]).success();
+    assert!(!info.stdout.contains("backing file"), "it stands alone: {}", info.stdout);
+    // What is there stays, until it is meant.
+    std::fs::write(&raw, b"precious").expect("it can be written");
+    command(&["restore", str(&day), str(&raw)]).failure("exists and is left alone");
+    assert_eq!(std::fs::read(&raw).expect("it is there"), b"precious");
+    command(&["restore", "--force", str(&day), str(&raw)]).success();
+    assert!(std::fs::read(&raw).expect("a copy") == bench.bytes);
+    // Not without its base.
+    std::fs::rename(&bench.base, bench.scratch.path("elsewhere.qcow2")).expect("the same folder");
+    let lost = bench.scratch.path("lost.img");
+    command(&["restore", str(&day), str(&lost)]).failure("base.qcow2");
+    assert!(!lost.exists());
+}
+
+#[test]
+fn a_device_is_restored_to_only_where_that_is_meant() {
+    require!(need::root());
+    let mut bench = Bench::new();
+    let file = bench.scratch.image("device.img", 48 * MIB);
+    let old = random_bytes(&mut bench.random, 48 << 20);
+    std::fs::write(file.path(), &old).expect("it can be written");
+    let device = require!(LoopDevice::over(&file, &[]));
+    command(&["restore", str(&bench.disk), str(device.path())]).failure("say --force");
+    assert!(std::fs::read(device.path()).expect("it is there") == old);
+    command(&["restore", "--force", str(&bench.disk), str(device.path())]).success();
+    let found = std::fs::read(device.path()).expect("it is there");
+    assert!(found[..bench.bytes.len()] == bench.bytes, "the disk");
+    assert!(found[bench.bytes.len()..] == old[bench.bytes.len()..], "what follows stays");
+}
