@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, errno};
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Disk, FlushPolicy, Options};
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, Mirror};
 use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -36,9 +36,20 @@ enum Plan {
     FailRecord,
 }
 
+/// What a commit does wrong on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Planted {
+    Nothing,
+    /// It is recorded that the base is the disk before that has everything.
+    EarlyRecord,
+    /// Flushes of the base do nothing.
+    NoFlush,
+}
+
 struct Case {
     sim: Sim,
     plan: Plan,
+    planted: Planted,
     mode: CopyMode,
     model: Rc<Model>,
     overlay: Overlay,
@@ -48,7 +59,7 @@ struct Case {
 }
 
 impl Case {
-    fn new(seed: u64) -> Self {
+    fn new(seed: u64, planted: Planted) -> Self {
         let sim = Sim::new(seed);
         let mut random = sim.fork_prng();
         let plan = match random.u8(..8) {
@@ -66,7 +77,8 @@ impl Case {
             scene::overlay(&own, &mut making, &content).await.expect("an overlay")
         });
         let (is_recorded, random) = (Rc::default(), RefCell::new(random));
-        Self { sim, plan, mode, model, overlay, is_recorded, random }
+        let plan = if planted == Planted::Nothing { plan } else { Plan::Complete };
+        Self { sim, plan, planted, mode, model, overlay, is_recorded, random }
     }
 
     /// Whether what a crash leaves now is the disk.
@@ -84,12 +96,17 @@ impl Case {
     fn start(&self, control: &Arc<JobControl>) -> blockhouse_sim::Task<JobEnd> {
         let Overlay { disk, base, base_format, .. } = &self.overlay;
         let (disk, storage, format) = (Arc::clone(disk), base.clone(), *base_format);
-        let (plan, mode, clock) = (self.plan, self.mode, clock(&self.sim));
+        let (plan, planted, mode, clock) = (self.plan, self.planted, self.mode, clock(&self.sim));
+        self.is_recorded.set(planted == Planted::EarlyRecord);
         let (recorded, control) = (Rc::clone(&self.is_recorded), Arc::clone(control));
         let probability = [0.002, 0.02, 0.2][self.random.borrow_mut().usize(..3)];
         self.sim.spawn(async move {
-            let base =
-                Disk::open(storage.clone(), format, Options::default()).await.expect("a base");
+            let flush = match planted {
+                Planted::NoFlush => FlushPolicy::Ignore,
+                _ => FlushPolicy::Honor,
+            };
+            let options = Options { flush, ..Options::default() };
+            let base = Disk::open(storage.clone(), format, options).await.expect("a base");
             if base.size() < disk.size() {
                 base.resize(disk.size()).await.expect("a longer base");
             }
@@ -161,7 +178,11 @@ impl Case {
 }
 
 fn commit(seed: u64) -> Result<Report, String> {
-    let case = Case::new(seed);
+    commit_with(seed, Planted::Nothing)
+}
+
+fn commit_with(seed: u64, planted: Planted) -> Result<Report, String> {
+    let case = Case::new(seed, planted);
     let told = |why: String| format!("{:?}, {:?}: {why}", case.plan, case.mode);
     let control = Arc::new(JobControl::default());
     let guests = guests::start_durable(&case.sim, &case.overlay.disk, &case.model, 60);
@@ -213,9 +234,18 @@ fn crash_at_every_point_of_a_commit() {
     eprintln!("{report:?}");
 }
 
+/// Whether the test would find what it is for.
+#[test]
+fn faults_that_are_planted_are_caught_within_few_seeds() {
+    for planted in [Planted::EarlyRecord, Planted::NoFlush] {
+        let is_caught = (0..60).any(|seed| commit_with(seed, planted).is_err());
+        assert!(is_caught, "{planted:?} is not caught");
+    }
+}
+
 #[test]
 fn a_cancelled_commit_is_made_again() {
-    let case = Case::new(11);
+    let case = Case::new(11, Planted::Nothing);
     let Overlay { disk, base, base_format, .. } = &case.overlay;
     let (disk, storage, format) = (Arc::clone(disk), base.clone(), *base_format);
     let (sim, clock) = (case.sim.clone(), clock(&case.sim));
