@@ -324,6 +324,7 @@ impl TargetSpec<'_> {
             cache,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            copy_on_read: false,
             locking: Locking::Held,
             state,
             allowed_paths: self.allowed_paths()?,

@@ -160,6 +160,7 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         cache: CacheMode::Writeback,
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
+        copy_on_read: false,
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),

@@ -40,6 +40,14 @@ pub struct DiskOptions {
     /// What becomes of writes of nothing but zeros: off, on or unmap. Left out: off.
     #[serde(default)]
     pub detect_zeroes: DetectZeroesName,
+    /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
+    #[serde(default)]
+    pub copy_on_read: bool,
+    /// Copy what the image leaves to its backing file in the background, so many bytes a second (0: no limit), and
+    /// detach the backing file: the job `stream`. Left out: not.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub prefetch: Option<u64>,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     pub snapshot: Option<String>,
     /// Make the image with this size if it is missing: bytes, or a text like "20G".
@@ -68,6 +76,21 @@ pub struct DiskOptions {
     /// Where it is served: URIs of NBD exports, absolute paths of vhost-user-blk sockets.
     #[serde(default)]
     pub exports: Vec<String>,
+}
+
+/// Refuses to fill a disk from its backing file that is read-only.
+///
+/// # Errors
+/// What contradicts itself, in words.
+pub fn check_filling(
+    copy_on_read: bool,
+    prefetch: Option<u64>,
+    is_read_only: bool,
+) -> Result<(), String> {
+    match (copy_on_read || prefetch.is_some()) && is_read_only {
+        true => Err("copy-on-read and prefetch write to the image: leave read-only and snapshot out, or these".into()),
+        false => Ok(()),
+    }
 }
 
 /// What discards do.
@@ -125,6 +148,7 @@ impl DiskOptions {
         if self.create.is_some() && self.snapshot.is_some() {
             return Err("a new image has no snapshots; leave out create or snapshot".into());
         }
+        check_filling(self.copy_on_read, self.prefetch, self.read_only || self.snapshot.is_some())?;
         check_bitmaps(&self.bitmaps, self.snapshot.as_deref())?;
         Ok(DiskSetup {
             name,
@@ -134,6 +158,8 @@ impl DiskOptions {
             cache: self.cache,
             discard,
             detect_zeroes,
+            copy_on_read: self.copy_on_read,
+            prefetch: self.prefetch,
             create: self.create.map(|size| size.next_multiple_of(512)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),

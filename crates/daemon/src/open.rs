@@ -69,6 +69,7 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         cache: disk.cache,
         discard: disk.discard,
         detect_zeroes: disk.detect_zeroes,
+        copy_on_read: disk.copy_on_read,
         locking: Locking::Held,
         state: state.clone(),
         allowed_paths: AllowedPaths::new(&disk.allow_paths)?,

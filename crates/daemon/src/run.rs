@@ -136,9 +136,12 @@ impl LoopsAside {
         let start = |is_wanted: bool| {
             is_wanted.then(|| Workers::start_aside(setup.loops.engine)).transpose()
         };
+        let has_prefetch = setup.disks.iter().any(|disk| disk.prefetch.is_some());
+        // A configuration may have others when it is read again.
+        let has_jobs = has_prefetch || setup.control.is_some() || setup.config.is_some();
         Ok(Self {
             control: start(setup.control.is_some())?,
-            jobs: start(setup.control.is_some())?,
+            jobs: start(has_jobs)?,
             metrics: start(setup.metrics.is_some())?,
             reloads: start(setup.config.is_some())?,
         })

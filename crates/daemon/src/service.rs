@@ -85,9 +85,16 @@ impl Service {
         self.running.ublk_devices()
     }
 
-    /// Runs the jobs that are asked for on this loop.
+    /// Runs the jobs that are asked for on this loop, and those that disks begin by themselves.
     pub(crate) fn add_jobs(&self, workers: Option<Workers>) {
-        workers.into_iter().for_each(|workers| self.running.jobs().run_on(workers));
+        let Some(workers) = workers else { return };
+        let (handle, running) = (workers.first().clone(), Arc::clone(&self.running));
+        self.running.jobs().run_on(workers);
+        drop(handle.spawn(move || async move {
+            for disk in running.disks() {
+                running.begin_prefetch(&disk).await;
+            }
+        }));
     }
 
     /// Serves requests of this user at a control socket.

@@ -124,6 +124,10 @@ pub struct DiskSetup {
     pub discard: Discard,
     /// What becomes of writes of zeros.
     pub detect_zeroes: DetectZeroes,
+    /// Whether what is read from its backing file becomes its own.
+    pub copy_on_read: bool,
+    /// Whether a stream begins by itself, which copies so many bytes a second; 0: as many as there is room for.
+    pub prefetch: Option<u64>,
     /// Bytes of the disk that is made where the image is missing.
     pub create: Option<u64>,
     /// The snapshot that is served in place of the disk, by name or id.

@@ -39,12 +39,14 @@ pub struct Options {
     pub discard: Discard,
     /// Whether writes of zeros are made zero writes.
     pub detect_zeroes: DetectZeroes,
+    /// Whether what is read from the backing file becomes the image's own, if it may be changed.
+    pub copy_on_read: bool,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
 }
 
 impl Default for Options {
-    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written.
+    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written, no copy on read.
     fn default() -> Self {
         Self {
             access: Access::ReadWrite,
@@ -52,6 +54,7 @@ impl Default for Options {
             flush: FlushPolicy::Honor,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            copy_on_read: false,
             bitmap_activity: BitmapActivity::default(),
         }
     }

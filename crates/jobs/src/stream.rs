@@ -35,6 +35,9 @@ const MAX_IN_FLIGHT: usize = 8;
 /// Parts that are in flight together where the rate is limited.
 const MAX_AT_RATE: usize = 2;
 
+/// How long it waits for what followed from a rate that is not wanted any more.
+const MAX_OLD_WAIT: Duration = Duration::from_millis(100);
+
 /// A disk that is going to be filled. See the module's page.
 pub struct Stream<S: Storage> {
     disk: Arc<Disk<S>>,
@@ -46,6 +49,8 @@ pub struct Stream<S: Storage> {
     cursor: Cell<u64>,
     /// When the next part may begin.
     next_part: Cell<Duration>,
+    /// The rate that this follows from.
+    paced_for: Cell<Option<NonZeroU64>>,
     _guard: PopulatingGuard,
 }
 
@@ -68,8 +73,8 @@ impl<S: Storage> Stream<S> {
         clock: Rc<dyn JobClock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.export_load()));
-        let (meter, cursor, next_part) = Default::default();
-        Self { disk, control, clock, pace, meter, cursor, next_part, _guard: guard }
+        let (meter, cursor, next_part, paced_for) = Default::default();
+        Self { disk, control, clock, pace, meter, cursor, next_part, paced_for, _guard: guard }
     }
 
     /// Fills the disk, and ends as its control says; the control is to be told of the [end](JobControl::end).
@@ -176,6 +181,9 @@ impl<S: Storage> Stream<S> {
                 (MAX_AT_RATE, NonZeroU64::new(rate))
             }
         };
+        if self.paced_for.replace(rate) != rate {
+            self.next_part.set(self.next_part.get().min(now + MAX_OLD_WAIT));
+        }
         match self.next_part.get().saturating_sub(now) {
             wait if wait > Duration::ZERO && rate.is_some() => Turn::Later(wait),
             _ if in_flight >= room => Turn::Nothing,

@@ -28,6 +28,13 @@ pub enum ImageStorage {
 }
 
 impl ImageStorage {
+    /// Ends connections to another server, when nothing is in flight; every later request fails there. A file stays open.
+    pub fn disconnect(&self) {
+        if let Self::Nbd(nbd) = self {
+            nbd.disconnect();
+        }
+    }
+
     /// The file, where it is exactly one.
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {

@@ -60,6 +60,7 @@ mod read_only;
 mod readme;
 mod registered_memory;
 mod remote;
+mod remote_bases;
 mod remote_losses;
 mod repair;
 mod resize;

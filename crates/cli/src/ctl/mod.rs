@@ -183,6 +183,13 @@ struct Open {
     /// What becomes of writes of nothing but zeros: off, on or unmap.
     #[arg(long)]
     detect_zeroes: Option<String>,
+    /// Store what is read from the image's backing file in the image.
+    #[arg(long)]
+    copy_on_read: bool,
+    /// Copy what the image leaves to its backing file in the background, so many bytes a second (20M; 0: no limit), and
+    /// detach the backing file.
+    #[arg(long, value_name = "RATE", value_parser = size::parse)]
+    prefetch: Option<u64>,
     /// Serve the disk as it was when this snapshot was taken, for reading only.
     #[arg(long)]
     snapshot: Option<String>,
@@ -479,6 +486,8 @@ impl Open {
             ("cache", self.cache.map(Value::from)),
             ("discard", self.discard.map(Value::from)),
             ("detect-zeroes", self.detect_zeroes.map(Value::from)),
+            ("copy-on-read", self.copy_on_read.then(|| true.into())),
+            ("prefetch", self.prefetch.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),
             ("create", self.create.map(Value::from)),
             ("limits", self.limit.map(|limits| json!(limits))),

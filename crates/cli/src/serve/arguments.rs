@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use blockhouse_daemon::LoopOptions;
 use blockhouse_daemon::config::{Config, default_queues};
-use blockhouse_daemon::disk_options::check_bitmaps;
+use blockhouse_daemon::disk_options::{check_bitmaps, check_filling};
 use blockhouse_daemon::limit_options::DiskThrottle;
 use blockhouse_daemon::limits::{self, LimitArgument};
 use blockhouse_daemon::metrics::MetricsAddress;
@@ -30,7 +30,7 @@ use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 39] = [
+const OTHER_OPTIONS: [&str; 41] = [
     "images",
     "format",
     "create",
@@ -66,6 +66,8 @@ const OTHER_OPTIONS: [&str; 39] = [
     "bitmap",
     "discard",
     "detect_zeroes",
+    "copy_on_read",
+    "prefetch",
     "allow_path",
     "allow_remote",
     "key_file",
@@ -228,6 +230,14 @@ pub struct Arguments {
     /// unmap also gives its space back to the host.
     #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
     detect_zeroes: DetectZeroes,
+    /// Store what is read from the image's backing file in the image, so that each cluster is fetched once: for a backing file
+    /// that is far away (docs/jobs.md).
+    #[arg(long)]
+    copy_on_read: bool,
+    /// Copy what the image leaves to its backing file in the background, so many bytes a second (20M; 0: no limit), and
+    /// detach the backing file when the image has all of it.
+    #[arg(long, value_name = "RATE", value_parser = size::parse)]
+    prefetch: Option<u64>,
     /// Become this user, by name or number, once everything is open: images and sockets are opened by the user who starts
     /// the server, mostly root. Supplementary groups are given up.
     ///
@@ -370,6 +380,9 @@ impl Arguments {
                 refuse("several images need one --ublk each");
             }
         }
+        let is_read_only = self.read_only || self.snapshot.is_some();
+        check_filling(self.copy_on_read, self.prefetch, is_read_only)
+            .unwrap_or_else(|why| refuse(&why));
         check_bitmaps(&self.bitmap, self.snapshot.as_deref())
             .unwrap_or_else(|why| refuse(&format!("--bitmap: {why}")));
         if self.create.is_some() && self.snapshot.is_some() {
@@ -458,6 +471,8 @@ impl Arguments {
             cache: self.cache,
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
+            copy_on_read: self.copy_on_read,
+            prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow.allow_path.clone(),

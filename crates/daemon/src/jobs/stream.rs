@@ -3,16 +3,34 @@
 //! What a kill leaves: the overlay is the disk at any moment. As long as its header names the backing file it needs that, and
 //! another stream goes on where this one was.
 
+use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_jobs::{JobEnd, LoopClock, Stream};
+use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 
 use super::{JobSetup, RunningJob, run_job};
-use crate::running::Running;
+use crate::running::{Running, RunningDisk};
 
 impl Running {
+    /// Starts the stream that a disk's description asks for, if its image has a backing file still. Why it cannot be started
+    /// is logged: the disk is served all the same.
+    pub(crate) async fn begin_prefetch(&self, disk: &RunningDisk) {
+        let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.backing_file().is_some()) else {
+            return;
+        };
+        let setup = JobSetup {
+            name: None,
+            disk: disk.name().to_owned(),
+            mode: CopyMode::Auto,
+            speed: NonZeroU64::new(speed),
+        };
+        if let Err(error) = self.start_stream(setup).await {
+            tracing::error!("{}: cannot be filled from its backing file: {error:#}", disk.name());
+        }
+    }
+
     /// Starts a stream.
     ///
     /// # Errors
@@ -40,7 +58,7 @@ impl Running {
             let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
             let end = Stream::new(Arc::clone(&disk), guard, control, clock).run().await;
             if matches!(end, JobEnd::Completed { .. }) {
-                disk.unlock_former();
+                disk.release_detached();
             }
             end
         });

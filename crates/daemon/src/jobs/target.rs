@@ -128,6 +128,7 @@ async fn open_existing(
         cache: source.cache,
         discard: source.discard,
         detect_zeroes: source.detect_zeroes,
+        copy_on_read: false,
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),

@@ -80,6 +80,17 @@ impl Running {
         setup: DiskSetup,
         addresses: Vec<ExportAddress>,
     ) -> Result<Arc<RunningDisk>> {
+        let disk = self.open_claimed(setup, addresses).await?;
+        self.begin_prefetch(&disk).await;
+        Ok(disk)
+    }
+
+    /// Claims the names of a disk while it is opened and served.
+    async fn open_claimed(
+        &self,
+        setup: DiskSetup,
+        addresses: Vec<ExportAddress>,
+    ) -> Result<Arc<RunningDisk>> {
         let name = setup.name.clone();
         let mut names: Vec<_> =
             addresses.iter().map(|address| Name::Socket(address.socket())).collect();

@@ -1,19 +1,24 @@
-//! Memory for whole clusters: for decompression, and for what copy on write adds to a write.
+//! Memory for whole clusters: for decompression, for what copy on write adds to a write, and for what is copied from a backing
+//! file into the image.
 //!
-//! Both are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and for
-//! the backing file, never the other way round. So there is no circle of waits.
+//! All are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and for
+//! the backing file, never the other way round. So does what is copied from a backing file, which never waits for copy on write:
+//! it writes whole clusters. So there is no circle of waits.
 
 use std::ops::{Deref, DerefMut};
 
 use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::{Buffer, BufferPool, Result};
 
-/// The memory of each of the two uses in bytes, where clusters are not larger than that allows.
+/// The memory of each of the uses in bytes, where clusters are not larger than that allows.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// How many of each are possible at once whatever the cluster size, and how many at most.
 const MIN_BUFFERS: u64 = 8;
 const MAX_BUFFERS: u64 = 256;
+
+/// Bytes that are copied from a backing file at once, where clusters are not larger.
+pub(crate) const MAX_POPULATED: u64 = 1 << 20;
 
 /// How much memory is kept for the next ones, in bytes.
 const POOL_BYTES: usize = 8 << 20;
@@ -23,6 +28,7 @@ pub(crate) struct ClusterBuffers {
     pool: BufferPool,
     cow_permits: Semaphore,
     decompress_permits: Semaphore,
+    populate_permits: Semaphore,
 }
 
 /// Memory for a cluster's bytes, returned when dropped.
@@ -47,6 +53,7 @@ impl ClusterBuffers {
             pool: BufferPool::new(POOL_BYTES),
             cow_permits: Semaphore::new(permits(2 * cluster_size)),
             decompress_permits: Semaphore::new(permits(3 * cluster_size)),
+            populate_permits: Semaphore::new(permits(cluster_size.max(MAX_POPULATED))),
         }
     }
 
@@ -56,6 +63,16 @@ impl ClusterBuffers {
     /// ENOMEM where memory runs out.
     pub(crate) async fn for_cow(&self, length: usize) -> Result<ClusterBuffer<'_>> {
         let permit = self.cow_permits.acquire().await;
+        Ok(ClusterBuffer { buffer: self.pool.get(length)?, _permit: permit })
+    }
+
+    /// `length` bytes with any content, for clusters that are copied from a backing file: at most the larger of a cluster and
+    /// [`MAX_POPULATED`].
+    ///
+    /// # Errors
+    /// ENOMEM where memory runs out.
+    pub(crate) async fn for_populating(&self, length: usize) -> Result<ClusterBuffer<'_>> {
+        let permit = self.populate_permits.acquire().await;
         Ok(ClusterBuffer { buffer: self.pool.get(length)?, _permit: permit })
     }
 

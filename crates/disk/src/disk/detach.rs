@@ -63,8 +63,15 @@ impl<S: Storage> Disk<S> {
     /// What the backing file or the image answers. Nothing of what is read has changed.
     pub async fn populate(&self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
         self.check_access(part.range.offset())?;
-        let _turn = self.begin_change().await;
-        self.writer().populate(part, go_on).await
+        let begin_change = || go_on().then(|| self.quiesce.try_begin_write()).flatten();
+        loop {
+            match self.writer().populate(part, &begin_change).await? {
+                Some(filled) => return Ok(filled),
+                None if !go_on() => return Ok(0),
+                // A change of the whole image, which waits for no backing file. It is awaited without a claim.
+                None => drop(self.begin_change().await),
+            }
+        }
     }
 
     /// Makes durable what the image has got; little is left to flush then while it is [detached](Self::detach_backing).

@@ -4,6 +4,7 @@
 //! - `requests`: the one choke point of all requests.
 //! - `access`: whether it may be changed.
 //! - `base`: its backing file, open for writing.
+//! - `copy_on_read`: reads that copy from its backing file.
 //! - `detach`: independent of its backing file.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
@@ -18,6 +19,7 @@
 
 mod access;
 mod base;
+mod copy_on_read;
 mod detach;
 mod earlier_counts;
 mod failures;
@@ -82,6 +84,8 @@ pub struct Disk<S: Storage> {
     state: OnceLock<StateFile>,
     /// Whether it gets what its image leaves to its backing file.
     is_populating: Arc<AtomicBool>,
+    /// Whether it was told that copying on read fails.
+    has_failed_to_populate: AtomicBool,
 }
 
 /// What was written to an image before it is opened.
@@ -206,6 +210,7 @@ impl<S: Storage> Disk<S> {
             base,
             state,
             is_populating: Arc::default(),
+            has_failed_to_populate: AtomicBool::new(false),
         }
     }
 
@@ -301,6 +306,8 @@ impl<S: Storage> Disk<S> {
     pub fn with_backing(self, backing: Arc<Self>) -> Self {
         let access = backing.options().access;
         self.layer().set_backing(Arc::clone(backing.writer().layer()), access);
+        // Nothing else uses it yet.
+        self.layer().set_claims_all(self.options.copy_on_read);
         self
     }
 

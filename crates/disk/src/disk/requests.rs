@@ -74,7 +74,10 @@ impl<S: Storage> Disk<S> {
         let outcome = match request {
             Request::Read { offset, into } => {
                 self.read_probes.note(offset, into.len() as u64);
-                self.submit_read(offset, into).await
+                match self.copies_on_read() {
+                    false => self.submit_read(offset, into).await,
+                    true => Box::pin(self.copy_on_read(offset, into)).await,
+                }
             }
             request => self.submit_change(request, operation).await,
         };
@@ -317,7 +320,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// The range, if all of it is on the disk; otherwise an error of this kind.
-    fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
+    pub(super) fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
         let size = self.size();
         match ByteRange::new(offset, length) {
             Some(range) if range.end() <= size => Ok(range),

@@ -344,6 +344,7 @@ async fn disk_over(
         flush: options.cache.flush(),
         discard: options.discard,
         detect_zeroes: options.detect_zeroes,
+        copy_on_read: options.copy_on_read,
         bitmap_activity: BitmapActivity::default(),
     };
     let format = options.format.unwrap_or_else(|| match &storage {

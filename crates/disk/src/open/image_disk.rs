@@ -39,6 +39,16 @@ impl ImageDisk {
         }
     }
 
+    /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks, and connections to other
+    /// servers.
+    pub fn release_detached(&self) {
+        self.unlock_former();
+        let layers = self.layer().opened_layers().skip(1);
+        for layer in layers.take_while(|_| self.layer().is_detached()) {
+            layer.format().storage().storage().disconnect();
+        }
+    }
+
     /// Gives the locks back that are held on images that were [replaced](crate::QuiescedDisk::switch_to) or
     /// [detached](Self::detach_backing): other programs may use them again.
     pub fn unlock_former(&self) {

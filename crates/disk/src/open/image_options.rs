@@ -120,6 +120,8 @@ pub struct ImageOptions {
     pub discard: Discard,
     /// What becomes of writes of zeros.
     pub detect_zeroes: DetectZeroes,
+    /// Whether what is read from its backing file becomes its own, if it may be changed.
+    pub copy_on_read: bool,
     /// Whether other programs are kept away.
     pub locking: Locking,
     /// Whether what is answered outlives the process.
@@ -162,6 +164,7 @@ impl Default for ImageOptions {
             cache: CacheMode::None,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
+            copy_on_read: false,
             locking: Locking::Held,
             state: StateUse::Off,
             allowed_paths: AllowedPaths::default(),

@@ -13,6 +13,7 @@
 //! or its memory any more.
 
 mod compressed;
+mod copy_on_read;
 mod cow;
 mod populate;
 mod prepared_extent;

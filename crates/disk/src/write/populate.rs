@@ -6,20 +6,17 @@
 //! no space where the format has a flag for them. Data is linked after it is written, as every write's, so a crash leaves a
 //! cluster as it was, or filled.
 
-use std::ops::Range;
-
 use blockhouse_core::{
     Buffer, ByteRange, ExtentState, Fallback, IoVector, Result, Storage, Unmap, WorkBudget,
 };
 use blockhouse_format::Intent;
 
 use super::{Writer, ZeroOptions};
+use crate::buffers::MAX_POPULATED;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::layer::{BlockStatus, BlockStatusCache};
 
-/// Bytes of data that are read and written at once, where clusters are not larger.
-const MAX_DATA: u64 = 1 << 20;
 /// Bytes of zeros that are written at once.
 const MAX_ZEROS: u64 = 16 << 20;
 
@@ -49,13 +46,13 @@ impl<S: Storage> Writer<S> {
         {
             return Ok(Some(BackedRange { range, is_zero: true }));
         }
-        let first = found.truncate(MAX_DATA.max(unit) - found.offset() % unit);
+        let first = found.truncate(MAX_POPULATED.max(unit) - found.offset() % unit);
         let range = self.clusters_of(first);
         Ok(Some(BackedRange { range, is_zero: false }))
     }
 
     /// The first bytes of `range` that the image leaves to its backing file, before that ends.
-    async fn find_backed(&self, range: ByteRange) -> Result<Option<ByteRange>> {
+    pub(super) async fn find_backed(&self, range: ByteRange) -> Result<Option<ByteRange>> {
         let budget = WorkBudget::new();
         let mut rest = range.truncate(self.layer.backing_size().saturating_sub(range.offset()));
         while !rest.is_empty() {
@@ -70,12 +67,12 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Bytes that are filled as a whole.
-    fn populate_unit(&self) -> u64 {
+    pub(super) fn populate_unit(&self) -> u64 {
         self.layer.format().cluster_size().unwrap_or(1).max(self.layer.block_size())
     }
 
     /// The clusters that `range` touches, as far as the disk has them.
-    fn clusters_of(&self, range: ByteRange) -> ByteRange {
+    pub(super) fn clusters_of(&self, range: ByteRange) -> ByteRange {
         let clusters = range.align_outward(self.populate_unit());
         ByteRange::between(clusters.offset(), clusters.end().min(self.layer.format().end()))
     }
@@ -87,65 +84,88 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Makes whole clusters the image's own, where it leaves anything of them to its backing file; how many bytes. Not
-    /// durable before the next flush. Memory for all of them is taken at once. Where `go_on` is false after the backing file
-    /// was read, nothing more is written.
-    pub(crate) async fn populate(
+    /// durable before the next flush. `begin_change` is asked when the backing file was read, and the image is changed while
+    /// what it gives is held; nothing is changed where it gives nothing, and the result is `None`.
+    pub(crate) async fn populate<G>(
         &self,
         part: BackedRange,
-        go_on: &dyn Fn() -> bool,
-    ) -> Result<u64> {
+        begin_change: &dyn Fn() -> Option<G>,
+    ) -> Result<Option<u64>> {
         let claim = self.layer.claims().claim_exclusive(part.range).await;
-        let (mut rest, mut filled) = (part.range, 0);
+        if part.is_zero {
+            let Some(_guard) = begin_change() else { return Ok(None) };
+            return self.populate_zeros(part.range, &claim).await.map(Some);
+        }
+        if self.find_backed(part.range).await?.is_none() {
+            return Ok(Some(0));
+        }
+        let length = part.range.length() as usize;
+        let mut buffer = self.layer.cluster_buffers().for_populating(length).await?;
+        self.layer.read_aligned(part.range, claim.attach_to(buffer.lend())).await?;
+        let Some(_guard) = begin_change() else { return Ok(None) };
+        self.store_backed(part.range, &mut buffer, &claim).await.map(Some)
+    }
+
+    /// As [`populate`](Self::populate), where the backing file has zeros.
+    async fn populate_zeros(&self, range: ByteRange, claim: &Claim<'_>) -> Result<u64> {
+        let (mut rest, mut filled) = (range, 0);
+        // Not the rest of a cluster, which a guest may have written since.
         while let Some(found) = self.find_backed(rest).await? {
-            let run = match part.is_zero {
-                // Not the rest of its cluster, which a guest may have written since.
-                true => found,
-                false => {
-                    let clusters = self.clusters_of(found);
-                    clusters.truncate(rest.end() - clusters.offset())
-                }
-            };
-            if !go_on() {
-                break;
-            }
-            match part.is_zero {
-                true => self.fill(run, None, &claim).await?,
-                false => self.populate_run(run, &claim, go_on).await?,
-            }
+            self.fill(found, None, claim).await?;
+            filled += found.length();
+            rest = ByteRange::between(found.end(), rest.end());
+        }
+        Ok(filled)
+    }
+
+    /// Stores those of the clusters of `range` that the image leaves to its backing file; how many bytes. `bytes` are those of all
+    /// of them, as they were read under the claim.
+    pub(super) async fn store_backed(
+        &self,
+        range: ByteRange,
+        bytes: &mut Buffer,
+        claim: &Claim<'_>,
+    ) -> Result<u64> {
+        let (mut rest, mut filled) = (range, 0);
+        while let Some(found) = self.find_backed(rest).await? {
+            let clusters = self.clusters_of(found);
+            let run = clusters.truncate(rest.end() - clusters.offset());
+            self.store_run(run, range.offset(), bytes, claim).await?;
             filled += run.length();
             rest = ByteRange::between(run.end(), rest.end());
         }
         Ok(filled)
     }
 
-    /// Reads clusters as the guest would, and writes them: those with data, and those that are zeros.
-    async fn populate_run(
+    /// Writes clusters: those with data, and those that are zeros. `bytes` begin with the byte at `start`.
+    async fn store_run(
         &self,
         run: ByteRange,
+        start: u64,
+        bytes: &mut Buffer,
         claim: &Claim<'_>,
-        go_on: &dyn Fn() -> bool,
     ) -> Result<()> {
-        let mut buffer = Buffer::try_new(run.length() as usize)?;
-        self.layer.read_aligned(run, claim.attach_to(buffer.lend())).await?;
-        if !go_on() {
-            return Ok(());
-        }
-        let unit = self.populate_unit() as usize;
-        let is_zero =
-            |part: &Range<usize>| buffer.bytes()[part.clone()].iter().all(|byte| *byte == 0);
-        let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
-        for start in (0..buffer.len()).step_by(unit) {
-            let part = start..(start + unit).min(buffer.len());
-            match (is_zero(&part), parts.last_mut()) {
-                (kind, Some((last, of))) if kind == *of => last.end = part.end,
+        let unit = self.populate_unit();
+        let place = |part: ByteRange| {
+            let first = (part.offset() - start) as usize;
+            first..first + part.length() as usize
+        };
+        let is_zero = |part: ByteRange| bytes.bytes()[place(part)].iter().all(|byte| *byte == 0);
+        let mut parts: Vec<(ByteRange, bool)> = Vec::new();
+        let mut rest = run;
+        while !rest.is_empty() {
+            let part = rest.truncate(unit);
+            match (is_zero(part), parts.last_mut()) {
+                (kind, Some((last, of))) if kind == *of => {
+                    *last = ByteRange::between(last.offset(), part.end());
+                }
                 (kind, _) => parts.push((part, kind)),
             }
+            rest = rest.skip(part.length());
         }
         for (part, is_zero) in parts {
-            let (start, end) = (part.start as u64, part.end as u64);
-            let range = ByteRange::between(run.offset() + start, run.offset() + end);
-            let from = buffer.lend_range(part.start, part.len());
-            self.fill(range, (!is_zero).then_some(from), claim).await?;
+            let from = bytes.lend_range(place(part).start, part.length() as usize);
+            self.fill(part, (!is_zero).then_some(from), claim).await?;
         }
         Ok(())
     }

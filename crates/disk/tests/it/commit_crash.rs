@@ -26,6 +26,7 @@ const READ_ONLY: Options = Options {
     flush: blockhouse_disk::FlushPolicy::Honor,
     discard: blockhouse_disk::Discard::Unmap,
     detect_zeroes: blockhouse_disk::DetectZeroes::Off,
+    copy_on_read: false,
     bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
 };
 

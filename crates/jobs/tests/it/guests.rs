@@ -33,6 +33,8 @@ struct Sector {
     answered: usize,
     /// Whether it was discarded since: then it may hold anything.
     is_discarded: bool,
+    /// Whether it ever was.
+    was_discarded: bool,
 }
 
 impl Model {
@@ -45,7 +47,7 @@ impl Model {
             let number = if random.u8(..4) < is_data { next } else { 0 };
             next += 1;
             bytes.extend(content(number));
-            Sector { written: vec![number], answered: 0, is_discarded: false }
+            Sector { written: vec![number], answered: 0, is_discarded: false, was_discarded: false }
         });
         let sectors = RefCell::new(sectors.collect());
         let (next, is_over) = (Cell::new(next), Cell::new(false));
@@ -85,7 +87,9 @@ impl Model {
     pub fn check(&self, since: &[usize], bytes: &[u8]) -> std::result::Result<(), String> {
         for (index, (sector, since)) in self.sectors.borrow().iter().zip(since).enumerate() {
             let start = index * SECTOR as usize;
-            let found = &bytes[start..start + SECTOR as usize];
+            let Some(found) = bytes.get(start..start + SECTOR as usize) else {
+                return Err(format!("it ends before sector {index}"));
+            };
             let is_known = !sector.is_discarded;
             if is_known && !sector.written[*since..].iter().any(|number| content(*number) == found)
             {
@@ -94,6 +98,25 @@ impl Model {
                     "sector {index} has {number}, not one of {:?}",
                     &sector.written[*since..]
                 ));
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`check_between`](Self::check_between), of the bytes that were read from sector `first` on.
+    pub fn check_read(
+        &self,
+        first: u64,
+        (since, until): (&[usize], &[usize]),
+        bytes: &[u8],
+    ) -> std::result::Result<(), String> {
+        let sectors = self.sectors.borrow();
+        for (index, found) in (first as usize..).zip(bytes.chunks(SECTOR as usize)) {
+            let allowed = &sectors[index].written[since[index]..=until[index]];
+            let is_known = !sectors[index].was_discarded;
+            if is_known && !allowed.iter().any(|number| content(*number) == found) {
+                let number = u32::from_be_bytes(found[..4].try_into().unwrap());
+                return Err(format!("sector {index} has {number}, not one of {allowed:?}"));
             }
         }
         Ok(())
@@ -109,7 +132,8 @@ impl Model {
     fn discard(&self, first: u64, count: u64) {
         let mut sectors = self.sectors.borrow_mut();
         for index in first..first + count {
-            sectors[index as usize].is_discarded = true;
+            let sector = &mut sectors[index as usize];
+            (sector.is_discarded, sector.was_discarded) = (true, true);
         }
     }
 

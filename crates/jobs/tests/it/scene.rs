@@ -75,6 +75,16 @@ pub struct Overlay {
 
 /// A disk with these bytes over a base of any kind, which has some of them, and may be shorter, or have a snapshot.
 pub async fn overlay(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Overlay> {
+    overlay_with(sim, random, content, Options::default()).await
+}
+
+/// As [`overlay`], opened so.
+pub async fn overlay_with(
+    sim: &Sim,
+    random: &mut Rng,
+    content: &[u8],
+    options: Options,
+) -> Result<Overlay> {
     let size = content.len() as u64;
     let base_size = [size, (random.u64(1..=size) & !511).max(512)][random.usize(..2)];
     let mut below = content[..base_size as usize].to_vec();
@@ -107,7 +117,7 @@ pub async fn overlay(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Over
     qcow2::create(&storage, &image).await?;
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let below = Disk::open(base.clone(), base_format, read_only).await?;
-    let overlay = Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
+    let overlay = Disk::open(storage.clone(), ImageFormat::Qcow2, options).await?;
     let disk = Arc::new(overlay.with_backing(Arc::new(below)));
     for sector in own {
         let mut buffer = Buffer::new(512);

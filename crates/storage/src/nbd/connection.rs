@@ -22,7 +22,7 @@ use super::writer::{self, Batch};
 use crate::detached::DetachedSyncs;
 
 /// The pause after a server could not be reached.
-const RETRY_DELAY: Duration = Duration::from_millis(200);
+pub(super) const RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// Starts the transmission over `stream` on the current thread's loop: the connection `number` of a storage.
 ///

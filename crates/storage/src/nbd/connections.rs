@@ -10,14 +10,15 @@
 
 use std::sync::Arc;
 use std::thread::ThreadId;
+use std::time::Instant;
 
 use blockhouse_core::Result;
-use blockhouse_engine::Stream;
+use blockhouse_engine::{Stream, sleep};
 use blockhouse_nbd_protocol::request::kind;
 use blockhouse_nbd_protocol::{CommandFlags, TransmissionFlags};
 use parking_lot::Mutex;
 
-use super::connection;
+use super::connection::{self, RETRY_DELAY};
 use super::dial::Dial;
 use super::pending::Body;
 use super::transmission::{Command, Transmission};
@@ -65,13 +66,13 @@ impl Connections {
     /// The connection of this loop.
     ///
     /// # Errors
-    /// As [`Dial::again`].
+    /// As [`Dial::again`], once it has been tried for as long as requests wait for a server.
     pub(super) async fn own(&self) -> Result<Arc<Transmission>> {
         let thread = std::thread::current().id();
         if let Some(connection) = self.known(thread) {
             return Ok(connection);
         }
-        let stream = self.dial.again().await?;
+        let stream = self.connect().await?;
         let mut list = self.list.lock();
         // Several requests of one loop may have come here.
         if let Some((_, known)) = list.iter().find(|(of, _)| *of == thread) {
@@ -79,6 +80,23 @@ impl Connections {
             return Ok(Arc::clone(known));
         }
         self.add(&mut list, stream)
+    }
+
+    /// Another stream. A server that is gone is waited for as long as requests of a connection that has failed wait.
+    async fn connect(&self) -> Result<Stream> {
+        let end = Instant::now() + self.dial.reconnect_time();
+        loop {
+            match self.dial.again().await {
+                Err(_) if Instant::now() < end => sleep(RETRY_DELAY).await,
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Ends all of them, when nothing uses the storage any more.
+    pub(super) fn close(&self) {
+        self.unflushed.close();
+        self.list.lock().iter().for_each(|(_, connection)| connection.close());
     }
 
     fn known(&self, thread: ThreadId) -> Option<Arc<Transmission>> {
@@ -123,7 +141,6 @@ impl Connections {
 
 impl Drop for Connections {
     fn drop(&mut self) {
-        self.unflushed.close();
-        self.list.get_mut().iter().for_each(|(_, connection)| connection.close());
+        self.close();
     }
 }

@@ -168,6 +168,11 @@ impl NbdStorage {
         Ok(())
     }
 
+    /// Ends the connections to the server. Every later request fails.
+    pub fn disconnect(&self) {
+        self.connections.close();
+    }
+
     fn unsupported(&self, what: &'static str) -> Error {
         Error::new(ErrorKind::Unsupported, what).on(self.dial.name())
     }

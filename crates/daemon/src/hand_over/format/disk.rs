@@ -61,6 +61,12 @@ pub struct Opened {
     pub discard: DiscardName,
     /// What becomes of writes of zeros.
     pub detect_zeroes: DetectZeroesName,
+    /// Whether what is read from its backing file becomes its own.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub copy_on_read: bool,
+    /// The bytes a second that are copied from its backing file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefetch: Option<u64>,
     /// Bytes of the disk that was to be made where the image was missing.
     pub create: Option<u64>,
     /// The snapshot that is served.
@@ -164,6 +170,8 @@ impl From<&DiskSetup> for Opened {
             cache,
             discard,
             detect_zeroes,
+            copy_on_read,
+            prefetch,
             create,
             snapshot,
             allow_paths,
@@ -188,6 +196,8 @@ impl From<&DiskSetup> for Opened {
                 DetectZeroes::On => DetectZeroesName::On,
                 DetectZeroes::Unmap => DetectZeroesName::Unmap,
             },
+            copy_on_read: *copy_on_read,
+            prefetch: *prefetch,
             create: *create,
             snapshot: snapshot.clone(),
             allow_paths: allow_paths.iter().map(|path| bytes_of(path)).collect(),
@@ -220,6 +230,8 @@ impl Opened {
                 DetectZeroesName::On => DetectZeroes::On,
                 DetectZeroesName::Unmap => DetectZeroes::Unmap,
             },
+            copy_on_read: self.copy_on_read,
+            prefetch: self.prefetch,
             create: self.create,
             snapshot: self.snapshot,
             allow_paths: self.allow_paths.into_iter().map(path_of).collect(),

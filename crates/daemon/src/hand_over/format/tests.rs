@@ -13,6 +13,8 @@ fn opened(limits: Option<Limits>) -> Opened {
         cache: "none".into(),
         discard: DiscardName::Unmap,
         detect_zeroes: DetectZeroesName::Unmap,
+        copy_on_read: false,
+        prefetch: None,
         create: Some(512),
         snapshot: None,
         allow_paths: vec![b"/b".to_vec()],

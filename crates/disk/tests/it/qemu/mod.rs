@@ -147,6 +147,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         cache,
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
+        copy_on_read: false,
         locking: Locking::Held,
         state: StateUse::Off,
         allowed_paths: AllowedPaths::default(),

@@ -61,6 +61,7 @@ const READ_ONLY: Options = Options {
     flush: blockhouse_disk::FlushPolicy::Honor,
     discard: Discard::Unmap,
     detect_zeroes: DetectZeroes::Off,
+    copy_on_read: false,
     bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
 };
 

@@ -1,0 +1,45 @@
+//! Reads of a disk that copies on read: what its image leaves to its backing file becomes its own.
+//!
+//! Guarantees: as `write/copy_on_read`. Neither does a read wait for a change of the whole image, nor such a change for the backing
+//! file: what is read meanwhile is not copied. Nor is anything copied while the disk is read-only, or its backing file is open for
+//! writing, or into an image that another one has replaced.
+
+use std::sync::atomic::Ordering;
+
+use blockhouse_core::{ErrorKind, IoVector, Result, Storage};
+
+use super::Disk;
+use crate::options::Access;
+
+impl<S: Storage> Disk<S> {
+    /// Whether what is read now is to be copied.
+    pub(super) fn copies_on_read(&self) -> bool {
+        self.options().copy_on_read
+            && self.layer().backing_layer().is_some()
+            && self.access() == Access::ReadWrite
+            && self.base().is_none()
+    }
+
+    /// Reads, and copies what is read.
+    pub(super) async fn copy_on_read(&self, offset: u64, into: IoVector) -> Result<()> {
+        let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let failed = |error| {
+            // A guest may read on for long.
+            if !self.has_failed_to_populate.swap(true, Ordering::Relaxed) {
+                tracing::warn!(
+                    "what is read from the backing file cannot be kept, and may be fetched again: {error}"
+                );
+            }
+        };
+        let writer = self.writer();
+        let begin_change = || {
+            let guard = self.quiesce.try_begin_write();
+            // While the guard is held, this stays so.
+            guard.filter(|_| self.copies_on_read() && std::ptr::eq(writer, self.writer()))
+        };
+        writer.read_and_populate(range, into, &begin_change, &failed).await
+    }
+}

@@ -1,0 +1,231 @@
+//! Overlays of a base on another server, which are filled while they are used: each block is fetched once, an outage is waited
+//! for, and in the end the base is not needed.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
+use serde_json::json;
+
+use crate::jobs::{BLOCK, Foreign, SIZE, Writer, content, ctl, wait_for};
+
+/// A base behind nbdkit, and an overlay over it.
+struct Remote {
+    scratch: Scratch,
+    base: Option<Foreign>,
+    blocks: Vec<u64>,
+}
+
+impl Remote {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let blocks: Vec<u64> = (0..SIZE / BLOCK).map(|block| block % 3 * (block + 1)).collect();
+        let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
+        fs::write(scratch.path("base.img"), bytes).expect("a base");
+        let mut remote = Self { scratch, base: None, blocks };
+        remote.start_base();
+        let backing = format!("nbd+unix:///?socket={}&reconnect=60", str(&remote.socket()));
+        let words = ["create", "-b", &backing, "-F", "raw", "--allow-remote"];
+        command(&[&words[..], &[str(&remote.overlay()), &SIZE.to_string()]].concat()).success();
+        remote
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.scratch.socket("base")
+    }
+
+    fn overlay(&self) -> PathBuf {
+        self.scratch.path("over.qcow2")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.scratch.path("log")
+    }
+
+    fn start_base(&mut self) {
+        let (socket, file) = (self.socket(), self.scratch.path("base.img"));
+        let log = format!("logfile={}", str(&self.log()));
+        let words = ["-f", "-r", "-U", str(&socket), "--filter=log", "file", str(&file), &log];
+        self.base = Some(Foreign::start("nbdkit", &words, &socket));
+    }
+
+    fn stop_base(&mut self) {
+        self.base = None;
+        // A server that is killed leaves it.
+        let _ = fs::remove_file(self.socket());
+    }
+
+    fn serve(&self, options: &[(&str, &str)]) -> (Server, Control) {
+        let control = self.scratch.socket("control");
+        let serve = Serve::new(&self.scratch, &self.overlay()).option("--control", &control);
+        let serve = serve.flag("--allow-remote").flag("--copy-on-read");
+        let serve = options.iter().fold(serve, |serve, (name, value)| serve.option(name, value));
+        (serve.start(), Control::connect(&control))
+    }
+
+    fn writer(&self, server: &Server) -> Writer {
+        Writer::on(&server.address(), self.blocks.clone(), seeded())
+    }
+
+    /// What was read from the base: offsets and lengths, in order.
+    fn fetched(&self) -> Vec<(u64, u64)> {
+        let log = fs::read_to_string(self.log()).expect("nbdkit's log");
+        let number = |line: &str, name: &str| {
+            let rest = line.split(name).nth(1)?.strip_prefix("0x")?;
+            let digits = rest.split(|c: char| !c.is_ascii_hexdigit()).next()?;
+            u64::from_str_radix(digits, 16).ok()
+        };
+        let reads = log.lines().filter(|line| line.contains(" Read "));
+        let mut all: Vec<_> = reads
+            .filter_map(|line| Some((number(line, "offset=")?, number(line, "count=")?)))
+            .collect();
+        // Opening looks at the first sector.
+        all.retain(|(_, length)| *length > 512);
+        all.sort_unstable();
+        all
+    }
+
+    /// No byte was fetched twice; all of them were, if so, but for some that were written before.
+    #[track_caller]
+    fn assert_fetched_once(&self, all: bool) {
+        let fetched = self.fetched();
+        for pair in fetched.windows(2) {
+            assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:x?} were fetched twice");
+        }
+        let bytes: u64 = fetched.iter().map(|(_, length)| length).sum();
+        assert!(bytes > 0 && (!all || bytes > SIZE - 64 * BLOCK), "{bytes} bytes were fetched");
+    }
+}
+
+#[track_caller]
+fn assert_stands_alone(overlay: &Path) {
+    let info = qemu_img(&["info", "--output=json", "-f", "qcow2", str(overlay)]);
+    assert!(json(&info.success())["backing-filename"].is_null());
+    qemu_img(&["check", "-f", "qcow2", str(overlay)]).success();
+}
+
+#[test]
+fn each_block_is_fetched_once() {
+    let remote = Remote::new();
+    let (server, control) = remote.serve(&[]);
+    let mut writer = remote.writer(&server);
+    // Clusters that are written in part are fetched for that.
+    (0..remote.blocks.len()).step_by(300).for_each(|index| writer.write(index));
+    let others: Vec<_> = (0..2).map(|_| writer.blocks()).collect();
+    let address = &server.address();
+    std::thread::scope(|scope| {
+        for blocks in others {
+            scope.spawn(move || Writer::on(address, blocks, fastrand::Rng::new()).check());
+        }
+        writer.check();
+    });
+    remote.assert_fetched_once(true);
+    writer.check();
+    remote.assert_fetched_once(true);
+    drop((writer, control));
+    server.stop();
+    // What was fetched is there after a restart.
+    let (server, _control) = remote.serve(&[]);
+    let mut client = blockhouse_tests::nbd::Client::open(&server.address());
+    assert_eq!(client.read(BLOCK, BLOCK), Ok(content(remote.blocks[1])));
+    remote.assert_fetched_once(true);
+    drop(client);
+    server.stop();
+}
+
+#[test]
+fn a_prefetched_disk_goes_on_without_its_base_and_starts_again() {
+    let mut remote = Remote::new();
+    let (server, mut control) = remote.serve(&[("--prefetch", "0")]);
+    let mut writer = remote.writer(&server);
+    writer.check();
+    (0..remote.blocks.len()).step_by(200).for_each(|index| writer.write(index));
+    wait_for(&mut control, "stream1", "completed");
+    remote.assert_fetched_once(false);
+    remote.stop_base();
+    writer.check();
+    let bytes = writer.bytes();
+    drop((writer, control));
+    server.stop();
+    let expected = remote.scratch.image_of("expected", &bytes);
+    assert_stands_alone(&remote.overlay());
+    let overlay = remote.overlay();
+    let words = ["compare", "-f", "qcow2", "-F", "raw", str(&overlay), expected.str()];
+    qemu_img(&words).success();
+    // The command line stays right.
+    let (server, mut control) = remote.serve(&[("--prefetch", "0")]);
+    assert_eq!(control.get("job.list", json!({})), json!([]));
+    drop(control);
+    server.stop();
+}
+
+#[test]
+fn an_outage_of_the_base_is_waited_for() {
+    let mut remote = Remote::new();
+    let (server, mut control) = remote.serve(&[("--prefetch", "64K")]);
+    let mut writer = remote.writer(&server);
+    let read = |writer: &mut Writer, index: usize| {
+        let expected = content(writer.blocks()[index]);
+        assert_eq!(writer.client.read(index as u64 * BLOCK, BLOCK), Ok(expected));
+    };
+    read(&mut writer, 5000);
+    remote.stop_base();
+    // What is there needs no base.
+    read(&mut writer, 5000);
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(|| read(&mut writer, 7000));
+        remote.start_base();
+        reading.join().expect("it goes on");
+    });
+    ctl(&remote.scratch, &["job", "stream1", "speed", "0"]).success();
+    wait_for(&mut control, "stream1", "completed");
+    remote.stop_base();
+    writer.check();
+    drop((writer, control));
+    server.stop();
+    assert_stands_alone(&remote.overlay());
+}
+
+#[test]
+fn without_space_reads_go_on() {
+    const ROOM: u64 = SIZE / 4;
+    let scratch = Scratch::in_memory();
+    let folder = scratch.path("small");
+    fs::create_dir(&folder).expect("a folder");
+    let wrapper = require!(need::private_tmpfs(&folder, ROOM));
+    let (base, template) = (scratch.path("base.img"), scratch.path("over.qcow2"));
+    let blocks: Vec<u64> = (1..=SIZE / BLOCK).collect();
+    let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
+    fs::write(&base, bytes).expect("a base");
+    let options = format!("backing_file={},backing_fmt=raw", base.display());
+    let size = SIZE.to_string();
+    qemu_img(&["create", "-f", "qcow2", "-o", &options, str(&template), &size]).success();
+    let overlay = folder.join("over.qcow2");
+    // The folder is empty before the server's own file system is there.
+    let copied = format!("&& cp '{}' '{}' && exec", template.display(), overlay.display());
+    let wrapper: Vec<String> =
+        wrapper.iter().map(|word| word.replace("&& exec", &copied)).collect();
+    let serve = Serve::new(&scratch, &overlay).flag("--copy-on-read");
+    let server = serve.option("--allow-path", scratch.path("")).under(&wrapper).start();
+    let mut writer = Writer::on(&server.address(), blocks, seeded());
+    (0..16).for_each(|index| writer.write(index));
+    writer.check();
+    writer.check();
+    let log = server.log();
+    assert!(log.contains("cannot be kept") && log.contains("No space left"), "{log}");
+    drop(writer);
+    server.stop();
+}
+
+#[test]
+fn a_disk_that_is_only_read_is_not_filled() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    for words in [["--copy-on-read", "--read-only"], ["--prefetch=1M", "--read-only"]] {
+        let refused = command(&[&["serve", image.str()], &words[..]].concat());
+        assert_eq!(refused.status.code(), Some(2), "{}", refused.stderr);
+        refused.failure("write to the image");
+    }
+}
