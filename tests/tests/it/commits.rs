@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
-use blockhouse_tests::{Scratch, Serve, Server, seeded};
+use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::json;
@@ -200,6 +200,39 @@ fn after_a_kill_what_is_served_again_is_the_disk() {
 
 fn format_of(image: &Path) -> &'static str {
     if image.extension().is_some_and(|end| end == "img") { "raw" } else { "qcow2" }
+}
+
+#[test]
+fn a_commit_into_a_full_host_fails_and_the_client_goes_on() {
+    let scratch = Scratch::in_memory();
+    let folder = scratch.path("small");
+    std::fs::create_dir(&folder).expect("a folder");
+    let wrapper = require!(need::private_tmpfs(&folder, SIZE / 8));
+    let (base, overlay) = (folder.join("base.img"), scratch.path("over.qcow2"));
+    // The folder is empty before the server's own file system is there.
+    let made = format!("&& truncate -s {SIZE} '{}' && exec", base.display());
+    let wrapper: Vec<String> = wrapper.iter().map(|word| word.replace("&& exec", &made)).collect();
+    let (options, size) =
+        (format!("backing_file={},backing_fmt=raw", base.display()), SIZE.to_string());
+    qemu_img(&["create", "-f", "qcow2", "-u", "-o", &options, str(&overlay), &size]).success();
+    let control = scratch.socket("control");
+    let serve = Serve::new(&scratch, &overlay).option("--control", &control);
+    let server = serve.option("--allow-path", &folder).under(&wrapper).start();
+    let mut control = Control::connect(&control);
+    let mut writer = Writer::on(&server.address(), vec![0; (SIZE / BLOCK) as usize], seeded());
+    (0..writer.blocks().len() / 2).for_each(|index| writer.write(index));
+    for name in ["c", "d"] {
+        beside(&mut writer, || {
+            let job = json!({ "kind": "commit", "disk": "over.qcow2", "job": name });
+            control.get("job.start", job);
+            let failed = wait_for(&mut control, name, "failed")["error"].to_string();
+            assert!(failed.contains("No space left"), "{failed}");
+        });
+    }
+    writer.check();
+    assert_eq!(writer.client.flush(), 0);
+    drop((writer, control));
+    server.stop();
 }
 
 #[test]

@@ -415,6 +415,30 @@ fn a_streamed_overlay_holds_the_disk_encrypted() {
 }
 
 #[test]
+fn an_encrypted_overlay_goes_into_a_plain_base_only_if_that_is_meant() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let fixture = Fixture::new();
+    let overlay = fixture.scratch.path("top.qcow2");
+    let backing = ["create", "-b", "disk.raw", "-F", "raw"];
+    let words = [&backing[..], &ENCRYPTED, &[str(&fixture.key), str(&overlay), &SIZE.to_string()]];
+    command(&words.concat()).success();
+    let control = fixture.scratch.socket("control");
+    let serve = Serve::new(&fixture.scratch, &overlay).option("--key-file", &fixture.key);
+    let server = serve.option("--control", &control).start();
+    let write = |target: &str| {
+        run(tool("qemu-io").args(["-f", "raw", "-c", "write -P 7 64k 64k", target])).success();
+    };
+    write(server.uri());
+    let ctl = |words: &[&str]| command(&[&["ctl", str(&control)], words].concat());
+    ctl(&["commit", "top.qcow2"]).failure("in the clear");
+    ctl(&["commit", "top.qcow2", "--decrypt", "--job", "c"]).success();
+    ctl(&["job", "c", "complete"]).success();
+    server.stop();
+    let content = fixture.disk.content();
+    assert!(content[64 << 10..128 << 10].iter().all(|byte| *byte == 7), "the base has it");
+}
+
+#[test]
 fn an_encrypted_overlay_is_written_copied_and_snapshotted() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let fixture = Fixture::new();

@@ -251,6 +251,9 @@ struct Background {
 struct Commit {
     /// The disk's name.
     disk: String,
+    /// Store what an encrypted image has in a backing file that is not encrypted.
+    #[arg(long)]
+    decrypt: bool,
     #[command(flatten)]
     copying: Copying,
 }
@@ -457,7 +460,7 @@ impl Background {
 
 impl Commit {
     fn params(self) -> Value {
-        let mut params = json!({ "kind": "commit", "disk": self.disk });
+        let mut params = json!({ "kind": "commit", "disk": self.disk, "decrypt": self.decrypt });
         self.copying.add_to(&mut params);
         params
     }

@@ -61,6 +61,9 @@ pub struct JobStartParams {
     /// Of a mirror, whether a target that exists is overwritten: all that is in it is lost.
     #[serde(default)]
     pub overwrite: bool,
+    /// Of a commit, whether what an encrypted image has may be stored in a backing file that is not encrypted.
+    #[serde(default)]
+    pub decrypt: bool,
     /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background or write-blocking. Left out: auto.
     #[serde(default)]
     pub mode: JobCopyMode,

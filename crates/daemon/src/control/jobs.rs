@@ -70,9 +70,13 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
 }
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
-    let JobStartParams { kind, disk, target, job: name, format, overwrite, mode, speed } = given;
+    let JobStartParams { kind, disk, target, job: name, format, overwrite, decrypt, mode, speed } =
+        given;
     if kind == JobKind::Stream && mode != JobCopyMode::Auto {
         return Err(invalid("writes never wait for a stream: leave mode out".into()));
+    }
+    if kind != JobKind::Commit && decrypt {
+        return Err(invalid("only a commit may decrypt: leave decrypt out".into()));
     }
     let mode = match mode {
         JobCopyMode::Auto => CopyMode::Auto,
@@ -90,7 +94,7 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
         }
         (JobKind::Mirror, None) => return Err(invalid("a mirror needs a target".into())),
         (JobKind::Commit, None) if format.is_none() && !overwrite => {
-            running.start_commit(setup).await?
+            running.start_commit(setup, decrypt).await?
         }
         (JobKind::Stream, None) if format.is_none() && !overwrite => {
             running.start_stream(setup).await?

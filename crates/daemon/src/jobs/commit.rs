@@ -24,8 +24,12 @@ impl Running {
     ///
     /// # Errors
     /// There is no such disk, it is read-only or has a job, or its backing file cannot be written to: others use it, or it is
-    /// longer.
-    pub(crate) async fn start_commit(&self, setup: JobSetup) -> Result<Arc<RunningJob>> {
+    /// longer; or it is not encrypted and the image is, unless `decrypt` says that this is meant.
+    pub(crate) async fn start_commit(
+        &self,
+        setup: JobSetup,
+        decrypt: bool,
+    ) -> Result<Arc<RunningJob>> {
         let claimed = self.claim_disk(&setup.disk).await?;
         let source = Arc::clone(&claimed.disk);
         if source.setup.is_read_only() {
@@ -35,6 +39,9 @@ impl Running {
             );
         }
         self.check_free(&setup.disk)?;
+        if !decrypt {
+            check_encryption(&source)?;
+        }
         let state = self.state_use(&source.setup)?;
         let base = self.base_of(&source).await?;
         let name = base.name().to_owned();
@@ -66,6 +73,20 @@ impl Running {
         disk.attach_base(Arc::clone(&base)).await?;
         fitted.map(|()| base)
     }
+}
+
+/// Refuses to store in the clear what is encrypted.
+fn check_encryption(source: &RunningDisk) -> Result<()> {
+    let Some(behind) = source.disk.layer_at(1) else { return Ok(()) };
+    if source.disk.is_encrypted() && !behind.is_encrypted {
+        bail!(
+            "{}: is encrypted, and its backing file {} is not: what is committed would be stored there in the clear; if that \
+             is meant, say decrypt ('blockhouse ctl SOCKET commit DISK --decrypt')",
+            source.disk.name(),
+            behind.name
+        );
+    }
+    Ok(())
 }
 
 fn check_size(base: &str, size: u64, wanted: u64) -> Result<()> {

@@ -449,6 +449,7 @@ impl<S: Storage> Disk<S> {
             data_name: layer.data().name(),
             format_name: layer.format().name(),
             size: layer.size(),
+            is_encrypted: layer.format().is_encrypted(),
             features: layer.format().features(),
         })
     }
@@ -511,6 +512,8 @@ pub struct LayerInfo<'a> {
     pub format_name: &'static str,
     /// Bytes of the guest's disk that the image describes.
     pub size: u64,
+    /// Whether the guest's data is encrypted in it.
+    pub is_encrypted: bool,
     /// The properties that the image's header states, where the format has one.
     pub features: Option<Features>,
 }
