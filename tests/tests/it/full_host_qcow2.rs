@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use blockhouse_tests::image_tool::{command as command_line, json, qemu_img, str};
 use blockhouse_tests::nbd::{Client, command, errno, flag};
 use blockhouse_tests::{
     Cache, Engine, FileSystem, Scratch, Serve, SmallHost, blockhouse, need, on_every_engine,
@@ -153,4 +154,50 @@ on_every_engine! {
     in_memory_with_many_tables
     on_ext4
     on_ext4_with_a_table_for_each_piece
+}
+
+/// Takes all that a file system has.
+fn fill_up(ballast: &Path) {
+    let mut file = std::fs::File::create(ballast).expect("a file");
+    for size in [1 << 20, 4096, 512] {
+        while std::io::Write::write(&mut file, &vec![1; size]).is_ok_and(|count| count > 0) {}
+    }
+}
+
+/// Who removes a bitmap there may do so to get space.
+#[test]
+fn bitmaps_are_removed_where_there_is_no_room() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::in_memory();
+    let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, ROOM));
+    let image = host.path("disk.qcow2");
+    create(&image, "cluster_size=64K");
+    let names = ["first", "second", "third", "fourth"];
+    for name in names {
+        command_line(&["bitmap", "add", str(&image), name]).success();
+    }
+    let server = Serve::new(&scratch, &image).option("--format", "qcow2").start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(MIB, &content(0), 0), 0);
+    client.disconnect();
+    server.stop();
+    fill_up(&host.path("ballast"));
+    let dirty = |name: &str| {
+        let told = command_line(&["bitmap", "list", "--json", str(&image)]).success();
+        let list = json(&told);
+        let list = list.as_array().expect("a list");
+        list.iter().find(|one| one["name"] == name).cloned()
+    };
+    let before = names.map(dirty);
+    for gone in ["second", "fourth", "first"] {
+        command_line(&["bitmap", "remove", str(&image), gone]).success();
+        run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
+        assert_eq!(dirty(gone), None);
+        // It is gone, and its space is taken.
+        fill_up(&host.path(gone));
+    }
+    assert_eq!(dirty("third"), before[2]);
+    command_line(&["bitmap", "remove", str(&image), "third"]).success();
+    let left = qemu_img(&["info", str(&image)]).success();
+    assert!(!left.stdout.contains("bitmaps"), "{}", left.stdout);
 }

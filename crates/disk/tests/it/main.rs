@@ -3,6 +3,7 @@
 
 mod allocations;
 mod bitmap_excess;
+mod bitmap_removal;
 mod bitmaps;
 mod chains;
 mod commit_crash;

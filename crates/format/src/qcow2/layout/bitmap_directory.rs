@@ -255,6 +255,17 @@ impl BitmapEntry {
     }
 }
 
+/// Which of these bitmaps of an image has a name.
+///
+/// # Errors
+/// `InvalidInput` where none has.
+pub(crate) fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
+    entries.iter().position(|entry| entry.name == name.as_bytes()).ok_or_else(|| {
+        let error = Error::new(ErrorKind::InvalidInput, format!("has no bitmap '{name}'"));
+        error.on(image).hint("'bitmap list' names those that it has")
+    })
+}
+
 /// Entries as the bytes of a directory.
 pub(crate) fn to_bytes(entries: &[BitmapEntry]) -> Vec<u8> {
     let mut bytes = Vec::new();

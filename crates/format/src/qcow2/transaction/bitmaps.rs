@@ -12,7 +12,7 @@ use crate::qcow2::bitmaps::{
     set_bits,
 };
 use crate::qcow2::layout::bitmap_directory::{
-    self, Bitmap, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
+    self, Bitmap, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation, index_of,
 };
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::{Header, SECTOR};
@@ -23,6 +23,7 @@ use crate::qcow2::layout::limits::{
 use crate::qcow2::layout::{table_io, words};
 
 use super::ImageMetadata;
+use super::bitmap_removal::remove_in_place;
 use super::metadata_transaction::{MetadataTransaction, Transactions};
 
 /// A bitmap that is to be added.
@@ -136,7 +137,17 @@ pub(crate) async fn change_bitmap<S: Storage>(
         }
         Ok(())
     };
-    run(metadata, transactions, live, change).await
+    match run(metadata, transactions, live, change).await {
+        Err(error) if action == BitmapAction::Remove && error.kind() == ErrorKind::NoSpace => {
+            let removed = remove_in_place(metadata, transactions, live, name, error).await;
+            let _ = live.load(metadata).await;
+            removed?;
+            // The bitmap is gone, whatever comes of its clusters.
+            let _ = metadata.reclaim().await;
+            Ok(())
+        }
+        outcome => outcome,
+    }
 }
 
 /// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those of another one.
@@ -282,13 +293,6 @@ fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<(
     let what = format!("{count} bitmaps are enabled, and no more than {MAX_LIVE} can be");
     let error = Error::new(ErrorKind::InvalidInput, what).on(image);
     Err(error.hint("disable or remove one of them first"))
-}
-
-fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
-    entries.iter().position(|entry| entry.name == name.as_bytes()).ok_or_else(|| {
-        let error = Error::new(ErrorKind::InvalidInput, format!("has no bitmap '{name}'"));
-        error.on(image).hint("'bitmap list' names those that it has")
-    })
 }
 
 fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result<()> {

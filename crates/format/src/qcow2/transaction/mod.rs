@@ -19,6 +19,7 @@
 
 mod amend;
 mod backing;
+mod bitmap_removal;
 mod bitmaps;
 mod freeze;
 mod metadata_transaction;

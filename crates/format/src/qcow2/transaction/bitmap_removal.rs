@@ -1,0 +1,131 @@
+//! Removing a bitmap where the host has no space for new tables.
+//!
+//! A transaction writes new tables beside the old ones, for which a full host has no space; but users remove bitmaps to get
+//! some. So the directory is changed in place, each step durable before the next:
+//!
+//! 1. the bitmap's entry becomes the last one of the directory, which has the same length then;
+//! 2. one write of the header's first sector makes the directory end before it;
+//! 3. its clusters are free.
+//!
+//! A crash leaves all of the old bitmaps or all of the new, and at most leaks clusters. Step 1 is one sector, so a larger
+//! directory takes no other removal than that of its last bitmap.
+
+use std::ops::Range;
+
+use blockhouse_core::{Durability, Error, Result, Storage, SyncMode};
+
+use crate::qcow2::bitmaps::LiveBitmaps;
+use crate::qcow2::layout::bitmap_directory::{
+    self, BITMAPS_CONSISTENT, BitmapEntry, BitsCluster, DirectoryLocation, index_of,
+};
+use crate::qcow2::layout::extensions::{self, Extension};
+use crate::qcow2::layout::header::SECTOR;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::{table_io, words};
+
+use super::ImageMetadata;
+use super::metadata_transaction::Transactions;
+
+/// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever comes of it, the bitmaps are
+/// to be [loaded](LiveBitmaps::load) again. `no_space` says why it is not done by a transaction.
+///
+/// # Errors
+/// `no_space` where the directory is too long; what the storage answers.
+pub(super) async fn remove_in_place<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    live: &LiveBitmaps,
+    name: &str,
+    no_space: Error,
+) -> Result<()> {
+    metadata.check_writable()?;
+    metadata.check_intact()?;
+    live.end(metadata).await?;
+    metadata.begin_changes_beside_guest_data().await?;
+    let _alone = transactions.begin().await;
+    let (storage, geometry) = (metadata.storage(), metadata.geometry());
+    let header = metadata.lock().tables.headers().disk().clone();
+    let mut entries = bitmap_directory::read(storage, &header).await?;
+    let index = index_of(storage.name(), name, &entries)?;
+    let Ok(Some(old)) = DirectoryLocation::of(&header) else { return Err(no_space) };
+    let removed = entries.remove(index);
+    if index < entries.len() && old.length > SECTOR as u64 {
+        return Err(no_space);
+    }
+    let mut freed = clusters_of(metadata, &removed).await?;
+    let kept = bitmap_directory::to_bytes(&entries).len() as u64;
+    freed.push(
+        geometry.cluster_of(old.offset) + geometry.clusters_for(kept)
+            ..geometry.cluster_of(old.offset) + geometry.clusters_for(old.length),
+    );
+    live.forget();
+    let count = entries.len() as u32;
+    if index < entries.len() {
+        entries.push(removed);
+        write_directory(metadata, old.offset, &bitmap_directory::to_bytes(&entries)).await?;
+    }
+    let new = (count > 0).then_some(DirectoryLocation { count, length: kept, ..old });
+    switch(metadata, new).await?;
+    let state = &mut *metadata.lock();
+    freed.into_iter().filter(|run| !run.is_empty()).for_each(|run| {
+        state.allocator.defer_unlinked(run);
+    });
+    Ok(())
+}
+
+/// The clusters of a bitmap: its table, and its bits.
+async fn clusters_of<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    entry: &BitmapEntry,
+) -> Result<Vec<Range<u64>>> {
+    let (storage, geometry) = (metadata.storage(), metadata.geometry());
+    let first = geometry.cluster_of(entry.table_offset);
+    let mut clusters = Vec::new();
+    clusters.push(first..first + geometry.clusters_for(entry.table_length()));
+    let table = table_io::read(storage, entry.table_offset, entry.table_length() as usize).await?;
+    for word in words::words_of(&table) {
+        // A word that breaks the rules refers to nothing that can be told.
+        if let Ok(BitsCluster::Stored(offset)) = BitsCluster::parse(word, geometry) {
+            let cluster = geometry.cluster_of(offset);
+            clusters.push(cluster..cluster + 1);
+        }
+    }
+    Ok(clusters)
+}
+
+/// Writes a directory of a sector at most over the old one, which has the same length: durably.
+async fn write_directory<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    offset: u64,
+    directory: &[u8],
+) -> Result<()> {
+    let storage = metadata.storage();
+    let block = (storage.capabilities().alignment.offset as usize).max(SECTOR);
+    let mut bytes = table_io::read(storage, offset, block).await?;
+    bytes[..directory.len()].copy_from_slice(directory);
+    metadata.writer().write(&[TableWrite { offset, bytes }], Durability::None).await?;
+    metadata.sync(SyncMode::Data).await
+}
+
+/// Says in the header where the directory is, durably.
+async fn switch<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    new: Option<DirectoryLocation>,
+) -> Result<()> {
+    let switched = metadata.rewrite_header(|header| {
+        let is_directory = |extension: &Extension| extension.kind == extensions::BITMAPS;
+        match (new, header.extensions.iter_mut().find(|extension| is_directory(extension))) {
+            (Some(location), Some(extension)) => extension.data = location.to_bytes(),
+            _ => {
+                header.extensions.retain(|extension| !is_directory(extension));
+                header.autoclear &= !BITMAPS_CONSISTENT;
+            }
+        }
+    });
+    let switched = switched.await;
+    if let Err(error) = &switched {
+        // It is unknown which header is on disk, and which clusters are free.
+        metadata.writer().fail(error);
+    }
+    switched
+}
