@@ -38,6 +38,9 @@ fn end_successor(upgrade: &Outcome) {
 fn type_alone(line: &str) {
     let folder = Folder::new();
     IMAGES.iter().for_each(|line| _ = folder.run(line));
+    if line.starts_with("blockhouse restore") {
+        folder.run("blockhouse backup disk.qcow2 monday.qcow2");
+    }
     if line.starts_with("blockhouse serve") && !line.contains("--help") {
         return Serving::start(&folder, line).stop();
     }
