@@ -28,6 +28,7 @@ mod recount;
 mod replay;
 mod resize;
 mod shadow_refcounts;
+mod shadow_slices;
 mod snapshots;
 mod vm_state;
 

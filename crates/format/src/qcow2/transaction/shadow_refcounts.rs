@@ -9,7 +9,7 @@
 //! Of refcounts only slices that are not all zeros are read and kept: memory and time go by what the file
 //! holds, not by what the refcount table claims.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
@@ -22,6 +22,8 @@ use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::layout::{entry, refcount, table_io, words};
 
+use super::shadow_slices::ShadowSlices;
+
 /// How many parts of blocks are read together.
 const MAX_IN_FLIGHT: usize = 16;
 
@@ -32,10 +34,7 @@ pub(crate) struct ShadowRefcounts {
     /// Clusters of the old refcount table.
     old_table: Range<u64>,
     blocks: BTreeMap<u64, Block>,
-    /// Refcounts after the transaction, by the number of their slice: all others are 0.
-    now: HashMap<u64, Vec<u8>>,
-    /// As on disk, of slices that differ. What was all zeros is empty.
-    before: BTreeMap<u64, Vec<u8>>,
+    slices: ShadowSlices,
     /// Blocks that change and have no new cluster yet.
     unallocated_blocks: BTreeSet<u64>,
     /// Clusters of active tables: one of them that counts as free is a sign of damage.
@@ -91,8 +90,7 @@ impl ShadowRefcounts {
             name: storage.name().to_owned(),
             old_table: first..first + u64::from(header.refcount_table_clusters),
             blocks,
-            now: read_slices(storage, geometry, &by_offset).await?,
-            before: BTreeMap::new(),
+            slices: read_slices(storage, geometry, &by_offset).await?,
             unallocated_blocks: BTreeSet::new(),
             tables,
             quarantined,
@@ -116,28 +114,28 @@ impl ShadowRefcounts {
     /// How often a cluster will be counted.
     pub(crate) fn new_refcount(&self, cluster: u64) -> u64 {
         let (slice, index) = self.index_of(cluster);
-        self.now.get(&slice).map_or(0, |slice| self.value(slice, index))
+        self.value(self.slices.now(slice), index)
     }
 
     /// How often it is counted on disk.
     fn old_refcount(&self, cluster: u64) -> u64 {
         let (slice, index) = self.index_of(cluster);
-        let slice = self.before.get(&slice).or_else(|| self.now.get(&slice));
-        slice.map_or(0, |slice| self.value(slice, index))
+        self.value(self.slices.before(slice), index)
     }
 
     fn set(&mut self, cluster: u64, value: u64) {
         let (slice, index) = self.index_of(cluster);
-        if !self.before.contains_key(&slice) {
-            self.before.insert(slice, self.now.get(&slice).cloned().unwrap_or_default());
-            let block = cluster / self.geometry.block_refcounts();
-            let absent = Block { offset: None, new_cluster: None };
-            if self.blocks.entry(block).or_insert(absent).new_cluster.is_none() {
-                self.unallocated_blocks.insert(block);
+        let bytes = match self.slices.changed_mut(slice) {
+            Some(bytes) => bytes,
+            None => {
+                let block = cluster / self.geometry.block_refcounts();
+                let absent = Block { offset: None, new_cluster: None };
+                if self.blocks.entry(block).or_insert(absent).new_cluster.is_none() {
+                    self.unallocated_blocks.insert(block);
+                }
+                self.slices.begin_change(slice, self.geometry.slice_size() as usize)
             }
-        }
-        let slice_size = self.geometry.slice_size() as usize;
-        let bytes = self.now.entry(slice).or_insert_with(|| vec![0; slice_size]);
+        };
         refcount::set(bytes, self.geometry.refcount_order, index, value);
     }
 
@@ -275,9 +273,7 @@ impl ShadowRefcounts {
         let slices = self.geometry.cluster_size() / self.geometry.slice_size();
         let mut bytes = Vec::with_capacity(self.geometry.cluster_size() as usize);
         for number in 1..=slices {
-            if let Some(slice) = self.now.remove(&(index * slices + number - 1)) {
-                bytes.extend(slice);
-            }
+            bytes.extend(self.slices.take(index * slices + number - 1));
             bytes.resize((number * self.geometry.slice_size()) as usize, 0);
         }
         bytes
@@ -286,8 +282,10 @@ impl ShadowRefcounts {
     fn freed(&self) -> Vec<Range<u64>> {
         let mut freed: Vec<Range<u64>> = Vec::new();
         let in_slice = self.geometry.slice_refcounts();
-        for (&number, before) in self.before.iter().filter(|(_, before)| !before.is_empty()) {
-            let now = &self.now[&number];
+        for (number, before, now) in self.slices.changed() {
+            if before.is_empty() {
+                continue;
+            }
             for index in 0..in_slice {
                 let cluster = number * in_slice + index;
                 let index = index as usize;
@@ -310,7 +308,7 @@ async fn read_slices<S: Storage>(
     storage: &S,
     geometry: Geometry,
     blocks: &BTreeMap<u64, u64>,
-) -> Result<HashMap<u64, Vec<u8>>> {
+) -> Result<ShadowSlices> {
     let mut reader = SparseReader::new(storage, geometry);
     let in_block = geometry.cluster_size() / geometry.slice_size();
     let mut parts = Vec::new();
@@ -326,7 +324,7 @@ async fn read_slices<S: Storage>(
         Ok((first, bytes))
     });
     let mut reads = std::pin::pin!(stream::iter(reads).buffer_unordered(MAX_IN_FLIGHT));
-    let mut slices = HashMap::new();
+    let mut slices = ShadowSlices::default();
     while let Some(part) = reads.next().await {
         let (first, bytes): (u64, Vec<u8>) = Result::from(part)?;
         for (number, slice) in (first..).zip(bytes.chunks(geometry.slice_size() as usize)) {

@@ -1,0 +1,89 @@
+//! Slices of refcounts in memory: as they are on disk, and as they will be. A slice that is not there is all zeros.
+//!
+//! The slice that was used last is found without a lookup by number: references to clusters come in runs.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+
+/// See the module's page.
+#[derive(Default)]
+pub(super) struct ShadowSlices {
+    slices: Vec<Slice>,
+    /// Where the slice of a number is.
+    index: HashMap<u64, usize>,
+    /// The number that was looked up last, and where its slice is.
+    last: Cell<Option<(u64, usize)>>,
+}
+
+struct Slice {
+    now: Vec<u8>,
+    /// As on disk, if it differs; empty for zeros.
+    before: Option<Vec<u8>>,
+}
+
+impl ShadowSlices {
+    /// A slice that was read.
+    pub(super) fn insert(&mut self, number: u64, now: Vec<u8>) {
+        self.index.insert(number, self.slices.len());
+        self.slices.push(Slice { now, before: None });
+    }
+
+    fn find(&self, number: u64) -> Option<usize> {
+        match self.last.get() {
+            Some((last, at)) if last == number => Some(at),
+            _ => {
+                let at = *self.index.get(&number)?;
+                self.last.set(Some((number, at)));
+                Some(at)
+            }
+        }
+    }
+
+    /// A slice as it will be; empty for zeros.
+    pub(super) fn now(&self, number: u64) -> &[u8] {
+        self.find(number).map_or(&[], |at| &self.slices[at].now)
+    }
+
+    /// A slice as it is on disk; empty for zeros.
+    pub(super) fn before(&self, number: u64) -> &[u8] {
+        let Some(at) = self.find(number) else { return &[] };
+        let Slice { now, before } = &self.slices[at];
+        before.as_ref().unwrap_or(now)
+    }
+
+    /// A slice that was changed before, to change it again.
+    pub(super) fn changed_mut(&mut self, number: u64) -> Option<&mut [u8]> {
+        let at = self.find(number)?;
+        let Slice { now, before } = &mut self.slices[at];
+        before.is_some().then_some(now)
+    }
+
+    /// A slice of so many bytes, to change it for the first time.
+    pub(super) fn begin_change(&mut self, number: u64, size: usize) -> &mut [u8] {
+        let at = self.find(number).unwrap_or_else(|| {
+            self.insert(number, Vec::new());
+            self.slices.len() - 1
+        });
+        let Slice { now, before } = &mut self.slices[at];
+        *before = Some(now.clone());
+        now.resize(size, 0);
+        now
+    }
+
+    /// The slices that changed, in order: number, as on disk, as it will be.
+    pub(super) fn changed(&self) -> impl Iterator<Item = (u64, &[u8], &[u8])> {
+        let mut numbers: Vec<(u64, usize)> =
+            self.index.iter().map(|(&number, &at)| (number, at)).collect();
+        numbers.sort_unstable();
+        numbers.into_iter().filter_map(|(number, at)| {
+            let Slice { now, before } = &self.slices[at];
+            Some((number, before.as_deref()?, &now[..]))
+        })
+    }
+
+    /// Gives a slice away as it will be; empty for zeros.
+    pub(super) fn take(&mut self, number: u64) -> Vec<u8> {
+        let at = self.find(number);
+        at.map_or_else(Vec::new, |at| std::mem::take(&mut self.slices[at].now))
+    }
+}
