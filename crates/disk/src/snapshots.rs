@@ -85,7 +85,6 @@ impl<S: Storage> DiskSnapshots<'_, S> {
                 drop(prepared);
                 return self.create_at_once(name, None).await.map(Some);
             }
-            self.flush_twice().await?;
             if prepared_now == Preparation::Cancelled || is_cancelled() {
                 return Ok(None);
             }
@@ -106,12 +105,6 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         }
         let what = "another image took the disk's place while the snapshot was prepared";
         Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()).hint("ask for it again"))
-    }
-
-    /// The second flush has little left to do, and leaves less.
-    async fn flush_twice(&self) -> Result<()> {
-        self.disk.format().flush(SyncMode::Data).await?;
-        self.disk.format().flush(SyncMode::Data).await
     }
 
     /// All of it while changes are held off.

@@ -20,7 +20,7 @@ use super::super::ImageMetadata;
 use super::page_check::check_new_pages;
 use super::reference_counts::ReferenceCounts;
 use super::space::{Halt, Space, check_wanted};
-use super::table_parts::{MAX_IN_FLIGHT, Part, look_at, read, write};
+use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, read, write};
 
 /// What became of the table of an L1 entry.
 #[derive(Clone, Copy)]
@@ -90,7 +90,7 @@ impl L2Copies {
             let changed = state.tables.changed_slices();
             changed.map_or_else(Vec::new, |changed| changed.l2.iter().copied().collect())
         };
-        for some in slices.chunks(MAX_IN_FLIGHT) {
+        for some in slices.chunks(MAX_SLICES_IN_FLIGHT) {
             check_wanted(is_cancelled)?;
             self.update_slices(metadata, some, counts).await?;
         }
@@ -193,7 +193,8 @@ impl L2Copies {
             };
             Ok((counted, look_at(metadata, part(offset)).await?))
         });
-        let looks: Vec<Result<_>> = stream::iter(looks).buffered(MAX_IN_FLIGHT).collect().await;
+        let looks: Vec<Result<_>> =
+            stream::iter(looks).buffered(MAX_SLICES_IN_FLIGHT).collect().await;
         let mut writes = Vec::new();
         for look in looks {
             let (counted, mut bytes) = look?;

@@ -29,6 +29,7 @@ use async_lock::SemaphoreGuard;
 use blockhouse_core::{Error, Result, Storage, SyncMode};
 
 use crate::qcow2::layout::snapshot_table;
+use crate::qcow2::tables::ChangedSlices;
 
 use super::ImageMetadata;
 use super::metadata_transaction::{Transactions, check_no_data_file};
@@ -39,8 +40,10 @@ use refcount_copies::RefcountCopies;
 use reference_counts::ReferenceCounts;
 use space::{Halt, MIN_SPARE, Run, Space};
 
-/// How many slices may be left to copy while changes are held off.
+/// Where no more slices are left to copy, changes can be held off: it takes a moment to copy these.
 const MAX_LEFT: usize = 128;
+/// Where no more are left, another pass is not worth it.
+const FEW_LEFT: usize = 16;
 /// After so many passes it is taken whatever is left: guests change more than can be copied.
 const MAX_PASSES: u32 = 24;
 
@@ -146,18 +149,26 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
         new: &NewSnapshot,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Halt> {
+        let mut before = usize::MAX;
         for _ in 0..MAX_PASSES {
             self.reserve(new).await?;
             // What could not be encoded is tried again.
             drop(self.copy_changes(is_cancelled).await?);
-            // So that little is left to flush in the end, too.
-            self.metadata.sync(SyncMode::Data).await?;
-            let state = self.metadata.lock();
-            if state.tables.changed_slices().is_none_or(|left| left.len() <= MAX_LEFT) {
+            // So that little is left to write and to flush in the end, too.
+            self.metadata.flush(SyncMode::Data).await?;
+            let left = self.left();
+            if left <= FEW_LEFT || (left <= MAX_LEFT && left >= before / 2) {
                 break;
             }
+            before = left;
         }
         Ok(())
+    }
+
+    /// How many slices have changed since they were copied.
+    fn left(&self) -> usize {
+        let state = self.metadata.lock();
+        state.tables.changed_slices().map_or(0, ChangedSlices::len)
     }
 
     /// Has clusters ready for all that is written while the tables are frozen.

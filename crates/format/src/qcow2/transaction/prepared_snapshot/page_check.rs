@@ -13,7 +13,7 @@ use crate::qcow2::tables::SliceKind;
 use super::super::ImageMetadata;
 use super::reference_counts::ReferenceCounts;
 use super::space::Halt;
-use super::table_parts::{MAX_IN_FLIGHT, Notes, Part, look};
+use super::table_parts::{MAX_SLICES_IN_FLIGHT, Notes, Part, look};
 
 /// How many pages are looked at together, if there are so many.
 const PAGES: usize = 1024;
@@ -32,7 +32,8 @@ pub(super) async fn check_new_pages<S: Storage>(
     let slices = counts.take_new_pages();
     let table = metadata.lock().tables.refcount_table().to_vec();
     let looks = slices.iter().map(|&slice| has_refcounts(metadata, &table, slice));
-    let looks: Vec<Result<bool>> = stream::iter(looks).buffered(MAX_IN_FLIGHT).collect().await;
+    let looks: Vec<Result<bool>> =
+        stream::iter(looks).buffered(MAX_SLICES_IN_FLIGHT).collect().await;
     let mut counted = 0;
     for has_any in looks {
         counted += usize::from(has_any?);

@@ -16,7 +16,7 @@ use crate::qcow2::tables::SliceKind;
 use super::super::ImageMetadata;
 use super::reference_counts::ReferenceCounts;
 use super::space::{Halt, Space, check_wanted};
-use super::table_parts::{MAX_IN_FLIGHT, Part, look_at, write};
+use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, write};
 
 /// See the module's page.
 pub(super) struct RefcountCopies {
@@ -99,7 +99,8 @@ impl RefcountCopies {
                 targets.push(self.target(slice, active + delta, copy + delta, length));
             }
         }
-        for some in targets.chunks(MAX_IN_FLIGHT) {
+        let together = if new.is_empty() { MAX_SLICES_IN_FLIGHT } else { MAX_IN_FLIGHT };
+        for some in targets.chunks(together) {
             check_wanted(is_cancelled)?;
             let error = self.encode_some(metadata, some, counts).await?;
             refused = refused.or(error);
@@ -179,7 +180,7 @@ impl RefcountCopies {
         counts: &mut ReferenceCounts,
     ) -> Result<Option<Error>> {
         let looks = targets.iter().map(async |target| look_at(metadata, target.active).await);
-        let looks: Vec<_> = stream::iter(looks).buffered(MAX_IN_FLIGHT).collect().await;
+        let looks: Vec<_> = stream::iter(looks).buffered(targets.len()).collect().await;
         let (mut writes, mut refused) = (Vec::new(), None);
         for (target, bytes) in targets.iter().zip(looks) {
             let mut bytes = bytes?;

@@ -12,6 +12,8 @@ use super::super::ImageMetadata;
 
 /// How many tables are read, and written, together.
 pub(super) const MAX_IN_FLIGHT: usize = 16;
+/// How many slices are.
+pub(super) const MAX_SLICES_IN_FLIGHT: usize = 64;
 
 /// A table of one cluster, whole, or one slice of it.
 #[derive(Clone, Copy, Debug)]
