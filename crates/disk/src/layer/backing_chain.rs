@@ -7,6 +7,7 @@
 //!   when another opening took a layer's place.
 //! - An error that a layer answers while it is asked of more than the range is the error of no request.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -63,50 +64,57 @@ impl<S: Storage> BackingChain<S> {
     /// The first layer that may have some of the first bytes of `range`, which is not empty, and for how many bytes that
     /// holds: at least one.
     pub(super) async fn find(&self, range: ByteRange) -> (&Arc<Layer<S>>, ByteRange) {
-        let depth = self.skips_at(range.offset()).await;
-        let mut end = self.granule_end(range.offset());
-        while end < range.end() && self.skips_at(end).await == depth {
-            end = self.granule_end(end);
-        }
-        (&self.layers[depth], ByteRange::between(range.offset(), end.min(range.end())))
-    }
-
-    fn granule_end(&self, offset: u64) -> u64 {
-        (offset & !(self.granule - 1)).saturating_add(self.granule)
-    }
-
-    /// How many layers leave all of the granule at `offset` to those behind them.
-    async fn skips_at(&self, offset: u64) -> usize {
-        let granule = offset / self.granule;
-        match self.skips.get(granule) {
-            Some(skips) => skips,
+        let (first, end) = (range.offset() / self.granule, range.end().div_ceil(self.granule));
+        let (depth, mut next) = match self.skips.get(first) {
+            Some(depth) => (depth, first + 1),
             // Boxed, so that the future of the common way stays small.
-            None => Box::pin(self.find_out(granule)).await,
+            None => Box::pin(self.find_out(first..end)).await,
+        };
+        while next < end && self.skips.get(next) == Some(depth) {
+            next += 1;
         }
+        let part = self.bytes_of(first..next).end().min(range.end());
+        (&self.layers[depth], ByteRange::between(range.offset(), part))
     }
 
-    async fn find_out(&self, granule: u64) -> usize {
-        let start = granule * self.granule;
-        let range = ByteRange::between(start, start + self.granule);
-        let budget = WorkBudget::new();
+    fn bytes_of(&self, granules: Range<u64>) -> ByteRange {
+        let [start, end] =
+            [granules.start, granules.end].map(|one| one.saturating_mul(self.granule));
+        ByteRange::between(start, end)
+    }
+
+    /// How many layers leave all of the first granules to those behind them, and where these granules end. The layers
+    /// are asked of all of them at once, as long as they give one answer.
+    async fn find_out(&self, granules: Range<u64>) -> (usize, u64) {
+        let (budget, mut run) = (WorkBudget::new(), granules);
         // The last layer leaves nothing to others.
         let last = self.layers.len() - 1;
-        let mut skips = 0;
-        for layer in &self.layers[..last] {
+        for (skips, layer) in self.layers[..last].iter().enumerate() {
             // Zeros past the end are the layer's own.
-            if range.end() > layer.size() {
-                break;
+            let inside = layer.size() / self.granule;
+            if inside <= run.start {
+                return self.remember(run, skips);
             }
-            match layer.format().map(range, Intent::Read).await {
-                Ok(extent) if extent.state == ExtentState::Backing && extent.guest == range => {}
-                Ok(_) => break,
+            run.end = run.end.min(inside);
+            let Ok(extent) = layer.format().map(self.bytes_of(run.clone()), Intent::Read).await
+            else {
                 // Those who read what is damaged find out; another time it may be readable.
-                Err(_) => return skips,
+                return (skips, run.start + 1);
+            };
+            let length = extent.guest.length();
+            let whole = length / self.granule;
+            if extent.state != ExtentState::Backing || whole == 0 {
+                run.end = run.end.min(run.start + length.div_ceil(self.granule));
+                return self.remember(run, skips);
             }
-            skips += 1;
+            run.end = run.start + whole;
             budget.spend(WorkBudget::LOOK_UP).await;
         }
-        self.skips.set(granule, skips);
-        skips
+        self.remember(run, last)
+    }
+
+    fn remember(&self, granules: Range<u64>, skips: usize) -> (usize, u64) {
+        granules.clone().for_each(|granule| self.skips.set(granule, skips));
+        (skips, granules.end)
     }
 }
