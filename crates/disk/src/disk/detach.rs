@@ -5,7 +5,7 @@
 //! durable. No snapshot is taken meanwhile, which would need the backing file as well.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -13,17 +13,18 @@ use super::Disk;
 use crate::layer::BlockStatusCache;
 use crate::write::BackedRange;
 
-/// A disk that gets what its image leaves to its backing file, until this is dropped.
-pub struct PopulatingGuard(Arc<AtomicBool>);
+/// A disk that gets what its image leaves to its backing file, until this is dropped. They are counted: that of a job whose backing
+/// file hangs may be dropped when another job has begun.
+pub struct PopulatingGuard(Arc<AtomicUsize>);
 
 impl Drop for PopulatingGuard {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 impl<S: Storage> Disk<S> {
-    /// To be called before [`populate`](Self::populate), while the disk is used, by one at a time: from then on all its changes
+    /// To be called before [`populate`](Self::populate), while the disk is used: from then on all its changes
     /// claim their range. While the guard lives its snapshots stay as they are.
     ///
     /// # Errors
@@ -31,8 +32,8 @@ impl<S: Storage> Disk<S> {
     /// the backing file as well.
     pub async fn begin_populating(&self) -> Result<PopulatingGuard> {
         self.check_access(0)?;
-        self.is_populating.store(true, Ordering::SeqCst);
-        let guard = PopulatingGuard(Arc::clone(&self.is_populating));
+        self.populating.fetch_add(1, Ordering::SeqCst);
+        let guard = PopulatingGuard(Arc::clone(&self.populating));
         let _quiesced = self.quiesce().await;
         self.check_detachable().await?;
         self.layer().set_claims_all(true);

@@ -34,7 +34,7 @@ mod requests;
 mod resize;
 mod write_protection;
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
@@ -82,8 +82,8 @@ pub struct Disk<S: Storage> {
     base: OnceLock<Arc<Self>>,
     /// What outlives the process, if anything does.
     state: OnceLock<StateFile>,
-    /// Whether it gets what its image leaves to its backing file.
-    is_populating: Arc<AtomicBool>,
+    /// How many jobs have it get what its image leaves to its backing file.
+    populating: Arc<AtomicUsize>,
     /// Whether it was told that copying on read fails.
     has_failed_to_populate: AtomicBool,
 }
@@ -209,7 +209,7 @@ impl<S: Storage> Disk<S> {
             successor,
             base,
             state,
-            is_populating: Arc::default(),
+            populating: Arc::default(),
             has_failed_to_populate: AtomicBool::new(false),
         }
     }

@@ -61,7 +61,7 @@ impl<S: Storage> Disk<S> {
     /// Refuses to change snapshots while a job is about to put another image in the place of this one, or to detach its
     /// backing file.
     pub(crate) fn check_stays(&self) -> Result<()> {
-        let what = match self.is_populating.load(Ordering::SeqCst) {
+        let what = match self.populating.load(Ordering::SeqCst) > 0 {
             true => {
                 "its backing file is about to be detached, and a snapshot would need it as well"
             }
