@@ -2,14 +2,17 @@
 //!
 //! Guarantees: what the server says until it listens is passed on, and its exit status where it never does. Afterwards
 //! it has neither standard output nor standard error, so that nobody who reads those of the command waits for
-//! its end; a terminal's Ctrl-C is not for it.
+//! its end; a terminal's Ctrl-C is not for it. Where the command ends before, so does the server: it cannot say that it
+//! listens.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitCode, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use blockhouse_engine::keep_descriptors_from_children;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::output;
@@ -26,28 +29,46 @@ pub enum Started {
     /// Everything listens. The lines that say where.
     Listens(String),
     /// It has ended before, and said why.
-    Ended(ExitStatus),
+    Ended(ExitCode),
 }
 
 /// Starts `blockhouse` with the words of a `serve` command, [`OPTION`] among them, and waits until it listens or has
-/// ended.
+/// ended. It inherits standard input and descriptors only where a word names a file by one.
 ///
 /// # Errors
-/// It cannot be started.
-pub fn start(words: impl IntoIterator<Item = OsString>) -> Result<Started> {
+/// It cannot be started, or was killed by a signal before it listened.
+pub fn start(words: Vec<OsString>) -> Result<Started> {
     let program = std::env::current_exe().context("cannot find this program")?;
+    let names = |file: &[u8]| {
+        words.iter().any(|word| word.as_bytes().windows(file.len()).any(|part| part == file))
+    };
     let mut command = Command::new(program);
-    command.args(words).process_group(0);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.stdin(if names(b"/dev/stdin") { Stdio::inherit() } else { Stdio::null() });
+    if !names(b"/fd/") {
+        keep_descriptors_from_children().context("cannot start the server")?;
+    }
+    command.args(&words).process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut server = command.spawn().context("cannot start the server")?;
-    let mut output = Output::of(&mut server).context("the server has no output")?;
+    let outcome = until_it_listens(&mut server);
+    if outcome.is_err() {
+        // It has ended already, or nobody would know of it.
+        let _ = server.kill();
+    }
+    outcome
+}
+
+fn until_it_listens(server: &mut Child) -> Result<Started> {
+    let mut output = Output::of(server).context("the server has no output")?;
     if output.pass_on_until_ready().context("cannot read from the server")? {
         let lines = String::from_utf8_lossy(&output.lines).trim_end().to_owned();
         return Ok(Started::Listens(lines));
     }
     let status = server.wait().context("cannot wait for the server")?;
     output.pass_on().context("cannot read from the server")?;
-    Ok(Started::Ended(status))
+    match status.code() {
+        Some(code) => Ok(Started::Ended(ExitCode::from(u8::try_from(code).unwrap_or(1)))),
+        None => bail!("the server ended before it listened: {status}"),
+    }
 }
 
 /// Standard output and standard error of a server.

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use blockhouse_core::{ByteRange, ErrorKind};
 use blockhouse_disk::{
     Bitmap, BitmapAction, CacheMode, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions,
@@ -149,13 +149,18 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open_source(&arguments))?;
+    let bitmaps = match arguments.bitmaps {
+        true => event_loop.block_on(bitmaps_to_copy(&source, arguments.skip_broken_bitmaps))?,
+        false => Vec::new(),
+    };
     let spec = TargetSpec {
         path: &arguments.target,
         format,
         settings,
         size: source.size(),
         if_there: arguments.if_there(),
-        can_resume: true,
+        // Going on would end with the bitmaps that are there, which may lack changes.
+        can_resume: !arguments.bitmaps,
         compress: arguments.compress,
         cache: arguments.cache,
         open: &arguments.open,
@@ -166,30 +171,43 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let copied = copy(&progress, &source, range, &target, arguments.compress);
     event_loop.block_on(async {
         let copied = match copied {
-            Ok(()) if arguments.bitmaps => {
-                copy_bitmaps(&source, &target.disk, arguments.skip_broken_bitmaps).await
-            }
-            copied => copied,
+            Ok(()) => copy_bitmaps(&source, &target.disk, &bitmaps).await,
+            Err(error) => Err(error),
         };
         target.finish(copied).await
     })
 }
 
-/// Gives the target what the source has of bitmaps.
-async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, skip_broken: bool) -> Result<()> {
+/// The bitmaps of the source that are to be copied.
+///
+/// # Errors
+/// One of them lacks changes.
+async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bitmap>> {
+    let mut good = Vec::new();
     for bitmap in source.bitmaps().list().await? {
-        let Bitmap { name, granularity, is_enabled, is_inconsistent, .. } = bitmap;
-        if is_inconsistent && skip_broken {
-            let (image, name) = (source.name(), name.escape_debug());
-            output::tell(&format!(
+        let (image, name) = (source.name(), bitmap.name.escape_debug());
+        match (bitmap.is_inconsistent, skip_broken) {
+            (false, _) => good.push(bitmap),
+            (true, true) => output::tell(&format!(
                 "blockhouse: {image}: bitmap '{name}' lacks changes and is left out"
-            ));
-            continue;
+            )),
+            (true, false) => bail!(
+                "{image}: bitmap '{name}' was not saved by its last writer, and lacks changes; leave such bitmaps out \
+                 with --skip-broken-bitmaps"
+            ),
         }
-        let new = NewBitmap { name, granularity: Some(granularity), is_enabled: false };
+    }
+    Ok(good)
+}
+
+/// Gives the target these bitmaps of the source.
+async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]) -> Result<()> {
+    for Bitmap { name, granularity, is_enabled, .. } in bitmaps {
+        let (name, granularity) = (name.clone(), Some(*granularity));
+        let new = NewBitmap { name, granularity, is_enabled: false };
         target.bitmaps().add(&new).await?;
         target.bitmaps().merge(&new.name, source, &new.name).await?;
-        if is_enabled {
+        if *is_enabled {
             target.bitmaps().change(&new.name, BitmapAction::Enable).await?;
         }
     }

@@ -236,6 +236,9 @@ impl TargetSpec<'_> {
         if disk.backing_file().is_some() {
             bail!("{}: has a backing file and is no part of this copy; remove it", part.display());
         }
+        if self.format == ImageFormat::Qcow2 && !disk.bitmaps().list().await?.is_empty() {
+            bail!("{}: has bitmaps, which may lack changes; remove it", part.display());
+        }
         match disk.check().await.with_context(advice)? {
             Some(report) if report.corruptions > 0 => {
                 bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_core::{ByteRange, ErrorKind};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Request};
 use blockhouse_disk::{ImageDisk, ImageFormat, ToolProgress, open, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
@@ -89,11 +89,26 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let added = ByteRange::between(old, size);
         let work = || Ok(event_loop.block_on(take_space(&disk, added, mode, &taken))?);
         if let Err(error) = progress.beside(|| taken.get(), work) {
-            event_loop.block_on(disk.shrink(old))?;
-            return Err(error);
+            return Err(event_loop.block_on(take_back(&disk, added, error)));
         }
     }
     Ok(event_loop.block_on(disk.close())?)
+}
+
+/// Makes the disk as long as it was before `added`, whose space could not be taken: why, and what became of the disk.
+async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> anyhow::Error {
+    let durability = Durability::None;
+    let undo = async {
+        // First, because a shorter disk may take space for its tables.
+        disk.submit(Request::Discard { range: added, durability }).await?;
+        disk.flush().await?;
+        disk.shrink(added.offset()).await
+    };
+    let undone = undo.await;
+    match undone.and(disk.close().await) {
+        Ok(()) => why,
+        Err(error) => anyhow!("{why:#}; and the disk keeps its new size: {error}"),
+    }
 }
 
 async fn resize(disk: &ImageDisk, size: u64, may_shrink: bool) -> Result<()> {

@@ -108,3 +108,19 @@ fn another_process_goes_on_in_the_background() {
     run(tool("nbdinfo").args(["--size", &uri])).success();
     Behind::of(&pid_file).end();
 }
+
+#[test]
+fn it_inherits_no_locks_of_the_command() {
+    require!(need::tools(&["flock"]));
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", 1 << 20);
+    let (pid_file, lock) = (scratch.path("pid"), scratch.path("lock"));
+    let uri = format!("nbd+unix:///?socket={}", str(&scratch.socket("s")));
+    let script = r#"exec 9>"$0"; flock 9; exec "$@""#;
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", script, str(&lock), str(blockhouse()), "serve", image.str(), "--fork"]);
+    run(shell.args(["--nbd", &uri, "--pid-file", str(&pid_file)])).success();
+    let server = Behind::of(&pid_file);
+    run(tool("flock").args(["--nonblock", str(&lock), "true"])).success();
+    server.end();
+}

@@ -134,9 +134,12 @@ fn a_longer_disk_has_its_space_at_once_where_that_is_asked_for() {
 fn a_disk_without_space_for_more_keeps_its_size() {
     let scratch = Scratch::new();
     let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, 4 << 20));
-    for name in ["disk.img", "disk.qcow2"] {
+    for name in ["disk.img", "disk.qcow2", "marked.qcow2", "marked.img"] {
         let image = host.path(name);
         command(&["create", str(&image), "1M"]).success();
+        if name.starts_with("marked") {
+            command(&["bitmap", "add", str(&image), "monday"]).success();
+        }
         let longer = ["resize", "--preallocation", "full", str(&image), "20M"];
         command(&longer).failure("No space left");
         let size = command(&["info", "--json", str(&image)]).success().stdout;

@@ -14,6 +14,8 @@ pub use arguments::Arguments;
 use arguments::refuse;
 use blockhouse_daemon::Service;
 use blockhouse_daemon::setup::WrongUsage;
+use signal_hook::consts::SIGTERM;
+use signal_hook::low_level::raise;
 
 use crate::background::{self, Started};
 use crate::{logging, output};
@@ -47,23 +49,23 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
 
 /// Has the same command line but for `--fork` served by a process in the background.
 fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
+    let own = std::process::id().to_string();
+    if std::env::var_os("LISTEN_PID").is_some_and(|pid| pid == own.as_str()) {
+        refuse("--fork: the service manager's sockets are for this process; leave it out");
+    }
     let mut is_option = true;
     let words = words.map(|word| {
         is_option &= word != "--";
         if is_option && word == "--fork" { background::OPTION.into() } else { word }
     });
-    match background::start(words)? {
+    match background::start(words.collect())? {
         Started::Listens(lines) => {
             output::print_unless_quiet(&lines)?;
             Ok(ExitCode::SUCCESS)
         }
         // It has said why.
-        Started::Ended(status) => Ok(status.code().map_or(ExitCode::FAILURE, exit_code)),
+        Started::Ended(code) => Ok(code),
     }
-}
-
-fn exit_code(code: i32) -> ExitCode {
-    u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 /// Prints that everything listens, and tells the service manager. It serves also where these lines cannot be printed.
@@ -76,7 +78,11 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
         lines.push(String::new());
     }
     // Clients may find the sockets without these lines.
-    let _ = output::write(&lines.join("\n"));
+    let written = output::write(&lines.join("\n"));
+    if in_background && written.is_err() {
+        // The command that started it was ended: nobody wants it, and nobody knows of it.
+        let _ = raise(SIGTERM);
+    }
     service.notify_ready();
 }
 
