@@ -84,7 +84,9 @@ impl State {
         let failure = self.faults.decide(operation.kind(), &mut self.random).or(refusal);
         let loses_older = failure.is_some_and(|failure| failure.loses_older);
         let is_flush_like = loses_older || matches!(operation, Operation::Flush(_));
-        self.failed_syncs += u64::from(loses_older);
+        let is_refused = failure.is_some_and(|failure| failure.errno == errno::EOPNOTSUPP);
+        let has_failed = failure.is_some() && !is_refused && operation.is_durable();
+        self.failed_syncs += u64::from(has_failed);
         let outcome = Oneshot::new();
         let in_flight = InFlight {
             operation,
