@@ -24,11 +24,11 @@ impl<S: Storage> Format<S> {
         matches!(self, Self::Raw(_))
     }
 
-    /// Whether the image is the sidecar of a raw disk: see [`Sidecar`](qcow2::Sidecar).
-    pub fn is_sidecar(&self) -> bool {
+    /// What the image says of its data file, if it is the sidecar of a raw disk: see [`Sidecar`](qcow2::Sidecar).
+    pub fn sidecar_mark(&self) -> Option<qcow2::DataFileMark> {
         match self {
-            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
-            Self::Qcow2(qcow2) => qcow2.is_sidecar(),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
+            Self::Qcow2(qcow2) => qcow2.sidecar_mark(),
         }
     }
 

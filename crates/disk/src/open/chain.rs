@@ -32,7 +32,7 @@ use super::open_location::{
 use super::partial_block::has_small_clusters;
 use super::probe_check::check_not_probed;
 use super::restore::Restore;
-use super::sidecar::route;
+use super::sidecar::{Route, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::{Disk, EarlierWrites};
 use crate::options::{Access, BitmapActivity, Options};
@@ -105,14 +105,13 @@ async fn open_chain(
     let (path, snapshot) = at_snapshot(path, options, snapshot)?;
     let route = route(&files, &path, options).await?;
     let options = &*route.options;
-    let (storage, identity) = open_location(&mut files, &route.path, options).await?;
+    let (storage, identity) = route.open(&mut files).await?;
     if identity.is_some() && options.access == Access::ReadWrite {
         check_not_moved(&path)?;
     }
     let chain = Chain::from_image(&route.path, identity, files)?;
     let is_anew = matches!(chain.source, Files::Host);
-    let disk = open_from(chain, storage, options, snapshot).await?;
-    route.confirm(&disk)?;
+    let disk = open_from(chain, storage, &route, snapshot).await?;
     if is_anew && snapshot.is_none() {
         check_not_marked(&disk).await?;
     }
@@ -138,9 +137,10 @@ fn at_snapshot<'a>(
 async fn open_from(
     mut chain: Chain,
     storage: ImageStorage,
-    options: &ImageOptions,
+    route: &Route<'_>,
     snapshot: Option<&str>,
 ) -> Result<ImageDisk> {
+    let options = &*route.options;
     let is_handed_over = matches!(chain.source, Files::HandedOver(_));
     let path = chain.last_path().to_owned();
     let earlier = match is_handed_over {
@@ -169,6 +169,8 @@ async fn open_from(
         above.push(std::mem::replace(&mut disk, next));
     }
     let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
+    // Before anything tells later processes that the image is as it was.
+    route.confirm(&disk)?;
     match is_handed_over {
         false => restore.finish(disk).await,
         // The process that hands over still owns it.
@@ -184,7 +186,7 @@ async fn open_from(
 pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     let route = route(&Files::Host, path, &options).await?;
     let (path, options) = (&*route.path, &*route.options);
-    let (storage, identity) = open_location(&mut Files::Host, path, options).await?;
+    let (storage, identity) = route.open(&mut Files::Host).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(storage, path, options, EarlierWrites::Unknown, None).await?;
     let disk = chain.with_data(disk, options).await?;
@@ -235,7 +237,7 @@ pub async fn open_for_commit(
     let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
     let named = named.map_err(|error| chain.failed(error))?;
     let below = Chain::from_named(named.path, named.identity, named.folder);
-    let base = open_from(below, named.storage, &behind, None).await;
+    let base = open_from(below, named.storage, &Route::itself(Path::new(""), &behind), None).await;
     let base = base.map_err(|error| chain.failed(error.into()))?;
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
@@ -285,7 +287,7 @@ pub async fn open_base(
         }
     }
     let below = Chain::from_named(path, identity, folder);
-    let opened = open_from(below, storage, &behind, None).await;
+    let opened = open_from(below, storage, &Route::itself(Path::new(""), &behind), None).await;
     if opened.is_err()
         && let Some(reader) = reader.filter(|_| behind.locking == Locking::Held)
     {

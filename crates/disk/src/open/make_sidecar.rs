@@ -16,6 +16,7 @@ use super::create::{create, format_by_name, part_of, remove_created, rename_fini
 use super::durable_rename::{IfExists, keep_rights};
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
+use super::restore::{Clock, clock_of};
 use super::sidecar::{Found, find, identity, is_file, sidecar_of};
 use crate::options::Access;
 
@@ -45,6 +46,11 @@ pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<()> {
     }
     if options.locking == Locking::Held {
         lock(&disk, Access::ReadWrite)?;
+    }
+    if clock_of(&disk)? != Clock::ThisHost || disk.last_change().await?.is_none() {
+        let what = "its file system does not tell exactly when other programs have changed it";
+        let error = Error::new(ErrorKind::Unsupported, what).on(disk.name());
+        return Err(error.hint("bitmaps of a raw image need that; use a qcow2 image"));
     }
     let sidecar = sidecar_of(&path);
     let part = part_of(&sidecar);

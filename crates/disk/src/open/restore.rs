@@ -29,7 +29,7 @@ mod pending;
 
 use std::io;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::{Result, Storage};
 use blockhouse_engine::HostFile;
@@ -238,7 +238,9 @@ impl Writer {
 
     /// Makes the new state file, in the place of the old one.
     fn keep(self, disk: ImageDisk, failures: [Option<i32>; 2]) -> Result<ImageDisk> {
-        match make_state(&disk, &self.dir, &self.owner, failures) {
+        let vouched = self.found.as_ref().map_or(0, |found| found.page().last_data_write());
+        let vouched = Duration::from_nanos(vouched);
+        match make_state(&disk, &self.dir, &self.owner, failures, vouched) {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {
                 // The old log is replayed, but not emptied: it must not be replayed again over newer changes.

@@ -10,29 +10,33 @@
 //! - none of its bitmaps is enabled, or the image has the time of change (`ctime`, which no program can set) that the sidecar
 //!   noted when it was closed;
 //! - or the sidecar was not closed, because its server died: then the image was not changed after the last write that this
-//!   server noted in its state file, or where the host has restarted since, not since it has.
+//!   server noted in its state file. Where there is none any more (the host has restarted), nothing tells;
+//! - the sidecar is owned by the image's owner, by this user or by root, and its file system has this host's clock.
 //!
 //! What is in doubt does not belong. Then the image is opened without bitmaps, and a warning says why. The time is looked at before
-//! the image is locked, and once more after ([`Route::confirm`]).
+//! the image is locked, and once more after, before anything tells later processes that the sidecar belongs ([`Route::confirm`]).
+//! The sidecar that was found is the one that is opened, whatever its path leads to by then.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::Sidecar;
-use blockhouse_storage::Location;
-use rustix::time::{ClockId, clock_gettime};
+use blockhouse_storage::{ImageStorage, Location};
+use rustix::fs::{Mode, OFlags};
 
 use super::create::format_by_name;
 use super::handed_over::Files;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
+use super::open_location::{Identity, identity_of as file_identity, open_location};
 use super::restore::{Clock, change_time, clock_of, find_state, identity_of, status_of};
 use crate::options::Access;
 use crate::state::StateDir;
@@ -53,8 +57,8 @@ pub(super) fn sidecar_of(image: &Path) -> PathBuf {
 pub(super) enum Found {
     /// It is not raw, no file, or has none.
     Nothing,
-    /// Through this one. The image was changed for the last time at `seen`.
-    Belongs { sidecar: PathBuf, seen: Duration },
+    /// Through this one, which is `file`. The image was changed for the last time at `seen`.
+    Belongs { sidecar: PathBuf, file: OwnedFd, seen: Duration },
     /// It has one that is not used: why.
     Strange(Error),
 }
@@ -77,8 +81,8 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
         return Ok(Found::Nothing);
     }
     let disk = HostFile::open(&image, OpenMode::ReadOnly, PageCache::Used)?;
-    let file = match HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used) {
-        Ok(file) => file,
+    let (found, file) = match open_found(&path) {
+        Ok(opened) => opened,
         Err(error) if options.access == Access::ReadOnly => {
             return Ok(Found::Strange(unused(&error.to_string())));
         }
@@ -90,12 +94,23 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
     };
     let seen = change_time(&status_of(&disk)?);
     Ok(match check(&image, (&disk, seen), &file, options).await? {
-        None => Found::Belongs { sidecar: path, seen },
+        None => Found::Belongs { sidecar: path, file: found, seen },
         Some(why) => Found::Strange(
             unused(&format!("{}: {why}", path.display()))
                 .hint("remove that file, add a bitmap, and make a full backup"),
         ),
     })
+}
+
+/// Opens a sidecar, which no symbolic link leads to: to be opened again, and for reading.
+fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let found = rustix::fs::open(path, flags, Mode::empty());
+    let found = found.map_err(|error| {
+        Error::host("cannot open", error.into()).on(&path.display().to_string())
+    })?;
+    let file = HostFile::open_found(found.as_fd(), path, OpenMode::ReadOnly, PageCache::Used)?;
+    Ok((found, file))
 }
 
 /// Whether a path is that of a regular file itself, which a symbolic link is not.
@@ -128,7 +143,7 @@ enum Through {
     /// The image's own file.
     Itself,
     /// A sidecar that was found to belong to an image with this time of change.
-    Sidecar { seen: Duration },
+    Sidecar { file: OwnedFd, seen: Duration },
     /// One that another process has found to belong, and has open.
     HandedOver,
 }
@@ -142,7 +157,9 @@ pub(super) async fn route<'a>(
 ) -> Result<Route<'a>> {
     let (sidecar, through) = match files {
         Files::Host => match find(image, options).await? {
-            Found::Belongs { sidecar, seen } => (Some(sidecar), Through::Sidecar { seen }),
+            Found::Belongs { sidecar, file, seen } => {
+                (Some(sidecar), Through::Sidecar { file, seen })
+            }
             Found::Strange(why) => {
                 tracing::warn!("{why}");
                 (None, Through::Itself)
@@ -166,35 +183,60 @@ pub(super) async fn route<'a>(
     })
 }
 
-impl Route<'_> {
-    /// Whether what was found still holds, now that the disk is open and locked.
+impl<'a> Route<'a> {
+    /// By an image's own file, whatever is beside it.
+    pub(super) fn itself(path: &'a Path, options: &'a ImageOptions) -> Self {
+        Self { path: path.into(), options: Cow::Borrowed(options), through: Through::Itself }
+    }
+
+    /// Opens the file.
     ///
     /// # Errors
-    /// `InvalidInput` where another program has changed the image meanwhile, and where a sidecar is opened for writing by its own
-    /// name: nothing has found out whether it belongs to its image. The host's.
+    /// As [`open_location`].
+    pub(super) async fn open(&self, files: &mut Files) -> Result<(ImageStorage, Option<Identity>)> {
+        let Through::Sidecar { file, .. } = &self.through else {
+            return open_location(files, &self.path, &self.options).await;
+        };
+        let (mode, cache) = (self.options.open_mode(), self.options.cache.page_cache());
+        let file = HostFile::open_found(file.as_fd(), &self.path, mode, cache)?;
+        let identity = file_identity(&file)?;
+        Ok((file.into(), Some(identity)))
+    }
+
+    /// Whether what was found still holds, now that the disk is open and locked, and nothing is changed yet.
+    ///
+    /// # Errors
+    /// `InvalidInput` where another program has changed or replaced the image meanwhile, and where a sidecar is opened for writing
+    /// by its own name: nothing has found out whether it belongs to its image. The host's.
     pub(super) fn confirm(&self, disk: &ImageDisk) -> Result<()> {
-        let is_writer = self.options.access == Access::ReadWrite;
-        match self.through {
-            Through::HandedOver => Ok(()),
-            Through::Itself if is_writer && disk.format().is_sidecar() => {
-                let what =
-                    "holds the bitmaps of a raw image, and is changed together with it alone";
-                let hint = "name the raw image instead: the same path without '.bitmaps'";
-                Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()).hint(hint))
-            }
-            Through::Itself => Ok(()),
-            Through::Sidecar { seen } if self.options.locking == Locking::Held => {
+        let refuse = |what: &str, hint: &'static str| {
+            Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(disk.name()).hint(hint))
+        };
+        let (mark, access) = (disk.format().sidecar_mark(), self.options.access);
+        match (&self.through, mark) {
+            (Through::Itself, Some(_)) if access == Access::ReadWrite => refuse(
+                "holds the bitmaps of a raw image, and is changed together with it alone",
+                "name the raw image instead: the same path without '.bitmaps'",
+            ),
+            (Through::Itself | Through::HandedOver, _) => Ok(()),
+            (Through::Sidecar { seen, .. }, Some(mark)) => {
                 let file = disk.format().data().storage().as_file();
-                match file.map(status_of).transpose()? {
-                    Some(status) if change_time(&status) != seen => {
-                        let what = "another program has changed the image while it was opened";
-                        let error = Error::new(ErrorKind::InvalidInput, what).on(disk.name());
-                        Err(error.hint("try again"))
+                let is_it = match file.filter(|_| disk.format().is_fully_allocated()) {
+                    Some(file) => {
+                        let is_unchanged = self.options.locking == Locking::None
+                            || change_time(&status_of(file)?) == *seen;
+                        is_unchanged && identity(file)? == mark.identity
                     }
-                    _ => Ok(()),
+                    None => false,
+                };
+                if is_it {
+                    return Ok(());
                 }
+                refuse("another program has changed the image while it was opened", "try again")
             }
-            Through::Sidecar { .. } => Ok(()),
+            (Through::Sidecar { .. }, None) => {
+                refuse("another program has changed the file while it was opened", "try again")
+            }
         }
     }
 }
@@ -214,6 +256,11 @@ async fn check(
         }
         Err(error) => return Err(error),
     };
+    let owner = status_of(file)?.st_uid;
+    let owners = [status_of(disk)?.st_uid, rustix::process::geteuid().as_raw(), 0];
+    if !owners.contains(&owner) {
+        return Ok(Some("is owned by another user than the image".into()));
+    }
     let name = image.file_name().map(OsStr::as_bytes);
     if name != Some(&sidecar.name) || identity(disk)? != sidecar.identity {
         return Ok(Some("belongs to another file, or to one that was replaced".into()));
@@ -224,39 +271,26 @@ async fn check(
     }
     // A server that has the image open changes it, and records that.
     let is_shared = options.locking == Locking::None && is_being_written(file);
+    let is_told = clock_of(disk)? == Clock::ThisHost;
     let is_unchanged = match (sidecar.has_enabled, sidecar.is_live) {
         (false, _) => true,
-        (true, false) => changed == sidecar.changed,
-        (true, true) => is_shared || is_as_left(disk, changed, file, options.state.directory())?,
-    };
-    Ok((!is_unchanged).then(|| "lacks changes: the image was changed without it".into()))
-}
-
-/// Whether an image is as the server left it that died while it recorded changes.
-fn is_as_left(
-    disk: &HostFile,
-    changed: Duration,
-    file: &HostFile,
-    dir: Option<&StateDir>,
-) -> Result<bool> {
-    if clock_of(disk)? != Clock::ThisHost {
-        return Ok(false);
-    }
-    Ok(match find_state(file, dir)? {
-        Some(state) => {
-            let last_write = Duration::from_nanos(state.page().last_data_write());
-            changed <= last_write + MAX_DELAY
+        (true, false) => is_told && changed == sidecar.changed,
+        (true, true) => {
+            is_shared || is_told && is_as_left(changed, file, options.state.directory())?
         }
-        None => changed < boot_time(),
-    })
+    };
+    Ok((!is_unchanged).then(|| {
+        "may lack changes: the image was changed without it, or nothing tells that it was not"
+            .into()
+    }))
 }
 
-/// When the host started, since the Unix epoch.
-fn boot_time() -> Duration {
-    let up = clock_gettime(ClockId::Boottime);
-    let up = Duration::new(up.tv_sec.try_into().unwrap_or(0), up.tv_nsec as u32);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    now.saturating_sub(up)
+/// Whether an image is as the server left it that died while it recorded changes, as far as its state file tells.
+fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Result<bool> {
+    Ok(find_state(file, dir)?.is_some_and(|state| {
+        let last_write = Duration::from_nanos(state.page().last_data_write());
+        changed <= last_write + MAX_DELAY
+    }))
 }
 
 /// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.

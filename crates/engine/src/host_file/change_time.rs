@@ -2,7 +2,8 @@
 //!
 //! Guarantee: a change that begins after the return has another time. File systems stamp with a clock that has ticks, so two
 //! changes in one tick may have one time (kernels since 6.13 give the second a time of its own once the first was looked at).
-//! Hence this waits until the tick is over.
+//! Hence this waits until the tick is over. A file system that keeps whole seconds (ext4 with small inodes) or has a clock that
+//! is ahead of this host's tells nothing.
 
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use crate::sleep::sleep;
 
 /// How long one wait is.
 const PAUSE: Duration = Duration::from_millis(1);
-/// After how many it goes on: the file system has the clock of another host then, and promises nothing.
+/// After how many it gives up: the file system has the clock of another host then.
 const MAX_PAUSES: usize = 50;
 
 pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {
@@ -28,11 +29,11 @@ pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {
     let changed = Duration::new(seconds, status.st_ctime_nsec as u32);
     for _ in 0..MAX_PAUSES {
         if now() > changed {
-            break;
+            return Ok(Some(changed).filter(|time| time.subsec_nanos() != 0));
         }
         sleep(PAUSE).await;
     }
-    Ok(Some(changed))
+    Ok(None)
 }
 
 /// The time by which file systems stamp changes.

@@ -48,6 +48,7 @@ pub use check::report::CheckReport;
 pub use check::truncation::Truncation;
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};
+pub use layout::data_file_mark::DataFileMark;
 pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
@@ -62,7 +63,6 @@ pub use writeback::{DataWriteGuard, ReadGuard};
 
 pub use bitmaps::BitmapExtent;
 use bitmaps::LiveBitmaps;
-use layout::data_file_mark::DataFileMark;
 use layout::geometry::Geometry;
 use layout::header::SESSION;
 use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
@@ -155,9 +155,9 @@ impl<S: Storage> Qcow2<S> {
         self.data_file().is_some_and(DataFile::is_raw_disk)
     }
 
-    /// Whether the image is a [`Sidecar`].
-    pub fn is_sidecar(&self) -> bool {
-        DataFileMark::of(self.metadata.lock().tables.headers().disk()).is_some()
+    /// What the image says of its data file, if it is a [`Sidecar`].
+    pub fn sidecar_mark(&self) -> Option<DataFileMark> {
+        DataFileMark::of(self.metadata.lock().tables.headers().disk())
     }
 
     /// What the file was found to have lost when the image was opened, for reading: reads of it fail.
@@ -454,12 +454,14 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Format::resize`](crate::Format::resize), to a larger size only. What lies past the old
     /// end in the last cluster or in the backing file becomes visible, unless it was made zeros before.
     pub async fn resize(&self, size: u64) -> Result<()> {
-        transaction::grow(&self.metadata, (&self.transactions, &self.bitmaps), size).await
+        transaction::grow(&self.metadata, (&self.transactions, &self.bitmaps), size).await?;
+        self.bitmaps.note_resize(&self.metadata).await
     }
 
     /// As [`Format::shrink`](crate::Format::shrink).
     pub async fn shrink(&self, size: u64) -> Result<()> {
-        transaction::shrink(&self.metadata, (&self.transactions, &self.bitmaps), size).await
+        transaction::shrink(&self.metadata, (&self.transactions, &self.bitmaps), size).await?;
+        self.bitmaps.note_resize(&self.metadata).await
     }
 
     /// As [`Format::make_empty`](crate::Format::make_empty).

@@ -7,7 +7,7 @@ use blockhouse_core::Result;
 use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
-use super::modification::{Clock, change_time, clock_of, modification_time};
+use super::modification::{Clock, clock_of, modification_time};
 use crate::open::image_disk::ImageDisk;
 use crate::open::image_options::StateUse;
 use crate::options::Access;
@@ -20,21 +20,24 @@ pub const NOT_KEPT: &str = "no state outlives the server: if its process is kill
 /// The files whose failures a state file has.
 pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
 
-/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures of flushes.
+/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures of flushes. `vouched` is when
+/// an earlier process has written to the data file for the last time, as its state file says: what the file itself says may be
+/// another program's.
 pub(crate) fn make_state(
     disk: &ImageDisk,
     dir: &StateDir,
     owner: &Owner,
     failures: [Option<i32>; 2],
+    vouched: Duration,
 ) -> Result<()> {
     // The image may never be written to while the log fills: a data file has the data.
     let Some(file) = disk.file() else { return Ok(()) };
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
-    let data_changed = change_of_data(disk)?;
+    let marked = disk.format().sidecar_mark().map(|mark| mark.changed).unwrap_or_default();
     let fill = |page: &StatePage| {
-        page.raise_last_data_write(data_changed.as_nanos() as u64);
+        page.raise_last_data_write(vouched.max(marked).as_nanos() as u64);
         page.set_opened(opened.as_nanos() as u64, modified.as_nanos() as u64);
         for (file, errno) in FILES.into_iter().zip(failures) {
             if let Some(errno) = errno {
@@ -58,15 +61,6 @@ pub(crate) fn make_state(
     }
     disk.keep_state(state);
     Ok(())
-}
-
-/// When the data file was changed for the last time, if the image has one.
-fn change_of_data(disk: &ImageDisk) -> Result<Duration> {
-    let (image, data) = (disk.format().storage(), disk.format().data());
-    match data.storage().as_file().filter(|_| !std::ptr::eq(image, data)) {
-        Some(file) => Ok(change_time(&status_of(file)?)),
-        None => Ok(Duration::ZERO),
-    }
 }
 
 /// Whether it is found out at the next opening that another program has changed the image meanwhile: by the image
@@ -107,7 +101,7 @@ impl FutureState {
 
     /// Makes the file: it takes the name of the other process's.
     pub(crate) fn take(self, disk: &ImageDisk, failures: [Option<i32>; 2]) {
-        if let Err(error) = make_state(disk, &self.dir, &self.owner, failures) {
+        if let Err(error) = make_state(disk, &self.dir, &self.owner, failures, Duration::ZERO) {
             tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
         }
     }

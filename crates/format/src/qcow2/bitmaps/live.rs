@@ -364,6 +364,21 @@ impl LiveBitmaps {
         Ok(())
     }
 
+    /// The size of the disk was changed, and that of the data file of a sidecar: this is no change by another program.
+    ///
+    /// # Errors
+    /// What the storage answers: the sidecar is refused later.
+    pub(crate) async fn note_resize<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+    ) -> Result<()> {
+        match metadata.lock().tables.headers().disk().autoclear & LIVE_BITMAPS {
+            0 => {}
+            _ => return Ok(()),
+        }
+        sidecar::renew_mark(metadata).await
+    }
+
     /// Ends the session, also that of a process that died: the bitmaps say what has changed, to all programs. No change
     /// may be in flight. The next change begins another one.
     ///
@@ -373,7 +388,9 @@ impl LiveBitmaps {
         let set = self.set();
         let header = metadata.lock().tables.headers().disk().clone();
         if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
-            return sidecar::renew_mark(metadata).await;
+            // Outside of a session nothing is recorded, so what enabled bitmaps lack must stay to be found out.
+            let is_free = !self.is_forgotten.load(Ordering::Acquire) && set.count_live() == 0;
+            return if is_free { sidecar::renew_mark(metadata).await } else { Ok(()) };
         }
         metadata.check_writable()?;
         // Writes of a change that was dropped may still be in flight.

@@ -23,8 +23,8 @@ pub(super) async fn stable_change<S: Storage>(
     data.last_change().await
 }
 
-/// Outside of a session, of an image that is open for writing: the data file was changed in ways that no bitmap records, or no
-/// bitmap was enabled.
+/// Outside of a session, of an image that is open for writing, where no bitmap is enabled, or this process has changed the data file
+/// just now in a way that no bitmap records.
 pub(super) async fn renew_mark<S: Storage>(metadata: &Metadata<S, Mapping>) -> Result<()> {
     let mark = DataFileMark::of(metadata.lock().tables.headers().disk());
     let (Some(mark), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(()) };

@@ -10,14 +10,14 @@ use super::words::be64;
 /// Bytes of the extension.
 const LENGTH: usize = 32;
 
-/// The extension.
+/// What a sidecar says of its data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct DataFileMark {
-    /// Which file it is.
-    pub(crate) identity: [u8; 16],
+pub struct DataFileMark {
+    /// Which file it is, in the bytes that the sidecar was made with.
+    pub identity: [u8; 16],
     /// When it had been changed for the last time when enabled bitmaps had all of its changes and nothing recorded more,
     /// since the Unix epoch.
-    pub(crate) changed: Duration,
+    pub changed: Duration,
 }
 
 impl DataFileMark {
