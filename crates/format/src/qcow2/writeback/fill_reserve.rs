@@ -70,16 +70,15 @@ impl<S: Storage, C> Metadata<S, C> {
 
     async fn fill_reserve_at_end(&self, count: u64) -> Result<()> {
         let _alone = self.end_lock.acquire().await;
-        let reserved = {
-            let mut state = self.state.lock();
-            let state = &mut *state;
-            match state.allocator.begin_end_reserve(&mut state.tables, count) {
-                Some(reserved) => reserved,
-                None => return Ok(()),
-            }
-        };
-        // Dropped in the middle, the clusters stay unused: the write may still be in flight. A transaction
-        // waits for it, too.
+        // A transaction that freezes the tables later waits for the guard: nothing is reserved, written or given back
+        // in space that it has taken.
+        let reserve = self.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            let reserved = state.allocator.begin_end_reserve(&mut state.tables, count);
+            Ok(reserved.map(|reserved| (reserved, self.writer.writes().enter())))
+        });
+        let Some((reserved, _writing)) = Box::pin(reserve).await? else { return Ok(()) };
+        // Dropped in the middle, the clusters stay unused: the write may still be in flight.
         let outcome = self.writer.write_zeros(self.geometry.bytes_of(reserved.clone())).await;
         let mut state = self.state.lock();
         match outcome {
@@ -97,7 +96,11 @@ impl<S: Storage, C> Metadata<S, C> {
                 return Ok(());
             }
         }
-        let allocated = self.step(|state| state.allocator.allocate(&mut state.tables, 1)).await?;
+        let allocated = self.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            state.allocator.allocate(&mut state.tables, 1)
+        });
+        let allocated = allocated.await?;
         let outcome = self.writer.write_zeros(self.geometry.bytes_of(allocated.clone())).await;
         let mut state = self.state.lock();
         let state = &mut *state;
