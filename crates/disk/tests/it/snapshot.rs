@@ -200,7 +200,10 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
                 .expect("a good image");
             fill_some(&disk, 0..8, cluster_size).await;
             disk.flush().await.expect("no faults yet");
-            inner.fail(Fault::nth(nth, errno::ENOSPC).of(OperationKind::Write));
+            // From one write on all fail: one that does not prepare its tables is tried, too.
+            for later in nth..nth + 200 {
+                inner.fail(Fault::nth(later, errno::ENOSPC).of(OperationKind::Write));
+            }
             let taken = disk.snapshots().create("one").await.is_ok();
             inner.clear_faults();
             // The last write of all decides which tables are in force: after it failed, nothing goes on.

@@ -11,7 +11,7 @@ use blockhouse_format::qcow2::{
     Access, Backing, CheckReport, CreateOptions, NewSnapshot, OpenOptions, Preparation, Qcow2,
     Switch, Version, check, create,
 };
-use blockhouse_sim::{Config, Fault, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Config, Fault, Report, Rng, Sim, SimDisk, Size, for_seeds};
 
 use crate::common::{has_qemu, qemu_check, read, run, unmap, write};
 
@@ -113,8 +113,10 @@ async fn take(image: &Qcow2<SimDisk>, name: &str, how: Taking) -> Result<()> {
 async fn prepare_and_take(image: &Qcow2<SimDisk>, name: &str) -> Result<()> {
     let mut prepared = image.prepare_snapshot().await?;
     loop {
-        let made = prepared.update(&new(name), &|| false).await?;
-        assert_eq!(made, Preparation::Ready);
+        if prepared.update(&new(name), &|| false).await? == Preparation::AtOnce {
+            drop(prepared);
+            return image.create_snapshot(&new(name), None).await.map(|_| ());
+        }
         if prepared.take(&new(name)).await?.is_some() {
             return Ok(());
         }
@@ -493,4 +495,39 @@ fn counters_of_a_snapshot_are_not_kept_for_what_refcounts_do_not_tell_of() {
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
         assert!(image.snapshots().await.unwrap().is_empty());
     });
+}
+
+/// Takes a snapshot of a device, mostly filled, that has space for its tables in the middle only.
+fn take_on_full_device(how: Taking) -> Result<()> {
+    let sim = Sim::new(1);
+    let disk = SimDisk::new(&sim, plain(), Vec::new());
+    let made = disk.clone();
+    sim.block_on(async move {
+        // Its L1 table has more than one cluster.
+        let how = CreateOptions { cluster_size: 4096, ..CreateOptions::new(8 << 30) };
+        create(&made, &how).await.unwrap();
+    });
+    let mut content = disk.content();
+    content.resize(16 << 20, 0);
+    let disk = SimDisk::new(&sim, Config { size: Size::Fixed, ..plain() }, content);
+    sim.block_on(async move {
+        let image = open(&disk).await;
+        for at in (0..15 << 20_u64).step_by(1 << 20) {
+            write(&image, at, &vec![7; 1 << 20], 0).await.unwrap();
+        }
+        image.flush(SyncMode::Data).await.unwrap();
+        for (start, end) in [(1 << 20, (1 << 20) + 4096), (4 << 20, 8 << 20)] {
+            let range = ByteRange::between(start, end);
+            unmap(&image, range, Intent::Discard, 0).await.unwrap();
+        }
+        image.close().await.unwrap();
+        take(&open(&disk).await, "one", how).await
+    })
+}
+
+#[test]
+fn a_full_device_with_space_in_the_middle_has_room_for_a_snapshot() {
+    for how in [Taking::AtOnce, Taking::Prepared] {
+        take_on_full_device(how).expect("space for tables");
+    }
 }

@@ -26,7 +26,7 @@ mod table_parts;
 mod take;
 
 use async_lock::SemaphoreGuard;
-use blockhouse_core::{Error, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
 use crate::qcow2::layout::snapshot_table;
 use crate::qcow2::tables::ChangedSlices;
@@ -40,9 +40,7 @@ use refcount_copies::RefcountCopies;
 use reference_counts::ReferenceCounts;
 use space::{Halt, MIN_SPARE, Run, Space};
 
-/// Where no more slices are left to copy, changes can be held off: it takes a moment to copy these.
-const MAX_LEFT: usize = 128;
-/// Where no more are left, another pass is not worth it.
+/// Where no more slices are left to copy, another pass is not worth it.
 const FEW_LEFT: usize = 16;
 /// After so many passes it is taken whatever is left: guests change more than can be copied.
 const MAX_PASSES: u32 = 24;
@@ -66,8 +64,8 @@ pub struct PreparedSnapshot<'a, S: Storage> {
 pub enum Preparation {
     /// The snapshot can be taken.
     Ready,
-    /// It cannot be prepared, and has to be created at once: another program has left a state of a machine after the
-    /// disk, or the tables contradict each other.
+    /// It cannot be prepared, and has to be created at once, where nothing else can take the space that is left: there
+    /// is little of it, another program has left a state of a machine after the disk, or the tables contradict each other.
     AtOnce,
     /// It is not wanted any more.
     Cancelled,
@@ -119,6 +117,9 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
             match outcome {
                 Err(Halt::Cancelled) => return Ok(Preparation::Cancelled),
                 Err(Halt::Implausible) => return Ok(Preparation::AtOnce),
+                Err(Halt::Failed(error)) if error.kind() == ErrorKind::NoSpace => {
+                    return Ok(Preparation::AtOnce);
+                }
                 // What was read may have been no table any more.
                 _ if !is_watched => self.metadata.writer().check_failure()?,
                 Ok(()) => return Ok(Preparation::Ready),
@@ -154,10 +155,11 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
             self.reserve(new).await?;
             // What could not be encoded is tried again.
             drop(self.copy_changes(is_cancelled).await?);
+            self.space.fill(self.spare).await?;
             // So that little is left to write and to flush in the end, too.
             self.metadata.flush(SyncMode::Data).await?;
             let left = self.left();
-            if left <= FEW_LEFT || (left <= MAX_LEFT && left >= before / 2) {
+            if left <= FEW_LEFT || left > before - before / 4 {
                 break;
             }
             before = left;
