@@ -16,7 +16,7 @@ use crate::durability::FlushTracker;
 /// What a change of the snapshots did to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pause {
-    /// How long the guest's writes, zero writes and discards were held off.
+    /// How long the guest's writes, zero writes and discards were held off, all in all.
     pub length: Duration,
 }
 
@@ -63,37 +63,43 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         is_cancelled: impl Fn() -> bool,
     ) -> Result<Option<(Snapshot, Pause)>> {
         self.check_possible()?;
-        let snapshots = self.disk.format().snapshots()?;
-        let outcome = self.prepare_and_take(&snapshots, name, &is_cancelled).await;
+        // In this order: where another image takes its place in between, that is found out.
+        let image = self.disk.current();
+        let snapshots = image.format().snapshots()?;
+        let outcome = self.prepare_and_take(image, &snapshots, name, &is_cancelled).await;
         snapshots.give_back().await;
         outcome
     }
 
     async fn prepare_and_take(
         &self,
+        image: &Disk<S>,
         snapshots: &Snapshots<'_, FlushTracker<S>>,
         name: &str,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Option<(Snapshot, Pause)>> {
-        let image = self.disk.current();
         let Some(mut prepared) = snapshots.prepare().await? else {
             return self.create_at_once(name, None).await.map(Some);
         };
+        let mut length = Duration::ZERO;
         loop {
             let prepared_now = prepared.update(&new_snapshot(name), is_cancelled).await?;
-            if prepared_now == Preparation::AtOnce {
-                drop(prepared);
-                return self.create_at_once(name, None).await.map(Some);
-            }
             if prepared_now == Preparation::Cancelled || is_cancelled() {
                 return Ok(None);
+            }
+            if prepared_now == Preparation::AtOnce {
+                drop(prepared);
+                let (snapshot, pause) = self.create_at_once(name, None).await?;
+                return Ok(Some((snapshot, Pause { length: length + pause.length })));
             }
             let take = async |_: &Snapshots<'_, _>| {
                 self.check_current(image)?;
                 prepared.take(&new_snapshot(name)).await
             };
-            if let (Some(snapshot), pause) = self.run_quiesced(take).await? {
-                return Ok(Some((snapshot, pause)));
+            let (taken, pause) = self.run_quiesced(take).await?;
+            length += pause.length;
+            if let Some(snapshot) = taken {
+                return Ok(Some((snapshot, Pause { length })));
             }
         }
     }
