@@ -21,6 +21,9 @@ use crate::options::Access;
 /// Bytes of a granule, at least and at most.
 const GRANULES: [u64; 2] = [4 << 10, 2 << 20];
 
+/// The cost of each granule of a look-up, as [`WorkBudget`] counts it.
+const ENTRY: u64 = WorkBudget::LOOK_UP / 8;
+
 /// The backing files of an image, the nearest first.
 pub(super) struct BackingChain<S: Storage> {
     layers: Vec<Arc<Layer<S>>>,
@@ -62,13 +65,17 @@ impl<S: Storage> BackingChain<S> {
     }
 
     /// The first layer that may have some of the first bytes of `range`, which is not empty, and for how many bytes that
-    /// holds: at least one.
-    pub(super) async fn find(&self, range: ByteRange) -> (&Arc<Layer<S>>, ByteRange) {
+    /// holds: at least one. Yields where `budget`, that of the request, is spent.
+    pub(super) async fn find(
+        &self,
+        range: ByteRange,
+        budget: &WorkBudget,
+    ) -> (&Arc<Layer<S>>, ByteRange) {
         let (first, end) = (range.offset() / self.granule, range.end().div_ceil(self.granule));
         let (depth, mut next) = match self.skips.get(first) {
             Some(depth) => (depth, first + 1),
             // Boxed, so that the future of the common way stays small.
-            None => Box::pin(self.find_out(first..end)).await,
+            None => Box::pin(self.find_out(first..end, budget)).await,
         };
         while next < end && self.skips.get(next) == Some(depth) {
             next += 1;
@@ -85,8 +92,7 @@ impl<S: Storage> BackingChain<S> {
 
     /// How many layers leave all of the first granules to those behind them, and where these granules end. The layers
     /// are asked of all of them at once, as long as they give one answer.
-    async fn find_out(&self, granules: Range<u64>) -> (usize, u64) {
-        let (budget, mut run) = (WorkBudget::new(), granules);
+    async fn find_out(&self, mut run: Range<u64>, budget: &WorkBudget) -> (usize, u64) {
         // The last layer leaves nothing to others.
         let last = self.layers.len() - 1;
         for (skips, layer) in self.layers[..last].iter().enumerate() {
@@ -96,6 +102,7 @@ impl<S: Storage> BackingChain<S> {
                 return self.remember(run, skips);
             }
             run.end = run.end.min(inside);
+            budget.spend(WorkBudget::LOOK_UP + (run.end - run.start) * ENTRY).await;
             let Ok(extent) = layer.format().map(self.bytes_of(run.clone()), Intent::Read).await
             else {
                 // Those who read what is damaged find out; another time it may be readable.
@@ -108,7 +115,6 @@ impl<S: Storage> BackingChain<S> {
                 return self.remember(run, skips);
             }
             run.end = run.start + whole;
-            budget.spend(WorkBudget::LOOK_UP).await;
         }
         self.remember(run, last)
     }

@@ -117,7 +117,7 @@ impl<S: Storage> Layer<S> {
         Box::pin(async move {
             let nearest = self.backing()?;
             let Some(chain) = self.chain() else { return nearest.read_from(range, into).await };
-            let (layer, part) = chain.find(range).await;
+            let (layer, part) = chain.find(range, &WorkBudget::new()).await;
             if part == range {
                 return layer.read_from(range, into).await;
             }
@@ -167,7 +167,7 @@ async fn read_along<S: Storage>(
         if rest.is_empty() || stopped.get() {
             return None;
         }
-        let (layer, part) = chain.find(rest).await;
+        let (layer, part) = chain.find(rest, budget).await;
         Some(((layer, part), rest.skip(part.length())))
     });
     let parts = found.map(|(layer, part)| {

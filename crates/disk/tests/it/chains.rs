@@ -1,6 +1,10 @@
 //! Chains of backing files beside a flat array: images of all makes over each other, read, written and grown, while what was
 //! found out about the chain is remembered; and what a read through a long chain costs.
 
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
@@ -237,8 +241,15 @@ fn a_chain_that_was_committed_holds_what_a_flat_array_holds() {
     for_seeds(env!("CARGO_PKG_NAME"), test, 30, |seed| simulated(seed, commit));
 }
 
-/// The disks of a raw image of `size` bytes and of so many images over it, each with a cluster of its own.
-async fn tall(sim: &Sim, overlays: u64, size: usize) -> Result<Vec<Arc<Disk<SimDisk>>>> {
+/// The disks of a raw image of `size` bytes and of so many images over it, with clusters of `cluster` bytes, each with one of its
+/// own if they are to be `filled`.
+async fn tall(
+    sim: &Sim,
+    overlays: u64,
+    size: usize,
+    cluster: usize,
+    filled: bool,
+) -> Result<Vec<Arc<Disk<SimDisk>>>> {
     let base = SimDisk::new(sim, Config::default(), vec![0xba; size]);
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let mut disks = vec![Arc::new(Disk::raw(base, read_only)?)];
@@ -246,15 +257,18 @@ async fn tall(sim: &Sim, overlays: u64, size: usize) -> Result<Vec<Arc<Disk<SimD
         let storage = SimDisk::new(sim, Config::default(), Vec::new());
         let options = CreateOptions {
             backing: Some(Backing { name: b"below".to_vec(), format: Some("raw".into()) }),
+            cluster_size: cluster as u64,
             ..CreateOptions::new(size as u64)
         };
         qcow2::create(&storage, &options).await?;
-        let filled = Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
-        let mut buffer = Buffer::new(65536);
-        buffer.bytes_mut().fill(number as u8);
-        let (offset, durability) = (number << 16, Durability::None);
-        filled.submit(Request::Write { offset, from: buffer.lend(), durability }).await?;
-        filled.close().await?;
+        let disk = Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
+        if filled {
+            let mut buffer = Buffer::new(cluster);
+            buffer.bytes_mut().fill(number as u8);
+            let (offset, durability) = (number * cluster as u64, Durability::None);
+            disk.submit(Request::Write { offset, from: buffer.lend(), durability }).await?;
+        }
+        disk.close().await?;
         let disk = Disk::open(storage, ImageFormat::Qcow2, read_only).await?;
         let below = disks.last().map(Arc::clone).expect("the raw image");
         disks.push(Arc::new(disk.with_backing(below)));
@@ -275,7 +289,7 @@ fn a_read_that_was_done_before_asks_two_images_of_a_chain_of_64() {
     let sim = Sim::new(1);
     let inner = sim.clone();
     let (first, later, whole) = sim.block_on(async move {
-        let disks = tall(&inner, OVERLAYS, SIZE).await.expect("a chain");
+        let disks = tall(&inner, OVERLAYS, SIZE, 65536, true).await.expect("a chain");
         let mut content = vec![0xba; SIZE];
         (0..OVERLAYS as usize)
             .for_each(|number| content[number << 16..][..65536].fill(number as u8));
@@ -296,4 +310,38 @@ fn a_read_that_was_done_before_asks_two_images_of_a_chain_of_64() {
     assert!(first > 10 * reads, "the chain was not walked: {first} look-ups for {reads} reads");
     assert!(later <= 2 * reads, "{later} look-ups for {reads} reads");
     assert!(whole <= 2 * reads, "{whole} look-ups for eight long reads");
+}
+
+#[test]
+fn the_first_long_read_asks_each_image_once_and_yields() {
+    const OVERLAYS: u64 = 64;
+    const SIZE: usize = 4 << 20;
+    let sim = Sim::new(1);
+    let inner = sim.clone();
+    let disks = sim.block_on(async move { tall(&inner, OVERLAYS, SIZE, 4096, false).await });
+    let disks = disks.expect("a chain");
+    let mut buffer = Buffer::new(SIZE);
+    let into = buffer.lend();
+    let polls = Rc::new(Cell::new(0));
+    let (counted, disk) = (Rc::clone(&polls), Arc::clone(&disks[OVERLAYS as usize]));
+    let allocated = allocation_counter::measure(|| {
+        sim.block_on(async move {
+            let mut read = pin!(disk.submit(Request::Read { offset: 0, into }));
+            poll_fn(|context| {
+                counted.update(|count| count + 1);
+                read.as_mut().poll(context)
+            })
+            .await
+        })
+        .expect("a read");
+    });
+    assert!(buffer.bytes().iter().all(|&byte| byte == 0xba));
+    // Each time that layers are asked takes memory of its own, for a future: 1024 clusters are asked for together.
+    let count = allocated.count_total;
+    assert!(count < 200, "{count} allocations for 1024 clusters");
+    assert!(
+        polls.get() > OVERLAYS / 2,
+        "{} polls for a walk through {OVERLAYS} images",
+        polls.get()
+    );
 }
