@@ -187,6 +187,11 @@ fn an_inconsistent_bitmap_can_only_be_removed() {
     for action in ["clear", "enable", "disable"] {
         command(&["bitmap", action, image, "lost"]).failure("can only be removed");
     }
+    let copy = scratch.path("copy.qcow2");
+    let convert = ["convert", "--bitmaps", image, str(&copy)];
+    command(&convert).failure("--skip-broken-bitmaps");
+    command(&[&convert[..], &["--skip-broken-bitmaps"]].concat()).success();
+    assert_eq!(info(str(&copy)), Value::Array(Vec::new()));
     check(image);
     command(&["bitmap", "remove", image, "lost"]).success();
     assert_eq!(info(image), Value::Array(Vec::new()));
