@@ -1,8 +1,8 @@
 //! A server in the background: a process that goes on when the command that started it has ended.
 //!
 //! Guarantees: what the server says until it listens is passed on, and its exit status where it never does. Afterwards
-//! it has neither standard output nor standard error, so that nobody who reads those of the command waits for
-//! its end; a terminal's Ctrl-C is not for it. Where the command ends before, so does the server: it cannot say that it
+//! it has neither standard output nor standard error, so that a program that reads those of the command does not wait
+//! for its end; a terminal's Ctrl-C is not for it. Where the command ends before, so does the server: it cannot say that it
 //! listens.
 
 use std::ffi::OsString;
@@ -51,7 +51,7 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     let mut server = command.spawn().context("cannot start the server")?;
     let outcome = until_it_listens(&mut server);
     if outcome.is_err() {
-        // It has ended already, or nobody would know of it.
+        // Where it has not ended, it would run unknown to its user.
         let _ = server.kill();
     }
     outcome

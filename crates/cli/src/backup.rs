@@ -20,6 +20,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_storage::{ImageStorage, Location};
 
+use crate::copy_target::check_sound;
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::open_args::OpenArgs;
 
@@ -184,12 +185,8 @@ impl Arguments {
         if !is_like_it {
             bail!("{}: is no part of this backup; remove it", part.display());
         }
-        match target.check().await.with_context(advice)? {
-            Some(report) if report.corruptions > 0 => {
-                bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
-            }
-            _ => Ok(Arc::new(target)),
-        }
+        check_sound(&target, part).await?;
+        Ok(Arc::new(target))
     }
 
     /// The link to the base.

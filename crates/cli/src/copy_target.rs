@@ -57,6 +57,17 @@ pub enum IfThere {
     Resume,
 }
 
+/// Refuses to go on with what an earlier command has left of a copy where its metadata is damaged.
+pub async fn check_sound(disk: &ImageDisk, part: &Path) -> Result<()> {
+    let advice = || format!("{}: cannot go on with it; remove it", part.display());
+    match disk.check().await.with_context(advice)? {
+        Some(report) if report.corruptions > 0 => {
+            bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// What the target is to be.
 pub struct TargetSpec<'a> {
     pub path: &'a Path,
@@ -239,12 +250,8 @@ impl TargetSpec<'_> {
         if self.format == ImageFormat::Qcow2 && !disk.bitmaps().list().await?.is_empty() {
             bail!("{}: has bitmaps, which may lack changes; remove it", part.display());
         }
-        match disk.check().await.with_context(advice)? {
-            Some(report) if report.corruptions > 0 => {
-                bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
-            }
-            _ => Ok(disk),
-        }
+        check_sound(&disk, part).await?;
+        Ok(disk)
     }
 
     /// What has a size of its own, and is overwritten where that is meant: `what` says what it is.

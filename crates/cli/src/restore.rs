@@ -8,11 +8,10 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{
-    CompareJob, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions, open,
-};
+use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, ImageOptions, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
+use crate::convert::copy;
 use crate::copy_target::{CopyFormats, IfThere, Target, TargetSpec};
 use crate::create::wrong_usage;
 use crate::open_args::OpenArgs;
@@ -68,7 +67,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         open: &arguments.open,
     };
     let target = event_loop.block_on(spec.build())?;
-    let copied = copy(&progress, &source, &target).and_then(|()| {
+    let range = ByteRange::between(0, source.size());
+    let copied = copy(&progress, &source, range, &target, false).and_then(|()| {
         event_loop.block_on(target.disk.flush())?;
         compare(&progress, &source, &target)
     });
@@ -79,19 +79,6 @@ impl Arguments {
     fn source(&self) -> Result<ImageOptions> {
         self.open.read_only(self.formats.source_format)
     }
-}
-
-fn copy(progress: &Progress, source: &Arc<ImageDisk>, target: &Target) -> Result<()> {
-    let threads = default_threads();
-    let options = CopyOptions {
-        target_content: target.content,
-        compress: false,
-        max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
-    };
-    let range = ByteRange::between(0, source.size());
-    let job = CopyJob::of_part(Arc::clone(source), range, Arc::clone(&target.disk), options)?;
-    let position = || (job.progress().done, job.progress().total);
-    run_parallel(progress, threads, || async { Ok(job.work().await?) }, position)
 }
 
 /// What follows the disk on a larger device is none of it.

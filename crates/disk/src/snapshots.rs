@@ -49,7 +49,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// `NoSpace`. Nothing has changed then.
     pub async fn create(&self, name: &str) -> Result<(Snapshot, Pause)> {
         let taken = self.create_unless(name, || false).await?;
-        Ok(taken.expect("a snapshot that nobody cancels"))
+        Ok(taken.expect("a snapshot that is not cancelled"))
     }
 
     /// As [`create`](Self::create), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing

@@ -80,7 +80,7 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
     // Clients may find the sockets without these lines.
     let written = output::write(&lines.join("\n"));
     if in_background && written.is_err() {
-        // The command that started it was ended: nobody wants it, and nobody knows of it.
+        // The command that started it has ended: its user does not know of the server.
         let _ = raise(SIGTERM);
     }
     service.notify_ready();

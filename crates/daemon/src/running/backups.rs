@@ -160,7 +160,7 @@ impl Backups {
             |backup: &&Arc<RunningBackup>| backup.disks.iter().any(|one| one.frozen.name() == disk);
         match state.backups.iter().find(has_frozen) {
             Some(backup) => bail!(
-                "the disk {disk:?} is gone when the backup {:?} ends, which a guest's driver does not expect of its disk;                  serve it over NBD",
+                "the disk {disk:?} is gone when the backup {:?} ends, which a guest's driver does not expect of its disk; serve it over NBD",
                 backup.name
             ),
             None => Ok(()),

@@ -146,10 +146,7 @@ impl<S: Storage> Layer<S> {
         if self.is_detached.load(Ordering::Acquire) {
             return None;
         }
-        let mut layer = &self.backing.get()?.layer;
-        while let Some(successor) = layer.successor.get() {
-            layer = successor;
-        }
+        let layer = Self::last(&self.backing.get()?.layer);
         Some(layer)
     }
 
@@ -245,13 +242,13 @@ impl<S: Storage> Layer<S> {
     /// This layer and all that were opened behind it, those included that were [detached](Self::detach_backing).
     pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |layer| {
-            layer.backing.get().map(|behind| behind.layer.last())
+            layer.backing.get().map(|behind| &**Self::last(&behind.layer))
         })
     }
 
-    /// The last opening of this layer's file.
-    fn last(&self) -> &Self {
-        let mut layer = self;
+    /// The last opening of a layer's file.
+    fn last(opened: &Arc<Self>) -> &Arc<Self> {
+        let mut layer = opened;
         while let Some(successor) = layer.successor.get() {
             layer = successor;
         }

@@ -70,7 +70,7 @@ async fn fill(disk: &HostFile, image: &Path, part: &Path, sidecar: &Path) -> Res
     let made = Sidecar::create_options(disk.size(), name, identity(disk)?);
     let storage = HostFile::open(part, OpenMode::ReadWrite, PageCache::Used)?;
     qcow2::create_with(&storage, Some(disk), &made).await?;
-    // Whoever may use the image may use its bitmaps.
+    // Users of the image may use its bitmaps.
     keep_rights(part, image)
         .map_err(|error| Error::host("cannot set its mode", error).on(storage.name()))?;
     storage.flush(SyncMode::Full).await?;

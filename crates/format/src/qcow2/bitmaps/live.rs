@@ -372,11 +372,11 @@ impl LiveBitmaps {
         &self,
         metadata: &Metadata<S, Mapping>,
     ) -> Result<()> {
-        match metadata.lock().tables.headers().disk().autoclear & LIVE_BITMAPS {
-            0 => {}
-            _ => return Ok(()),
+        let autoclear = metadata.lock().tables.headers().disk().autoclear;
+        match autoclear & LIVE_BITMAPS {
+            0 => sidecar::renew_mark(metadata).await,
+            _ => Ok(()),
         }
-        sidecar::renew_mark(metadata).await
     }
 
     /// Ends the session, also that of a process that died: the bitmaps say what has changed, to all programs. No change

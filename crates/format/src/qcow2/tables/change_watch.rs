@@ -1,7 +1,7 @@
 //! Which slices changed while all tables are copied beside the active ones.
 //!
 //! 1. A watch begins. From then on every slice that a step changes is noted, before a writeback can bring the
-//!    change to the disk. So whoever reads a slice without the lock finds it noted if that read saw a part of a
+//!    change to the disk. So a reader of a slice without the lock finds it noted if that read saw a part of a
 //!    change.
 //! 2. Looking at a slice takes its note back and gives its bytes, at one moment.
 //! 3. The watch ends by itself where tables are moved, dropped or replaced: nothing that was copied is to be used

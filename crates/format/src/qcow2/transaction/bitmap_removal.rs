@@ -10,20 +10,19 @@
 //! A crash leaves all of the old bitmaps or all of the new, and at most leaks clusters. Step 1 is one sector, so a larger
 //! directory takes no other removal than that of its last bitmap.
 
-use std::ops::Range;
-
 use blockhouse_core::{Durability, Error, Result, Storage, SyncMode};
 
 use crate::qcow2::bitmaps::LiveBitmaps;
 use crate::qcow2::layout::bitmap_directory::{
-    self, BITMAPS_CONSISTENT, BitmapEntry, BitsCluster, DirectoryLocation, index_of,
+    self, BITMAPS_CONSISTENT, DirectoryLocation, index_of,
 };
 use crate::qcow2::layout::extensions::{self, Extension};
 use crate::qcow2::layout::header::SECTOR;
+use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
-use crate::qcow2::layout::{table_io, words};
 
 use super::ImageMetadata;
+use super::bitmaps::clusters_of;
 use super::metadata_transaction::Transactions;
 
 /// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever comes of it, the bitmaps are
@@ -52,7 +51,7 @@ pub(super) async fn remove_in_place<S: Storage>(
     if index < entries.len() && old.length > SECTOR as u64 {
         return Err(no_space);
     }
-    let mut freed = clusters_of(metadata, &removed).await?;
+    let mut freed = clusters_of(&removed, storage, geometry).await?;
     let kept = bitmap_directory::to_bytes(&entries).len() as u64;
     freed.push(
         geometry.cluster_of(old.offset) + geometry.clusters_for(kept)
@@ -71,26 +70,6 @@ pub(super) async fn remove_in_place<S: Storage>(
         state.allocator.defer_unlinked(run);
     });
     Ok(())
-}
-
-/// The clusters of a bitmap: its table, and its bits.
-async fn clusters_of<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    entry: &BitmapEntry,
-) -> Result<Vec<Range<u64>>> {
-    let (storage, geometry) = (metadata.storage(), metadata.geometry());
-    let first = geometry.cluster_of(entry.table_offset);
-    let mut clusters = Vec::new();
-    clusters.push(first..first + geometry.clusters_for(entry.table_length()));
-    let table = table_io::read(storage, entry.table_offset, entry.table_length() as usize).await?;
-    for word in words::words_of(&table) {
-        // A word that breaks the rules refers to nothing that can be told.
-        if let Ok(BitsCluster::Stored(offset)) = BitsCluster::parse(word, geometry) {
-            let cluster = geometry.cluster_of(offset);
-            clusters.push(cluster..cluster + 1);
-        }
-    }
-    Ok(clusters)
 }
 
 /// Writes a directory of a sector at most over the old one, which has the same length: durably.

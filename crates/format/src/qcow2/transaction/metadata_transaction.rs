@@ -492,7 +492,7 @@ fn activate<S: Storage>(metadata: &ImageMetadata<S>, active: ActiveTables) -> Re
 }
 
 /// The L2 tables that the entries of an L1 table refer to.
-fn references<S: Storage>(
+pub(super) fn references<S: Storage>(
     metadata: &ImageMetadata<S>,
     l1: &[u64],
 ) -> Result<Vec<Option<Reference>>> {

@@ -11,12 +11,13 @@ use std::collections::HashMap;
 use blockhouse_core::{Error, ErrorKind, Result, Storage, WorkBudget};
 use futures_util::stream::{self, StreamExt};
 
-use crate::qcow2::layout::entry::{self, Entry, Reference, l1_word};
+use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::SliceKind;
 
 use super::super::ImageMetadata;
+use super::super::metadata_transaction::references;
 use super::page_check::check_new_pages;
 use super::reference_counts::ReferenceCounts;
 use super::space::{Halt, Space, check_wanted};
@@ -104,17 +105,9 @@ impl L2Copies {
     ) -> Result<Vec<(usize, Option<Reference>)>> {
         let l1 = metadata.lock().tables.l1().to_vec();
         self.tables.resize(l1.len(), None);
-        let mut changed = Vec::new();
-        for (index, (&word, table)) in l1.iter().zip(&self.tables).enumerate() {
-            let reference = entry::l1_reference(word, self.geometry).map_err(|violation| {
-                let what = format!("entry {index} of an L1 table {violation}");
-                Error::new(ErrorKind::Corrupt, what).on(metadata.storage().name())
-            })?;
-            if reference != table.map(|table| table.active) {
-                changed.push((index, reference));
-            }
-        }
-        Ok(changed)
+        let pairs = references(metadata, &l1)?.into_iter().zip(&self.tables).enumerate();
+        let changed = pairs.filter(|(_, (now, table))| *now != table.map(|table| table.active));
+        Ok(changed.map(|(index, (now, _))| (index, now)).collect())
     }
 
     async fn update_tables<S: Storage>(
