@@ -21,7 +21,7 @@ use crate::clock::JobClock;
 use crate::control::{JobControl, JobEnd};
 use crate::meter::Meter;
 use crate::next_event::next_event;
-use crate::pace::{Allowance, Pace};
+use crate::pace::{Allowance, Pace, Schedule};
 use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 
 /// Bytes of one copy.
@@ -66,9 +66,7 @@ pub(crate) struct Copier<S: Storage> {
     passes: Cell<u64>,
     pace: RefCell<Pace>,
     /// When the next copy in the background may begin.
-    next_copy: Cell<Duration>,
-    /// The limit that this follows from.
-    paced_for: Cell<Option<NonZeroU64>>,
+    schedule: Schedule,
     meter: RefCell<Meter>,
     /// Pieces of work that have ended since news were told.
     untold: Cell<u32>,
@@ -122,8 +120,7 @@ impl<S: Storage> Copier<S> {
             cursor: Cell::new(0),
             passes: Cell::new(0),
             pace,
-            next_copy: Cell::default(),
-            paced_for: Cell::default(),
+            schedule: Schedule::default(),
             meter: RefCell::default(),
             untold: Cell::new(0),
             is_hurried: Cell::new(false),
@@ -250,18 +247,17 @@ impl<S: Storage> Copier<S> {
         let load = || self.source.export_load();
         let allowance = match self.is_hurried.get() {
             true => Allowance::Unlimited,
-            false => self.limited(self.pace.borrow_mut().allowance(now, load)),
+            false => self.pace.borrow_mut().allowance(now, load).limited(self.control.speed()),
         };
         let rate = match allowance {
             Allowance::Rest(end) => return Next::Later(end.saturating_sub(now)),
             Allowance::Rate(rate) => NonZeroU64::new(rate),
             Allowance::Unlimited => None,
         };
-        if self.paced_for.replace(rate) != rate {
-            self.next_copy.set(self.next_copy.get().min(now + PASS_INTERVAL));
-        }
-        if now < self.next_copy.get() && !self.is_hurried.get() {
-            return Next::Later(self.next_copy.get() - now);
+        self.schedule.follow(rate, now);
+        let wait = self.schedule.wait(now);
+        if !wait.is_zero() && !self.is_hurried.get() {
+            return Next::Later(wait);
         }
         let room = Room::at(rate);
         let (copies, bytes) = self.background.get();
@@ -274,20 +270,8 @@ impl<S: Storage> Copier<S> {
         self.tracker.dirty().clear(range);
         self.in_flight.borrow_mut().push(range);
         self.background.set((copies + 1, bytes + range.length()));
-        if let Some(rate) = rate {
-            let time = Duration::from_secs_f64(range.length() as f64 / rate.get() as f64);
-            self.next_copy.set(now.max(self.next_copy.get()) + time);
-        }
+        self.schedule.begin(range.length(), rate, now);
         Next::Begin(Work::Copy(range))
-    }
-
-    /// What the user's limit leaves of it.
-    fn limited(&self, allowance: Allowance) -> Allowance {
-        match (allowance, self.control.speed()) {
-            (Allowance::Unlimited, Some(speed)) => Allowance::Rate(speed.get()),
-            (Allowance::Rate(rate), Some(speed)) => Allowance::Rate(rate.min(speed.get())),
-            (allowance, _) => allowance,
-        }
     }
 
     /// The next dirty range that is not being copied, at most `limit` bytes of it. A pass ends at the end of the disk: then
@@ -350,7 +334,7 @@ impl<S: Storage> Copier<S> {
     fn end_pass(&self) {
         self.cursor.set(0);
         self.passes.set(self.passes() + 1);
-        self.next_copy.set(self.next_copy.get().max(self.clock.now() + PASS_INTERVAL));
+        self.schedule.rest_until(self.clock.now() + PASS_INTERVAL);
         self.control.changed().notify_all();
     }
 

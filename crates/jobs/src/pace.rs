@@ -6,7 +6,11 @@
 //! copied without a limit. Nothing of this counts where a user's limit is lower.
 //!
 //! Guarantee: the rate is never less than `MIN_RATE`, so a job comes to its end under any load.
+//!
+//! A [`Schedule`] is when its pieces may begin at the rate that is left.
 
+use std::cell::Cell;
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use blockhouse_disk::ExportLoad;
@@ -23,6 +27,8 @@ const MAX_SLOWDOWN: f64 = 1.25;
 const MIN_RATE: f64 = (4 << 20) as f64;
 /// No disk is faster.
 const MAX_RATE: f64 = (64_u64 << 30) as f64;
+/// How long a job waits for what followed from a rate that is not wanted any more.
+const MAX_OLD_WAIT: Duration = Duration::from_millis(100);
 /// The rate that a job begins with.
 const FIRST_RATE: f64 = (64 << 20) as f64;
 
@@ -35,6 +41,53 @@ pub(crate) enum Allowance {
     Rate(u64),
     /// Nothing until this time.
     Rest(Duration),
+}
+
+impl Allowance {
+    /// What the user's limit leaves of it.
+    pub(crate) fn limited(self, speed: Option<NonZeroU64>) -> Self {
+        match (self, speed) {
+            (Self::Unlimited, Some(speed)) => Self::Rate(speed.get()),
+            (Self::Rate(rate), Some(speed)) => Self::Rate(rate.min(speed.get())),
+            (allowance, _) => allowance,
+        }
+    }
+}
+
+/// When the next piece of a job may begin.
+#[derive(Default)]
+pub(crate) struct Schedule {
+    next: Cell<Duration>,
+    /// The rate that this follows from.
+    rate: Cell<Option<NonZeroU64>>,
+}
+
+impl Schedule {
+    /// From now on pieces are paced by this rate, in bytes a second. What followed from another one is waited for no longer
+    /// than [`MAX_OLD_WAIT`].
+    pub(crate) fn follow(&self, rate: Option<NonZeroU64>, now: Duration) {
+        if self.rate.replace(rate) != rate {
+            self.next.set(self.next.get().min(now + MAX_OLD_WAIT));
+        }
+    }
+
+    /// How long it is until the next piece may begin.
+    pub(crate) fn wait(&self, now: Duration) -> Duration {
+        self.next.get().saturating_sub(now)
+    }
+
+    /// Nothing begins before this time.
+    pub(crate) fn rest_until(&self, time: Duration) {
+        self.next.set(self.next.get().max(time));
+    }
+
+    /// A piece of so many bytes begins, which takes its time at this rate.
+    pub(crate) fn begin(&self, bytes: u64, rate: Option<NonZeroU64>, now: Duration) {
+        if let Some(rate) = rate {
+            let time = Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
+            self.next.set(now.max(self.next.get()) + time);
+        }
+    }
 }
 
 /// See the module's page.

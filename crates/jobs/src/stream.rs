@@ -28,15 +28,12 @@ use crate::clock::JobClock;
 use crate::control::{Completion, JobControl, JobEnd, JobStage};
 use crate::meter::Meter;
 use crate::next_event::next_event;
-use crate::pace::{Allowance, Pace};
+use crate::pace::{Allowance, Pace, Schedule};
 
 /// Parts that are in flight together.
 const MAX_IN_FLIGHT: usize = 8;
 /// Parts that are in flight together where the rate is limited.
 const MAX_AT_RATE: usize = 2;
-
-/// How long it waits for what followed from a rate that is not wanted any more.
-const MAX_OLD_WAIT: Duration = Duration::from_millis(100);
 
 /// A disk that is going to be filled. See the module's page.
 pub struct Stream<S: Storage> {
@@ -48,9 +45,7 @@ pub struct Stream<S: Storage> {
     /// Up to here everything is filled or being filled.
     cursor: Cell<u64>,
     /// When the next part may begin.
-    next_part: Cell<Duration>,
-    /// The rate that this follows from.
-    paced_for: Cell<Option<NonZeroU64>>,
+    schedule: Schedule,
     _guard: PopulatingGuard,
 }
 
@@ -73,8 +68,8 @@ impl<S: Storage> Stream<S> {
         clock: Rc<dyn JobClock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.export_load()));
-        let (meter, cursor, next_part, paced_for) = Default::default();
-        Self { disk, control, clock, pace, meter, cursor, next_part, paced_for, _guard: guard }
+        let (meter, cursor, schedule) = Default::default();
+        Self { disk, control, clock, pace, meter, cursor, schedule, _guard: guard }
     }
 
     /// Fills the disk, and ends as its control says; the control is to be told of the [end](JobControl::end).
@@ -172,19 +167,13 @@ impl<S: Storage> Stream<S> {
         }
         let now = self.clock.now();
         let allowance = self.pace.borrow_mut().allowance(now, || self.disk.export_load());
-        let (room, rate) = match (allowance, self.control.speed()) {
-            (Allowance::Rest(end), _) => return Turn::Later(end.saturating_sub(now)),
-            (Allowance::Unlimited, None) => (MAX_IN_FLIGHT, None),
-            (Allowance::Unlimited, speed) => (MAX_AT_RATE, speed),
-            (Allowance::Rate(rate), speed) => {
-                let rate = speed.map_or(rate, |speed| rate.min(speed.get()));
-                (MAX_AT_RATE, NonZeroU64::new(rate))
-            }
+        let (room, rate) = match allowance.limited(self.control.speed()) {
+            Allowance::Rest(end) => return Turn::Later(end.saturating_sub(now)),
+            Allowance::Unlimited => (MAX_IN_FLIGHT, None),
+            Allowance::Rate(rate) => (MAX_AT_RATE, NonZeroU64::new(rate)),
         };
-        if self.paced_for.replace(rate) != rate {
-            self.next_part.set(self.next_part.get().min(now + MAX_OLD_WAIT));
-        }
-        match self.next_part.get().saturating_sub(now) {
+        self.schedule.follow(rate, now);
+        match self.schedule.wait(now) {
             wait if wait > Duration::ZERO && rate.is_some() => Turn::Later(wait),
             _ if in_flight >= room => Turn::Nothing,
             _ => Turn::Part(rate),
@@ -194,9 +183,8 @@ impl<S: Storage> Stream<S> {
     fn begin(&self, part: BackedRange, rate: Option<NonZeroU64>) {
         self.cursor.set(part.range.end());
         // Zeros are not read.
-        if let Some(rate) = rate.filter(|_| !part.is_zero) {
-            let time = Duration::from_secs_f64(part.range.length() as f64 / rate.get() as f64);
-            self.next_part.set(self.clock.now().max(self.next_part.get()) + time);
+        if !part.is_zero {
+            self.schedule.begin(part.range.length(), rate, self.clock.now());
         }
     }
 

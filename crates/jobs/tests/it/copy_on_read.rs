@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, Request, errno};
-use blockhouse_disk::{Disk, ExportKind, ImageFormat, Options};
+use blockhouse_disk::{Disk, ExportKind, Options};
 use blockhouse_jobs::{JobControl, JobEnd, Stream};
 use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, Task, for_seeds};
 
 use crate::guests::{self, Model, SECTOR};
-use crate::scene::{self, Overlay, clock, recover, recover_overlay};
+use crate::scene::{self, Overlay, clock};
 
 /// No run takes as many steps of the simulation.
 const MAX_STEPS: u64 = 2_000_000;
@@ -41,13 +41,8 @@ impl Case {
     }
 
     fn check_crash(&self) -> Result<(), String> {
-        let Overlay { storage, base, base_format, .. } = &self.overlay;
-        let left = storage.crash(&mut self.random.borrow_mut());
-        let found = match left[8..16].iter().any(|byte| *byte != 0) {
-            true => recover_overlay(left, base.content(), *base_format)?,
-            false => recover(left, ImageFormat::Qcow2)?,
-        };
-        self.model.check(&self.model.answered(), &found)
+        let left = self.overlay.storage.crash(&mut self.random.borrow_mut());
+        self.model.check(&self.model.answered(), &self.overlay.recover(left)?)
     }
 
     fn start_reader(&self) -> Task<Result<(), String>> {

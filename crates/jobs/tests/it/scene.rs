@@ -134,6 +134,22 @@ pub fn recover(bytes: Vec<u8>, format: ImageFormat) -> std::result::Result<Vec<u
     recover_chain(bytes, format, None)
 }
 
+impl Overlay {
+    /// What the disk reads that a crash left in these bytes: over its base, if the header names one still. That is never
+    /// written to.
+    pub fn recover(&self, left: Vec<u8>) -> std::result::Result<Vec<u8>, String> {
+        match names_base(&left) {
+            true => recover_overlay(left, self.base.content(), self.base_format),
+            false => recover(left, ImageFormat::Qcow2),
+        }
+    }
+}
+
+/// Whether the header of a qcow2 image names a backing file.
+pub fn names_base(image: &[u8]) -> bool {
+    image[8..16].iter().any(|byte| *byte != 0)
+}
+
 /// What an overlay reads that was left in these bytes, over a base of this format.
 pub fn recover_overlay(
     bytes: Vec<u8>,

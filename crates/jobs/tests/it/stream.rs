@@ -12,7 +12,7 @@ use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
 use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::guests::{self, Model};
-use crate::scene::{self, Overlay, clock, recover, recover_overlay};
+use crate::scene::{self, Overlay, clock, names_base, recover};
 
 /// No stream takes as many steps of the simulation.
 const MAX_STEPS: u64 = 2_000_000;
@@ -67,15 +67,8 @@ impl Case {
 
     /// Whether what a crash leaves now is the disk.
     fn check_crash(&self) -> Result<(), String> {
-        let Overlay { storage, base, base_format, .. } = &self.overlay;
-        let mut random = self.random.borrow_mut();
-        let left = storage.crash(&mut random);
-        let found = match names_base(&left) {
-            // It is not written to.
-            true => recover_overlay(left, base.content(), *base_format)?,
-            false => recover(left, ImageFormat::Qcow2)?,
-        };
-        self.model.check(&self.model.answered(), &found)
+        let left = self.overlay.storage.crash(&mut self.random.borrow_mut());
+        self.model.check(&self.model.answered(), &self.overlay.recover(left)?)
     }
 
     /// The end of the last job.
@@ -128,11 +121,6 @@ async fn begin(
 ) -> Stream<SimDisk> {
     let guard = disk.begin_populating().await.expect("an overlay without snapshots");
     Stream::new(Arc::clone(disk), guard, Arc::clone(control), Rc::clone(clock))
-}
-
-/// Whether the header of a qcow2 image has the name of a backing file.
-fn names_base(image: &[u8]) -> bool {
-    image[8..16].iter().any(|byte| *byte != 0)
 }
 
 fn stream(seed: u64) -> Result<Report, String> {

@@ -14,18 +14,20 @@ use super::slice_cache::SliceKind;
 
 /// Offsets of slices that changed since they were looked at.
 #[derive(Default)]
-pub(crate) struct ChangedSlices {
-    pub(crate) l2: BTreeSet<u64>,
-    pub(crate) refcounts: BTreeSet<u64>,
+pub(super) struct ChangedSlices {
+    l2: BTreeSet<u64>,
+    refcounts: BTreeSet<u64>,
 }
 
 impl ChangedSlices {
-    /// How many there are.
-    pub(crate) fn len(&self) -> usize {
-        self.l2.len() + self.refcounts.len()
+    fn of(&self, kind: SliceKind) -> &BTreeSet<u64> {
+        match kind {
+            SliceKind::L2 => &self.l2,
+            SliceKind::Refcounts => &self.refcounts,
+        }
     }
 
-    fn of(&mut self, kind: SliceKind) -> &mut BTreeSet<u64> {
+    fn of_mut(&mut self, kind: SliceKind) -> &mut BTreeSet<u64> {
         match kind {
             SliceKind::L2 => &mut self.l2,
             SliceKind::Refcounts => &mut self.refcounts,
@@ -49,22 +51,27 @@ impl Tables {
         self.watch.is_some()
     }
 
-    /// What changed and was not looked at since.
-    pub(crate) fn changed_slices(&self) -> Option<&ChangedSlices> {
-        self.watch.as_ref()
+    /// The slices that changed and were not looked at since, in order.
+    pub(crate) fn changed_slices(&self, kind: SliceKind) -> Vec<u64> {
+        self.watch.iter().flat_map(|watch| watch.of(kind)).copied().collect()
+    }
+
+    /// How many these are, of all kinds.
+    pub(crate) fn count_changed_slices(&self) -> usize {
+        self.watch.as_ref().map_or(0, |watch| watch.l2.len() + watch.refcounts.len())
     }
 
     /// A slice was changed.
     pub(super) fn note_slice(&mut self, offset: u64, kind: SliceKind) {
         if let Some(watch) = &mut self.watch {
-            watch.of(kind).insert(offset);
+            watch.of_mut(kind).insert(offset);
         }
     }
 
     /// Takes the note of a slice back; its bytes, where they may differ from those on disk.
     pub(crate) fn look_at(&mut self, offset: u64, kind: SliceKind) -> Option<&[u8]> {
         if let Some(watch) = &mut self.watch {
-            watch.of(kind).remove(&offset);
+            watch.of_mut(kind).remove(&offset);
         }
         self.peek(offset)
     }

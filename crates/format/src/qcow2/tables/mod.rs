@@ -37,7 +37,6 @@ use crate::CacheCounts;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 
-pub(crate) use change_watch::ChangedSlices;
 pub(crate) use dirty::{WritebackBatch, WritebackReason, WritebackScope};
 pub(crate) use file_end::FileEnd;
 pub(crate) use freeze::{FreezeState, ThawEvent};
@@ -48,6 +47,7 @@ pub(crate) use slice_cache::{DataStability, Fetch, SliceId, SliceKind};
 pub(crate) use step::{Blocked, ReserveRequest, Step};
 pub(crate) use writer::TableWriter;
 
+use change_watch::ChangedSlices;
 use slice_cache::SliceCache;
 use top_table::TopTable;
 

@@ -314,7 +314,8 @@ pub(super) async fn clusters_of<S: Storage>(
     geometry: Geometry,
 ) -> Result<Vec<Range<u64>>> {
     let first = geometry.cluster_of(entry.table_offset);
-    let mut clusters = vec![first..first + geometry.clusters_for(entry.table_length())];
+    let mut clusters = Vec::new();
+    clusters.push(first..first + geometry.clusters_for(entry.table_length()));
     let table = table_io::read(storage, entry.table_offset, entry.table_length() as usize).await?;
     for word in words::words_of(&table) {
         // A word that breaks the rules refers to nothing that can be told.

@@ -86,11 +86,7 @@ impl L2Copies {
             check_wanted(is_cancelled)?;
             self.update_tables(metadata, some, counts, space).await?;
         }
-        let slices: Vec<u64> = {
-            let state = metadata.lock();
-            let changed = state.tables.changed_slices();
-            changed.map_or_else(Vec::new, |changed| changed.l2.iter().copied().collect())
-        };
+        let slices = metadata.lock().tables.changed_slices(SliceKind::L2);
         for some in slices.chunks(MAX_SLICES_IN_FLIGHT) {
             check_wanted(is_cancelled)?;
             self.update_slices(metadata, some, counts).await?;

@@ -29,7 +29,6 @@ use async_lock::SemaphoreGuard;
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
 use crate::qcow2::layout::snapshot_table;
-use crate::qcow2::tables::ChangedSlices;
 
 use super::ImageMetadata;
 use super::metadata_transaction::{Transactions, check_no_data_file};
@@ -169,8 +168,7 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
 
     /// How many slices have changed since they were copied.
     fn left(&self) -> usize {
-        let state = self.metadata.lock();
-        state.tables.changed_slices().map_or(0, ChangedSlices::len)
+        self.metadata.lock().tables.count_changed_slices()
     }
 
     /// Has clusters ready for all that is written while the tables are frozen.

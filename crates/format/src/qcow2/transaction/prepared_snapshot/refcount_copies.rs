@@ -70,15 +70,14 @@ impl RefcountCopies {
         let mut slices = counts.stale().clone();
         slices.extend(self.changed_slices(metadata, &table, counts));
         self.drop_unneeded(&mut slices, counts);
-        let is_new = |block: &u64| !self.copies.contains_key(block);
-        let blocks = slices.iter().map(|slice| slice / self.slices_in_block());
-        let new: BTreeSet<u64> = blocks.filter(is_new).collect();
+        let blocks: BTreeSet<u64> =
+            slices.iter().map(|slice| slice / self.slices_in_block()).collect();
+        let is_new = |block: &&u64| !self.copies.contains_key(block);
+        let new: BTreeSet<u64> = blocks.iter().filter(is_new).copied().collect();
         space.check_room(new.len())?;
         let mut refused = None;
         let mut targets = Vec::new();
-        for block in
-            slices.iter().map(|slice| slice / self.slices_in_block()).collect::<BTreeSet<_>>()
-        {
+        for block in blocks {
             let Some(active) = self.block(&table, block, metadata)? else {
                 let what = "a cluster in use has no refcount block";
                 let cluster = block * self.geometry.block_refcounts();
@@ -108,11 +107,15 @@ impl RefcountCopies {
         Ok(refused)
     }
 
-    /// Leaves out what need not be encoded: no cluster of it has a reference any more, and its block stays.
+    /// Whether a slice has to be encoded: its block is replaced, or a cluster of it has a reference.
+    fn is_needed(&self, slice: u64, counts: &ReferenceCounts) -> bool {
+        self.copies.contains_key(&(slice / self.slices_in_block())) || counts.has_any(slice)
+    }
+
+    /// Leaves out what need not be encoded.
     fn drop_unneeded(&self, slices: &mut BTreeSet<u64>, counts: &mut ReferenceCounts) {
         slices.retain(|&slice| {
-            let block = slice / self.slices_in_block();
-            let is_needed = self.copies.contains_key(&block) || counts.has_any(slice);
+            let is_needed = self.is_needed(slice, counts);
             if !is_needed {
                 counts.set_encoded(slice);
             }
@@ -146,11 +149,7 @@ impl RefcountCopies {
         counts: &ReferenceCounts,
     ) -> Vec<u64> {
         let geometry = self.geometry;
-        let changed: Vec<u64> = {
-            let state = metadata.lock();
-            let changed = state.tables.changed_slices();
-            changed.map_or_else(Vec::new, |changed| changed.refcounts.iter().copied().collect())
-        };
+        let changed = metadata.lock().tables.changed_slices(SliceKind::Refcounts);
         if changed.is_empty() {
             return Vec::new();
         }
@@ -161,11 +160,7 @@ impl RefcountCopies {
             let slice = blocks.get(&block).map(|number| {
                 number * self.slices_in_block() + (offset - block) / geometry.slice_size()
             });
-            let is_needed = |slice: &u64| {
-                self.copies.contains_key(&(slice / self.slices_in_block()))
-                    || counts.has_any(*slice)
-            };
-            match slice.filter(is_needed) {
+            match slice.filter(|slice| self.is_needed(*slice, counts)) {
                 Some(slice) => slices.push(slice),
                 None => drop(metadata.lock().tables.look_at(offset, SliceKind::Refcounts)),
             }
