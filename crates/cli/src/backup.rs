@@ -20,7 +20,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_storage::{ImageStorage, Location};
 
-use crate::copy_target::check_sound;
+use crate::copy_target::without_leaks;
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::open_args::OpenArgs;
 
@@ -185,7 +185,7 @@ impl Arguments {
         if !is_like_it {
             bail!("{}: is no part of this backup; remove it", part.display());
         }
-        check_sound(&target, part).await?;
+        let target = without_leaks(target, part, async || self.open_target(part).await).await?;
         Ok(Arc::new(target))
     }
 

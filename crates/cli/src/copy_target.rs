@@ -9,13 +9,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Unmap};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Storage, Unmap};
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk, ImageFormat,
     ImageOptions, Locking, StateUse, TargetContent, check_new_name, create as create_file, exists,
-    open, open_locked, open_without_backing, part_of, remove_created, rename_finished,
+    open, open_for_repair, open_locked, open_without_backing, part_of, remove_created,
+    rename_finished,
 };
 use blockhouse_engine::HostFile;
+use blockhouse_format::qcow2::{Repair, repair};
 use blockhouse_storage::Location;
 
 use crate::create::{create_qcow2, format_of_new, key_time, wrong_usage};
@@ -57,14 +59,32 @@ pub enum IfThere {
     Resume,
 }
 
-/// Refuses to go on with what an earlier command has left of a copy where its metadata is damaged.
-pub async fn check_sound(disk: &ImageDisk, part: &Path) -> Result<()> {
+/// What an earlier command has left of a copy, to go on with: clusters that leaked when that command was killed are free
+/// again, and it was opened again by `open` then.
+///
+/// # Errors
+/// Its metadata is damaged; what the storage answers.
+pub async fn without_leaks(
+    disk: ImageDisk,
+    part: &Path,
+    open: impl AsyncFnOnce() -> Result<ImageDisk>,
+) -> Result<ImageDisk> {
     let advice = || format!("{}: cannot go on with it; remove it", part.display());
     match disk.check().await.with_context(advice)? {
         Some(report) if report.corruptions > 0 => {
             bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
         }
-        _ => Ok(()),
+        Some(report) if report.leaks > 0 => {
+            disk.close().await?;
+            // Its lock goes with it.
+            drop(disk);
+            let storage = open_for_repair(part, ImageOptions::default()).await?;
+            repair(&storage, Repair::Leaks).await.with_context(advice)?;
+            storage.close().await?;
+            drop(storage);
+            open().await
+        }
+        _ => Ok(disk),
     }
 }
 
@@ -250,8 +270,7 @@ impl TargetSpec<'_> {
         if self.format == ImageFormat::Qcow2 && !disk.bitmaps().list().await?.is_empty() {
             bail!("{}: has bitmaps, which may lack changes; remove it", part.display());
         }
-        check_sound(&disk, part).await?;
-        Ok(disk)
+        without_leaks(disk, part, async || self.open_target(part).await).await
     }
 
     /// What has a size of its own, and is overwritten where that is meant: `what` says what it is.
