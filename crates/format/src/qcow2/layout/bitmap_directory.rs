@@ -7,6 +7,8 @@
 //! [`BITMAPS_CONSISTENT`] is set. Nothing is believed before it is inside QEMU's bounds, so that no image is
 //! made that QEMU refuses.
 
+use std::ops::Range;
+
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
 use super::extensions;
@@ -17,7 +19,7 @@ use super::limits::{
     MAX_GRANULARITY_BITS, MAX_OFFSET, MIN_GRANULARITY_BITS,
 };
 use super::table_io;
-use super::words::{be32, be64};
+use super::words::{be32, be64, words_of};
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
@@ -183,6 +185,30 @@ impl BitmapEntry {
     /// How many clusters of bits, which is how many entries of the table, a disk of `size` bytes needs.
     pub(crate) fn clusters_for(&self, size: u64, geometry: Geometry) -> u64 {
         geometry.clusters_for(self.bits_for(size).div_ceil(8))
+    }
+
+    /// The clusters of the bitmap: its table, and its bits.
+    ///
+    /// # Errors
+    /// What the storage answers where the table is read.
+    pub(crate) async fn clusters<S: Storage>(
+        &self,
+        storage: &S,
+        geometry: Geometry,
+    ) -> Result<Vec<Range<u64>>> {
+        let length = self.table_length();
+        let first = geometry.cluster_of(self.table_offset);
+        let mut clusters = Vec::new();
+        clusters.push(first..first + geometry.clusters_for(length));
+        let table = table_io::read(storage, self.table_offset, length as usize).await?;
+        for word in words_of(&table) {
+            // A word that breaks the rules refers to nothing that can be told.
+            if let Ok(BitsCluster::Stored(offset)) = BitsCluster::parse(word, geometry) {
+                let cluster = geometry.cluster_of(offset);
+                clusters.push(cluster..cluster + 1);
+            }
+        }
+        Ok(clusters)
     }
 
     /// Why no program can use the entry, in words that follow its name.

@@ -22,7 +22,6 @@ use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
 
 use super::ImageMetadata;
-use super::bitmaps::clusters_of;
 use super::metadata_transaction::Transactions;
 
 /// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever comes of it, the bitmaps are
@@ -51,7 +50,7 @@ pub(super) async fn remove_in_place<S: Storage>(
     if index < entries.len() && old.length > SECTOR as u64 {
         return Err(no_space);
     }
-    let mut freed = clusters_of(&removed, storage, geometry).await?;
+    let mut freed = removed.clusters(storage, geometry).await?;
     let kept = bitmap_directory::to_bytes(&entries).len() as u64;
     freed.push(
         geometry.cluster_of(old.offset) + geometry.clusters_for(kept)

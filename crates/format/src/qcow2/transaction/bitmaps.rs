@@ -5,8 +5,6 @@
 //! the one write of the header's first sector. So the extension has to lie in that sector. Where the header has it
 //! elsewhere, or the backing file's name takes the space, both are moved first.
 
-use std::ops::Range;
-
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
 use crate::qcow2::bitmaps::{
@@ -307,33 +305,13 @@ fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result
         .hint("it can only be removed; the next backup has to be a full one"))
 }
 
-/// The clusters of a bitmap: its table, and its bits.
-pub(super) async fn clusters_of<S: Storage>(
-    entry: &BitmapEntry,
-    storage: &S,
-    geometry: Geometry,
-) -> Result<Vec<Range<u64>>> {
-    let first = geometry.cluster_of(entry.table_offset);
-    let mut clusters = Vec::new();
-    clusters.push(first..first + geometry.clusters_for(entry.table_length()));
-    let table = table_io::read(storage, entry.table_offset, entry.table_length() as usize).await?;
-    for word in words::words_of(&table) {
-        // A word that breaks the rules refers to nothing that can be told.
-        if let Ok(BitsCluster::Stored(offset)) = BitsCluster::parse(word, geometry) {
-            let cluster = geometry.cluster_of(offset);
-            clusters.push(cluster..cluster + 1);
-        }
-    }
-    Ok(clusters)
-}
-
 /// Clusters of a bitmap that is gone are free.
 async fn release_bitmap<S: Storage>(
     entry: &BitmapEntry,
     storage: &S,
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
-    let clusters = clusters_of(entry, storage, transaction.geometry()).await?;
+    let clusters = entry.clusters(storage, transaction.geometry()).await?;
     clusters.into_iter().try_for_each(|run| transaction.release_clusters(run))
 }
 
