@@ -39,8 +39,13 @@ impl Pki {
 
     /// The certificate and key of a server called localhost, in the folder itself.
     pub fn server(&self) {
+        self.server_of(Validity::Now);
+    }
+
+    /// As [`server`](Self::server), good at this time.
+    pub fn server_of(&self, validity: Validity) {
         let names = "dns_name = \"localhost\"\nip_address = \"127.0.0.1\"\ntls_www_server\n";
-        self.sign("server", "localhost", names, Validity::Now);
+        self.sign("server", "localhost", names, validity);
     }
 
     /// A folder for a client of this name, with its certificate and key, and the authority's certificate.

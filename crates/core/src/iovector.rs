@@ -237,16 +237,33 @@ impl IoVector {
     /// Copies the first bytes of the vector into `bytes`, as many as both have. Where shared memory has
     /// vanished ([`check_intact`](Self::check_intact)) the rest of `bytes` is zeros.
     pub fn copy_to(&self, bytes: &mut [u8]) {
+        self.copy_to_from(0, bytes);
+    }
+
+    /// As [`copy_to`](Self::copy_to), from the byte `start` on.
+    fn copy_to_from(&self, start: usize, bytes: &mut [u8]) {
         let mut done = 0;
-        for segment in self.intact_segments() {
-            let count = segment.length.min(bytes.len() - done);
-            // SAFETY: the first `count` bytes of the segment.
-            unsafe { self.copy_out(segment.address, &mut bytes[done..done + count]) };
-            done += count;
+        for Segment { address, length } in self.intact_pieces(start, bytes.len()) {
+            // SAFETY: `length` bytes of a segment.
+            unsafe { self.copy_out(address, &mut bytes[done..done + length]) };
+            done += length;
         }
         // Nothing of an earlier request's is left there.
-        let end = self.length.min(bytes.len());
+        let end = (self.length - start).min(bytes.len());
         bytes[done.min(end)..end].fill(0);
+    }
+
+    /// As [`intact_segments`](Self::intact_segments), what of them is in `length` bytes from `start` on.
+    fn intact_pieces(&self, start: usize, length: usize) -> impl Iterator<Item = Segment> {
+        let (mut skipped, mut left) = (start, length);
+        self.intact_segments().map_while(move |segment| {
+            let from = skipped.min(segment.length);
+            let count = left.min(segment.length - from);
+            (skipped, left) = (skipped - from, left - count);
+            // SAFETY: `from` is not after the end of the segment.
+            let address = unsafe { segment.address.add(from) };
+            (count > 0 || left > 0).then_some(Segment { address, length: count })
+        })
     }
 
     /// # Safety
@@ -297,18 +314,22 @@ impl IoVector {
     /// Copies `bytes` over the first bytes of the vector, as many as both have. Not where shared memory has
     /// vanished.
     pub fn copy_from(&mut self, bytes: &[u8]) {
+        self.copy_from_to(bytes, 0);
+    }
+
+    /// As [`copy_from`](Self::copy_from), over the bytes from `start` on.
+    fn copy_from_to(&mut self, bytes: &[u8], start: usize) {
         let mut done = 0;
-        for segment in self.intact_segments() {
-            let count = segment.length.min(bytes.len() - done);
-            let (source, target) = (bytes[done..done + count].as_ptr(), segment.address.as_ptr());
+        for Segment { address, length } in self.intact_pieces(start, bytes.len()) {
+            let (source, target) = (bytes[done..done + length].as_ptr(), address.as_ptr());
             // SAFETY: as in `copy_out`, with the roles exchanged.
             unsafe {
                 match self.lost {
-                    None => ptr::copy_nonoverlapping(source, target, count),
-                    Some(_) => copy_to_shared(source, target, count),
+                    None => ptr::copy_nonoverlapping(source, target, length),
+                    Some(_) => copy_to_shared(source, target, length),
                 }
             }
-            done += count;
+            done += length;
         }
     }
 
@@ -389,6 +410,36 @@ impl IoVectorList {
         &self.segments[self.done..]
     }
 
+    /// Copies the first bytes that are left into `bytes`, as many as both have: how many. As [`IoVector::copy_to`].
+    pub fn copy_to(&self, bytes: &mut [u8]) -> usize {
+        let mut passed = self.passed();
+        let mut done = 0;
+        for vector in &self.vectors {
+            let start = passed.min(vector.len());
+            let end = (done + vector.len() - start).min(bytes.len());
+            vector.copy_to_from(start, &mut bytes[done..end]);
+            (passed, done) = (passed - start, end);
+        }
+        done
+    }
+
+    /// Copies `bytes` over the first bytes that are left, as many as both have. As [`IoVector::copy_from`].
+    pub fn copy_from(&mut self, bytes: &[u8]) {
+        let mut passed = self.passed();
+        let mut done = 0;
+        for vector in &mut self.vectors {
+            let start = passed.min(vector.len());
+            let end = (done + vector.len() - start).min(bytes.len());
+            vector.copy_from_to(&bytes[done..end], start);
+            (passed, done) = (passed - start, end);
+        }
+    }
+
+    /// How many bytes were passed over.
+    fn passed(&self) -> usize {
+        self.vectors.iter().map(IoVector::len).sum::<usize>() - self.length
+    }
+
     /// Passes over the first `count` bytes. Their memory stays owned until [`clear`](Self::clear).
     ///
     /// # Panics
@@ -424,6 +475,29 @@ mod tests {
         assert_eq!((list.len(), list.segments().len(), list.segments()[0].length), (22, 4, 6));
         list.advance(22);
         assert!(list.is_empty() && list.segments().is_empty());
+    }
+
+    #[test]
+    fn what_is_left_of_a_list_is_copied() {
+        for passed in 0..=32 {
+            for count in 0..=32 {
+                let mut list = IoVectorList::new();
+                list.push(sample());
+                list.push(sample());
+                list.advance(passed);
+                let expected: Vec<u8> = (0..16).chain(0..16).skip(passed).take(count).collect();
+                let mut copied = vec![0xff; count];
+                assert_eq!(list.copy_to(&mut copied), expected.len());
+                assert_eq!(copied[..expected.len()], expected);
+                assert!(copied[expected.len()..].iter().all(|&byte| byte == 0xff));
+                list.copy_from(&vec![0xaa; count]);
+                let all: Vec<u8> = list.take_vectors().flat_map(|vector| bytes(&vector)).collect();
+                let was_copied = |at: usize| (passed..passed + count).contains(&at);
+                for (at, byte) in all.into_iter().enumerate() {
+                    assert_eq!(byte, if was_copied(at) { 0xaa } else { at as u8 % 16 });
+                }
+            }
+        }
     }
 
     /// Three segments of 3, 5 and 8 bytes, holding 0..16.

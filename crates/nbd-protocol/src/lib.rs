@@ -9,6 +9,7 @@ pub mod option;
 pub mod reply;
 pub mod reply_header;
 pub mod request;
+pub mod tls_parameters;
 pub mod uri;
 
 use bitflags::bitflags;

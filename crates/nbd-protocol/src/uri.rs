@@ -12,6 +12,7 @@ use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
 
+use crate::tls_parameters::TlsParameters;
 use crate::{DEFAULT_PORT, MAX_STRING};
 
 /// What stands for itself in a path or a query value: unreserved characters (RFC 3986, section
@@ -31,6 +32,15 @@ pub struct NbdUri {
     pub address: Address,
     /// The name of the export; empty for the default one.
     pub export: String,
+}
+
+/// Where a client finds an export, and by what the two sides know each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClientUri {
+    /// The export.
+    pub export: NbdUri,
+    /// What TLS takes; nothing without TLS.
+    pub tls: TlsParameters,
 }
 
 /// Whether the connections of a URI use TLS.
@@ -66,32 +76,67 @@ pub struct UriError {
 
 impl NbdUri {
     fn parse(text: &str) -> Result<Self, String> {
-        if text.contains(|c: char| c.is_ascii_control() || c == ' ') {
-            return Err("a URI has no blanks; write them as %20".into());
+        let (export, beside) = parse(text)?;
+        match (beside.user, beside.tls.first()) {
+            ("" | ":", None) => Ok(export),
+            ("" | ":", Some((key, _))) => {
+                Err(format!("the parameter {key} is not supported; a server's options set up TLS"))
+            }
+            _ => Err("a user name is not supported; a server's options say whom TLS admits".into()),
         }
-        let (scheme, rest) =
-            split_scheme(text).ok_or("not a URI: it does not begin with SCHEME:")?;
-        type Transport = fn(&Parts<'_>, Option<PathBuf>) -> Result<Address, String>;
-        let (transport, security): (Transport, _) = match scheme.to_ascii_lowercase().as_str() {
-            "nbd" => (tcp, Security::Plain),
-            "nbd+unix" => (unix, Security::Plain),
-            "nbds" => (tcp, Security::Tls),
-            "nbds+unix" => (unix, Security::Tls),
-            _ => return Err("not an NBD URI; it starts with nbd:// or nbd+unix://".into()),
-        };
-        let rest = rest.strip_prefix("//");
-        let uri = Parts::of(rest.ok_or("an NBD URI starts with nbd:// or nbd+unix://")?);
-        if !matches!(uri.user, "" | ":") {
-            return Err(
-                "a user name is not supported; a server's options say whom TLS admits".into()
-            );
-        }
-        if uri.has_fragment {
-            return Err("a fragment (#) means nothing here; write # as %23".into());
-        }
-        let address = transport(&uri, socket(uri.query)?)?;
-        Ok(Self { security, address, export: export(uri.path)? })
     }
+}
+
+impl ClientUri {
+    fn parse(text: &str) -> Result<Self, String> {
+        let (export, beside) = parse(text)?;
+        let user = if beside.user == ":" { "" } else { beside.user };
+        if export.security == Security::Plain {
+            if let Some((key, _)) = beside.tls.first() {
+                return Err(format!("the parameter {key} needs TLS (nbds)"));
+            }
+            if !user.is_empty() {
+                return Err("a user name needs TLS (nbds)".into());
+            }
+        }
+        Ok(Self { tls: TlsParameters::parse(user, &beside.tls)?, export })
+    }
+}
+
+impl From<NbdUri> for ClientUri {
+    fn from(export: NbdUri) -> Self {
+        Self { export, tls: TlsParameters::default() }
+    }
+}
+
+/// What a URI has beside the export, percent-encoded.
+struct Beside<'a> {
+    user: &'a str,
+    /// Parameters whose names begin with `tls-`.
+    tls: Vec<Parameter<'a>>,
+}
+
+fn parse(text: &str) -> Result<(NbdUri, Beside<'_>), String> {
+    if text.contains(|c: char| c.is_ascii_control() || c == ' ') {
+        return Err("a URI has no blanks; write them as %20".into());
+    }
+    let (scheme, rest) = split_scheme(text).ok_or("not a URI: it does not begin with SCHEME:")?;
+    type Transport = fn(&Parts<'_>, Option<PathBuf>) -> Result<Address, String>;
+    let (transport, security): (Transport, _) = match scheme.to_ascii_lowercase().as_str() {
+        "nbd" => (tcp, Security::Plain),
+        "nbd+unix" => (unix, Security::Plain),
+        "nbds" => (tcp, Security::Tls),
+        "nbds+unix" => (unix, Security::Tls),
+        _ => return Err("not an NBD URI; it starts with nbd:// or nbd+unix://".into()),
+    };
+    let rest = rest.strip_prefix("//");
+    let uri = Parts::of(rest.ok_or("an NBD URI starts with nbd:// or nbd+unix://")?);
+    if uri.has_fragment {
+        return Err("a fragment (#) means nothing here; write # as %23".into());
+    }
+    let (socket, tls) = parameters(uri.query)?;
+    let address = transport(&uri, socket)?;
+    Ok((NbdUri { security, address, export: export(uri.path)? }, Beside { user: uri.user, tls }))
 }
 
 /// The scheme (RFC 3986, section 3.1) and what follows its colon.
@@ -185,9 +230,12 @@ fn unix(uri: &Parts<'_>, socket: Option<PathBuf>) -> Result<Address, String> {
     Ok(Address::Unix(path))
 }
 
-/// The query parameter `socket`, the only one there may be.
-fn socket(query: &str) -> Result<Option<PathBuf>, String> {
-    let mut socket = None;
+/// A parameter and its value, percent-encoded.
+type Parameter<'a> = (&'a str, &'a str);
+
+/// The query parameter `socket`, and those of TLS.
+fn parameters(query: &str) -> Result<(Option<PathBuf>, Vec<Parameter<'_>>), String> {
+    let (mut socket, mut tls) = (None, Vec::new());
     for parameter in query.split('&').filter(|one| !one.is_empty()) {
         let (key, value) = parameter.split_once('=').unwrap_or((parameter, ""));
         match key {
@@ -196,15 +244,11 @@ fn socket(query: &str) -> Result<Option<PathBuf>, String> {
                 socket = Some(PathBuf::from(OsString::from_vec(bytes)));
             }
             "socket" => return Err("the parameter socket is given twice".into()),
-            _ if key.starts_with("tls-") => {
-                return Err(format!(
-                    "the parameter {key} is not supported; a server's options set up TLS"
-                ));
-            }
+            _ if key.starts_with("tls-") => tls.push((key, value)),
             _ => return Err(format!("the parameter {key} is unknown")),
         }
     }
-    Ok(socket)
+    Ok((socket, tls))
 }
 
 /// The name of the export that a path means. `.` and `..` mean nothing special in it.
@@ -222,6 +266,14 @@ fn export(path: &str) -> Result<String, String> {
 }
 
 impl FromStr for NbdUri {
+    type Err = UriError;
+
+    fn from_str(text: &str) -> Result<Self, UriError> {
+        Self::parse(text).map_err(|reason| UriError { uri: text.into(), reason })
+    }
+}
+
+impl FromStr for ClientUri {
     type Err = UriError;
 
     fn from_str(text: &str) -> Result<Self, UriError> {
@@ -264,6 +316,8 @@ fn is_ipv6(host: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -340,6 +394,46 @@ mod tests {
             ("://example.com/", "not a URI"),
         ] {
             let error = text.parse::<NbdUri>().expect_err(text).to_string();
+            assert!(error.starts_with(text) && error.contains(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_client_says_in_its_uri_who_it_is() {
+        let folder =
+            "nbds://h/a?tls-certificates=/etc/p%20k&tls-hostname=www&tls-verify-peer=false";
+        let uri: ClientUri = folder.parse().unwrap();
+        assert_eq!(uri.export.to_string(), "nbds://h/a");
+        assert_eq!(uri.tls.certificates(), Some(Path::new("/etc/p k")));
+        assert_eq!((uri.tls.hostname(), uri.tls.verifies_peer()), (Some("www"), false));
+        let key = "nbds+unix://al%40ice@/a?socket=/s&tls-psk-file=keys";
+        let uri: ClientUri = key.parse().unwrap();
+        assert_eq!(uri.export, NbdUri { security: Security::Tls, ..unix_uri("/s", "a") });
+        assert_eq!(uri.tls.psk(), Some(("al@ice", Path::new("keys"))));
+        assert!(uri.tls.verifies_peer());
+        let plain: ClientUri = "nbd://h/a".parse().unwrap();
+        assert_eq!(plain, tcp_uri("h", 10809, "a").into());
+    }
+
+    #[test]
+    fn a_client_that_cannot_be_who_it_says_is_refused() {
+        for (text, reason) in [
+            ("nbd://h/?tls-certificates=/p", "tls-certificates needs TLS"),
+            ("nbd://me@h/", "a user name needs TLS"),
+            ("nbds://h/?tls-type=anon", "tls-type is unknown"),
+            ("nbds://h/?tls-hostname=a&tls-hostname=b", "given twice"),
+            ("nbds://h/?tls-verify-peer=maybe", "true or false"),
+            ("nbds://h/?tls-certificates=", "is empty"),
+            ("nbds://h/?tls-psk-file=/k", "nbds://IDENTITY@"),
+            ("nbds://me@h/", "tls-psk-file=FILE"),
+            ("nbds://me:secret@h/?tls-psk-file=/k", "password"),
+            ("nbds://me@h/?tls-psk-file=/k&tls-certificates=/p", "use one"),
+            ("nbds://me@h/?tls-psk-file=/k&tls-hostname=x", "tls-hostname is for certificates"),
+            ("nbds://%ff@h/?tls-psk-file=/k", "not UTF-8"),
+            ("nbds://a%00b@h/?tls-psk-file=/k", "NUL"),
+            ("nbds://h/?tls-certificates=a%00b", "NUL"),
+        ] {
+            let error = text.parse::<ClientUri>().expect_err(text).to_string();
             assert!(error.starts_with(text) && error.contains(reason), "{error}");
         }
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_nbd_protocol::uri::NbdUri;
+use blockhouse_nbd_protocol::uri::ClientUri;
 
 use crate::rbd::{RbdLocation, SCHEME};
 
@@ -20,8 +20,8 @@ pub enum Location {
     File(PathBuf),
     /// An export of an NBD server, and how long requests wait for the server where the connection fails.
     Nbd {
-        /// The server and the export.
-        uri: NbdUri,
+        /// The server and the export, and what TLS takes.
+        uri: ClientUri,
         /// Zero: requests fail at once.
         reconnect: Duration,
     },
@@ -30,7 +30,7 @@ pub enum Location {
 }
 
 impl Location {
-    /// What a name means: `nbd://`, `nbd+unix://` begin the URI of an export, to whose parameters `reconnect=SECONDS` may
+    /// What a name means: `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI of an export, to whose parameters `reconnect=SECONDS` may
     /// belong; `rbd:` begins the name of an image in Ceph; everything else is a path. A file of such a name is reached by
     /// a path that begins with `./`.
     ///
@@ -51,7 +51,7 @@ impl Location {
         }
         let text = name.to_str().ok_or_else(|| invalid(name, "a URI is UTF-8".into()))?;
         let (text, reconnect) = split_reconnect(text).map_err(|why| invalid(name, why))?;
-        let uri = text.parse::<NbdUri>();
+        let uri = text.parse::<ClientUri>();
         let uri = uri.map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))?;
         Ok(Self::Nbd { uri, reconnect })
     }
@@ -60,9 +60,20 @@ impl Location {
     /// there is none.
     pub fn base_name(name: &Path) -> Option<OsString> {
         match Self::of(name) {
-            Ok(Self::Nbd { uri, .. }) => Path::new(&uri.export).file_name().map(OsStr::to_owned),
+            Ok(Self::Nbd { uri, .. }) => {
+                Path::new(&uri.export.export).file_name().map(OsStr::to_owned)
+            }
             Ok(Self::Rbd(rbd)) => Some(rbd.image().into()),
             _ => name.file_name().map(OsStr::to_owned),
+        }
+    }
+
+    /// The path of this host that is read to open the image: its own, or that of the files of TLS.
+    pub fn local_path(&self) -> Option<&Path> {
+        match self {
+            Self::File(path) => Some(path),
+            Self::Nbd { uri, .. } => uri.tls.local_path(),
+            Self::Rbd(_) => None,
         }
     }
 
@@ -107,7 +118,7 @@ mod tests {
 
     fn nbd(name: &str) -> (String, u64) {
         match Location::of(Path::new(name)).unwrap() {
-            Location::Nbd { uri, reconnect } => (uri.to_string(), reconnect.as_secs()),
+            Location::Nbd { uri, reconnect } => (uri.export.to_string(), reconnect.as_secs()),
             other => panic!("{other:?} is no export"),
         }
     }
@@ -118,6 +129,7 @@ mod tests {
         assert_eq!(nbd("NBD://localhost/a?reconnect=7"), ("nbd://localhost/a".into(), 7));
         let unix = "nbd+unix:///a?socket=/tmp/s";
         assert_eq!(nbd(&format!("{unix}&reconnect=1")), (unix.into(), 1));
+        assert_eq!(nbd("nbds://h/a?tls-certificates=/pki&reconnect=7"), ("nbds://h/a".into(), 7));
         let rbd = Location::of(Path::new("rbd:pool/image")).unwrap();
         assert_eq!(rbd, Location::Rbd("rbd:pool/image".parse().unwrap()));
         for path in ["disk.img", "./nbd://x", "nbd:localhost:10809", "/a/nbd://b", "file:x"] {
@@ -143,6 +155,7 @@ mod tests {
             ("nbd://h/a?reconnect=86401", "a day"),
             ("nbd://h/a?reconnect=1&reconnect=2", "twice"),
             ("nbd://h/a?other=1", "other"),
+            ("nbds://me@h/a", "tls-psk-file"),
             ("nbd://", "host"),
             ("rbd:image", "Ceph"),
         ] {

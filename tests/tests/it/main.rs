@@ -62,6 +62,7 @@ mod registered_memory;
 mod remote;
 mod remote_bases;
 mod remote_losses;
+mod remote_tls;
 mod repair;
 mod resize;
 mod sandbox;

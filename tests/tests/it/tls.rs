@@ -15,21 +15,21 @@ use blockhouse_tests::{
 };
 use rustix::process::Signal;
 
-const SIZE: usize = 4 << 20;
+pub(crate) const SIZE: usize = 4 << 20;
 const ERR_TLS_REQD: u32 = 0x8000_0005;
-const TOOLS: [&str; 5] = ["certtool", "psktool", "nbdinfo", "nbdcopy", "qemu-img"];
+pub(crate) const TOOLS: [&str; 5] = ["certtool", "psktool", "nbdinfo", "nbdcopy", "qemu-img"];
 
 /// A host with an image, an authority with a server and a client, and keys.
-struct Host {
-    scratch: Scratch,
-    pki: Pki,
-    client: PathBuf,
-    keys: PathBuf,
-    content: Vec<u8>,
+pub(crate) struct Host {
+    pub(crate) scratch: Scratch,
+    pub(crate) pki: Pki,
+    pub(crate) client: PathBuf,
+    pub(crate) keys: PathBuf,
+    pub(crate) content: Vec<u8>,
 }
 
 impl Host {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let scratch = Scratch::new();
         let content = random_bytes(&mut seeded(), SIZE);
         scratch.image_of("disk.img", &content);
@@ -41,16 +41,16 @@ impl Host {
         Self { scratch, pki, client, keys, content }
     }
 
-    fn serve(&self) -> Serve {
+    pub(crate) fn serve(&self) -> Serve {
         Serve::bare(&self.scratch, &self.scratch.path("disk.img"))
     }
 
-    fn x509(&self, mode: &str) -> Server {
+    pub(crate) fn x509(&self, mode: &str) -> Server {
         let serve = self.serve().option("--tls-certificates", self.pki.folder());
         serve.option("--tls", mode).export("nbd://localhost:0/disk").start()
     }
 
-    fn psk(&self) -> Server {
+    pub(crate) fn psk(&self) -> Server {
         self.serve().option("--tls-psk", &self.keys).export("nbd://localhost:0/disk").start()
     }
 }
@@ -62,11 +62,11 @@ fn port(server: &Server) -> u16 {
 }
 
 /// The URI by which libnbd's programs show the certificate of this folder.
-fn by_certificate(server: &Server, folder: &Path) -> String {
+pub(crate) fn by_certificate(server: &Server, folder: &Path) -> String {
     format!("nbds://localhost:{}/disk?tls-certificates={}", port(server), str(folder))
 }
 
-fn by_key(server: &Server, user: &str, file: &Path) -> String {
+pub(crate) fn by_key(server: &Server, user: &str, file: &Path) -> String {
     format!("nbds://{user}@localhost:{}/disk?tls-psk-file={}", port(server), str(file))
 }
 
@@ -82,7 +82,7 @@ fn nbdinfo(uri: &str) -> Outcome {
 
 /// The client fails, and the server says why in one line with these words.
 #[track_caller]
-fn assert_refused(server: &Server, outcome: &Outcome, words: &[&str]) {
+pub(crate) fn assert_refused(server: &Server, outcome: &Outcome, words: &[&str]) {
     assert!(!outcome.status.success(), "{}", outcome.describe("must fail"));
     let has_line = || {
         let log = server.log();

@@ -12,6 +12,7 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-sim", 1),
     ("blockhouse-format", 1),
     ("blockhouse-nbd-protocol", 1),
+    ("blockhouse-tls", 1),
     ("blockhouse-crypt", 2),
     ("blockhouse-storage", 2),
     ("blockhouse-disk", 3),

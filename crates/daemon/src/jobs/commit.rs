@@ -5,7 +5,7 @@
 //! has everything durably, and before the guest changes it: from then on the backing file alone is the disk. The record goes
 //! where the commit fails all the same.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -13,7 +13,6 @@ use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{ImageDisk, StateUse, forget_moved, keep_state, open_base, record_moved};
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
-use blockhouse_storage::Location;
 
 use super::{JobSetup, RunningJob, run_job};
 use crate::open::image_options;
@@ -62,9 +61,7 @@ impl Running {
         }
         if let Some(behind) = disk.layer_at(1) {
             check_size(behind.name, behind.size, disk.size())?;
-            if let Ok(Location::File(path)) = Location::of(&PathBuf::from(behind.name)) {
-                self.sandbox().check(&path)?;
-            }
+            self.sandbox().check_image(Path::new(behind.name))?;
         }
         let options = image_options(&source.setup, &StateUse::Off)?;
         let base = open_base(disk, &source.path(), options).await?;

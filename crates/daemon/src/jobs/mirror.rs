@@ -14,7 +14,6 @@ use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{forget_moved, record_moved};
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
-use blockhouse_storage::Location;
 
 use super::target::{Target, TargetSetup, remove};
 use super::{JobSetup, RunningJob, run_job};
@@ -39,9 +38,7 @@ impl Running {
             );
         }
         self.check_free(&setup.disk)?;
-        if let Ok(Location::File(path)) = Location::of(&target.location) {
-            self.sandbox().check(&path)?;
-        }
+        self.sandbox().check_image(&target.location)?;
         let name = target.location.display().to_string();
         self.jobs().check_target_free(&name)?;
         let state = self.state_use(&source.setup)?;

@@ -6,7 +6,6 @@ use anyhow::{Result, bail};
 use blockhouse_disk::{Access, ImageDisk};
 use blockhouse_engine::IoPoll;
 use blockhouse_nbd::ExportBitmap;
-use blockhouse_storage::Location;
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
@@ -104,9 +103,7 @@ impl Running {
         }
         // Before an image is made.
         setup.throttle.iter().try_for_each(|throttle| self.check_limits(throttle))?;
-        if let Ok(Location::File(path)) = Location::of(&setup.path) {
-            self.sandbox().check(&path)?;
-        }
+        self.sandbox().check_image(&setup.path)?;
         // What the image names there could not be opened, and the kernel would not say why.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check(path))?;
         setup.keys.paths().try_for_each(|path| self.sandbox().check(path))?;

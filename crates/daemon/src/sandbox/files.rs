@@ -21,15 +21,16 @@ use landlock::{
 use super::Opened;
 use super::needs::Needs;
 use crate::metrics::MetricsAddress;
-use crate::setup::{Setup, StateSetup};
+use crate::setup::{DiskSetup, Setup, StateSetup};
 use crate::sockets::runtime_folder;
 
 /// What a rule may be about. Later versions know rights that would forbid more, as to connect to a Unix socket.
 const VERSION: ABI = ABI::V5;
 /// The port of DNS over TCP.
 const DNS: u16 = 53;
-/// What looking up a name and finding the servers of a cluster reads.
-const LOOK_UP: [&str; 8] = [
+/// What looking up a name, finding the servers of a cluster, and judging a certificate without a folder of one's own
+/// reads.
+const LOOK_UP: [&str; 13] = [
     "/etc/resolv.conf",
     "/etc/hosts",
     "/etc/host.conf",
@@ -38,6 +39,11 @@ const LOOK_UP: [&str; 8] = [
     "/etc/services",
     "/etc/ceph",
     "/run/systemd/resolve",
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/ca-trust/extracted",
+    "/usr/share/ca-certificates",
+    "/usr/local/share/ca-certificates",
 ];
 /// What opening a disk asks the host about its disks and about the holder of a lock.
 const HOST: [&str; 2] = ["/proc", "/sys"];
@@ -77,6 +83,9 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
         // The file may be replaced.
         Some(TlsFiles::Psk(file)) => all.add(parent(file), reading()),
         None => {}
+    }
+    for path in setup.disks.iter().filter_map(tls_files) {
+        all.add(path, reading());
     }
     if needs.connects {
         LOOK_UP.iter().for_each(|path| all.add(path.into(), reading()));
@@ -134,6 +143,18 @@ fn is_own(setup: &Setup, socket: &Path) -> bool {
         || setup.control.as_deref() == Some(socket)
         || is_metrics
         || runtime_folder().is_ok_and(|folder| socket.parent() == Some(&folder))
+}
+
+/// Where the files are that TLS with the disk's server takes: they are read again when it is connected to again.
+fn tls_files(disk: &DiskSetup) -> Option<PathBuf> {
+    match Location::of(&disk.path) {
+        Ok(Location::Nbd { uri, .. }) => match uri.tls.psk() {
+            // The file may be replaced.
+            Some((_, file)) => Some(parent(file)),
+            None => uri.tls.certificates().map(Path::to_owned),
+        },
+        _ => None,
+    }
 }
 
 /// The folder of an image, in which there may be others. A block device is for itself: its folder has all disks of the
@@ -220,7 +241,7 @@ fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
     for disk in &setup.disks {
         match Location::of(&disk.path) {
             Ok(Location::File(_)) => {}
-            Ok(Location::Nbd { uri, .. }) => match uri.address {
+            Ok(Location::Nbd { uri, .. }) => match uri.export.address {
                 Address::Tcp { port, .. } => ports.extend([port, DNS]),
                 Address::Unix(_) => {}
             },

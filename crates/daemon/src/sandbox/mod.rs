@@ -28,6 +28,7 @@ use anyhow::Result;
 use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
+use blockhouse_storage::Location;
 
 use self::needs::Needs;
 use crate::setup::{SandboxUse, Setup};
@@ -58,6 +59,15 @@ impl SandboxReport {
     /// It may not; with what is allowed.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         self.for_requests.as_ref().map_or(Ok(()), |allowed| files::check(allowed, path))
+    }
+
+    /// As [`check`](Self::check), of an image wherever it is: the files that its URI names for TLS.
+    pub(crate) fn check_image(&self, name: &Path) -> Result<()> {
+        match Location::of(name) {
+            Ok(location) => location.local_path().map_or(Ok(()), |path| self.check(path)),
+            // Its opening says what is wrong with the name.
+            Err(_) => Ok(()),
+        }
     }
 }
 

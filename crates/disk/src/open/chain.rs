@@ -469,6 +469,9 @@ impl Chain {
     ) -> Result<Named, FindError> {
         if Location::is_remote(name) {
             let path = PathBuf::from(OsStr::from_bytes(name));
+            if matches!(self.source, Files::Host) {
+                options.allowed_paths.check_remote(&path, role, self.last())?;
+            }
             let (storage, identity) = open_location(&mut self.source, &path, options).await?;
             return Ok(Named { path, storage, identity, folder: Folder::of_remote() });
         }

@@ -1,31 +1,19 @@
 //! One connection under TLS: handshake, and bytes in both directions.
 //!
-//! Guarantees: bytes are decrypted into the caller's memory, and what was decrypted and not asked for yet stays
-//! here. Replies that are sent together are encrypted together, in records of 16 KiB where there is as much. The
-//! reader and the writer of a session may use it by turns between any two awaits.
+//! Guarantee: the reader and the writer of a session may use it by turns between any two awaits.
 
 use std::cell::RefCell;
-use std::io::{self, Write};
+use std::io;
 use std::task::Context;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList};
 use blockhouse_engine::{Stream, yield_now};
-use openssl::ssl::{ErrorCode, Ssl, SslStream};
+use blockhouse_tls::{TlsSession, names_of};
+use openssl::ssl::Ssl;
 use rustix::net::SendFlags;
 
-use super::credentials::names_of;
 use super::refusal::{self, Note, describe};
-use super::{ClientIdentity, Pipe, TlsServer};
-
-/// Bytes of replies that are encrypted and sent at once: while the kernel and the client have them, the next are
-/// encrypted.
-pub const SEND_LIMIT: usize = 256 << 10;
-
-/// The most plain bytes of a TLS record (RFC 8446, 5.1).
-const RECORD: usize = 16 << 10;
-
-/// Room for as many bytes encrypted: 64 more for each record.
-const OUTPUT_SIZE: usize = SEND_LIMIT + SEND_LIMIT / 256 + RECORD;
+use super::{ClientIdentity, TlsServer};
 
 /// Why there is no TLS with a client.
 #[derive(Debug, thiserror::Error)]
@@ -43,9 +31,7 @@ pub enum AcceptError {
 
 /// A connection whose TLS handshake is done.
 pub struct TlsChannel {
-    tls: RefCell<SslStream<Pipe>>,
-    /// The beginning of a record that is to become longer.
-    gathered: RefCell<Vec<u8>>,
+    session: RefCell<TlsSession>,
     identity: ClientIdentity,
 }
 
@@ -60,27 +46,28 @@ impl TlsChannel {
         pool: &BufferPool,
     ) -> Result<Self, AcceptError> {
         let library = |error: openssl::error::ErrorStack| AcceptError::Refused(error.to_string());
-        let ssl = Ssl::new(&server.context()).map_err(library)?;
-        let mut tls = SslStream::new(ssl, Pipe::new(pool.clone())).map_err(library)?;
+        let mut ssl = Ssl::new(&server.context()).map_err(library)?;
+        ssl.set_accept_state();
+        let mut session = TlsSession::new(ssl, pool.clone()).map_err(library)?;
         let mut note = Note::default();
         loop {
             refusal::swap(&mut note);
-            let step = tls.accept();
+            let step = session.handshake();
             refusal::swap(&mut note);
-            let output = tls.get_mut().take_output();
+            let output = session.take_output();
             match step {
-                Ok(()) => {
+                Ok(true) => {
                     send(stream, output).await?;
                     break;
                 }
-                Err(error) if error.code() == ErrorCode::WANT_READ => {
+                Ok(false) => {
                     send(stream, output).await?;
-                    let mut input = tls.get_mut().take_input()?;
+                    let mut input = session.take_input()?;
                     let count = receive(stream, &mut input, |_| false).await?;
                     if count == 0 {
                         return Err(AcceptError::Closed);
                     }
-                    tls.get_mut().put_input(input, count);
+                    session.put_input(input, count);
                     // A step is up to some milliseconds of computing: the others first.
                     yield_now().await;
                 }
@@ -91,9 +78,8 @@ impl TlsChannel {
                 }
             }
         }
-        tls.get_mut().set_output_size(OUTPUT_SIZE);
-        let identity = identity_of(&tls, note);
-        Ok(Self { tls: RefCell::new(tls), gathered: RefCell::default(), identity })
+        let identity = identity_of(&session, note);
+        Ok(Self { session: RefCell::new(session), identity })
     }
 
     /// Who the client has shown to be.
@@ -103,9 +89,7 @@ impl TlsChannel {
 
     /// Protocol and cipher, for the log.
     pub fn describe(&self) -> String {
-        let tls = self.tls.borrow();
-        let cipher = tls.ssl().current_cipher().map_or("no cipher", |cipher| cipher.name());
-        format!("{}, {cipher}", tls.ssl().version_str())
+        self.session.borrow().describe()
     }
 
     /// Receives at least one byte, waiting for the first; 0 is the end. `is_stopped` ends the wait, as in
@@ -121,13 +105,16 @@ impl TlsChannel {
         progress: impl Fn(),
     ) -> io::Result<usize> {
         loop {
-            if let Some(count) = self.decrypt(into)? {
-                return Ok(count);
+            let decrypted = self.session.borrow_mut().decrypt(into);
+            match decrypted {
+                Ok(Some(count)) => return Ok(count),
+                Ok(None) => {}
+                Err(error) => return Err(io::Error::other(format!("TLS: {error}"))),
             }
-            let mut input = self.tls.borrow_mut().get_mut().take_input()?;
+            let mut input = self.session.borrow_mut().take_input()?;
             let received = receive(stream, &mut input, &mut is_stopped).await;
             let count = *received.as_ref().unwrap_or(&0);
-            self.tls.borrow_mut().get_mut().put_input(input, count);
+            self.session.borrow_mut().put_input(input, count);
             if received? == 0 {
                 return Ok(0);
             }
@@ -135,45 +122,12 @@ impl TlsChannel {
         }
     }
 
-    /// Decrypts what was received. `None` where that is not a whole record.
-    fn decrypt(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
-        let mut tls = self.tls.borrow_mut();
-        let mut filled = 0;
-        while filled < into.len() {
-            match tls.ssl_read(&mut into[filled..]) {
-                Ok(count) => filled += count,
-                Err(_) if filled > 0 => break,
-                Err(error) => match error.code() {
-                    ErrorCode::WANT_READ => return Ok(None),
-                    ErrorCode::ZERO_RETURN => return Ok(Some(0)),
-                    _ => return Err(io::Error::other(format!("TLS: {error}"))),
-                },
-            }
-        }
-        Ok(Some(filled))
-    }
-
     /// Encrypts bytes of a batch.
     ///
     /// # Errors
     /// ENOMEM; a connection that TLS has ended.
-    pub fn encrypt(&self, mut bytes: &[u8]) -> io::Result<()> {
-        let (mut tls, mut gathered) = (self.tls.borrow_mut(), self.gathered.borrow_mut());
-        if !gathered.is_empty() {
-            let (first, rest) = bytes.split_at(bytes.len().min(RECORD - gathered.len()));
-            gathered.extend_from_slice(first);
-            bytes = rest;
-            if gathered.len() == RECORD {
-                tls.write_all(&gathered)?;
-                gathered.clear();
-            }
-        }
-        let (whole, rest) = bytes.split_at(bytes.len() / RECORD * RECORD);
-        if !whole.is_empty() {
-            tls.write_all(whole)?;
-        }
-        gathered.extend_from_slice(rest);
-        Ok(())
+    pub fn encrypt(&self, bytes: &[u8]) -> io::Result<()> {
+        self.session.borrow_mut().encrypt(bytes)
     }
 
     /// Ends a batch: all that was encrypted, to be sent in this order.
@@ -181,12 +135,7 @@ impl TlsChannel {
     /// # Errors
     /// As [`encrypt`](Self::encrypt).
     pub fn take_batch(&self) -> io::Result<Option<Buffer>> {
-        let (mut tls, mut gathered) = (self.tls.borrow_mut(), self.gathered.borrow_mut());
-        if !gathered.is_empty() {
-            tls.write_all(&gathered)?;
-            gathered.clear();
-        }
-        Ok(tls.get_mut().take_output())
+        self.session.borrow_mut().take_batch()
     }
 
     /// Encrypts and sends bytes.
@@ -201,15 +150,12 @@ impl TlsChannel {
 
     /// Tells the client that nothing follows, if its socket has room for that.
     pub fn close(&self, stream: &Stream) {
-        let mut tls = self.tls.borrow_mut();
-        // It fails where TLS has ended already.
-        let _ = tls.shutdown();
-        send_if_room(stream, tls.get_mut().take_output());
+        send_if_room(stream, self.session.borrow_mut().close());
     }
 }
 
-fn identity_of(tls: &SslStream<Pipe>, note: Note) -> ClientIdentity {
-    let certificate = tls.ssl().peer_certificate();
+fn identity_of(session: &TlsSession, note: Note) -> ClientIdentity {
+    let certificate = session.ssl().peer_certificate();
     let names = certificate
         .map_or_else(|| note.identity.into_iter().collect(), |certificate| names_of(&certificate));
     ClientIdentity { names }

@@ -5,21 +5,20 @@
 //! what a reload of the files revokes is revoked for every later connection. A refusal is one line that says what is
 //! wrong with what the client has shown.
 //!
-//! OpenSSL does the cryptography and no I/O: [`Pipe`] gives it bytes from a buffer and takes bytes into another, and
-//! [`TlsChannel`] moves these between the socket and the session. A connection without TLS has no channel, and pays
+//! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the socket. A connection without TLS has no channel, and pays
 //! for one test of an `Option` at each system call.
 
 mod channel;
 mod credentials;
-mod pipe;
 mod refusal;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(crate) use channel::{AcceptError, SEND_LIMIT, TlsChannel};
-pub use credentials::{TlsError, TlsServer};
-use pipe::Pipe;
+pub(crate) use blockhouse_tls::SEND_LIMIT;
+pub use blockhouse_tls::TlsError;
+pub(crate) use channel::{AcceptError, TlsChannel};
+pub use credentials::TlsServer;
 
 /// Where the secrets of a server are.
 #[derive(Clone, Debug, PartialEq, Eq)]

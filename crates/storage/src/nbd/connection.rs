@@ -12,9 +12,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::Result;
-use blockhouse_engine::{Stream, sleep, spawn, spawn_detached};
+use blockhouse_engine::{sleep, spawn, spawn_detached};
 
 use super::dial::Dial;
+use super::link::Link;
 use super::reader::Reader;
 use super::transmission::Transmission;
 use super::unflushed::{StreamGuard, UnflushedWrites};
@@ -33,7 +34,7 @@ pub(super) fn start(
     detached: Arc<DetachedSyncs>,
     unflushed: Arc<UnflushedWrites>,
     number: usize,
-    stream: Stream,
+    stream: Link,
 ) -> Result<Arc<Transmission>> {
     let transmission = Arc::new(Transmission::new(dial, detached, unflushed, number));
     let halves = Halves::new(&transmission, &stream)?;
@@ -49,7 +50,7 @@ struct Halves {
 }
 
 impl Halves {
-    fn new(transmission: &Arc<Transmission>, stream: &Stream) -> Result<Self> {
+    fn new(transmission: &Arc<Transmission>, stream: &Link) -> Result<Self> {
         let reader = Reader::new(Arc::clone(transmission), stream.clone())?;
         Ok(Self { reader, batch: Batch::new()? })
     }
@@ -58,7 +59,7 @@ impl Halves {
 /// Serves requests over one stream after the other.
 async fn run(
     transmission: Arc<Transmission>,
-    mut stream: Stream,
+    mut stream: Link,
     mut guard: StreamGuard,
     mut halves: Halves,
 ) {
@@ -84,7 +85,7 @@ async fn run(
 
 /// Another stream with the same export. Requests wait for it as long as they may, and fail afterwards. `None`: the
 /// connection is over.
-async fn reconnect(transmission: &Transmission) -> Option<Stream> {
+async fn reconnect(transmission: &Transmission) -> Option<Link> {
     let failure = transmission.take_link_failure();
     let dial = transmission.dial();
     let time = dial.reconnect_time();

@@ -13,13 +13,14 @@ use std::thread::ThreadId;
 use std::time::Instant;
 
 use blockhouse_core::Result;
-use blockhouse_engine::{Stream, sleep};
+use blockhouse_engine::sleep;
 use blockhouse_nbd_protocol::request::kind;
 use blockhouse_nbd_protocol::{CommandFlags, TransmissionFlags};
 use parking_lot::Mutex;
 
 use super::connection::{self, RETRY_DELAY};
 use super::dial::Dial;
+use super::link::Link;
 use super::pending::Body;
 use super::transmission::{Command, Transmission};
 use super::unflushed::UnflushedWrites;
@@ -45,7 +46,7 @@ impl Connections {
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
-    pub(super) fn new(dial: Arc<Dial>, stream: Stream) -> Result<Self> {
+    pub(super) fn new(dial: Arc<Dial>, stream: Link) -> Result<Self> {
         let has_flush = dial.export().flags.contains(TransmissionFlags::SEND_FLUSH);
         let unflushed = Arc::new(UnflushedWrites::new(dial.name(), has_flush));
         let connections =
@@ -55,7 +56,7 @@ impl Connections {
     }
 
     /// Adds a connection of this loop over `stream`.
-    fn add(&self, list: &mut List, stream: Stream) -> Result<Arc<Transmission>> {
+    fn add(&self, list: &mut List, stream: Link) -> Result<Arc<Transmission>> {
         let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
         let unflushed = Arc::clone(&self.unflushed);
         let connection = connection::start(dial, detached, unflushed, list.len(), stream)?;
@@ -83,7 +84,7 @@ impl Connections {
     }
 
     /// Another stream. A server that is gone is waited for as long as requests of a connection that has failed wait.
-    async fn connect(&self) -> Result<Stream> {
+    async fn connect(&self) -> Result<Link> {
         let end = Instant::now() + self.dial.reconnect_time();
         loop {
             match self.dial.again().await {

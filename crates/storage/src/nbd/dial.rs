@@ -1,20 +1,29 @@
 //! How an export is reached: the address, and what was agreed on.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::{Stream, timeout};
-use blockhouse_nbd_protocol::uri::{NbdUri, Security};
+use blockhouse_nbd_protocol::uri::{ClientUri, NbdUri};
 
 use super::connect::connect;
-use super::handshake::{self, Negotiated};
+use super::handshake::{self, Negotiated, Wish};
+use super::link::Link;
+use super::tls::ClientTls;
 
 /// How long connecting and the handshake may take, each.
 const CONNECT_TIME: Duration = Duration::from_secs(30);
 
+/// A server, and how it is talked to.
+struct Way {
+    uri: NbdUri,
+    tls: Option<Arc<ClientTls>>,
+}
+
 /// The way to an export.
 pub(super) struct Dial {
-    uri: NbdUri,
+    way: Way,
     name: String,
     /// The metadata context that block status tells of.
     context: String,
@@ -28,28 +37,28 @@ impl Dial {
     /// # Errors
     /// What failed, with the URI: there is no server, it refuses the export, or it does not answer.
     pub(super) async fn connect(
-        uri: NbdUri,
+        uri: ClientUri,
         reconnect_time: Duration,
         context: String,
-    ) -> Result<(Self, Stream)> {
-        let name = uri.to_string();
-        if uri.security == Security::Tls {
-            let what = "images are not read by TLS yet";
-            let hint = "use nbd:// over a way that is safe by itself, like a tunnel";
-            return Err(Error::new(ErrorKind::Unsupported, what).on(&name).hint(hint));
-        }
-        let (stream, export) = negotiate(&uri, &name, &context).await?;
-        Ok((Self { uri, name, context, reconnect_time, export }, stream))
+    ) -> Result<(Self, Link)> {
+        let tls = ClientTls::load(&uri)?.map(Arc::new);
+        let way = Way { uri: uri.export, tls };
+        let name = way.uri.to_string();
+        let (link, export) = negotiate(&way, &name, &context).await?;
+        Ok((Self { way, name, context, reconnect_time, export }, link))
     }
 
-    /// Another stream to the same export.
+    /// Another connection to the same export.
     ///
     /// # Errors
     /// As [`connect`](Self::connect); and where the export is not what it was.
-    pub(super) async fn again(&self) -> Result<Stream> {
-        let (stream, export) = negotiate(&self.uri, &self.name, &self.context).await?;
+    pub(super) async fn again(&self) -> Result<Link> {
+        if let Some(tls) = &self.way.tls {
+            tls.refresh();
+        }
+        let (link, export) = negotiate(&self.way, &self.name, &self.context).await?;
         match export == self.export {
-            true => Ok(stream),
+            true => Ok(link),
             false => Err(self.error("the server's export is not what it was at first")),
         }
     }
@@ -73,15 +82,15 @@ impl Dial {
 }
 
 /// Connects, and agrees with the server on the export.
-async fn negotiate(uri: &NbdUri, name: &str, context: &str) -> Result<(Stream, Negotiated)> {
+async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
     let failed = |error| Error::host("cannot connect", error).on(name);
-    let socket = connect(uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
+    let socket = connect(way.uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
     let stream = Stream::new(socket).map_err(failed)?;
-    let handshake = handshake::negotiate(&stream, &uri.export, context);
-    let negotiated = timeout(CONNECT_TIME, handshake)
+    let wish = Wish { export: &way.uri.export, context, tls: way.tls.as_ref() };
+    let negotiated = timeout(CONNECT_TIME, handshake::negotiate(stream.clone(), wish))
         .await
         .unwrap_or_else(|| Err("the server does not answer".into()));
-    negotiated.map(|negotiated| (stream.clone(), negotiated)).map_err(|refusal| {
+    negotiated.map_err(|refusal| {
         stream.shutdown();
         let error = Error::new(ErrorKind::Io, refusal.what).on(name);
         match refusal.hint {

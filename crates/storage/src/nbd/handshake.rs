@@ -1,8 +1,10 @@
-//! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): extended headers or else structured replies where
-//! the server has them, a metadata context, then GO.
+//! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): TLS where the URI says so, extended headers or else
+//! structured replies where the server has them, a metadata context, then GO.
 //!
-//! Guarantees: every length that a server sends is bounded before memory is taken for it. What it says about an export
+//! Guarantees: with TLS nothing but the wish for it is said before. Every length that a server sends is bounded before memory is taken for it. What it says about an export
 //! is checked: sizes and block sizes that no request could be made for are refused.
+
+use std::sync::Arc;
 
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_engine::Stream;
@@ -11,6 +13,10 @@ use blockhouse_nbd_protocol::option::{
     REPLY_HEADER_LENGTH, REPLY_MAGIC, ReplyType,
 };
 use blockhouse_nbd_protocol::{Framing, MAX_PAYLOAD, TransmissionFlags};
+
+use super::link::Link;
+use super::refusal::Refusal;
+use super::tls::ClientTls;
 
 /// The longest reply to an option: a name of 4096 bytes and what is around it, with much to spare.
 const MAX_REPLY: u32 = 64 << 10;
@@ -39,23 +45,13 @@ pub(super) struct Negotiated {
     pub(super) has_block_status: bool,
 }
 
-/// Why there is no export: a line for people, and what to do where that is known.
-#[derive(Debug)]
-pub(super) struct Refusal {
-    pub(super) what: String,
-    pub(super) hint: Option<&'static str>,
-}
-
-impl From<String> for Refusal {
-    fn from(what: String) -> Self {
-        Self { what, hint: None }
-    }
-}
-
-impl From<&str> for Refusal {
-    fn from(what: &str) -> Self {
-        what.to_owned().into()
-    }
+/// What a client asks for.
+pub(super) struct Wish<'a> {
+    pub(super) export: &'a str,
+    /// The metadata context.
+    pub(super) context: &'a str,
+    /// TLS, which the server must have.
+    pub(super) tls: Option<&'a Arc<ClientTls>>,
 }
 
 /// A reply to an option.
@@ -66,11 +62,11 @@ struct OptionReply {
 
 /// Agrees with a server on an export.
 pub(super) async fn negotiate(
-    stream: &Stream,
-    export: &str,
-    context: &str,
-) -> Result<Negotiated, Refusal> {
-    let mut wire = Wire { stream };
+    stream: Stream,
+    wish: Wish<'_>,
+) -> Result<(Link, Negotiated), Refusal> {
+    let Wish { export, context, tls } = wish;
+    let mut wire = Wire { link: Link::plain(stream.clone()) };
     let greeting = wire.read(18).await?;
     if greeting[..8] != INIT_MAGIC.to_be_bytes() {
         return Err("the server does not speak NBD".into());
@@ -83,6 +79,10 @@ pub(super) async fn negotiate(
     }
     let flags = u32::from(flags & (FIXED_NEWSTYLE | NO_ZEROES));
     wire.write(&flags.to_be_bytes()).await?;
+    if let Some(tls) = tls {
+        start_tls(&mut wire).await?;
+        wire.link = Link::secured(stream, tls).await?;
+    }
     let framing = framing(&mut wire).await?;
     let has_block_status = framing.has_chunks() && block_status(&mut wire, export, context).await?;
     let mut agreed = Negotiated {
@@ -94,11 +94,22 @@ pub(super) async fn negotiate(
         has_block_status,
     };
     go(&mut wire, export, &mut agreed).await?;
-    Ok(agreed)
+    Ok((wire.link, agreed))
+}
+
+/// Has the server begin with TLS.
+async fn start_tls(wire: &mut Wire) -> Result<(), Refusal> {
+    wire.option(ClientOption::StartTls, &[]).await?;
+    let reply = wire.reply(ClientOption::StartTls).await?;
+    if reply.kind == ReplyType::Ack as u32 {
+        return Ok(());
+    }
+    let hint = "nbd:// does without, if nobody else can listen on the way to it";
+    Err(Refusal { what: "the server has no TLS".into(), hint: Some(hint) })
 }
 
 /// The richest framing that the server has.
-async fn framing(wire: &mut Wire<'_>) -> Result<Framing, Refusal> {
+async fn framing(wire: &mut Wire) -> Result<Framing, Refusal> {
     let offers = [
         (ClientOption::ExtendedHeaders, Framing::Extended),
         (ClientOption::StructuredReply, Framing::Structured),
@@ -115,7 +126,7 @@ async fn framing(wire: &mut Wire<'_>) -> Result<Framing, Refusal> {
 }
 
 /// Selects a metadata context; whether the export has it.
-async fn block_status(wire: &mut Wire<'_>, export: &str, context: &str) -> Result<bool, Refusal> {
+async fn block_status(wire: &mut Wire, export: &str, context: &str) -> Result<bool, Refusal> {
     let mut data = string(export);
     data.extend(1u32.to_be_bytes());
     data.extend(string(context));
@@ -142,7 +153,7 @@ async fn block_status(wire: &mut Wire<'_>, export: &str, context: &str) -> Resul
 const TOO_MANY: &str = "the server sends replies without end";
 
 /// Chooses the export.
-async fn go(wire: &mut Wire<'_>, export: &str, agreed: &mut Negotiated) -> Result<(), Refusal> {
+async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<(), Refusal> {
     let mut data = string(export);
     data.extend(1u16.to_be_bytes());
     data.extend((InfoType::BlockSize as u16).to_be_bytes());
@@ -209,7 +220,7 @@ fn refusal(reply: &OptionReply, export: &str) -> Refusal {
             (format!("the server has no export named {export:?}"), None)
         }
         ERR_TLS_REQUIRED => {
-            ("the server demands TLS".into(), Some("TLS is not available for reading from servers"))
+            ("the server demands TLS".into(), Some("write nbds:// or nbds+unix:// in the URI"))
         }
         ERR_POLICY => ("the server does not allow this client".into(), None),
         ERR_SHUTDOWN => ("the server is shutting down".into(), None),
@@ -232,11 +243,11 @@ fn string(text: &str) -> Vec<u8> {
 }
 
 /// The connection while it negotiates.
-struct Wire<'a> {
-    stream: &'a Stream,
+struct Wire {
+    link: Link,
 }
 
-impl Wire<'_> {
+impl Wire {
     async fn option(&mut self, option: ClientOption, data: &[u8]) -> Result<(), Refusal> {
         let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
         bytes.extend(option.number().to_be_bytes());
@@ -265,8 +276,11 @@ impl Wire<'_> {
         buffer.bytes_mut().copy_from_slice(bytes);
         let mut list = IoVectorList::new();
         list.push(buffer.lend());
-        let (result, _) = self.stream.send(list).await;
-        result.map_err(|error| format!("the connection has failed: {error}").into())
+        let (result, _) = self.link.send(list).await;
+        let Err(error) = result else { return Ok(()) };
+        // A server that refuses a client says why before it closes the connection.
+        let said = self.read(1).await.err().filter(|_| self.link.is_secured());
+        Err(said.unwrap_or_else(|| Refusal::of_connection(error)))
     }
 
     async fn read(&mut self, length: usize) -> Result<Vec<u8>, Refusal> {
@@ -276,12 +290,12 @@ impl Wire<'_> {
             list.push(buffer.lend());
         }
         while !list.is_empty() {
-            let (result, received) = self.stream.receive(list).await;
+            let (result, received) = self.link.receive(list).await;
             list = received;
             match result {
                 Ok(0) => return Err("the server has closed the connection".into()),
                 Ok(count) => list.advance(count),
-                Err(error) => return Err(format!("the connection has failed: {error}").into()),
+                Err(error) => return Err(Refusal::of_connection(error)),
             }
         }
         drop(list);

@@ -4,6 +4,7 @@
 //! - What the server cannot do is said by [`Capabilities`]: an export without FUA is flushed after durable writes, one
 //!   without block status is all data.
 //! - A request is split where it is longer than the server takes.
+//! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server that has shown who it is.
 //! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), each loop that uses the storage
 //!   has a connection of its own. Otherwise all share one.
 //! - Where a connection fails, requests wait for the server to come back as long as the caller allows, and are sent
@@ -19,9 +20,12 @@ mod connection;
 mod connections;
 mod dial;
 mod handshake;
+mod link;
 mod parts;
 mod pending;
 mod reader;
+mod refusal;
+mod tls;
 mod transmission;
 mod unflushed;
 mod writer;
@@ -34,7 +38,7 @@ use blockhouse_core::{
     GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
 };
 use blockhouse_nbd_protocol::request::kind;
-use blockhouse_nbd_protocol::uri::NbdUri;
+use blockhouse_nbd_protocol::uri::ClientUri;
 use blockhouse_nbd_protocol::{
     BASE_ALLOCATION, CommandFlags, DIRTY, DIRTY_BITMAP, Framing, StatusFlags, TransmissionFlags,
 };
@@ -65,11 +69,12 @@ impl NbdStorage {
     /// fails with EIO from then on.
     ///
     /// # Errors
-    /// What failed, with the URI: there is no server, it refuses the export, or it takes longer than 30 seconds.
+    /// What failed, with the URI: there is no server, it refuses the export, it takes longer than 30 seconds, or there is
+    /// no TLS with it as the URI asks for.
     ///
     /// # Panics
     /// Outside of an event loop.
-    pub async fn connect(uri: NbdUri, reconnect_time: Duration) -> Result<Self> {
+    pub async fn connect(uri: ClientUri, reconnect_time: Duration) -> Result<Self> {
         Self::connect_for(uri, reconnect_time, BASE_ALLOCATION.to_owned()).await
     }
 
@@ -82,7 +87,7 @@ impl NbdStorage {
     /// # Panics
     /// Outside of an event loop.
     pub async fn connect_for_bitmap(
-        uri: NbdUri,
+        uri: ClientUri,
         reconnect_time: Duration,
         bitmap: &str,
     ) -> Result<Self> {
@@ -98,7 +103,11 @@ impl NbdStorage {
         }
     }
 
-    async fn connect_for(uri: NbdUri, reconnect_time: Duration, context: String) -> Result<Self> {
+    async fn connect_for(
+        uri: ClientUri,
+        reconnect_time: Duration,
+        context: String,
+    ) -> Result<Self> {
         let (dial, stream) = Dial::connect(uri, reconnect_time, context).await?;
         let dial = Arc::new(dial);
         let connections = Connections::new(Arc::clone(&dial), stream)?;

@@ -7,13 +7,13 @@
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, Error, ErrorKind, IoVector, IoVectorList, Result};
-use blockhouse_engine::Stream;
 use blockhouse_nbd_protocol::Framing;
 use blockhouse_nbd_protocol::reply::chunk;
 use blockhouse_nbd_protocol::reply_header::{
     ReplyHeader, parse_error, parse_first_status, parse_hole,
 };
 
+use super::link::Link;
 use super::pending::Violation;
 use super::transmission::Transmission;
 
@@ -30,7 +30,7 @@ const HEADER_WINDOW: usize = 40;
 /// The receiving half.
 pub(super) struct Reader {
     transmission: Arc<Transmission>,
-    stream: Stream,
+    stream: Link,
     staging: Buffer,
     start: usize,
     end: usize,
@@ -64,7 +64,7 @@ impl Reader {
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
-    pub(super) fn new(transmission: Arc<Transmission>, stream: Stream) -> Result<Self> {
+    pub(super) fn new(transmission: Arc<Transmission>, stream: Link) -> Result<Self> {
         let (staging, list) = (Buffer::try_new(STAGING_BYTES)?, IoVectorList::new());
         Ok(Self { transmission, stream, staging, start: 0, end: 0, list, window: STAGING_BYTES })
     }

@@ -4,10 +4,10 @@ use std::mem::{replace, take};
 use std::sync::Arc;
 
 use blockhouse_core::{Buffer, IoVector, IoVectorList, Result};
-use blockhouse_engine::Stream;
 use blockhouse_nbd_protocol::request::{EXTENDED_LENGTH, RequestHeader, kind};
 use blockhouse_nbd_protocol::{CommandFlags, Framing};
 
+use super::link::Link;
 use super::transmission::Transmission;
 
 /// Requests that one system call sends at most.
@@ -77,7 +77,7 @@ impl Batch {
 }
 
 /// Sends requests until the connection ends. One that is closed says so to the server.
-pub(super) async fn run(transmission: Arc<Transmission>, stream: Stream, mut batch: Batch) {
+pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch: Batch) {
     while transmission.next_requests(&mut batch.requests, MAX_REQUESTS).await {
         batch.fill(transmission.framing());
         let (result, sent) = stream.send(take(&mut batch.list)).await;

@@ -195,7 +195,7 @@ fn without_a_server_requests_fail() {
         assert!(line.contains("nbd.sock") && line.contains("cannot connect"), "{line}");
         let server = QemuNbd::start(&image, &socket);
         let mut other = uri(&socket);
-        other.export = "other".into();
+        other.export.export = "other".into();
         let line = NbdStorage::connect(other, Duration::ZERO).await.err().unwrap().to_string();
         assert!(line.contains("no export named \"other\""), "{line}");
         let disk = NbdStorage::connect(uri(&socket), Duration::from_millis(1)).await.unwrap();

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use blockhouse_nbd_protocol::uri::{Address, NbdUri, Security};
+use blockhouse_nbd_protocol::uri::{Address, ClientUri, NbdUri, Security};
 
 /// How long a server may take to start.
 const START_TIME: Duration = Duration::from_secs(30);
@@ -22,12 +22,13 @@ pub fn has_qemu_nbd() -> bool {
 }
 
 /// The export named `disk` at a Unix socket.
-pub fn uri(socket: &Path) -> NbdUri {
-    NbdUri {
+pub fn uri(socket: &Path) -> ClientUri {
+    let export = NbdUri {
         security: Security::Plain,
         address: Address::Unix(socket.to_owned()),
         export: "disk".into(),
-    }
+    };
+    export.into()
 }
 
 /// A server, which ends with this.

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_storage::Location;
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, openat};
 use rustix::io::Errno;
 
@@ -132,6 +133,29 @@ impl AllowedPaths {
                 format!("names '{named}' as its {role}, which is {kind} and no regular file"),
                 "--allow-path DEVICE, if it is a block device",
             ),
+        })
+    }
+
+    /// Whether `image` may name this image on another server as its `role`: the files of this host that TLS with the server
+    /// takes lie below an allowed path. Reason: whoever made the image could otherwise show another user's certificate.
+    ///
+    /// # Errors
+    /// The image may not name it, or the name cannot be used.
+    pub(super) fn check_remote(
+        &self,
+        name: &Path,
+        role: &str,
+        image: &str,
+    ) -> Result<(), FindError> {
+        let location = Location::of(name)?;
+        let Some(path) = location.local_path() else { return Ok(()) };
+        self.locate(&Folder::of_remote(), path).map(drop).map_err(|_| {
+            let path = path.display();
+            refused(
+                image,
+                format!("names a {role} on another server that takes the files of TLS in '{path}'"),
+                "--allow-path FOLDER, an absolute path that these files are below",
+            )
         })
     }
 

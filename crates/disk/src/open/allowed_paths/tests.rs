@@ -29,6 +29,36 @@ fn tree() -> tempfile::TempDir {
     top
 }
 
+#[test]
+fn an_image_shows_no_certificate_of_this_host_unless_it_is_allowed_to() {
+    let top = tree();
+    let other = top.path().join("other");
+    let allowed = AllowedPaths::new(&[&other]).unwrap();
+    let uri = |folder: &Path| {
+        PathBuf::from(format!("nbds://host/a?tls-certificates={}", folder.display()))
+    };
+    let check = |allowed: &AllowedPaths, name: &Path| allowed.check_remote(name, "base", "image");
+    check(&allowed, &uri(&other)).unwrap();
+    check(&allowed, &uri(&other.join("base"))).unwrap();
+    check(&AllowedPaths::default(), Path::new("nbds://host/a")).unwrap();
+    check(&AllowedPaths::default(), Path::new("nbd://host/a")).unwrap();
+    let own = top.path().join("own");
+    for (allowed, folder) in [
+        (&AllowedPaths::default(), other.as_path()),
+        (&allowed, &own),
+        (&allowed, Path::new("other")),
+        (&allowed, &other.join("../own")),
+        (&allowed, &own.join("empty/missing")),
+    ] {
+        match check(allowed, &uri(folder)) {
+            Err(FindError::Refused(error)) => assert!(error.to_string().contains("files of TLS")),
+            other => panic!("{folder:?}: {other:?}"),
+        }
+    }
+    let key = PathBuf::from(format!("nbds://me@host/a?tls-psk-file={}/base", own.display()));
+    assert!(matches!(check(&allowed, &key), Err(FindError::Refused(_))));
+}
+
 /// What an image in `own` gets when it names this: the file's content, or the refusal.
 fn look_up(allowed: &AllowedPaths, image: &Path, name: &Path) -> Result<String, Refusal> {
     let folder = Folder::of_image(image).unwrap();

@@ -1,0 +1,180 @@
+//! A connection to a server as bytes: those of its socket, or under TLS.
+//!
+//! Guarantees: with TLS as without, a receive gives what is there and a send takes everything. A connection without TLS
+//! pays for one test of an `Option`. The reader and the writer of a connection may use it by turns between any two awaits.
+
+use std::cell::RefCell;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockhouse_core::{Buffer, BufferPool, IoVectorList};
+use blockhouse_engine::{Stream, yield_now};
+use blockhouse_tls::{SEND_LIMIT, TlsSession};
+use openssl::ssl;
+
+use super::refusal::Refusal;
+use super::tls::ClientTls;
+
+/// Plain bytes that are copied at once between OpenSSL and the memory of requests: a record.
+const PLAIN_BYTES: usize = 16 << 10;
+/// Memory that a connection keeps for encrypted bytes.
+const POOL_BYTES: usize = 1 << 20;
+
+/// A connection. Clones are the same one.
+#[derive(Clone)]
+pub(super) struct Link {
+    stream: Stream,
+    tls: Option<Rc<Secured>>,
+}
+
+struct Secured {
+    tls: Arc<ClientTls>,
+    session: RefCell<TlsSession>,
+    received: RefCell<Box<[u8]>>,
+    sent: RefCell<Box<[u8]>>,
+}
+
+impl Link {
+    /// A connection without TLS.
+    pub(super) fn plain(stream: Stream) -> Self {
+        Self { stream, tls: None }
+    }
+
+    /// Does the handshake of TLS with a server that has been told to begin.
+    ///
+    /// # Errors
+    /// Why there is no TLS with it.
+    pub(super) async fn secured(stream: Stream, tls: &Arc<ClientTls>) -> Result<Self, Refusal> {
+        let library = |error: openssl::error::ErrorStack| Refusal::from(error.to_string());
+        let mut beginning = tls.begin(BufferPool::new(POOL_BYTES)).map_err(library)?;
+        loop {
+            let step = beginning.session.handshake();
+            let sent = send(&stream, beginning.session.take_output()).await;
+            if let Err(error) = &step {
+                return Err(tls.refusal(beginning.fault(), error));
+            }
+            sent.map_err(Refusal::of_connection)?;
+            if matches!(step, Ok(true)) {
+                break;
+            }
+            let input = beginning.session.take_input().map_err(Refusal::of_connection)?;
+            let (result, input) = receive(&stream, input).await;
+            let count = result.map_err(Refusal::of_connection)?;
+            if count == 0 {
+                return Err("the server has closed the connection in the TLS handshake".into());
+            }
+            beginning.session.put_input(input, count);
+            // A step is up to some milliseconds of computing: the others first.
+            yield_now().await;
+        }
+        let plain = || RefCell::new(vec![0; PLAIN_BYTES].into_boxed_slice());
+        let session = RefCell::new(beginning.session);
+        let secured = Secured { tls: Arc::clone(tls), session, received: plain(), sent: plain() };
+        Ok(Self { stream, tls: Some(Rc::new(secured)) })
+    }
+
+    /// Whether it has TLS.
+    pub(super) fn is_secured(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// Receives what is there, as much as fits, waiting for the first byte. 0 is the server's end. Gives the list back as
+    /// it was.
+    pub(super) async fn receive(
+        &self,
+        mut into: IoVectorList,
+    ) -> (io::Result<usize>, IoVectorList) {
+        let Some(tls) = &self.tls else { return self.stream.receive(into).await };
+        loop {
+            match tls.decrypt(&mut into) {
+                Ok(Some(count)) => return (Ok(count), into),
+                Ok(None) => {}
+                Err(error) => return (Err(error), into),
+            }
+            match self.receive_encrypted(tls).await {
+                Ok(1..) => {}
+                ended => return (ended, into),
+            }
+        }
+    }
+
+    async fn receive_encrypted(&self, tls: &Secured) -> io::Result<usize> {
+        let input = tls.session.borrow_mut().take_input()?;
+        let (received, input) = receive(&self.stream, input).await;
+        tls.session.borrow_mut().put_input(input, *received.as_ref().unwrap_or(&0));
+        received
+    }
+
+    /// Sends everything, in order. Gives the list back with all that was sent passed over.
+    pub(super) async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
+        let Some(tls) = &self.tls else { return self.stream.send(from).await };
+        while !from.is_empty() {
+            let sent = match tls.encrypt(&mut from) {
+                Ok(batch) => send(&self.stream, batch).await,
+                Err(error) => Err(error),
+            };
+            if sent.is_err() {
+                return (sent, from);
+            }
+        }
+        (Ok(()), from)
+    }
+
+    /// Ends the connection in both directions: operations in flight on it complete.
+    pub(super) fn shutdown(&self) {
+        if let Some(tls) = &self.tls
+            && let Some(output) = tls.session.borrow_mut().close()
+        {
+            let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
+            // The server may be gone, or not read.
+            let _ = rustix::net::send(&self.stream, output.bytes(), flags);
+        }
+        self.stream.shutdown();
+    }
+}
+
+impl Secured {
+    /// Decrypts what was received into the list: how many bytes. `None`: no whole record was received.
+    fn decrypt(&self, into: &mut IoVectorList) -> io::Result<Option<usize>> {
+        let (mut session, mut plain) = (self.session.borrow_mut(), self.received.borrow_mut());
+        let room = into.len().min(plain.len());
+        let decrypted = session.decrypt(&mut plain[..room]).map_err(|error| self.failed(&error))?;
+        if let Some(count) = decrypted {
+            into.copy_from(&plain[..count]);
+        }
+        Ok(decrypted)
+    }
+
+    /// Encrypts the first bytes of the list, and passes over them.
+    fn encrypt(&self, from: &mut IoVectorList) -> io::Result<Option<Buffer>> {
+        let (mut session, mut plain) = (self.session.borrow_mut(), self.sent.borrow_mut());
+        let mut done = 0;
+        while done < SEND_LIMIT && !from.is_empty() {
+            let count = from.copy_to(&mut plain);
+            session.encrypt(&plain[..count])?;
+            from.advance(count);
+            done += count;
+        }
+        session.take_batch()
+    }
+
+    fn failed(&self, error: &ssl::Error) -> io::Error {
+        io::Error::other(self.tls.refusal(None, error))
+    }
+}
+
+async fn send(stream: &Stream, output: Option<Buffer>) -> io::Result<()> {
+    let Some(mut output) = output else { return Ok(()) };
+    let mut list = IoVectorList::new();
+    list.push(output.lend());
+    stream.send(list).await.0
+}
+
+async fn receive(stream: &Stream, mut into: Buffer) -> (io::Result<usize>, Buffer) {
+    let mut list = IoVectorList::new();
+    list.push(into.lend());
+    let (result, list) = stream.receive(list).await;
+    drop(list);
+    (result, into)
+}

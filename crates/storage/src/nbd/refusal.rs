@@ -1,0 +1,41 @@
+//! Why there is no export, in a line for people. It passes as an `io::Error` through code that moves bytes.
+
+/// A reason, and what to do about it where that is known.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) what: String,
+    pub(super) hint: Option<&'static str>,
+}
+
+impl From<String> for Refusal {
+    fn from(what: String) -> Self {
+        Self { what, hint: None }
+    }
+}
+
+impl From<&str> for Refusal {
+    fn from(what: &str) -> Self {
+        what.to_owned().into()
+    }
+}
+
+impl Refusal {
+    /// The connection failed; TLS may know better why.
+    pub(super) fn of_connection(error: std::io::Error) -> Self {
+        match error.downcast::<Self>() {
+            Ok(refusal) => refusal,
+            Err(error) => format!("the connection has failed: {error}").into(),
+        }
+    }
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.hint {
+            Some(hint) => write!(f, "{}; {hint}", self.what),
+            None => f.write_str(&self.what),
+        }
+    }
+}
+
+impl std::error::Error for Refusal {}

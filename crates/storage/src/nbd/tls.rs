@@ -1,0 +1,234 @@
+//! TLS to a server: what a URI says of it, read from files, and whom it trusts.
+//!
+//! Guarantees: the files are read when the storage is opened, and again for each later connection, so that a certificate
+//! that was renewed is used. Where they cannot be read then, what was read before goes on. A server that is not who it
+//! has to be is refused before anything is sent to it, with one line that says what is wrong with what it has shown.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::{BufferPool, Error, ErrorKind, Result};
+use blockhouse_nbd_protocol::tls_parameters::TlsParameters;
+use blockhouse_nbd_protocol::uri::{Address, ClientUri, Security};
+use blockhouse_tls::{
+    CipherKind, TlsError, TlsSession, context, file_error, names_of, read_keys, unfit,
+    use_identity, use_revoked,
+};
+use openssl::error::ErrorStack;
+use openssl::ssl::{self, Ssl, SslContext, SslContextBuilder, SslMethod, SslVerifyMode};
+use openssl::x509::X509StoreContextRef;
+use parking_lot::Mutex;
+
+use super::refusal::Refusal;
+
+/// How connections to a server are secured.
+pub(super) struct ClientTls {
+    parameters: TlsParameters,
+    /// The name that the server's certificate must have; `None`: any, because a Unix socket has no name.
+    hostname: Option<String>,
+    current: Mutex<SslContext>,
+}
+
+/// What is wrong with the server's certificate.
+type Fault = Arc<Mutex<Option<String>>>;
+
+/// A session that begins.
+pub(super) struct Beginning {
+    pub(super) session: TlsSession,
+    fault: Fault,
+}
+
+impl ClientTls {
+    /// What this URI says; `None` where it is one without TLS.
+    ///
+    /// # Errors
+    /// One that names the file that is missing or not what it has to be.
+    pub(super) fn load(uri: &ClientUri) -> Result<Option<Self>> {
+        if uri.export.security == Security::Plain {
+            return Ok(None);
+        }
+        let read = read(&uri.tls).map_err(|error| {
+            let error = Error::new(ErrorKind::InvalidInput, error.to_string());
+            error.on(&uri.export.to_string())
+        })?;
+        let host = match &uri.export.address {
+            Address::Tcp { host, .. } => Some(host.as_str()),
+            Address::Unix(_) => None,
+        };
+        let hostname = uri.tls.hostname().or(host).map(str::to_owned);
+        Ok(Some(Self { parameters: uri.tls.clone(), hostname, current: Mutex::new(read) }))
+    }
+
+    /// Reads the files again; where that fails, says so and leaves it at what was read before.
+    pub(super) fn refresh(&self) {
+        match read(&self.parameters) {
+            Ok(context) => *self.current.lock() = context,
+            Err(error) => tracing::warn!("{error}; what was read before is used"),
+        }
+    }
+
+    /// Begins a session.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub(super) fn begin(&self, pool: BufferPool) -> Result<Beginning, ErrorStack> {
+        let mut ssl = Ssl::new(&self.current.lock())?;
+        let fault = Fault::default();
+        if self.parameters.psk().is_none() {
+            self.name_server(&mut ssl)?;
+            let mode = match self.parameters.verifies_peer() {
+                true => SslVerifyMode::PEER,
+                false => SslVerifyMode::NONE,
+            };
+            let noted = Arc::clone(&fault);
+            ssl.set_verify_callback(mode, move |is_good, context| {
+                if !is_good {
+                    noted.lock().get_or_insert_with(|| describe_certificate(context));
+                }
+                is_good
+            });
+        }
+        ssl.set_connect_state();
+        Ok(Beginning { session: TlsSession::new(ssl, pool)?, fault })
+    }
+
+    /// Asks for the server of this name, and for its certificate.
+    fn name_server(&self, ssl: &mut Ssl) -> Result<(), ErrorStack> {
+        let Some(name) = &self.hostname else { return Ok(()) };
+        if let Ok(address) = name.parse::<IpAddr>() {
+            return ssl.param_mut().set_ip(address);
+        }
+        ssl.param_mut().set_host(name)?;
+        ssl.set_hostname(name)
+    }
+
+    /// Why there is no TLS with the server, after an error of a step of the handshake or of the first bytes behind it.
+    pub(super) fn refusal(&self, fault: Option<String>, error: &ssl::Error) -> Refusal {
+        let reason = reason(error);
+        let is = |part: &str| reason.contains(part);
+        if let Some(fault) = fault {
+            return Refusal {
+                what: format!("the server's certificate {fault}"),
+                hint: self.hint_for(&fault),
+            };
+        }
+        if is("alert") {
+            return self.refusal_by_server(&reason);
+        }
+        if is("wrong version number") || is("unexpected message") || is("packet length") {
+            return "the server sends something else than TLS".into();
+        }
+        match error.io_error() {
+            Some(error) => format!("the TLS handshake has failed: {error}").into(),
+            None => format!("the TLS handshake has failed: {reason}").into(),
+        }
+    }
+
+    fn hint_for(&self, fault: &str) -> Option<&'static str> {
+        let is = |part: &str| fault.contains(part);
+        if is("mismatch") {
+            return Some("name the server as its certificate does, or add tls-hostname=NAME");
+        }
+        let is_strange = is("self-signed") || is("self signed") || is("issuer certificate");
+        is_strange.then_some(match self.parameters.certificates() {
+            Some(_) => "its authority is not the one of ca-cert.pem in tls-certificates",
+            None => "this host does not know its authority; add tls-certificates=DIR with its ca-cert.pem",
+        })
+    }
+
+    /// The server has sent an alert.
+    fn refusal_by_server(&self, reason: &str) -> Refusal {
+        let is = |part: &str| reason.contains(part);
+        if let Some((identity, _)) = self.parameters.psk() {
+            // A binder that does not fit: what OpenSSL and GnuTLS say of it.
+            let alerts = ["illegal parameter", "unknown psk identity", "decrypt", "bad record mac"];
+            let is_about_key = alerts.into_iter().any(is);
+            let what = match is_about_key {
+                true => format!("the server refuses the key of {identity:?} ({reason})"),
+                false => format!("the server refuses the TLS handshake ({reason})"),
+            };
+            let hint =
+                "its keys are other ones than those of tls-psk-file, or it has certificates only";
+            return Refusal { what, hint: Some(hint) };
+        }
+        let what = format!("the server refuses this client's certificate ({reason})");
+        let hint = match is("required") || is("handshake failure") {
+            true => Some(
+                "it wants client-cert.pem and client-key.pem in tls-certificates, or has none but keys",
+            ),
+            false => None,
+        };
+        Refusal { what, hint }
+    }
+}
+
+impl Beginning {
+    /// What was found to be wrong with the server's certificate, if anything was.
+    pub(super) fn fault(&self) -> Option<String> {
+        self.fault.lock().clone()
+    }
+}
+
+fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
+    let kind = match parameters.psk() {
+        Some(_) => CipherKind::Psk,
+        None => CipherKind::Certificates,
+    };
+    let mut builder = context(SslMethod::tls_client(), kind)?;
+    if let Some((identity, file)) = parameters.psk() {
+        use_key(&mut builder, identity, file)?;
+    } else if let Some(folder) = parameters.certificates() {
+        use_certificates(&mut builder, folder)?;
+    } else {
+        builder.set_default_verify_paths()?;
+    }
+    Ok(builder.build())
+}
+
+/// Trusts the authority in the folder, and shows the client's certificate if there is one.
+fn use_certificates(builder: &mut SslContextBuilder, folder: &Path) -> Result<(), TlsError> {
+    let file = |name: &str| -> PathBuf { folder.join(name) };
+    let (authority, certificate) = (file("ca-cert.pem"), file("client-cert.pem"));
+    blockhouse_tls::check_readable(&authority)?;
+    builder.set_ca_file(&authority).map_err(unfit(&authority, "is no certificate in PEM"))?;
+    if certificate.exists() {
+        use_identity(builder, &certificate, &file("client-key.pem"))?;
+    }
+    use_revoked(builder, &file("ca-crl.pem"))
+}
+
+fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Result<(), TlsError> {
+    let key = read_keys(file)?.remove(identity);
+    let key = key.ok_or_else(|| file_error(file, &format!("has no key of {identity:?}")))?;
+    let identity = identity.to_owned();
+    builder.set_psk_client_callback(move |_, _, identity_into, key_into| {
+        let (name, length) = (identity.as_bytes(), identity.len());
+        // The identity ends with a NUL.
+        if length >= identity_into.len() || key.len() > key_into.len() {
+            return Ok(0);
+        }
+        identity_into[..length].copy_from_slice(name);
+        identity_into[length] = 0;
+        key_into[..key.len()].copy_from_slice(&key);
+        Ok(key.len())
+    });
+    Ok(())
+}
+
+fn describe_certificate(context: &X509StoreContextRef) -> String {
+    // What is refused may be the certificate of the authority; the server's is the first.
+    let own = context.chain().and_then(|chain| chain.get(0)).or(context.current_cert());
+    let names = own.map(names_of).unwrap_or_default();
+    format!("({}) is refused: {}", names.join(", "), context.error().error_string())
+}
+
+/// OpenSSL's reasons, without its codes.
+fn reason(error: &ssl::Error) -> String {
+    let errors = error.ssl_error().map(ErrorStack::errors).unwrap_or_default();
+    let reasons: Vec<_> = errors.iter().filter_map(openssl::error::Error::reason).collect();
+    match reasons.is_empty() {
+        true => error.to_string(),
+        false => reasons.join(", "),
+    }
+}
