@@ -181,6 +181,8 @@ fn on_file_system(
         let ours = count_ours(disk, *row, &images[index])?;
         report.row(&row.name(), row.method, row.tolerance(), ours, baselines[index]);
     }
+    let image = State::Qcow2Written.make(mount.place(), "first")?;
+    count_first(disk, &image)?;
     mount.unmount()
 }
 
@@ -199,7 +201,7 @@ fn on_device(disk: &Path, rows: &[Row], report: &mut Report) -> Result<()> {
 /// What a server of `image` asks the disk for.
 fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
     let server = row.serve(image)?;
-    if row.state == State::Qcow2New {
+    if row.format() == "qcow2" {
         warm_up(&server)?;
     }
     settle();
@@ -208,11 +210,24 @@ fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
     Ok(counts)
 }
 
-/// The first cluster of an image needs tables of its own; those to be counted are others.
+/// The first change of an opened image marks its session, and the first cluster of an image needs tables of its own;
+/// the writes to be counted are others.
 fn warm_up(server: &Server) -> Result<()> {
     let mut client = Client::connect(server.socket())?;
     client.change(&Change::WriteFua { offset: TABLES, data: vec![0xc3; BLOCK] })?;
     client.close()
+}
+
+/// What the first durable write to an opened image costs, with the mark of its session: a write and a flush more.
+fn count_first(disk: &Path, image: &Path) -> Result<()> {
+    let server = row(State::Qcow2Written, WriteMethod::Each).serve(image)?;
+    settle();
+    let counts = trace::count(disk, || warm_up(&server))?;
+    server.stop()?;
+    let writes = counts.fua + counts.plain;
+    ensure!(writes <= 2 && counts.flushes <= 2, "the first durable write costs {counts}");
+    println!("  qcow2, written: the first FUA of a session    {counts}");
+    Ok(())
 }
 
 /// Lets nothing of what prepared the images be counted.

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::client::Client;
 use super::images::put;
-use super::serve::serve;
+use super::serve::serve_without_state;
 use super::system::{self, FileSystem, Mount, tool};
 use crate::power::history::{AckMeaning, History, SIZE};
 use crate::power::mark_images::ImageSlots;
@@ -87,7 +87,7 @@ fn new_image(folder: &Path, format: &str) -> Result<PathBuf> {
 fn live(configuration: Configuration, image: &Path) -> Result<()> {
     let Configuration { format, cache, engine, .. } = configuration;
     let options = ["--format", format, "--cache", cache, "--engine", engine];
-    let server = serve(image, &options)?;
+    let server = serve_without_state(image, &options)?;
     let mut client = Client::connect(server.socket())?;
     let mut history = History::new(SEED, configuration.writes());
     let mut marks = 0;

@@ -9,10 +9,19 @@ use crate::server::{Export, Server};
 
 const SOCKET: &str = "/tmp/nbd.sock";
 
-/// Serves `image` to NBD clients; `options` are more words for the server.
+/// Serves `image` to NBD clients, with state; `options` are more words for the server.
 pub fn serve(image: &Path, options: &[&str]) -> Result<Server> {
+    start(image, options, "/tmp/state")
+}
+
+/// The same without state: for images that are looked at later as after a loss of power, although the host has not
+/// started again, which would void the state.
+pub fn serve_without_state(image: &Path, options: &[&str]) -> Result<Server> {
+    start(image, options, "off")
+}
+
+fn start(image: &Path, options: &[&str], state: &str) -> Result<Server> {
     let mut command = Command::new("blockhouse");
-    // The small system has no directory in memory that would outlive a server, and nothing is killed.
-    command.arg("serve").arg(image).args(options).args(["--state", "off"]);
+    command.arg("serve").arg(image).args(options).args(["--state", state]);
     Server::start(command, Export::Nbd, Path::new(SOCKET))
 }
