@@ -219,6 +219,40 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     server.stop();
 }
 
+/// Each of several upgrades at once is carried out or told that it was not, and no replaced server stays for them.
+#[test]
+fn upgrades_at_once_leave_one_server_and_an_answer_for_each() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let (line, _) = serve(&scratch, "qcow2");
+    let server = line.start();
+    let mut client = Client::open(&server.address());
+    for _ in 0..3 {
+        let outcomes = std::thread::scope(|scope| {
+            let ask = || upgrade(&scratch.socket("control"), &[]);
+            let all: Vec<_> = (0..4).map(|_| scope.spawn(ask)).collect();
+            all.into_iter().map(|one| one.join().expect("no panic")).collect::<Vec<_>>()
+        });
+        let (done, refused): (Vec<_>, Vec<_>) =
+            outcomes.into_iter().partition(|outcome| outcome.status.success());
+        assert!(!done.is_empty(), "none of them upgraded");
+        for outcome in refused {
+            // Either the answer, or that the connection ended with the old server.
+            assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
+        }
+        servers.wait_for(1);
+        assert_eq!(client.write(0, &[5; 4096], 0), 0);
+    }
+    // One that ends answers those who ask it at the same time.
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| upgrade(&scratch.socket("control"), &[]));
+        servers.stop();
+        drop(asking.join().expect("no panic"));
+    });
+    servers.wait_for(0);
+    drop(server);
+}
+
 /// What remains of a half-open handshake, a half-sent request, and a client that does not read.
 #[test]
 fn who_is_in_the_middle_of_something_is_served_or_told() {

@@ -22,7 +22,7 @@ pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> Result<T> {
     })?;
     let mut line = serde_json::to_vec(request).context("cannot ask for that")?;
     line.push(b'\n');
-    stream.write_all(&line).with_context(|| format!("{name}: cannot ask the server"))?;
+    stream.write_all(&line).with_context(|| cannot_ask(&name))?;
     let mut answer = String::new();
     let received = BufReader::new(stream).read_line(&mut answer);
     received.with_context(|| format!("{name}: cannot hear the server"))?;
@@ -88,7 +88,7 @@ impl Connection {
         let mut line = serde_json::to_vec(&request).context("cannot ask for that")?;
         line.push(b'\n');
         let sent = self.stream.get_mut().write_all(&line);
-        sent.with_context(|| format!("{}: cannot ask the server", self.name))?;
+        sent.with_context(|| cannot_ask(&self.name))?;
         loop {
             let mut message = self.receive()?;
             if message["id"] != id {
@@ -128,6 +128,11 @@ impl Connection {
         let strange = || format!("{}: the server answered something that is no JSON", self.name);
         serde_json::from_str(&line).with_context(strange)
     }
+}
+
+/// Nothing was done: a request is carried out when its line is whole.
+fn cannot_ask(name: &dyn fmt::Display) -> String {
+    format!("{name}: the server ended the connection before it was asked; ask again")
 }
 
 fn refusal(error: &Value) -> RpcError {

@@ -42,6 +42,11 @@ impl Gate {
             .await
     }
 
+    /// Whether no request is carried out any more.
+    pub fn is_sealed(&self) -> bool {
+        self.state.lock().is_sealed
+    }
+
     /// Holds requests off, if none is carried out now.
     pub fn try_close(&self) -> Option<Closed<'_>> {
         let mut state = self.state.lock();

@@ -40,6 +40,8 @@ use crate::workers::Workers;
 const MAX_CLIENTS: usize = 16;
 /// How often a client that sends no more is asked for.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// The answer to what was asked of a server that has handed over.
+const REPLACED: &str = "another process serves now: ask again";
 /// The delay after a connection could not be accepted.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
@@ -53,6 +55,7 @@ pub struct Control {
     /// Removed at the end.
     file: Option<SocketFile>,
     gate: Arc<Gate>,
+    upgrades: UpgradeRequests,
 }
 
 /// What requests are about.
@@ -76,11 +79,11 @@ impl Control {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
         let (stop, stopped) = oneshot::channel();
         let gate = Arc::new(Gate::default());
-        let served = Served { running, upgrades, gate: Arc::clone(&gate) };
+        let served = Served { running, upgrades: upgrades.clone(), gate: Arc::clone(&gate) };
         let accepting = listener.clone();
         let over = workers.first().spawn(move || serve(accepting, served, stopped.shared()));
         let BoundSocket { address, file, .. } = bound;
-        Ok(Self { workers, stop, over, listener, address, file, gate })
+        Ok(Self { workers, stop, over, listener, address, file, gate, upgrades })
     }
 
     /// The socket.
@@ -118,6 +121,8 @@ impl Control {
     }
 
     fn finish(self) -> Workers {
+        // The main thread, which would carry them out, is here.
+        self.upgrades.end();
         // It may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
@@ -300,7 +305,7 @@ async fn call_method(
         return result(upgrade(served, binary, disconnect_tls).await?);
     }
     let Some(_inside) = served.gate.enter().await else {
-        return Err(anyhow::anyhow!("another process serves now: ask again").into());
+        return Err(anyhow::anyhow!(REPLACED).into());
     };
     match method {
         "event.subscribe" => {
@@ -334,7 +339,7 @@ async fn answer_legacy(served: &Served, line: &[u8], caller: &Caller) -> Reply {
             Some(_inside) => {
                 legacy::execute(&served.running, request, &|| caller.is_cancelled()).await
             }
-            None => Err(anyhow::anyhow!("another process serves now: ask again")),
+            None => Err(anyhow::anyhow!(REPLACED)),
         },
         Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
     };
@@ -357,6 +362,7 @@ async fn upgrade(
     match served.upgrades.ask(binary, encrypted).await {
         Ok(Ok(reply)) => Ok(reply),
         Ok(Err(why)) => bail!(why),
+        Err(_) if served.gate.is_sealed() => bail!("{REPLACED}"),
         Err(_) => bail!("the server ends"),
     }
 }

@@ -31,19 +31,31 @@ pub struct UpgradeRequest {
     pub reply: oneshot::Sender<Result<UpgradeReply, String>>,
 }
 
-/// The upgrades that were asked for.
+/// The upgrades that were asked for. Clones are of the same ones.
 #[derive(Clone, Default)]
-pub struct UpgradeRequests(Arc<Mutex<VecDeque<UpgradeRequest>>>);
+pub struct UpgradeRequests(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<UpgradeRequest>,
+    is_over: bool,
+}
 
 impl UpgradeRequests {
-    /// Asks the main thread for an upgrade, and wakes it.
+    /// Asks the main thread for an upgrade, and wakes it. What it gives is cancelled where none is carried out any more.
     pub fn ask(
         &self,
         binary: Option<PathBuf>,
         encrypted: EncryptedClients,
     ) -> oneshot::Receiver<Result<UpgradeReply, String>> {
         let (reply, outcome) = oneshot::channel();
-        self.0.lock().push_back(UpgradeRequest { binary, encrypted, reply });
+        {
+            let mut state = self.0.lock();
+            if state.is_over {
+                return outcome;
+            }
+            state.waiting.push_back(UpgradeRequest { binary, encrypted, reply });
+        }
         // As a person would: the main thread waits for signals. It fails for no signal that exists.
         let _ = raise(SIGUSR2);
         outcome
@@ -51,6 +63,13 @@ impl UpgradeRequests {
 
     /// The next one.
     pub fn take(&self) -> Option<UpgradeRequest> {
-        self.0.lock().pop_front()
+        self.0.lock().waiting.pop_front()
+    }
+
+    /// Cancels those that wait and those to come: this process carries none out any more.
+    pub fn end(&self) {
+        let mut state = self.0.lock();
+        state.is_over = true;
+        state.waiting.clear();
     }
 }
