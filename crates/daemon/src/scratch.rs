@@ -15,14 +15,18 @@ use blockhouse_disk::{
 /// The host's.
 pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> {
     let path = create_file(folder, size).await?;
-    let options = ImageOptions {
+    let options = |cache| ImageOptions {
         format: Some(ImageFormat::Raw),
-        // What it holds is of no use after a crash.
-        cache: CacheMode::Unsafe,
+        cache,
         locking: Locking::None,
         ..ImageOptions::default()
     };
-    let opened = open_without_backing(&path, options).await;
+    // Long writes in order, that are read once: the page cache would only copy them. A file system without direct I/O has it.
+    // It is never flushed: what it holds is of no use after a crash.
+    let opened = match open_without_backing(&path, options(CacheMode::None)).await {
+        Ok(disk) => Ok(disk),
+        Err(_) => open_without_backing(&path, options(CacheMode::Unsafe)).await,
+    };
     std::fs::remove_file(&path).with_context(|| {
         format!("{}: cannot take the name from the scratch file", path.display())
     })?;

@@ -106,6 +106,16 @@ impl Jobs {
         self.0.lock().workers = Some(workers);
     }
 
+    /// The loop of jobs, for work beside the guests' requests.
+    ///
+    /// # Errors
+    /// The server ends, or has none.
+    pub(crate) fn handle(&self) -> Result<Handle> {
+        let state = self.0.lock();
+        let workers = state.workers.as_ref().filter(|_| !state.is_over);
+        Ok(workers.context("this server runs no jobs, or ends")?.first().clone())
+    }
+
     /// All that are listed.
     pub(crate) fn list(&self) -> Vec<Arc<RunningJob>> {
         self.0.lock().jobs.clone()

@@ -31,6 +31,10 @@ use crate::setup::DiskSetup;
 const MAX_FREEZE_TIME: Duration = Duration::from_secs(2);
 /// How long a guest's change waits for the copy of what it overwrites, before the backup fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
+/// Bytes of memory of each disk for what its scratch file has not got yet.
+const COPY_MEMORY: u64 = 16 << 20;
+/// Bytes of memory of each disk that tell where its scratch file has single blocks, at most: a thousandth of what is copied.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
 const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
@@ -315,16 +319,22 @@ impl Running {
             None => usual_folder(source)?,
         };
         self.sandbox().check(&folder.join("x"))?;
-        let size = source.disk.size();
+        let size = FrozenDisk::<ImageStorage>::scratch_size(source.disk.size());
         let scratch = open_scratch(&folder, size).await?;
         let scratch_limit = setup.scratch_size.unwrap_or(size);
         let options = FreezeOptions {
             scratch_limit,
+            memory: COPY_MEMORY,
+            max_index_bytes: MAX_INDEX_BYTES,
             timer: Some(Box::new(|| Box::pin(sleep(MAX_COPY_TIME)))),
         };
         let teller = teller(name.to_owned(), source.name().to_owned(), self.events.clone());
         let frozen = FrozenDisk::new(Arc::clone(&source.disk), scratch, options, teller)?;
-        Ok((Arc::new(frozen), scratch_limit))
+        let frozen = Arc::new(frozen);
+        let view = Arc::clone(&frozen);
+        // It ends with the backup, or with the loop.
+        drop(self.jobs.handle()?.spawn(move || view.write_behind()));
+        Ok((frozen, scratch_limit))
     }
 
     /// Lists a frozen disk.

@@ -4,13 +4,19 @@
 //! - Several disks are frozen at the same moment: no change of any is in flight then. What was answered before is in
 //!   all of them, and what begins later in none.
 //! - What is read of a [`FrozenDisk`] is what the disk held at its moment, or an error: never anything newer.
-//! - A guest's change waits for copies of what it touches first (`old_bytes`), never for a reader. What goes wrong with a
+//! - A guest's change waits until what it touches first is read (`old_bytes`), never for a reader. What goes wrong with a
 //!   backup is not the guest's.
 //!
-//! A reader takes no lock: it reads the disk that goes on, and then looks whether a change has begun meanwhile. Where one
-//! has, the old bytes are in the scratch disk.
+//! A reader keeps no change off: it reads the disk that goes on, and then looks whether a change has begun meanwhile. Where
+//! one has, the old bytes are saved.
+//!
+//! From the bottom up: `region` and `index` say where the old bytes of each block are, `log` has them, `old_bytes` copies them,
+//! `view` reads.
 
+mod index;
+mod log;
 mod old_bytes;
+mod region;
 mod view;
 
 use std::sync::Arc;
@@ -22,6 +28,7 @@ use futures_util::future::join_all;
 
 use crate::clock::ClockSleep;
 use old_bytes::{OldBytes, Watch};
+use region::BLOCK;
 
 /// Is told once why a backup has failed. Called by a guest's request: it must not wait.
 pub type FailureTeller = Box<dyn Fn(&str) + Send + Sync>;
@@ -31,8 +38,13 @@ pub type CopyTimer = Box<dyn Fn() -> ClockSleep + Send + Sync>;
 
 /// How a disk is frozen.
 pub struct FreezeOptions {
-    /// Bytes of the scratch disk that may be in use. With more, the backup fails.
+    /// Bytes of the scratch disk that may be in use. With more, the backup fails, as with more than 8 TiB.
     pub scratch_limit: u64,
+    /// Bytes of memory for what the scratch disk has not got yet: from 128 KiB to 16 MiB. When it is full, changes wait.
+    pub memory: u64,
+    /// Bytes of memory that tell where the scratch disk has single blocks of 4 KiB. When they are full, blocks that change
+    /// are copied with those around them, up to 64 KiB.
+    pub max_index_bytes: u64,
     /// When a change stops waiting for its copy, and the backup fails; `None`: never.
     pub timer: Option<CopyTimer>,
 }
@@ -45,19 +57,20 @@ pub struct FrozenDisk<S: Storage> {
 }
 
 impl<S: Storage + Send + Sync> FrozenDisk<S> {
-    /// Prepares to freeze `source`. `scratch` takes the old bytes: as long as the disk, all of it reads as zeros, and
+    /// Prepares to freeze `source`. `scratch` takes the old bytes: [`scratch_size`](Self::scratch_size) bytes long, and
     /// nothing else uses it. What it holds is of no use afterwards.
     ///
     /// # Errors
-    /// `InvalidInput` for a scratch disk of another size; `Io` where the host has no memory for a bit for each 64 KiB.
+    /// `InvalidInput` for a scratch disk of another size; `Io` where the host has no memory for 16 bytes for each 64 MiB.
     pub fn new(
         source: Arc<Disk<S>>,
         scratch: Disk<S>,
         options: FreezeOptions,
         teller: FailureTeller,
     ) -> Result<Self> {
-        if scratch.size() != source.size() {
-            let what = format!("has {} bytes, and the disk has {}", scratch.size(), source.size());
+        let size = Self::scratch_size(source.size());
+        if scratch.size() != size {
+            let what = format!("has {} bytes, and is to have {size}", scratch.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(scratch.name()));
         }
         let old = Arc::new(OldBytes::new(source, scratch, options, teller)?);
@@ -67,9 +80,22 @@ impl<S: Storage + Send + Sync> FrozenDisk<S> {
 }
 
 impl<S: Storage> FrozenDisk<S> {
-    /// Bytes of the scratch disk in use.
+    /// Bytes of the scratch disk for a disk of `size` bytes: as many, in whole blocks of 4 KiB.
+    pub fn scratch_size(size: u64) -> u64 {
+        size.next_multiple_of(BLOCK)
+    }
+
+    /// Writes old bytes to the scratch disk, until the disk is [thawed](Self::thaw) or the backup has failed. To be polled
+    /// all that time, from before the disk is frozen on: otherwise changes wait when memory is full. Dropped before, the disk
+    /// is thawed.
+    pub fn write_behind(&self) -> impl Future<Output = ()> + use<S> {
+        let writer = Writer(Arc::clone(&self.old));
+        async move { writer.0.write_behind().await }
+    }
+
+    /// Bytes of the scratch disk in use, with those that are on their way there.
     pub fn scratch_used(&self) -> u64 {
-        self.old.used()
+        self.old.log().length()
     }
 
     /// Why the backup has failed, if it has: nothing can be read any more.
@@ -82,6 +108,15 @@ impl<S: Storage> FrozenDisk<S> {
         // First, so that nothing newer is read.
         self.old.end();
         self.old.source().stop_observing(&self.observer);
+    }
+}
+
+/// Writes old bytes. Where it is dropped while it does, nothing else ever would: changes are not to wait for it.
+struct Writer<S: Storage>(Arc<OldBytes<S>>);
+
+impl<S: Storage> Drop for Writer<S> {
+    fn drop(&mut self) {
+        self.0.end();
     }
 }
 

@@ -1,98 +1,59 @@
 //! What a disk held at one moment, of the parts that have changed since: copied before they change.
 //!
-//! Guarantees: a change is made when the old bytes of all granules that it touches are in the scratch disk, or the backup
-//! has failed. So a granule that is not `saved` after it was read, while the backup has not failed, holds what it held at
-//! the moment. A change waits for the copies of the granules that it touches first, for nothing else, and no longer than
-//! the timer says: readers hold nothing off. An error of the scratch disk, and one that is full, fails the backup and never
-//! the change. At most `MAX_COPIES` copies of `MAX_COPY` bytes are in memory.
+//! Guarantees: a change is made when the old bytes of all blocks that it touches are saved (`index`), in memory or in the
+//! scratch disk (`log`), or the backup has failed. So a block that is not saved after it was read, while the backup has not
+//! failed, holds what it held at the moment. A change waits until the blocks that it touches first are read, and for the
+//! scratch disk only when memory is full; for nothing else, and no longer than the timer says: readers hold nothing off. An
+//! error of the scratch disk, and one that is full, fails the backup and never the change. At most `MAX_COPIES` copies of
+//! `MAX_READ` bytes are in memory, beside the log's end.
 
 use std::pin::pin;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use async_lock::Semaphore;
-use blockhouse_core::sync::Condvar;
-use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage,
-};
-use blockhouse_disk::{
-    BlockStatus, BlockStatusCache, ChangeId, ChangeObserver, ChangeWait, DirtyMap, Disk,
-};
+use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, ChangeId, ChangeObserver, ChangeWait, Disk};
 use futures_util::future::{Either, select};
-use parking_lot::Mutex;
 
+use super::index::{Claim, Claimed, Index};
+use super::log::Log;
+use super::region::{BLOCK, GRANULE, MAX_LOG, Place};
 use super::{FailureTeller, FreezeOptions};
 
-/// The unit that is copied as a whole, in bytes.
-const GRANULE: u64 = 64 << 10;
-/// Bytes of one copy, at most.
-const MAX_COPY: u64 = 1 << 20;
+/// Bytes that are read together, at most.
+const MAX_READ: u64 = 4 * GRANULE;
 /// Copies that are in flight together.
-const MAX_COPIES: usize = 16;
+const MAX_COPIES: usize = 64;
 
 /// See the module's page.
 pub(super) struct OldBytes<S: Storage> {
     source: Arc<Disk<S>>,
-    /// As long as the source. The old bytes are where they were.
-    scratch: Disk<S>,
+    /// Bytes of the disk at the moment.
+    size: u64,
     options: FreezeOptions,
-    /// Bytes of the scratch disk in use.
-    used: AtomicU64,
-    saved: DirtyMap,
-    /// Granules that are being copied. None overlap.
-    in_flight: Mutex<Vec<ByteRange>>,
-    /// A copy ended, or the backup failed.
-    ended: Condvar,
+    index: Index,
+    log: Log<S>,
     copies: Semaphore,
     failure: OnceLock<String>,
     teller: FailureTeller,
-}
-
-/// What is to be done next for a change.
-enum Next<'a, S: Storage> {
-    /// Nothing: all old bytes are saved, or the backup has failed.
-    Nothing,
-    /// Copy these granules.
-    Copy(Copying<'a, S>),
-}
-
-/// Granules that are being copied, until this is dropped.
-struct Copying<'a, S: Storage> {
-    old: &'a OldBytes<S>,
-    range: ByteRange,
-}
-
-impl<S: Storage> Drop for Copying<'_, S> {
-    fn drop(&mut self) {
-        self.old.in_flight.lock().retain(|range| *range != self.range);
-        self.old.ended.notify_all();
-    }
 }
 
 impl<S: Storage> OldBytes<S> {
     /// Nothing has changed since the moment.
     ///
     /// # Errors
-    /// As [`DirtyMap::new`].
+    /// As [`Index::new`].
     pub(super) fn new(
         source: Arc<Disk<S>>,
         scratch: Disk<S>,
         options: FreezeOptions,
         teller: FailureTeller,
     ) -> Result<Self> {
-        let saved = DirtyMap::new(source.size(), GRANULE)?;
-        Ok(Self {
-            source,
-            scratch,
-            options,
-            used: AtomicU64::new(0),
-            saved,
-            in_flight: Mutex::default(),
-            ended: Condvar::new(),
-            copies: Semaphore::new(MAX_COPIES),
-            failure: OnceLock::new(),
-            teller,
-        })
+        let size = source.size();
+        let index = Index::new(size, options.max_index_bytes)?;
+        let log = Log::new(scratch, options.scratch_limit.min(MAX_LOG), options.memory);
+        let (copies, failure) = (Semaphore::new(MAX_COPIES), OnceLock::new());
+        Ok(Self { source, size, options, index, log, copies, failure, teller })
     }
 
     /// The disk that goes on.
@@ -100,24 +61,55 @@ impl<S: Storage> OldBytes<S> {
         &self.source
     }
 
-    /// The old bytes of what is saved.
-    pub(super) fn scratch(&self) -> &Disk<S> {
-        &self.scratch
+    /// Bytes of the disk at the moment.
+    pub(super) fn size(&self) -> u64 {
+        self.size
     }
 
-    /// The granules whose old bytes are in the scratch disk.
-    pub(super) fn saved(&self) -> &DirtyMap {
-        &self.saved
+    /// Where old bytes are.
+    pub(super) fn index(&self) -> &Index {
+        &self.index
     }
 
-    /// Bytes of the scratch disk in use.
-    pub(super) fn used(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+    /// The old bytes that are saved.
+    pub(super) fn log(&self) -> &Log<S> {
+        &self.log
     }
 
     /// Why the backup has failed, if it has.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
+    }
+
+    /// Saves nothing more: as if the backup had failed, without telling.
+    pub(super) fn end(&self) {
+        // Where it has failed, that stays.
+        let _ = self.failure.set("it has ended".into());
+        self.stop_waiting();
+    }
+
+    async fn fail(&self, error: Error) {
+        let why = error.to_string();
+        if self.failure.set(why.clone()).is_ok() {
+            (self.teller)(&why);
+        }
+        self.stop_waiting();
+        if error.kind() == ErrorKind::NoSpace {
+            // Others may need the space.
+            self.log.discard().await;
+        }
+    }
+
+    fn stop_waiting(&self) {
+        self.log.end();
+        self.index.changed().notify_all();
+    }
+
+    /// Writes what memory has to the scratch disk, until the backup has ended or failed.
+    pub(super) async fn write_behind(&self) {
+        if let Err(error) = self.log.write_behind().await {
+            self.fail(error).await;
+        }
     }
 
     /// Saves the old bytes of `range`, or has the backup fail.
@@ -129,100 +121,108 @@ impl<S: Storage> OldBytes<S> {
                 Either::Left((outcome, _)) => outcome,
                 Either::Right(_) => {
                     let what = "the scratch file did not answer in time, and the guest goes on";
-                    Err(Error::new(ErrorKind::Io, what).on(self.scratch.name()))
+                    Err(Error::new(ErrorKind::Io, what).on(self.log.name()))
                 }
             },
         };
         if let Err(error) = outcome {
-            let is_full = error.kind() == ErrorKind::NoSpace;
-            self.fail(error.to_string());
-            if is_full {
-                // Others may need the space.
-                let (range, durability) =
-                    (ByteRange::between(0, self.scratch.size()), Durability::None);
-                let _ = self.scratch.submit(Request::Discard { range, durability }).await;
-            }
-        }
-    }
-
-    /// Saves nothing more: as if the backup had failed, without telling.
-    pub(super) fn end(&self) {
-        // Where it has failed, that stays.
-        let _ = self.failure.set("it has ended".into());
-        self.ended.notify_all();
-    }
-
-    fn fail(&self, why: String) {
-        if self.failure.set(why.clone()).is_ok() {
-            (self.teller)(&why);
-            self.ended.notify_all();
+            self.fail(error).await;
         }
     }
 
     async fn try_save(&self, range: ByteRange) -> Result<()> {
-        loop {
-            match self.ended.wait_until(|| self.next(range)).await {
-                Next::Nothing => return Ok(()),
-                Next::Copy(copying) => {
-                    let _permit = self.copies.acquire().await;
-                    self.copy(copying.range).await?;
-                    self.saved.mark(copying.range);
-                }
-            }
-        }
-    }
-
-    /// `None` while another change copies what comes next.
-    fn next(&self, range: ByteRange) -> Option<Next<'_, S>> {
-        if self.failure.get().is_some() {
-            return Some(Next::Nothing);
-        }
-        let mut in_flight = self.in_flight.lock();
-        let run = self.saved.next_clean(range.offset(), MAX_COPY);
-        let Some(run) = run.filter(|run| run.offset() < range.end()) else {
-            return Some(Next::Nothing);
-        };
-        // Up to the end of the granule in which the range ends.
-        let end = range.end().next_multiple_of(GRANULE).min(run.end());
-        let run = ByteRange::between(run.offset(), end);
-        if in_flight.iter().any(|other| other.offset() < run.end() && run.offset() < other.end()) {
-            return None;
-        }
-        in_flight.push(run);
-        Some(Next::Copy(Copying { old: self, range: run }))
-    }
-
-    /// Copies what is not zero, which the scratch disk is where nothing was written.
-    async fn copy(&self, range: ByteRange) -> Result<()> {
-        let mut cache = BlockStatusCache::default();
         let mut rest = range;
+        let next = |rest| match self.failure.get() {
+            Some(_) => Some(Claim::Nothing),
+            None => Some(self.index.claim(rest)).filter(|claim| !matches!(claim, Claim::Wait)),
+        };
         while !rest.is_empty() {
-            let (status, length) = self.source.block_status(rest, &mut cache).await?;
-            if status == BlockStatus::Data {
-                self.copy_data(rest.truncate(length)).await?;
+            match self.index.changed().wait_until(|| next(rest)).await {
+                Claim::Copy(claimed) => {
+                    let end = claimed.rest().end();
+                    let _permit = self.copies.acquire().await;
+                    self.copy(claimed).await?;
+                    rest = rest.skip(end.saturating_sub(rest.offset()).min(rest.length()));
+                }
+                Claim::Nothing | Claim::Wait => break,
             }
-            rest = rest.skip(length);
         }
         Ok(())
     }
 
-    async fn copy_data(&self, range: ByteRange) -> Result<()> {
-        let length = range.length();
-        let used = self.used.fetch_add(length, Ordering::Relaxed) + length;
-        if used > self.options.scratch_limit {
-            let what = format!(
-                "the scratch file would have more than its {} bytes",
-                self.options.scratch_limit
-            );
-            let error = Error::new(ErrorKind::NoSpace, what).on(self.scratch.name());
-            return Err(error.hint("begin the backup again with a larger --scratch-size"));
+    /// Copies what is not zero.
+    async fn copy(&self, mut claimed: Claimed<'_>) -> Result<()> {
+        let mut cache = BlockStatusCache::default();
+        while !claimed.rest().is_empty() {
+            let rest = claimed.rest();
+            // To read what is short costs less than to ask whether it is there.
+            if rest.length() > GRANULE {
+                let (status, length) = self.source.block_status(rest, &mut cache).await?;
+                if status != BlockStatus::Data {
+                    claimed.finish_zeros(rest.offset() + length);
+                    self.save_hole(rest.truncate(length)).await?;
+                }
+            }
+            let range = claimed.first_granules(MAX_READ);
+            if !range.is_empty() && self.copy_data(&mut claimed, range).await? == Place::Zeros {
+                self.save_hole(range).await?;
+            }
         }
-        let mut buffer = Buffer::try_new(length as usize)?;
-        let (offset, into) = (range.offset(), buffer.lend());
-        self.source.submit_unlimited(Request::Read { offset, into }).await?;
-        let (from, durability) = (buffer.lend(), Durability::None);
-        self.scratch.submit_unlimited(Request::Write { offset, from, durability }).await
+        Ok(())
     }
+
+    /// Where zeros lie in a hole of the image, the change makes data of their whole clusters: notes that these are zeros, so
+    /// that they are holes to readers still.
+    async fn save_hole(&self, zeros: ByteRange) -> Result<()> {
+        let Some(cluster) = self.source.cluster_size().filter(|size| *size > BLOCK) else {
+            return Ok(());
+        };
+        let start = zeros.offset() - zeros.offset() % cluster;
+        let end = zeros.end().next_multiple_of(cluster).min(self.size);
+        let mut rest = ByteRange::between(start, end);
+        while !rest.is_empty()
+            && let Claim::Copy(mut claimed) = self.index.claim(rest)
+        {
+            let run = claimed.rest();
+            let mut cache = BlockStatusCache::default();
+            let (status, length) = self.source.block_status(run, &mut cache).await?;
+            if status == BlockStatus::Data {
+                break;
+            }
+            claimed.finish_zeros(run.offset() + length);
+            rest = ByteRange::between(run.end().max(rest.offset()), end);
+        }
+        Ok(())
+    }
+
+    /// Copies `range`, the first granules that are claimed, or what is claimed of one. Where the last of them is.
+    async fn copy_data(&self, claimed: &mut Claimed<'_>, range: ByteRange) -> Result<Place> {
+        let length = range.length() as usize;
+        let mut buffer = self.log.pool().get(length.next_multiple_of(BLOCK as usize))?;
+        // The last block of a disk may end before its own end.
+        buffer.bytes_mut()[length..].fill(0);
+        let (offset, into) = (range.offset(), buffer.lend_range(0, length));
+        self.source.submit_unlimited(Request::Read { offset, into }).await?;
+        let mut bytes = buffer.bytes();
+        let mut place = Place::Source;
+        while !bytes.is_empty() {
+            let length = claimed.first_granules(GRANULE).length().next_multiple_of(BLOCK);
+            let (part, rest) = bytes.split_at(length as usize);
+            place = match is_zero(part) {
+                true => Place::Zeros,
+                false => Place::Log(self.log.append(part).await?),
+            };
+            claimed.finish_part(place);
+            bytes = rest;
+        }
+        Ok(place)
+    }
+}
+
+/// Of whole blocks.
+fn is_zero(bytes: &[u8]) -> bool {
+    static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
+    bytes.chunks(ZEROS.len()).all(|block| block == ZEROS)
 }
 
 /// Has the changes of a disk wait for [`OldBytes`].
@@ -231,8 +231,8 @@ pub(super) struct Watch<S: Storage>(pub(super) Arc<OldBytes<S>>);
 impl<S: Storage + Send + Sync> ChangeObserver for Watch<S> {
     fn hold_off(&self, range: ByteRange) -> Option<ChangeWait> {
         let old = &self.0;
-        let range = range.truncate(old.source.size().saturating_sub(range.offset()));
-        if range.is_empty() || old.failure.get().is_some() || old.saved.is_all_dirty(range) {
+        let range = range.truncate(old.size.saturating_sub(range.offset()));
+        if range.is_empty() || old.failure.get().is_some() || old.index.is_saved(range) {
             return None;
         }
         Some(Box::pin(Arc::clone(old).save(range)))

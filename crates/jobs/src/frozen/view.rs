@@ -6,11 +6,15 @@ use blockhouse_core::{
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
 use blockhouse_storage::StorageView;
 use futures_util::future::LocalBoxFuture;
+use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::FrozenDisk;
+use super::region::Place;
 
-/// Bytes that are read at a time.
+/// Bytes that are read together, at most.
 const MAX_READ: u64 = 1 << 20;
+/// Reads that are in flight together. What was saved from many places lies in many places.
+const MAX_READS: usize = 16;
 
 impl<S: Storage> FrozenDisk<S> {
     /// Fills `into` with what the disk held from `offset` on. Bytes past its end are zeros.
@@ -18,61 +22,62 @@ impl<S: Storage> FrozenDisk<S> {
     /// # Errors
     /// `Io` once the backup has failed; what the disk or the scratch disk answers.
     pub async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
-        let inside = self.old.source().size().saturating_sub(offset).min(into.len() as u64);
+        let inside = self.old.size().saturating_sub(offset).min(into.len() as u64);
         into.split_off(inside as usize).fill(0);
-        let mut rest = ByteRange::between(offset, offset + inside);
-        while !rest.is_empty() {
-            let (part, is_saved) = self.first_part(rest.truncate(MAX_READ));
+        let parts = self.parts(ByteRange::between(offset, offset + inside));
+        let reads = stream::iter(parts.map(|(part, place)| {
             let after = into.split_off(part.length() as usize);
-            match is_saved {
-                true => self.read_saved(part, into).await?,
-                false => self.read_unsaved(part, into).await?,
-            }
-            into = after;
-            rest = rest.skip(part.length());
-        }
-        Ok(())
+            let into = std::mem::replace(&mut into, after);
+            self.read_part(part, place, into)
+        }));
+        reads.buffer_unordered(MAX_READS).try_collect().await
     }
 
-    /// The first bytes of a range whose granules are all saved, or all not.
-    fn first_part(&self, range: ByteRange) -> (ByteRange, bool) {
-        if !self.old.saved().is_dirty(range) {
-            return (range, false);
-        }
-        match self.old.saved().next(range.offset(), MAX_READ) {
-            Some(run) if run.offset() <= range.offset() => {
-                (range.truncate(run.end() - range.offset()), true)
+    /// The parts of a range that are in one place each.
+    fn parts(&self, range: ByteRange) -> impl Iterator<Item = (ByteRange, Place)> + '_ {
+        let mut rest = range;
+        std::iter::from_fn(move || {
+            if rest.is_empty() {
+                return None;
             }
-            Some(run) => (range.truncate(run.offset() - range.offset()), false),
-            None => (range, false),
-        }
+            let (place, length) = self.old.index().lookup(rest.truncate(MAX_READ));
+            let part = rest.truncate(length);
+            rest = rest.skip(length);
+            Some((part, place))
+        })
     }
 
-    async fn read_saved(&self, range: ByteRange, into: IoVector) -> Result<()> {
-        let offset = range.offset();
-        self.old.scratch().submit(Request::Read { offset, into }).await?;
+    async fn read_part(&self, part: ByteRange, place: Place, mut into: IoVector) -> Result<()> {
+        match place {
+            Place::Zeros => into.fill(0),
+            Place::Log(at) => self.read_log(at, into).await?,
+            Place::Source => self.read_source(part, into).await?,
+        }
         self.check()
     }
 
-    async fn read_unsaved(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
+    async fn read_log(&self, at: u64, into: IoVector) -> Result<()> {
+        let outcome = self.old.log().read(at, into).await;
+        // Why the backup has failed says more.
+        self.check().and(outcome)
+    }
+
+    async fn read_source(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
         let offset = range.offset();
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let read = Request::Read { offset, into: buffer.lend() };
         self.old.source().submit_unlimited(read).await?;
         // In this order: a change that began while the disk was read had its old bytes saved before, or the backup failed.
         self.check()?;
-        let mut rest = range;
-        while let Some(run) = self.old.saved().next(rest.offset(), MAX_READ) {
-            let start = run.offset().max(rest.offset());
-            let end = run.end().min(range.end());
-            if start >= end {
-                break;
+        for (part, place) in self.parts(range) {
+            let mut into =
+                buffer.lend_range((part.offset() - offset) as usize, part.length() as usize);
+            match place {
+                Place::Source => {}
+                Place::Zeros => into.fill(0),
+                Place::Log(at) => self.read_log(at, into).await?,
             }
-            let into = buffer.lend_range((start - offset) as usize, (end - start) as usize);
-            self.old.scratch().submit(Request::Read { offset: start, into }).await?;
-            rest = ByteRange::between(end, range.end());
         }
-        self.check()?;
         into.copy_from(buffer.bytes());
         Ok(())
     }
@@ -83,25 +88,27 @@ impl<S: Storage> FrozenDisk<S> {
     /// As [`read`](Self::read).
     pub async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         loop {
-            let (part, is_saved) = self.first_part(range);
-            let disk = match is_saved {
-                true => self.old.scratch(),
-                false => self.old.source(),
+            let (place, length) = self.old.index().lookup(range);
+            let told = match place {
+                Place::Zeros => (Allocation::Hole, length),
+                Place::Log(_) => (Allocation::Data, length),
+                Place::Source => {
+                    let mut cache = BlockStatusCache::default();
+                    let part = range.truncate(length);
+                    let (status, length) = self.old.source().block_status(part, &mut cache).await?;
+                    // As in `read_source`. What is saved stays saved, so this ends.
+                    let (place, unchanged) = self.old.index().lookup(part.truncate(length));
+                    if place != Place::Source {
+                        continue;
+                    }
+                    match status {
+                        BlockStatus::Data => (Allocation::Data, unchanged),
+                        BlockStatus::Hole | BlockStatus::Zero => (Allocation::Hole, unchanged),
+                    }
+                }
             };
-            let (status, length) =
-                disk.block_status(part, &mut BlockStatusCache::default()).await?;
             self.check()?;
-            let told = part.truncate(length);
-            // As in `read_unsaved`. What is saved stays saved, so this ends.
-            let (unchanged, is_saved_now) = self.first_part(told);
-            if is_saved_now != is_saved {
-                continue;
-            }
-            let allocation = match status {
-                BlockStatus::Data => Allocation::Data,
-                BlockStatus::Hole | BlockStatus::Zero => Allocation::Hole,
-            };
-            return Ok((allocation, unchanged.length()));
+            return Ok(told);
         }
     }
 
@@ -122,7 +129,7 @@ impl<S: Storage + Send + Sync> StorageView for FrozenDisk<S> {
     }
 
     fn size(&self) -> u64 {
-        self.old.scratch().size()
+        self.old.size()
     }
 
     fn read(&self, offset: u64, into: IoVector) -> LocalBoxFuture<'_, Result<()>> {

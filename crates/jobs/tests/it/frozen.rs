@@ -34,14 +34,19 @@ struct Prepared {
 
 fn prepare(sim: &Sim, random: &mut Rng, source: &Scene, scratch_limit: u64) -> Prepared {
     let size = source.disk.size();
-    let scratch = SimDisk::new(sim, Config::random(random), vec![0; size as usize]);
+    let scratch_size = FrozenDisk::<SimDisk>::scratch_size(size);
+    let scratch = SimDisk::new(sim, Config::random(random), vec![0; scratch_size as usize]);
     let disk = Disk::raw(scratch.clone(), Options::default()).expect("a scratch disk");
     let told = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&told);
     let teller = Box::new(move |_: &str| _ = count.fetch_add(1, Ordering::SeqCst));
-    let options = FreezeOptions { scratch_limit, timer: None };
+    // Few bytes, so that all limits are reached.
+    let max_index_bytes = [0, 200, 1 << 20][random.usize(..3)];
+    let options = FreezeOptions { scratch_limit, memory: 128 << 10, max_index_bytes, timer: None };
     let frozen = FrozenDisk::new(Arc::clone(&source.disk), disk, options, teller);
-    Prepared { frozen: Arc::new(frozen.expect("disks of one size")), scratch, told }
+    let frozen = Arc::new(frozen.expect("a scratch disk of the right size"));
+    drop(sim.spawn(frozen.write_behind()));
+    Prepared { frozen, scratch, told }
 }
 
 /// Reads a disk in parts of any length and order, some of them several times.

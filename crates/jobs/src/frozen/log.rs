@@ -1,0 +1,235 @@
+//! Old bytes, in the order in which they were saved: the last in memory, the others in the scratch disk.
+//!
+//! Guarantees: what was appended can be read, at once and from then on, until the log has ended. Bytes are in memory until
+//! the scratch disk has them. At most `MAX_SEGMENTS` segments are in memory: with all of them full, what is to be appended
+//! waits. The scratch disk gets whole segments, one after the other, where they lie in the log: writes in order, of many
+//! saved blocks each. An error of it, and a log that would get longer than its limit, is told to whom it keeps from going on.
+
+use std::collections::VecDeque;
+
+use blockhouse_core::sync::Condvar;
+use blockhouse_core::{
+    Buffer, BufferPool, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage,
+};
+use blockhouse_disk::Disk;
+use parking_lot::Mutex;
+
+/// Segments in memory, at most.
+const MAX_SEGMENTS: usize = 16;
+/// Bytes of a segment.
+const MIN_SEGMENT: u64 = 8 << 10;
+const MAX_SEGMENT: u64 = 1 << 20;
+/// Segments that are written together.
+const MAX_WRITES: usize = 4;
+/// Bytes of memory that are kept for further segments and copies.
+const MAX_CACHED: usize = 4 << 20;
+
+/// See the module's page.
+pub(super) struct Log<S: Storage> {
+    scratch: Disk<S>,
+    /// The longest log, in bytes.
+    limit: u64,
+    /// Bytes of a segment.
+    segment: u64,
+    pool: BufferPool,
+    tail: Mutex<Tail>,
+    /// A segment is full, or the log has ended.
+    filled: Condvar,
+    /// A segment was written, or the log has ended.
+    written: Condvar,
+}
+
+/// The end of the log.
+#[derive(Default)]
+struct Tail {
+    /// Bytes of the log.
+    end: u64,
+    /// What is in memory: in order, perhaps with gaps. The last one is not full where `end` is inside a segment.
+    segments: VecDeque<Segment>,
+    has_ended: bool,
+}
+
+struct Segment {
+    /// Its first byte in the log.
+    start: u64,
+    /// `None` while it is written.
+    buffer: Option<Buffer>,
+}
+
+/// What memory has of the log at some byte.
+enum Memory {
+    Copied,
+    /// The scratch disk has it.
+    Written,
+    HasEnded,
+}
+
+impl<S: Storage> Log<S> {
+    /// An empty log, of `limit` bytes at most, `memory` of them in memory (from 128 KiB to 16 MiB). `scratch` is not shorter
+    /// than the log gets.
+    pub(super) fn new(scratch: Disk<S>, limit: u64, memory: u64) -> Self {
+        let segment = (memory / MAX_SEGMENTS as u64).clamp(MIN_SEGMENT, MAX_SEGMENT);
+        Self {
+            scratch,
+            limit,
+            segment: segment & !(MIN_SEGMENT - 1),
+            pool: BufferPool::new(MAX_CACHED),
+            tail: Mutex::default(),
+            filled: Condvar::new(),
+            written: Condvar::new(),
+        }
+    }
+
+    /// Memory for a copy.
+    pub(super) fn pool(&self) -> &BufferPool {
+        &self.pool
+    }
+
+    /// Bytes that the scratch disk has, or is going to have.
+    pub(super) fn length(&self) -> u64 {
+        self.tail.lock().end
+    }
+
+    /// The name of the scratch disk.
+    pub(super) fn name(&self) -> &str {
+        self.scratch.name()
+    }
+
+    /// Takes no bytes any more, and forgets those that it has.
+    pub(super) fn end(&self) {
+        let mut tail = self.tail.lock();
+        tail.has_ended = true;
+        tail.segments.clear();
+        drop(tail);
+        self.filled.notify_all();
+        self.written.notify_all();
+    }
+
+    /// Has the scratch disk give its space back.
+    pub(super) async fn discard(&self) {
+        let (range, durability) = (ByteRange::between(0, self.scratch.size()), Durability::None);
+        // Otherwise the space is free when the scratch disk is closed.
+        let _ = self.scratch.submit(Request::Discard { range, durability }).await;
+    }
+
+    /// Appends `bytes`, at most half of what memory has room for; waits until it has. Where they are: together, from this byte on.
+    ///
+    /// # Errors
+    /// `NoSpace` at the limit; ENOMEM; `Io` once the log has ended.
+    pub(super) async fn append(&self, bytes: &[u8]) -> Result<u64> {
+        self.written.wait_until(|| self.try_append(bytes).transpose()).await
+    }
+
+    /// `None` without room in memory.
+    fn try_append(&self, mut bytes: &[u8]) -> Result<Option<u64>> {
+        let mut tail = self.tail.lock();
+        if tail.has_ended {
+            return Err(self.ended());
+        }
+        let (start, length) = (tail.end, bytes.len() as u64);
+        if start + length > self.limit {
+            return Err(self.too_long());
+        }
+        let segments = tail.segments.len() as u64 + (start + length).div_ceil(self.segment)
+            - start.div_ceil(self.segment);
+        if segments > MAX_SEGMENTS as u64 {
+            return Ok(None);
+        }
+        while !bytes.is_empty() {
+            let within = (tail.end % self.segment) as usize;
+            if within == 0 {
+                let buffer = Some(self.pool.get(self.segment as usize)?);
+                let start = tail.end;
+                tail.segments.push_back(Segment { start, buffer });
+            }
+            let (now, rest) = bytes.split_at(bytes.len().min(self.segment as usize - within));
+            if let Some(Segment { buffer: Some(buffer), .. }) = tail.segments.back_mut() {
+                buffer.bytes_mut()[within..within + now.len()].copy_from_slice(now);
+            }
+            tail.end += now.len() as u64;
+            bytes = rest;
+        }
+        let has_filled = start / self.segment != tail.end / self.segment;
+        drop(tail);
+        if has_filled {
+            self.filled.notify_all();
+        }
+        Ok(Some(start))
+    }
+
+    /// Fills `into` with what the log has from `offset` on.
+    ///
+    /// # Errors
+    /// What the scratch disk answers; `Io` once the log has ended.
+    pub(super) async fn read(&self, mut offset: u64, mut into: IoVector) -> Result<()> {
+        while !into.is_empty() {
+            let here = (self.segment - offset % self.segment).min(into.len() as u64);
+            let rest = into.split_off(here as usize);
+            let memory = self.written.wait_until(|| self.copy_from_memory(offset, &mut into));
+            match memory.await {
+                Memory::Copied => {}
+                Memory::Written => self.scratch.submit(Request::Read { offset, into }).await?,
+                Memory::HasEnded => return Err(self.ended()),
+            }
+            (offset, into) = (offset + here, rest);
+        }
+        Ok(())
+    }
+
+    /// `None` while these bytes of one segment are written.
+    fn copy_from_memory(&self, offset: u64, into: &mut IoVector) -> Option<Memory> {
+        let tail = self.tail.lock();
+        let start = offset - offset % self.segment;
+        match tail.segments.iter().find(|segment| segment.start == start) {
+            _ if tail.has_ended => Some(Memory::HasEnded),
+            None => Some(Memory::Written),
+            Some(Segment { buffer: None, .. }) => None,
+            Some(Segment { buffer: Some(buffer), .. }) => {
+                into.copy_from(&buffer.bytes()[(offset - start) as usize..]);
+                Some(Memory::Copied)
+            }
+        }
+    }
+
+    /// Writes segments that are full to the scratch disk, until the log has ended.
+    ///
+    /// # Errors
+    /// What the scratch disk answers.
+    pub(super) async fn write_behind(&self) -> Result<()> {
+        let lanes = [(); MAX_WRITES].map(|()| self.write_segments());
+        futures_util::future::try_join_all(lanes).await.map(|_| ())
+    }
+
+    async fn write_segments(&self) -> Result<()> {
+        while let Some((start, mut buffer)) = self.filled.wait_until(|| self.take_full()).await {
+            let (from, durability) = (buffer.lend(), Durability::None);
+            let write = Request::Write { offset: start, from, durability };
+            self.scratch.submit_unlimited(write).await?;
+            self.tail.lock().segments.retain(|segment| segment.start != start);
+            self.written.notify_all();
+        }
+        Ok(())
+    }
+
+    /// `None` while no segment is full, `Some(None)` once the log has ended.
+    fn take_full(&self) -> Option<Option<(u64, Buffer)>> {
+        let mut tail = self.tail.lock();
+        if tail.has_ended {
+            return Some(None);
+        }
+        let full = tail.end - tail.end % self.segment;
+        let is_full = |segment: &&mut Segment| segment.start < full && segment.buffer.is_some();
+        let segment = tail.segments.iter_mut().find(is_full)?;
+        Some(Some((segment.start, segment.buffer.take()?)))
+    }
+
+    fn too_long(&self) -> Error {
+        let what = format!("the scratch file would have more than its {} bytes", self.limit);
+        let error = Error::new(ErrorKind::NoSpace, what).on(self.scratch.name());
+        error.hint("begin the backup again with a larger --scratch-size")
+    }
+
+    fn ended(&self) -> Error {
+        Error::new(ErrorKind::Io, "the backup has ended").on(self.scratch.name())
+    }
+}

@@ -1,0 +1,215 @@
+//! Where the old bytes of each block of a region are: a word for each granule, or for each block of it.
+//!
+//! Guarantees: as the index (`index`), whose part of a disk this is. A granule has one word as long as all of it is in one
+//! state, and where it was saved as a whole; a table of words, one for each block, otherwise.
+
+use std::ops::Range;
+
+/// The unit that is saved, in bytes.
+pub(super) const BLOCK: u64 = 4 << 10;
+/// Blocks that have one word where they are saved together.
+const GRANULE_BLOCKS: usize = 16;
+/// Bytes of such blocks.
+pub(super) const GRANULE: u64 = BLOCK * GRANULE_BLOCKS as u64;
+/// Bytes of a region.
+pub(super) const REGION: u64 = 64 << 20;
+const REGION_GRANULES: usize = (REGION / GRANULE) as usize;
+
+/// Bytes of a log that words can name: 8 TiB.
+pub(super) const MAX_LOG: u64 = ((1 << 31) - Word::FIRST_LOG as u64) * BLOCK;
+/// Bytes of a granule's table.
+pub(super) const TABLE_BYTES: u64 = size_of::<Table>() as u64;
+
+/// Where old bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// In the disk that goes on: they are not saved, but perhaps are copied just now.
+    Source,
+    /// Nowhere: they are zeros.
+    Zeros,
+    /// In the log, from this byte on.
+    Log(u64),
+}
+
+impl Place {
+    /// Of what lies `length` bytes further, where it was saved together.
+    pub(super) fn skip(self, length: u64) -> Self {
+        match self {
+            Self::Log(at) => Self::Log(at + length),
+            Self::Source | Self::Zeros => self,
+        }
+    }
+}
+
+/// State of a block, or of all blocks of a granule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Word(u32);
+
+impl Word {
+    pub(super) const UNSAVED: Self = Self(0);
+    /// A change copies it.
+    pub(super) const CLAIMED: Self = Self(1);
+    const ZEROS: Self = Self(2);
+    /// From here on: blocks of the log.
+    const FIRST_LOG: u32 = 3;
+    /// Of a granule: the number of its table.
+    const TABLE: u32 = 1 << 31;
+
+    pub(super) fn is_saved(self) -> bool {
+        self.0 >= Self::ZEROS.0
+    }
+
+    fn table(self) -> Option<usize> {
+        (self.0 & Self::TABLE != 0).then_some((self.0 & !Self::TABLE) as usize)
+    }
+
+    /// Of the block that lies `count` after one in this state, where they were saved together.
+    fn of_next(self, count: usize) -> Self {
+        if self.0 >= Self::FIRST_LOG { Self(self.0 + count as u32) } else { self }
+    }
+
+    fn place(self) -> Place {
+        match self {
+            Self::UNSAVED | Self::CLAIMED => Place::Source,
+            Self::ZEROS => Place::Zeros,
+            Self(word) => Place::Log(u64::from(word - Self::FIRST_LOG) * BLOCK),
+        }
+    }
+}
+
+impl From<Place> for Word {
+    /// Of blocks that start there. A place in the log is a whole block's, and below `MAX_LOG`.
+    fn from(place: Place) -> Self {
+        match place {
+            Place::Source => Self::UNSAVED,
+            Place::Zeros => Self::ZEROS,
+            Place::Log(at) => Self((at / BLOCK) as u32 + Self::FIRST_LOG),
+        }
+    }
+}
+
+type Table = [Word; GRANULE_BLOCKS];
+
+/// See the module's page. Blocks are counted from the region's first.
+pub(super) struct Region {
+    granules: [Word; REGION_GRANULES],
+    tables: Vec<Table>,
+}
+
+impl Default for Region {
+    fn default() -> Self {
+        let granules = [Word::UNSAVED; REGION_GRANULES];
+        Self { granules, tables: Vec::new() }
+    }
+}
+
+impl Region {
+    /// The state of a block.
+    pub(super) fn get(&self, block: usize) -> Word {
+        let (granule, within) = (self.granules[block / GRANULE_BLOCKS], block % GRANULE_BLOCKS);
+        match granule.table() {
+            Some(table) => self.tables[table][within],
+            None => granule.of_next(within),
+        }
+    }
+
+    /// Where a block's old bytes are, and for how many blocks from it on that holds at least.
+    pub(super) fn place(&self, block: usize) -> (Place, usize) {
+        let has_table = self.granules[block / GRANULE_BLOCKS].table().is_some();
+        let count = if has_table { 1 } else { GRANULE_BLOCKS - block % GRANULE_BLOCKS };
+        (self.get(block).place(), count)
+    }
+
+    fn is_unsaved(&self, block: &usize) -> bool {
+        self.get(*block) == Word::UNSAVED
+    }
+
+    /// Claims the blocks of `wanted` from its first on, which is unsaved, as far as they are. More of the last granule with
+    /// them, as many as there are claimed or saved ones directly before: changes that go on in order read ahead so.
+    /// Without `has_room` the granules that have no table yet are claimed whole. The region has `end` blocks. What was
+    /// claimed, and how many tables were made.
+    pub(super) fn claim(
+        &mut self,
+        wanted: Range<usize>,
+        end: usize,
+        has_room: bool,
+    ) -> (Range<usize>, u64) {
+        let before = (0..wanted.start).rev().take(GRANULE_BLOCKS);
+        let before = before.take_while(|block| !self.is_unsaved(block)).count();
+        let mut run = wanted.clone();
+        run.end = run.start + wanted.take_while(|block| self.is_unsaved(block)).count();
+        let granule_end = run.end.next_multiple_of(GRANULE_BLOCKS).min(end);
+        let ahead = (run.end..granule_end).take(before);
+        run.end += ahead.take_while(|block| self.is_unsaved(block)).count();
+        if !has_room {
+            let whole = |block: usize| {
+                let start = block - block % GRANULE_BLOCKS;
+                start..(start + GRANULE_BLOCKS).min(end)
+            };
+            if self.granules[run.start / GRANULE_BLOCKS] == Word::UNSAVED {
+                run.start = whole(run.start).start;
+            }
+            if self.granules[(run.end - 1) / GRANULE_BLOCKS] == Word::UNSAVED {
+                run.end = whole(run.end - 1).end;
+            }
+        }
+        let tables = self.tables.len();
+        for part in granules(run.clone()) {
+            let is_whole = part.len() == GRANULE_BLOCKS || part.end == end;
+            self.mark_claimed(part.clone(), is_whole && part.start % GRANULE_BLOCKS == 0);
+        }
+        (run, (self.tables.len() - tables) as u64)
+    }
+
+    /// Blocks of one granule, all of it where `is_whole`.
+    fn mark_claimed(&mut self, part: Range<usize>, is_whole: bool) {
+        let granule = part.start / GRANULE_BLOCKS;
+        if self.granules[granule] == Word::UNSAVED {
+            if is_whole {
+                self.granules[granule] = Word::CLAIMED;
+                return;
+            }
+            self.granules[granule] = Word(Word::TABLE | self.tables.len() as u32);
+            if self.tables.len() == self.tables.capacity() {
+                self.tables.reserve_exact(8 + self.tables.len() / 4);
+            }
+            self.tables.push([Word::UNSAVED; GRANULE_BLOCKS]);
+        }
+        self.set(part, Word::CLAIMED);
+    }
+
+    /// Gives claimed blocks of one granule, which are together in `place`, their state: all that the claim has of it.
+    pub(super) fn finish(&mut self, part: Range<usize>, place: Place) {
+        self.set(part, place.into());
+    }
+
+    /// Makes claimed blocks unsaved again.
+    pub(super) fn release(&mut self, run: Range<usize>) {
+        for part in granules(run) {
+            self.set(part, Word::UNSAVED);
+        }
+    }
+
+    fn set(&mut self, part: Range<usize>, word: Word) {
+        let granule = part.start / GRANULE_BLOCKS;
+        match self.granules[granule].table() {
+            None => self.granules[granule] = word,
+            Some(table) => {
+                for (index, block) in part.enumerate() {
+                    self.tables[table][block % GRANULE_BLOCKS] = word.of_next(index);
+                }
+            }
+        }
+    }
+}
+
+/// The parts of a run, a granule each.
+fn granules(run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let mut rest = run;
+    std::iter::from_fn(move || {
+        let end = (rest.start / GRANULE_BLOCKS + 1) * GRANULE_BLOCKS;
+        let part = rest.start..end.min(rest.end);
+        rest.start = part.end;
+        (!part.is_empty()).then_some(part)
+    })
+}
