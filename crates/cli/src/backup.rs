@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::ByteRange;
 use blockhouse_core::sync::run_all;
+use blockhouse_core::{ByteRange, ToolProgress};
 use blockhouse_disk::{
     Access, AllowedPaths, Backing, CacheMode, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists,
     ImageDisk, ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name,
@@ -23,6 +23,8 @@ use blockhouse_storage::{ImageStorage, Location};
 use crate::copy_target::without_leaks;
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::open_args::OpenArgs;
+use crate::phases::Phases;
+use crate::progress::{Progress, ProgressArgs};
 
 /// Requests in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -60,6 +62,8 @@ pub struct Arguments {
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
+    progress: ProgressArgs,
+    #[command(flatten)]
     open: OpenArgs,
     /// The disk to copy: an image that no program changes, or an export of an NBD server, as 'ctl backup begin' makes them.
     source: PathBuf,
@@ -72,11 +76,15 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if format_of_new(&arguments.target) != ImageFormat::Qcow2 {
         wrong_usage("a backup is a qcow2 image; give TARGET a name that ends in .qcow2");
     }
-    EventLoop::new(EngineChoice::Auto)?.block_on(arguments.run())
+    let shown = Progress::start(arguments.progress)?;
+    let phases = Phases::of(if arguments.verify { 2 } else { 1 });
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let work = || event_loop.block_on(arguments.run(&phases));
+    shown.beside(|| phases.position(), work)
 }
 
 impl Arguments {
-    async fn run(&self) -> Result<()> {
+    async fn run(&self, phases: &Phases) -> Result<()> {
         if !matches!(Location::of(&self.target)?, Location::File(_)) {
             bail!("{}: backups are files of this host", self.target.display());
         }
@@ -98,11 +106,11 @@ impl Arguments {
         let source = open(&self.source, self.open.read_only(self.source_format)?).await?;
         let source = Arc::new(source);
         let target = match &self.incremental {
-            None => self.fill_whole(&source, &part).await,
-            Some(since) => self.fill_increment(&source, &part, since).await,
+            None => self.fill_whole(&source, &part, phases).await,
+            Some(since) => self.fill_increment(&source, &part, since, phases).await,
         };
         let finished = match target {
-            Ok(target) => self.finish(&source, target).await,
+            Ok(target) => self.finish(&source, target, phases).await,
             Err(error) => Err(error),
         };
         match finished {
@@ -115,7 +123,12 @@ impl Arguments {
         }
     }
 
-    async fn fill_whole(&self, source: &Arc<ImageDisk>, part: &Path) -> Result<Arc<ImageDisk>> {
+    async fn fill_whole(
+        &self,
+        source: &Arc<ImageDisk>,
+        part: &Path,
+        phases: &Phases,
+    ) -> Result<Arc<ImageDisk>> {
         let target_content = match self.resume {
             true => TargetContent::Unknown,
             false => TargetContent::Zero,
@@ -123,7 +136,12 @@ impl Arguments {
         let target = self.part(part, CreateOptions::new(source.size())).await?;
         let options = CopyOptions { target_content, compress: false, max_in_flight: MAX_IN_FLIGHT };
         let copied = match CopyJob::new(Arc::clone(source), Arc::clone(&target), options) {
-            Ok(job) => job.work().await,
+            Ok(job) => {
+                let job = Arc::new(job);
+                let shown = Arc::clone(&job);
+                phases.begin(move || (shown.progress().done, shown.progress().total));
+                job.work().await
+            }
             Err(error) => Err(error),
         };
         kept(target, copied).await
@@ -134,6 +152,7 @@ impl Arguments {
         source: &Arc<ImageDisk>,
         part: &Path,
         since: &str,
+        phases: &Phases,
     ) -> Result<Arc<ImageDisk>> {
         let changed = changed_since(&self.source, source, since).await?;
         let options = CreateOptions {
@@ -152,7 +171,11 @@ impl Arguments {
         }
         let copied = match RangeCopy::new(from, to, changed.granularity(), is_zero) {
             Ok(copy) => {
-                let copies = chunks(&changed).map(|chunk| self.copy_chunk(&copy, chunk));
+                let progress = Arc::new(ToolProgress::default());
+                progress.begin(chunks(&changed).map(ByteRange::length).sum());
+                let shown = Arc::clone(&progress);
+                phases.begin(move || shown.get());
+                let copies = chunks(&changed).map(|chunk| self.copy_chunk(&copy, chunk, &progress));
                 run_all(MAX_IN_FLIGHT, copies).await
             }
             Err(error) => Err(error),
@@ -165,17 +188,20 @@ impl Arguments {
         &self,
         copy: &RangeCopy<ImageStorage>,
         chunk: ByteRange,
+        progress: &ToolProgress,
     ) -> blockhouse_core::Result<()> {
-        match self.resume && copy.is_copied(chunk).await? {
-            true => Ok(()),
-            false => copy.copy(chunk).await.map(drop),
+        if !(self.resume && copy.is_copied(chunk).await?) {
+            copy.copy(chunk).await?;
         }
+        progress.advance(chunk.length());
+        Ok(())
     }
 
     /// The image that becomes the target: a new one, or what an earlier command has left, which has to be like it.
     async fn part(&self, part: &Path, options: CreateOptions) -> Result<Arc<ImageDisk>> {
         if !self.resume {
-            create_qcow2(part, &options, AllowedPaths::default()).await?;
+            let progress = ToolProgress::default();
+            create_qcow2(part, &options, AllowedPaths::default(), &progress).await?;
             return Ok(Arc::new(self.open_target(part).await?));
         }
         let advice = || format!("{}: cannot go on with it; remove it", part.display());
@@ -221,18 +247,31 @@ impl Arguments {
     }
 
     /// Makes the target durable, once it is found to be right; closes it in any case.
-    async fn finish(&self, source: &Arc<ImageDisk>, target: Arc<ImageDisk>) -> Result<()> {
+    async fn finish(
+        &self,
+        source: &Arc<ImageDisk>,
+        target: Arc<ImageDisk>,
+        phases: &Phases,
+    ) -> Result<()> {
         target.flush().await?;
         let verified = match self.verify {
-            true => self.compare(source, &target).await,
+            true => self.compare(source, &target, phases).await,
             false => Ok(()),
         };
         let closed = target.close().await;
         verified.and_then(|()| Ok(closed?))
     }
 
-    async fn compare(&self, source: &Arc<ImageDisk>, target: &Arc<ImageDisk>) -> Result<()> {
-        let job = CompareJob::new(Arc::clone(source), Arc::clone(target), MAX_IN_FLIGHT);
+    async fn compare(
+        &self,
+        source: &Arc<ImageDisk>,
+        target: &Arc<ImageDisk>,
+        phases: &Phases,
+    ) -> Result<()> {
+        let (one, other) = (Arc::clone(source), Arc::clone(target));
+        let job = Arc::new(CompareJob::new(one, other, MAX_IN_FLIGHT));
+        let shown = Arc::clone(&job);
+        phases.begin(move || shown.progress());
         job.work().await?;
         let Some(offset) = job.difference() else { return Ok(()) };
         let what = match &self.incremental {

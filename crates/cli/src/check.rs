@@ -7,19 +7,21 @@
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
-use blockhouse_core::Storage;
+use blockhouse_core::{Storage, ToolProgress};
 use blockhouse_disk::{
     CheckReport, IfCorrupt, ImageFormat, format_by_name, open_for_repair, open_metadata,
     replay_state,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
-use blockhouse_format::qcow2::{Repair, RepairReport, repair};
+use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
 use serde_json::json;
 
+use crate::create::wrong_usage;
 use crate::image_args::ImageArgs;
 use crate::image_opts::Named;
 use crate::open_args::SourceCacheArgs;
 use crate::output;
+use crate::progress::{Progress, ProgressArgs};
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -37,6 +39,8 @@ pub struct Arguments {
     /// a check without --repair lists both first.
     #[arg(long, short, value_name = "WHAT", conflicts_with = "force_share")]
     repair: Option<RepairScope>,
+    #[command(flatten)]
+    progress: ProgressArgs,
 }
 
 /// What to repair.
@@ -61,12 +65,20 @@ enum Outcome {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let image = &arguments.image;
-    let outcome = EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        match arguments.repair {
-            None => check(arguments).await,
-            Some(what) => repair_image(image, what).await,
-        }
-    })?;
+    let shown = Progress::start(arguments.progress)?;
+    if shown.prints_on_output() && image.is_json() {
+        wrong_usage(
+            "-p prints on standard output, where JSON is alone; leave one of the two out (SIGUSR1 tells how far it is)",
+        );
+    }
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let progress =
+        ToolProgress::in_passes(if arguments.repair.is_some() { REPAIR_PASSES } else { 1 });
+    let work = || match arguments.repair {
+        None => event_loop.block_on(check(arguments, &progress)),
+        Some(what) => event_loop.block_on(repair_image(image, what, &progress)),
+    };
+    let outcome = shown.beside(|| progress.get(), work)?;
     let name = image.to_string();
     let (report, repaired, format) = match outcome {
         Outcome::NotCheckable(format) => {
@@ -98,16 +110,20 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-async fn check(arguments: &Arguments) -> Result<Outcome> {
+async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
     // Locked, so that no program writes until the report is there.
     let (path, options) = arguments.image.read_only()?;
     let disk = open_metadata(&path, arguments.source_cache.apply(options)).await?;
-    let report = disk.check().await?;
+    let report = disk.check_with(progress).await?;
     let format = disk.format_name();
     Ok(report.map_or(Outcome::NotCheckable(format), |report| Outcome::Checked(report, format)))
 }
 
-async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcome> {
+async fn repair_image(
+    arguments: &ImageArgs,
+    what: RepairScope,
+    progress: &ToolProgress,
+) -> Result<Outcome> {
     let Named { path, format, .. } = arguments.to_change()?;
     let image = &*path;
     let format = format.unwrap_or_else(|| format_by_name(image));
@@ -128,7 +144,7 @@ async fn repair_image(arguments: &ImageArgs, what: RepairScope) -> Result<Outcom
     let options = arguments.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_for_repair(image, options).await?;
-    let repaired = repair(&storage, what).await?;
+    let repaired = repair_with(&storage, what, progress).await?;
     storage.close().await?;
     Ok(Outcome::Repaired(repaired, format.as_str()))
 }

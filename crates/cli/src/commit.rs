@@ -1,17 +1,28 @@
-//! `blockhouse commit`: an image's data into its backing file.
+//! `blockhouse commit`: an image's data into its backing file, or into one that is deeper in the chain.
+//!
+//! Guarantees: the image reads the same at every moment. It is emptied only where all that it had is in its own backing
+//! file. What an encrypted image has is stored in the clear only where that is meant.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+use blockhouse_core::ToolProgress;
 use blockhouse_disk::{
-    AfterCommit, ImageDisk, ImageFormat, ToolProgress, commit_overlay, open_for_commit,
+    AfterCommit, CommitChain, CopyJob, CopyOptions, ImageDisk, ImageFormat, TargetContent,
+    commit_overlay, open_for_commit,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::image_args::resolve_relative;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, TargetCacheArgs};
+use crate::output;
 use crate::progress::{Progress, ProgressArgs};
+use crate::rate::RateArgs;
+
+/// Chunks in flight.
+const MAX_IN_FLIGHT: usize = 16;
 
 /// Arguments of `commit`.
 #[derive(clap::Args)]
@@ -19,12 +30,18 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// The backing file that gets the content: the image's own, named here only to be sure.
+    /// The backing file that gets the content; left out, the image's own. Where it is a deeper one of the chain, the
+    /// image keeps what it has, and those between the two are of no use any more but as a part of its chain.
     #[arg(long, short, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Leave in the image what it has, instead of emptying it.
     #[arg(long, short = 'd')]
     keep: bool,
+    /// Store what an encrypted image has in a backing file that is not encrypted.
+    #[arg(long)]
+    decrypt: bool,
+    #[command(flatten)]
+    rate: RateArgs,
     #[command(flatten)]
     target_cache: TargetCacheArgs,
     #[command(flatten)]
@@ -39,45 +56,81 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { base, keep, target_cache, progress, open, .. } = &arguments;
-    let (keep, target_cache, progress) = (*keep, *target_cache, *progress);
     let Named { path: image, format, .. } =
         arguments.image_opts.resolve_to_change(&arguments.image, arguments.format)?;
-    let options = target_cache.apply(open.read_write(format)?);
-    let after = if keep { AfterCommit::Keep } else { AfterCommit::Empty };
-    let shown = Progress::start(progress)?;
+    let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
+    let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let (disk, behind) = event_loop.block_on(open_for_commit(&image, options))?;
-    if let Some(base) = base {
-        check_base(&image, &disk, base)?;
+    let is_base = |behind: &Path| {
+        arguments.base.as_deref().is_none_or(|base| is_same_file(&image, base, behind))
+    };
+    let CommitChain { overlay, base, between } =
+        event_loop.block_on(open_for_commit(&image, options, is_base))?;
+    let overlay = Arc::new(overlay);
+    if !arguments.decrypt {
+        check_encryption(&overlay, &base, between.len())?;
     }
-    let progress = ToolProgress::default();
-    let work = || Ok(event_loop.block_on(commit_overlay(&disk, &behind, after, &progress))?);
-    shown.beside(|| progress.get(), work)?;
+    arguments.rate.apply(&base);
+    if between.is_empty() {
+        let after = if arguments.keep { AfterCommit::Keep } else { AfterCommit::Empty };
+        let progress = ToolProgress::default();
+        let work = || Ok(event_loop.block_on(commit_overlay(&overlay, &base, after, &progress))?);
+        shown.beside(|| progress.get(), work)?;
+    } else {
+        commit_chain(&mut event_loop, &shown, &overlay, &base)?;
+    }
     event_loop.block_on(async {
-        behind.close().await?;
-        Ok(disk.close().await?)
+        base.close().await?;
+        anyhow::Ok(overlay.close().await?)
+    })?;
+    for image in between {
+        output::tell(&format!(
+            "blockhouse: {image}: is over a changed backing file, and no disk by itself any more"
+        ));
+    }
+    Ok(())
+}
+
+/// Makes `base` read as `overlay` does, which keeps all it has. What of the two is the same is not written.
+fn commit_chain(
+    event_loop: &mut EventLoop,
+    shown: &Progress,
+    overlay: &Arc<ImageDisk>,
+    base: &Arc<ImageDisk>,
+) -> Result<()> {
+    if base.size() < overlay.size() {
+        event_loop.block_on(base.resize(overlay.size()))?;
+    }
+    let options = CopyOptions {
+        target_content: TargetContent::Unknown,
+        compress: false,
+        max_in_flight: MAX_IN_FLIGHT,
+    };
+    let job = CopyJob::new(Arc::clone(overlay), Arc::clone(base), options)?;
+    let position = || (job.progress().done, job.progress().total);
+    shown.beside(position, || Ok(event_loop.block_on(job.work())?))?;
+    Ok(event_loop.block_on(base.flush())?)
+}
+
+/// Whether a base as it was typed is the file of this path: found from here, or as `image` would name it.
+fn is_same_file(image: &Path, typed: &Path, path: &Path) -> bool {
+    let named = [typed.to_owned(), resolve_relative(image, typed.as_os_str().as_encoded_bytes())];
+    named.iter().any(|named| match (named.canonicalize(), path.canonicalize()) {
+        (Ok(named), Ok(path)) => named == path,
+        _ => *named == *path,
     })
 }
 
-/// Refuses a base that is not the image's own backing file.
-fn check_base(image: &Path, disk: &ImageDisk, base: &Path) -> Result<()> {
-    let name = disk.backing_file().context("an image without a backing file")?;
-    let own = resolve_relative(image, &name.name);
-    // As qemu-img does: from here, or as the image names it.
-    let is_own = [base.to_owned(), resolve_relative(image, base.as_os_str().as_encoded_bytes())]
-        .iter()
-        .any(|named| match (named.canonicalize(), own.canonicalize()) {
-            (Ok(named), Ok(own)) => named == own,
-            _ => *named == own,
-        });
-    if is_own {
-        return Ok(());
+/// Refuses to store in the clear what is encrypted in one of the images above the base.
+fn check_encryption(overlay: &ImageDisk, base: &ImageDisk, between: usize) -> Result<()> {
+    let mut above = (0..=between).filter_map(|depth| overlay.layer_at(depth));
+    match above.find(|layer| layer.is_encrypted && !base.is_encrypted()) {
+        None => Ok(()),
+        Some(layer) => bail!(
+            "{}: is encrypted, and its backing file {} is not: what is committed would be stored there in the clear; if \
+             that is meant, say --decrypt",
+            layer.name,
+            base.name()
+        ),
     }
-    bail!(
-        "{}: its backing file is {}, and the content goes there only: commit it, and then {} in the same way",
-        image.display(),
-        own.display(),
-        own.display()
-    );
 }

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, ErrorKind, Fallback, Request, Storage, Unmap};
+use blockhouse_core::{
+    ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
+};
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk, ImageFormat,
     ImageOptions, Locking, StateUse, TargetContent, check_new_name, create as create_file, exists,
@@ -125,6 +127,11 @@ struct Finish {
 }
 
 impl Target {
+    /// Whether it is a new image, which is as long as the copy.
+    pub fn is_new(&self) -> bool {
+        self.finish.part.is_some()
+    }
+
     /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was copied can be found
     /// again, and gives it its name if all went well.
     ///
@@ -239,7 +246,8 @@ impl TargetSpec<'_> {
                 if let Some(time) = key_time(&self.settings) {
                     options.encryption = Some(self.open.secrets()?.create_header(time)?);
                 }
-                create_qcow2(part, &options, self.allowed_paths()?).await?;
+                let progress = ToolProgress::default();
+                create_qcow2(part, &options, self.allowed_paths()?, &progress).await?;
             }
             ImageFormat::Luks | ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }
@@ -305,6 +313,8 @@ impl TargetSpec<'_> {
             // What it leaves to its backing file may be right.
             _ if disk.backing_file().is_some() => TargetContent::Unknown,
             IfThere::OverwriteZeros => TargetContent::Zero,
+            // A stream: it says what becomes zeros.
+            _ if self.size == 0 => TargetContent::Unknown,
             _ => {
                 let range = ByteRange::between(0, self.size);
                 let (unmap, fallback, durability) =

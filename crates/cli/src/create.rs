@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_core::{ByteRange, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
     check_raw_backing, create as create_file, format_for_new, open_created, open_without_backing,
@@ -23,6 +23,7 @@ use crate::open_args::{AllowPathArgs, KeyArgs, read_only};
 use blockhouse_daemon::size;
 
 use crate::output;
+use crate::progress::{Progress, ProgressArgs};
 
 /// Arguments of `create`.
 #[derive(clap::Args)]
@@ -46,6 +47,8 @@ pub struct Arguments {
     #[arg(short = 'u', long = "unsafe", requires = "size")]
     only_name: bool,
     #[command(flatten)]
+    progress: ProgressArgs,
+    #[command(flatten)]
     allow: AllowPathArgs,
     #[command(flatten)]
     keys: KeyArgs,
@@ -58,47 +61,70 @@ pub struct Arguments {
 }
 
 /// Runs the command.
-pub fn run(arguments: Arguments) -> Result<()> {
-    let Arguments { format, options, backing, backing_format, only_name, allow, keys, image, size } =
-        arguments;
-    let Some(mut settings) = Settings::join(options) else {
+pub fn run(mut arguments: Arguments) -> Result<()> {
+    let Some(mut settings) = Settings::join(std::mem::take(&mut arguments.options)) else {
         return output::print(create_options::HELP);
     };
-    settings.extend(backing);
-    settings.extend(backing_format);
-    let Some(image) = image else { wrong_usage("which image to make is missing") };
-    let size = size.map(|size| whole_sectors(&image, size));
+    settings.extend(arguments.backing.take());
+    settings.extend(arguments.backing_format.take());
+    let Some(image) = arguments.image.take() else { wrong_usage("which image to make is missing") };
+    let size = arguments.size.map(|size| whole_sectors(&image, size));
+    let (shown, made) = (Progress::start(arguments.progress)?, ToolProgress::default());
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    match format.unwrap_or_else(|| format_of_new(&image)) {
+    match arguments.format.unwrap_or_else(|| format_of_new(&image)) {
         ImageFormat::Raw => {
             let mode = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
-            let Some(size) = size else { wrong_usage("the size is missing: 512, 64K, 20G") };
-            event_loop.block_on(create_raw(&image, size, mode))
+            let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
+            let work = || event_loop.block_on(create_raw(&image, size, mode, &made));
+            shown.beside(|| made.get(), work)
         }
         ImageFormat::Qcow2 => {
-            let key_time = key_time(&settings);
-            let options = create_options::qcow2(size.unwrap_or(0), settings);
-            let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
-            if let Some(time) = key_time {
-                options.encryption = Some(keys.secrets()?.create_header(time)?);
-            }
-            if size.is_none() && options.backing.is_none() {
-                wrong_usage("the size is missing: 512, 64K, 20G, or a backing file that has one");
-            }
-            if only_name {
-                return event_loop.block_on(make_qcow2(&image, &options));
-            }
-            let allowed = AllowedPaths::new(&allow.allow_path)?;
-            event_loop.block_on(async {
-                if size.is_none()
-                    && let Some(backing) = &options.backing
-                {
-                    options.size = open_backing(&image, backing, allowed.clone()).await?.size();
-                }
-                create_qcow2(&image, &options, allowed).await
-            })
+            let options = arguments.qcow2_options(size, settings)?;
+            let work = || event_loop.block_on(arguments.create_qcow2(&image, options, &made));
+            shown.beside(|| made.get(), work)
         }
         format @ (ImageFormat::Luks | ImageFormat::Foreign(_)) => wrong_usage(&format.not_made()),
+    }
+}
+
+/// What is said of a disk without a size.
+const SIZE_IS_MISSING: &str = "the size is missing: 512, 64K, 20G";
+
+impl Arguments {
+    /// What a qcow2 image is to be like; a size of 0 is that of the backing file.
+    fn qcow2_options(
+        &self,
+        size: Option<u64>,
+        settings: Vec<Setting>,
+    ) -> Result<qcow2::CreateOptions> {
+        let key_time = key_time(&settings);
+        let options = create_options::qcow2(size.unwrap_or(0), settings);
+        let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+        if let Some(time) = key_time {
+            options.encryption = Some(self.keys.secrets()?.create_header(time)?);
+        }
+        if size.is_none() && options.backing.is_none() {
+            wrong_usage(&format!("{SIZE_IS_MISSING}, or a backing file that has one"));
+        }
+        Ok(options)
+    }
+
+    async fn create_qcow2(
+        &self,
+        image: &Path,
+        mut options: qcow2::CreateOptions,
+        progress: &ToolProgress,
+    ) -> Result<()> {
+        if self.only_name {
+            return make_qcow2(image, &options, progress).await;
+        }
+        let allowed = AllowedPaths::new(&self.allow.allow_path)?;
+        if self.size.is_none()
+            && let Some(backing) = &options.backing
+        {
+            options.size = open_backing(image, backing, allowed.clone()).await?.size();
+        }
+        create_qcow2(image, &options, allowed, progress).await
     }
 }
 
@@ -129,12 +155,18 @@ pub fn wrong_usage(why: &str) -> ! {
     std::process::exit(WRONG_USAGE)
 }
 
-async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> {
+async fn create_raw(
+    image: &Path,
+    size: u64,
+    mode: Option<SpaceMode>,
+    progress: &ToolProgress,
+) -> Result<()> {
     create_file(image, size, ImageFormat::Raw).await?;
     let Some(mode) = mode else { return Ok(()) };
     let finish = async {
         let storage = open_created(image).await?;
-        preallocate(&storage, ByteRange::between(0, size), mode).await?;
+        progress.begin(size);
+        preallocate(&storage, ByteRange::between(0, size), mode, progress).await?;
         storage.flush(SyncMode::Full).await?;
         storage.close().await
     };
@@ -145,7 +177,8 @@ async fn create_raw(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<
     Ok(finished?)
 }
 
-/// Makes a new qcow2 image, and says so if it names what commands open only when they are told to.
+/// Makes a new qcow2 image, and says so if it names what commands open only when they are told to. `progress` tells of
+/// tables and of space that is taken.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
@@ -153,20 +186,25 @@ pub async fn create_qcow2(
     image: &Path,
     options: &qcow2::CreateOptions,
     allowed: AllowedPaths,
+    progress: &ToolProgress,
 ) -> Result<()> {
     if let Some(backing) = &options.backing {
         open_backing(image, backing, allowed).await?;
     }
-    make_qcow2(image, options).await
+    make_qcow2(image, options, progress).await
 }
 
 /// As [`create_qcow2`], without a look at the backing file.
-async fn make_qcow2(image: &Path, options: &qcow2::CreateOptions) -> Result<()> {
+async fn make_qcow2(
+    image: &Path,
+    options: &qcow2::CreateOptions,
+    progress: &ToolProgress,
+) -> Result<()> {
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, which no program takes for an image.
     create_file(image, 0, ImageFormat::Raw).await?;
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
-    let outcome = fill_qcow2(image, data_path.as_deref(), options).await;
+    let outcome = fill_qcow2(image, data_path.as_deref(), options, progress).await;
     if outcome.is_err() {
         remove_created(image).await;
     }
@@ -186,16 +224,17 @@ async fn fill_qcow2(
     image: &Path,
     data: Option<&Path>,
     options: &qcow2::CreateOptions,
+    progress: &ToolProgress,
 ) -> blockhouse_core::Result<()> {
     let storage = open_created(image).await?;
     let Some(path) = data else {
-        qcow2::create(&storage, options).await?;
+        qcow2::create_with(&storage, None, options, progress).await?;
         return storage.close().await;
     };
     create_file(path, 0, ImageFormat::Raw).await?;
     let finish = async {
         let data = open_created(path).await?;
-        qcow2::create_with(&storage, Some(&data), options).await?;
+        qcow2::create_with(&storage, Some(&data), options, progress).await?;
         storage.close().await
     };
     let finished = finish.await;

@@ -118,7 +118,10 @@ impl Operands {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let operands = Operands::of(&arguments.operands);
     let (Some(source), Some(path)) = (&operands.source, &operands.target) else {
-        wrong_usage("both a source (if=) and a target (of=) are needed");
+        wrong_usage(
+            "both a source (if=) and a target (of=) are needed; with a pipe it is 'blockhouse convert SOURCE -' or \
+             'blockhouse convert - TARGET'",
+        );
     };
     let progress = Progress::start(arguments.progress)?;
     let Named { path: source, format, is_shared, .. } =
@@ -148,7 +151,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         open: &arguments.open,
     };
     let target = event_loop.block_on(spec.build())?;
-    let copied = copy(&progress, &Arc::new(source), part, &target, false);
+    let copied = copy(&progress, vec![(Arc::new(source), part)], &target, false);
     event_loop.block_on(target.finish(copied))
 }
 

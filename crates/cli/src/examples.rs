@@ -112,6 +112,9 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "Only what differs from base.img",
                 "blockhouse convert -B base.img -F raw disk.img differs.qcow2",
             ),
+            example("Out of a pipe", "blockhouse convert - piped.qcow2 < disk.img"),
+            example("Into a pipe", "blockhouse convert disk.qcow2 - | gzip > disk.img.gz"),
+            example("Two disks as one", "blockhouse convert disk.img disk.qcow2 both.img"),
         ],
     ),
     (
@@ -142,6 +145,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             example("Exit status 2: corrupt, 3: leaks", "blockhouse check disk.qcow2"),
             example("Give leaked space back", "blockhouse check --repair leaks disk.qcow2"),
+            example("How far it is, in a script", "blockhouse check -p disk.qcow2"),
         ],
     ),
     (
@@ -637,6 +641,10 @@ mod tests {
     fn the_parser_accepts_each_example() {
         let examples = EXAMPLES.iter().flat_map(|(_, examples)| *examples);
         for line in examples.flat_map(|example| example.line.split(" && ")) {
+            // What the shell does is no argument.
+            let line = [" | ", " < ", " > "]
+                .iter()
+                .fold(line, |line, end| line.split(end).next().unwrap_or_default());
             let parsed = crate::command().try_get_matches_from(words(line));
             if let Err(error) = parsed {
                 assert!(!error.use_stderr(), "{line}: {error}");

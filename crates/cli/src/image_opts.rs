@@ -37,6 +37,11 @@ pub struct Named {
 }
 
 impl ImageOptsArgs {
+    /// Whether images are named by options.
+    pub fn is_used(self) -> bool {
+        self.image_opts
+    }
+
     /// As [`resolve`](Self::resolve), for an image that will be changed.
     ///
     /// # Errors

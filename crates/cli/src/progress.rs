@@ -2,7 +2,7 @@
 //!
 //! Guarantees: a bar is drawn where standard error is a terminal, unless `--quiet` forbids it. Elsewhere `-p` prints on
 //! standard output what qemu-img prints there: `    (12.34/100%)`, one over the other by carriage returns, each a percent
-//! or more after the one before, and 100.00 at a good end only. From the moment that a [`Progress`] exists, SIGUSR1 ends
+//! or more after the one before, and 100.00 at a good end only; on standard error where standard output carries a disk. From the moment that a [`Progress`] exists, SIGUSR1 ends
 //! nothing but prints such a line on standard error, within a tenth of a second. What cannot be printed is left out.
 
 use std::io::Write;
@@ -12,7 +12,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGUSR1;
 
 use crate::output;
@@ -32,9 +32,17 @@ pub struct ProgressArgs {
     progress: bool,
 }
 
+/// What lines are printed on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LinesTo {
+    Output,
+    Error,
+}
+
 /// Where progress is shown.
 pub struct Progress {
     has_lines: bool,
+    lines_to: LinesTo,
     is_asked: Arc<AtomicBool>,
 }
 
@@ -46,10 +54,16 @@ impl Progress {
     pub fn start(arguments: ProgressArgs) -> Result<Self> {
         let is_asked = Arc::new(AtomicBool::new(false));
         signal_hook::flag::register(SIGUSR1, Arc::clone(&is_asked)).context("SIGUSR1")?;
-        Ok(Self { has_lines: arguments.progress, is_asked })
+        Ok(Self { has_lines: arguments.progress, lines_to: LinesTo::Output, is_asked })
     }
 
-    /// Runs `work` on this thread, while another one shows what `position` says: bytes done, and of how many.
+    /// Lines go to standard error from now on, because standard output carries a disk.
+    pub fn beside_output(self) -> Self {
+        Self { lines_to: LinesTo::Error, ..self }
+    }
+
+    /// Runs `work` on this thread, while another one shows what `position` says: bytes done, and of how many, which is 0
+    /// while that is not known.
     pub fn beside<T>(
         &self,
         position: impl Fn() -> (u64, u64) + Sync,
@@ -73,13 +87,19 @@ impl Progress {
         outcome
     }
 
-    /// What shows the progress of work of `total` bytes.
+    /// Whether lines go to standard output.
+    pub fn prints_on_output(&self) -> bool {
+        self.has_lines && self.lines_to == LinesTo::Output
+    }
+
+    /// What shows the progress of work of `total` bytes; 0 where that is not known yet.
     pub fn display(&self, total: u64) -> Display<'_> {
         let bar = if output::is_quiet() { ProgressBar::hidden() } else { bar(total) };
         let has_lines = self.has_lines && bar.is_hidden() && !output::is_quiet();
         let display = Display {
             bar,
             lines: has_lines.then(|| parking_lot::Mutex::new(0.0)),
+            lines_to: self.lines_to,
             is_asked: &self.is_asked,
         };
         display.print(0.0);
@@ -92,19 +112,26 @@ pub struct Display<'a> {
     bar: ProgressBar,
     /// The percentage of the last line.
     lines: Option<parking_lot::Mutex<f64>>,
+    lines_to: LinesTo,
     is_asked: &'a AtomicBool,
 }
 
 impl Display<'_> {
-    /// So many bytes are done, of so many. To be called each [`INTERVAL`].
+    /// So many bytes are done, of so many, or of 0 where that is not known. To be called each [`INTERVAL`].
     pub fn show(&self, (done, total): (u64, u64)) {
+        if total > 0 && self.bar.length() != Some(total) {
+            self.bar.set_length(total);
+            self.bar.set_style(style(total));
+        }
         self.bar.set_position(done);
         let percent = percent(done, total);
         if self.is_asked.swap(false, Ordering::Relaxed) {
-            self.bar.suspend(|| output::tell(&line(percent)));
+            let line = percent.map_or_else(|| amount(done), line);
+            self.bar.suspend(|| output::tell(&line));
         }
-        if let Some(last) = &self.lines
+        if let (Some(last), Some(percent)) = (&self.lines, percent)
             && percent >= *last.lock() + STEP
+            && percent < 100.0
         {
             self.print(percent);
         }
@@ -120,33 +147,56 @@ impl Display<'_> {
             self.print(100.0);
         }
         if self.lines.is_some() {
-            let _ = output::write("");
+            self.write("\n");
         }
     }
 
     fn print(&self, percent: f64) {
         if let Some(last) = &self.lines {
             *last.lock() = percent;
-            let mut output = std::io::stdout().lock();
-            let _ = write!(output, "{}\r", line(percent)).and_then(|()| output.flush());
+            self.write(&format!("{}\r", line(percent)));
         }
+    }
+
+    /// What cannot be written is left out.
+    fn write(&self, text: &str) {
+        let mut output: Box<dyn Write> = match self.lines_to {
+            LinesTo::Output => Box::new(std::io::stdout()),
+            LinesTo::Error => Box::new(std::io::stderr()),
+        };
+        let _ = output.write_all(text.as_bytes()).and_then(|()| output.flush());
     }
 }
 
-fn percent(done: u64, total: u64) -> f64 {
-    if total == 0 { 100.0 } else { done.min(total) as f64 * 100.0 / total as f64 }
+/// `None` where it is not known how much there is to do.
+fn percent(done: u64, total: u64) -> Option<f64> {
+    (total > 0).then(|| done.min(total) as f64 * 100.0 / total as f64)
 }
 
 fn line(percent: f64) -> String {
     format!("    ({percent:.2}/100%)")
 }
 
+/// As [`line`], where nobody knows how much there is to do.
+fn amount(done: u64) -> String {
+    format!("    ({} so far)", HumanBytes(done))
+}
+
 /// Invisible where standard error is no terminal.
 fn bar(total: u64) -> ProgressBar {
-    let look = "{percent:>3}% [{bar:40}] {binary_bytes} of {binary_total_bytes}  \
-                {binary_bytes_per_sec}  {eta} left";
+    ProgressBar::new(total).with_style(style(total))
+}
+
+fn style(total: u64) -> ProgressStyle {
+    let look = match total {
+        0 => "{binary_bytes}  {binary_bytes_per_sec}",
+        _ => {
+            "{percent:>3}% [{bar:40}] {binary_bytes} of {binary_total_bytes}  \
+             {binary_bytes_per_sec}  {eta} left"
+        }
+    };
     let style = ProgressStyle::with_template(look).expect("a template of known words");
-    ProgressBar::new(total).with_style(style.progress_chars("=> "))
+    style.progress_chars("=> ")
 }
 
 #[cfg(test)]
@@ -155,8 +205,11 @@ mod tests {
 
     #[test]
     fn lines_are_those_of_qemu_img() {
-        assert_eq!(line(percent(1234, 10_000)), "    (12.34/100%)");
-        assert_eq!(line(percent(0, 0)), "    (100.00/100%)");
-        assert_eq!(line(percent(7, 5)), "    (100.00/100%)");
+        let shown = |done, total| percent(done, total).map(line);
+        assert_eq!(shown(1234, 10_000).as_deref(), Some("    (12.34/100%)"));
+        assert_eq!(shown(7, 5).as_deref(), Some("    (100.00/100%)"));
+        // Nobody knows how much there is.
+        assert_eq!(shown(7, 0), None);
+        assert_eq!(amount(3 << 19), "    (1.50 MiB so far)");
     }
 }

@@ -5,10 +5,10 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_core::ErrorKind;
+use blockhouse_core::{ErrorKind, ToolProgress};
 use blockhouse_disk::{
-    Access, Backing, ImageDisk, ImageFormat, ImageOptions, ToolProgress, check_raw_backing,
-    is_foreign_address, open, open_without_backing, prepare_rebase, set_backing_file,
+    Access, Backing, ImageDisk, ImageFormat, ImageOptions, check_raw_backing, is_foreign_address,
+    open, open_without_backing, prepare_rebase, set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_core::{ByteRange, Durability, ErrorKind, Request};
-use blockhouse_disk::{ImageDisk, ImageFormat, ToolProgress, open, take_space};
+use blockhouse_core::{ByteRange, Durability, ErrorKind, Request, ToolProgress};
+use blockhouse_disk::{ImageDisk, ImageFormat, open, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
 

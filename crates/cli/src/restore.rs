@@ -68,10 +68,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     };
     let target = event_loop.block_on(spec.build())?;
     let range = ByteRange::between(0, source.size());
-    let copied = copy(&progress, &source, range, &target, false).and_then(|()| {
-        event_loop.block_on(target.disk.flush())?;
-        compare(&progress, &source, &target)
-    });
+    let copied =
+        copy(&progress, vec![(Arc::clone(&source), range)], &target, false).and_then(|()| {
+            event_loop.block_on(target.disk.flush())?;
+            compare(&progress, &source, &target)
+        });
     event_loop.block_on(target.finish(copied))
 }
 

@@ -42,6 +42,7 @@ mod shared_copy;
 mod state_memory;
 mod storage;
 pub mod sync;
+mod tool_progress;
 mod work_budget;
 
 pub use buf::{BLOCK_ALIGNMENT, Buffer, BufferPool};
@@ -57,4 +58,5 @@ pub use storage::{
     Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard,
     SnapshotChange, Storage, StorageSnapshot, WriteCache,
 };
+pub use tool_progress::ToolProgress;
 pub use work_budget::{WorkBudget, yield_now};

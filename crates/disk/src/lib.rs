@@ -81,13 +81,13 @@ pub use disk::{
 pub use layer::{BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
-    AllowedPaths, CacheMode, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageDisk,
-    ImageOptions, KeyFiles, Locking, NOT_KEPT, PendingChanges, RemoteBacking, Secrets, StateUse,
-    changed_since, check_new_name, check_raw_backing, create, exists, forget_moved, format_by_name,
-    format_for_new, is_address, is_foreign_address, keep_state, make_sidecar, open, open_base,
-    open_created, open_for_commit, open_for_repair, open_handed_over, open_locked, open_metadata,
-    open_snapshot, open_storage, open_without_backing, part_of, record_moved, remove_created,
-    rename_durable, rename_finished, replay_state,
+    AllowedPaths, CacheMode, CommitChain, HandedFile, HandedOverDisk, IfCorrupt, IfExists,
+    ImageDisk, ImageOptions, KeyFiles, Locking, NOT_KEPT, PendingChanges, RemoteBacking, Secrets,
+    StateUse, changed_since, check_new_name, check_raw_backing, create, exists, forget_moved,
+    format_by_name, format_for_new, is_address, is_foreign_address, keep_state, make_sidecar, open,
+    open_base, open_created, open_for_commit, open_for_repair, open_handed_over, open_locked,
+    open_metadata, open_snapshot, open_storage, open_without_backing, part_of, record_moved,
+    remove_created, rename_durable, rename_finished, replay_state,
 };
 pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Options};
 pub use read_probe::ReadProbe;
@@ -103,8 +103,9 @@ pub use throttle::{
 };
 pub use tools::{
     AfterCommit, CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
-    TargetContent, ToolProgress, amend, check_not_marked, commit_overlay, first_status_difference,
-    mark_incomplete, prepare_rebase, set_backing_file, take_space,
+    STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked, commit_overlay,
+    copy_stream, first_status_difference, mark_incomplete, prepare_rebase, set_backing_file,
+    take_space,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::{BackedRange, CompressResult};

@@ -1,6 +1,6 @@
 //! What the layers above ask about an image, so that none of them looks at which format it is.
 
-use blockhouse_core::{ByteRange, Result, Storage};
+use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 
 use crate::qcow2;
 use crate::{
@@ -166,9 +166,17 @@ impl<S: Storage> Format<S> {
     /// # Errors
     /// Only what the storage answers: what is wrong with the image is in the report.
     pub async fn check(&self) -> Result<Option<CheckReport>> {
+        self.check_with(&ToolProgress::default()).await
+    }
+
+    /// As [`check`](Self::check); `progress` tells of tables that were read.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn check_with(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
         match self {
             Self::Raw(_) | Self::Luks(_) => Ok(None),
-            Self::Qcow2(qcow2) => qcow2::check(qcow2).await.map(Some),
+            Self::Qcow2(qcow2) => qcow2::check_with(qcow2, progress).await.map(Some),
             Self::Foreign(foreign) => foreign.check().await,
         }
     }

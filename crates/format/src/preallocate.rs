@@ -1,6 +1,8 @@
 //! Space for bytes that will be written later, so that writing them cannot fail for want of it.
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, Unmap};
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, ToolProgress, Unmap,
+};
 
 /// How space is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,22 +13,43 @@ pub enum SpaceMode {
     Full,
 }
 
-/// Bytes of one write.
-const CHUNK_SIZE: u64 = 1 << 20;
+/// Bytes of one write of zeros, and of one request for space.
+const WRITE_SIZE: u64 = 1 << 20;
+const RESERVE_SIZE: u64 = 1 << 30;
 
 /// Takes the space of `range`, which lies in whole blocks of the storage and reads as zeros before and
-/// after. Durable with the next full flush.
+/// after. Durable with the next full flush. `progress` advances by what is done.
 ///
 /// # Errors
 /// `NoSpace`; `Unsupported` where the host cannot set space aside; or what the storage answers.
-pub async fn preallocate<S: Storage>(storage: &S, range: ByteRange, mode: SpaceMode) -> Result<()> {
+pub async fn preallocate<S: Storage>(
+    storage: &S,
+    range: ByteRange,
+    mode: SpaceMode,
+    progress: &ToolProgress,
+) -> Result<()> {
     if range.is_empty() {
         return Ok(());
     }
-    match mode {
-        SpaceMode::Falloc => reserve(storage, range).await,
-        SpaceMode::Full => write(storage, range).await,
+    let (size, mut zeros) = match mode {
+        SpaceMode::Falloc => (RESERVE_SIZE, Buffer::new(0)),
+        SpaceMode::Full => (WRITE_SIZE, Buffer::new(range.length().min(WRITE_SIZE) as usize)),
+    };
+    zeros.bytes_mut().fill(0);
+    let mut rest = range;
+    while !rest.is_empty() {
+        let chunk = rest.truncate(size);
+        match mode {
+            SpaceMode::Falloc => reserve(storage, chunk).await?,
+            SpaceMode::Full => {
+                zeros.set_len(chunk.length() as usize);
+                storage.write(chunk.offset(), zeros.lend(), Durability::None).await?;
+            }
+        }
+        progress.advance(chunk.length());
+        rest = rest.skip(chunk.length());
     }
+    Ok(())
 }
 
 async fn reserve<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
@@ -38,17 +61,4 @@ async fn reserve<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
         }
         outcome => outcome,
     }
-}
-
-async fn write<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
-    let mut zeros = Buffer::new(range.length().min(CHUNK_SIZE) as usize);
-    zeros.bytes_mut().fill(0);
-    let mut rest = range;
-    while !rest.is_empty() {
-        let chunk = rest.truncate(CHUNK_SIZE);
-        zeros.set_len(chunk.length() as usize);
-        storage.write(chunk.offset(), zeros.lend(), Durability::None).await?;
-        rest = rest.skip(chunk.length());
-    }
-    Ok(())
 }

@@ -244,3 +244,36 @@ fn a_rebase_that_cannot_be_leaves_the_image_as_it_was() {
     command(&["rebase", "-u", "-b", "base", "-F", "raw", raw.str()]).failure("raw");
     assert!(std::fs::read(&image).expect("an image") == before);
 }
+
+#[test]
+fn a_commit_into_a_deeper_base_leaves_the_disk_as_it_is() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::in_memory();
+    for (base_size, options) in [("12M", ""), ("8M", ",extended_l2=on"), ("16M", "")] {
+        let images = ["base.qcow2", "mid.qcow2", "top.qcow2"].map(|name| scratch.path(name));
+        images.iter().for_each(|image| drop(std::fs::remove_file(image)));
+        let [base, mid, top] = &images;
+        qemu_img(&["create", "-f", "qcow2", str(base), base_size]).success();
+        qemu_io("qcow2", base, &["write -P 1 0 6M"]);
+        for (image, behind) in [(mid, "base.qcow2"), (top, "mid.qcow2")] {
+            let options = format!("backing_file={behind},backing_fmt=qcow2{options}");
+            qemu_img(&["create", "-f", "qcow2", "-o", &options, str(image), "12M"]).success();
+        }
+        qemu_io("qcow2", mid, &["write -P 2 1M 1234", "write -z 3M 500k", "write -P 3 10M 1M"]);
+        qemu_io("qcow2", top, &["write -P 4 2M 100k", "write -P 1 3M 64k", "write -z 10M 4k"]);
+        let before = content(&scratch, top);
+        let refused =
+            command(&["commit", "-b", str(top), str(top)]).failure("no backing file of this name");
+        assert!(refused.stderr.contains("mid.qcow2 -> "), "{}", refused.stderr);
+        let said = command(&["commit", "-p", "-b", str(base), str(top)]).success().stderr;
+        assert!(said.contains("mid.qcow2: is over a changed backing file"), "{said}");
+        images.iter().for_each(|image| check(image));
+        assert_same(&content(&scratch, top), &before, base_size);
+        let mut whole = content(&scratch, base);
+        whole.truncate(before.len());
+        assert_same(&whole, &before, base_size);
+        // Nothing above is needed any more.
+        command(&["rebase", "-b", "base.qcow2", "-F", "qcow2", str(top)]).success();
+        assert_same(&content(&scratch, top), &before, base_size);
+    }
+}

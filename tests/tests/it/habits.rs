@@ -187,11 +187,17 @@ fn progress_is_printed_as_qemu_img_prints_it() {
     let scratch = Scratch::new();
     let source = scratch.image_of("source.img", &random_bytes(&mut seeded(), 5 << 20));
     let [copy, over] = ["copy.qcow2", "over.qcow2"].map(|name| scratch.path(name));
+    let [full, raw, backup] = ["full.qcow2", "full.img", "backup.qcow2"].map(|n| scratch.path(n));
     command(&["create", "-b", source.str(), "-F", "raw", str(&over)]).success();
     for words in [
         &["convert", "-p", source.str(), str(&copy)][..],
         &["rebase", "-p", "-b", str(&copy), "-F", "qcow2", str(&over)],
         &["commit", "-p", str(&over)],
+        &["create", "-p", "-o", "preallocation=full", str(&full), "40M"],
+        &["create", "-p", "-o", "preallocation=full", str(&raw), "3M"],
+        &["create", "-p", str(&scratch.path("sparse.img")), "3M"],
+        &["resize", "-p", "--preallocation=full", str(&full), "+40M"],
+        &["backup", "-p", "--verify", str(&full), str(&backup)],
     ] {
         let shown = percentages(&command(words).success().stdout);
         assert_eq!(
@@ -204,6 +210,15 @@ fn progress_is_printed_as_qemu_img_prints_it() {
     let compared = command(&["compare", "-p", source.str(), str(&copy)]).success().stdout;
     assert!(compared.starts_with("    (0.00/100%)\r"), "{compared:?}");
     assert!(compared.ends_with("(100.00/100%)\r\nThe images are the same.\n"), "{compared:?}");
+    for words in
+        [&["check", "-p"][..], &["check", "-p", "-r", "all"], &["check", "-p", "-f", "raw"]]
+    {
+        let checked = command(&[words, &[str(&full)]].concat());
+        let ended = checked.stdout.contains("(100.00/100%)\r\n");
+        assert!(checked.stdout.starts_with("    (0.00/100%)\r") && ended, "{:?}", checked.stdout);
+    }
+    let mixed = command(&["check", "-p", "--output=json", str(&full)]);
+    assert_eq!(mixed.status.code(), Some(2), "{}", mixed.describe("JSON is alone"));
     let quiet = command(&["compare", "-q", "-p", source.str(), str(&copy)]).success();
     assert_eq!((&*quiet.stdout, &*quiet.stderr), ("", ""));
     let checked = command(&["check", "-q", str(&copy)]).success();

@@ -439,6 +439,22 @@ fn an_encrypted_overlay_goes_into_a_plain_base_only_if_that_is_meant() {
 }
 
 #[test]
+fn an_offline_commit_into_a_plain_base_is_meant_or_refused() {
+    let fixture = Fixture::new();
+    let overlay = fixture.scratch.path("top.qcow2");
+    let backing = ["create", "-b", "disk.raw", "-F", "raw"];
+    let words = [&backing[..], &ENCRYPTED, &[str(&fixture.key), str(&overlay), &SIZE.to_string()]];
+    command(&words.concat()).success();
+    let key = ["--key-file", str(&fixture.key), str(&overlay)];
+    let commit = |words: &[&str]| command(&[&["commit"], words, &key].concat());
+    let before = fixture.disk.state();
+    commit(&[]).failure("say --decrypt");
+    commit(&["-b", fixture.disk.str()]).failure("in the clear");
+    assert_eq!(fixture.disk.state(), before, "nothing is written");
+    commit(&["--decrypt"]).success();
+}
+
+#[test]
 fn an_encrypted_overlay_is_written_copied_and_snapshotted() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let fixture = Fixture::new();

@@ -50,6 +50,7 @@ mod measure;
 mod metrics;
 mod operations;
 mod package;
+mod pipes;
 mod preallocation;
 mod qemu_commands;
 mod qemu_matrix;

@@ -70,6 +70,23 @@ fn what_is_typed_for_qemu_img_has_the_same_effect_here() {
 }
 
 #[test]
+fn what_is_typed_with_pipes_works_here() {
+    require!(need::tools(&["gzip", "sha256sum"]));
+    let folder = Folder::new();
+    folder.run("blockhouse create disk.img 64M");
+    let (_, section) = FROM_QEMU.split_once("## Pipes").expect("a section");
+    let section = section.split("\n## ").next().unwrap_or_default().replace("\\|", "|");
+    let rows: Vec<_> = section.lines().filter(|line| line.starts_with("| `")).collect();
+    assert!(rows.len() > 3, "{rows:?}");
+    for row in rows {
+        folder.run(&format!("sh -c '{}'", cells(row)[1]));
+    }
+    for name in ["new.img", "new.qcow2"] {
+        folder.run(&format!("blockhouse compare disk.img {name}"));
+    }
+}
+
+#[test]
 fn what_is_typed_for_other_servers_serves_here() {
     let folder = Folder::new();
     folder.run("blockhouse create disk.img 64M");

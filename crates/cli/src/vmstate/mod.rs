@@ -1,12 +1,12 @@
 //! `blockhouse vmstate`: a machine's state between a pipe and a snapshot inside an image.
 
-mod pipe;
 mod progress;
 mod stream_end;
 
 use std::path::PathBuf;
 
 use crate::open_args::OpenArgs;
+use crate::pipe::{self, Reader};
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, Compression, ImageFormat, ImageOptions, VmStateReader, VmStateWriter, open,
@@ -15,9 +15,11 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::builder::ValueParser;
 
-use pipe::Reader;
 use progress::Progress;
 use stream_end::StreamEnd;
+
+/// Bytes of the state that are read at a time.
+const PIECE: usize = 1 << 20;
 
 /// Arguments of `vmstate`.
 #[derive(clap::Args)]
@@ -101,7 +103,7 @@ async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
         );
     }
     let mut writer = VmStateWriter::new(&disk, compression)?;
-    let mut chunks = pipe::read_standard_input()?;
+    let mut chunks = pipe::read_standard_input(PIECE)?;
     let mut progress = Progress::new(None);
     let mut end = StreamEnd::default();
     let stored = async {
@@ -134,7 +136,7 @@ async fn load(image: &Image) -> Result<()> {
     let options = image.options(Access::ReadOnly)?;
     let disk = open_snapshot(&image.image, options, &image.name).await?;
     let mut reader = VmStateReader::new(&disk)?;
-    let mut output = pipe::write_standard_output()?;
+    let mut output = pipe::write_standard_output("the state")?;
     let mut progress = Progress::new(Some(reader.size()));
     while let Some(buffer) = reader.next().await? {
         progress.add(buffer.len());

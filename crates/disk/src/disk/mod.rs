@@ -39,7 +39,7 @@ use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, StateMemory, Storage,
-    WriteCache,
+    ToolProgress, WriteCache,
 };
 use blockhouse_crypt::SectorCipher;
 use blockhouse_format::{
@@ -460,7 +460,15 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// Only what the storage answers: what is wrong with the image is in the report.
     pub async fn check(&self) -> Result<Option<CheckReport>> {
-        self.format().check().await
+        self.check_with(&ToolProgress::default()).await
+    }
+
+    /// As [`check`](Self::check); `progress` tells of tables that were read.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn check_with(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
+        self.format().check_with(progress).await
     }
 
     /// Makes everything durable, and gives back what the image's storage holds on another host, before the disk is

@@ -152,20 +152,7 @@ async fn open_from(
     let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
-        let format = chain.next(backing, options)?;
-        let behind =
-            ImageOptions { format: Some(format), access: Access::ReadOnly, ..options.clone() };
-        let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
-        let Named { path, storage, identity, folder } =
-            named.map_err(|error| chain.failed(error))?;
-        // Before it is locked: in a loop the lock would be held by ourselves.
-        chain.enter(path.clone(), identity, folder)?;
-        let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
-        let (next, left) = next.map_err(|error| chain.failed(error.into()))?;
-        let next = chain.with_data(next, &behind).await?;
-        let next = unlocked(next, &options.secrets, WithoutKey::Refuse).await?;
-        left.finish_backing(&next, options.access).map_err(|error| chain.failed(error.into()))?;
-        warn_of_disguise(&next).await?;
+        let next = chain.open_behind(backing, options).await?;
         above.push(std::mem::replace(&mut disk, next));
     }
     let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
@@ -214,26 +201,49 @@ pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<ImageDi
     restore.finish(disk).await
 }
 
-/// Opens an image and its backing file, both for writing, with all further backing files. Needs the loop
-/// of the current thread.
+/// An image that is open for a commit.
+pub struct CommitChain {
+    /// The image, open for writing.
+    pub overlay: ImageDisk,
+    /// The backing file that gets its content, open for writing.
+    pub base: Arc<ImageDisk>,
+    /// The images between the two, from the upper one down.
+    pub between: Vec<String>,
+}
+
+/// Opens an image and one of its backing files, both for writing, with all other backing files: the first whose path
+/// `is_base`. Needs the loop of the current thread.
 ///
 /// # Errors
-/// As [`open`]; `InvalidInput` when the image has no backing file.
+/// As [`open`]; `InvalidInput` when the image has no such backing file.
 pub async fn open_for_commit(
     path: &Path,
     options: ImageOptions,
-) -> Result<(ImageDisk, Arc<ImageDisk>)> {
+    is_base: impl Fn(&Path) -> bool,
+) -> Result<CommitChain> {
     let options = ImageOptions { access: Access::ReadWrite, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     let disk = chain.with_data(disk, &options).await?;
-    let disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
-    let Some(backing) = disk.backing_file() else {
-        let what = "has no backing file";
-        return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+    let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
+    let mut above = Vec::new();
+    let backing = loop {
+        let Some(backing) = disk.backing_file() else {
+            let what = match above.is_empty() {
+                true => "has no backing file".to_owned(),
+                false => format!("no backing file of this name is behind it: {chain}"),
+            };
+            let error = Error::new(ErrorKind::InvalidInput, what);
+            return Err(error.on(&path.display().to_string()));
+        };
+        if is_base(&chain.folder.join(&backing.name)) {
+            break backing.clone();
+        }
+        let next = chain.open_behind(backing, &options).await?;
+        above.push(std::mem::replace(&mut disk, next));
     };
-    let behind = ImageOptions { format: Some(chain.next(backing, &options)?), ..options };
+    let behind = ImageOptions { format: Some(chain.next(&backing, &options)?), ..options };
     let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
     let named = named.map_err(|error| chain.failed(error))?;
     let below = Chain::from_named(named.path, named.identity, named.folder);
@@ -241,7 +251,13 @@ pub async fn open_for_commit(
     let base = base.map_err(|error| chain.failed(error.into()))?;
     warn_of_disguise(&base).await?;
     let base = Arc::new(base);
-    Ok((restore.finish(disk.with_backing(Arc::clone(&base))).await?, base))
+    let mut overlay = disk.with_backing(Arc::clone(&base));
+    let mut between = Vec::new();
+    while let Some(upper) = above.pop() {
+        between.insert(0, overlay.name().to_owned());
+        overlay = upper.with_backing(Arc::new(overlay));
+    }
+    Ok(CommitChain { overlay: restore.finish(overlay).await?, base, between })
 }
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing files: for
@@ -458,6 +474,29 @@ impl Chain {
             let what = format!("cannot open its backing file '{name}': {why}");
             Error::new(ErrorKind::Unsupported, what).on(last)
         })
+    }
+
+    /// Opens the backing file that the last image names, for reading, without what is behind it.
+    async fn open_behind(
+        &mut self,
+        backing: &Backing,
+        options: &ImageOptions,
+    ) -> Result<ImageDisk> {
+        let format = self.next(backing, options)?;
+        let behind =
+            ImageOptions { format: Some(format), access: Access::ReadOnly, ..options.clone() };
+        let named = self.open_named(&backing.name, BACKING_FILE, &behind).await;
+        let Named { path, storage, identity, folder } =
+            named.map_err(|error| self.failed(error))?;
+        // Before it is locked: in a loop the lock would be held by ourselves.
+        self.enter(path.clone(), identity, folder)?;
+        let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
+        let (next, left) = next.map_err(|error| self.failed(error.into()))?;
+        let next = self.with_data(next, &behind).await?;
+        let next = unlocked(next, &options.secrets, WithoutKey::Refuse).await?;
+        left.finish_backing(&next, options.access).map_err(|error| self.failed(error.into()))?;
+        warn_of_disguise(&next).await?;
+        Ok(next)
     }
 
     /// Opens a file that the last image names.

@@ -6,7 +6,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::{self, Sidecar};
@@ -69,7 +69,7 @@ async fn fill(disk: &HostFile, image: &Path, part: &Path, sidecar: &Path) -> Res
     let name = image.file_name().unwrap_or_default().as_bytes().to_vec();
     let made = Sidecar::create_options(disk.size(), name, identity(disk)?);
     let storage = HostFile::open(part, OpenMode::ReadWrite, PageCache::Used)?;
-    qcow2::create_with(&storage, Some(disk), &made).await?;
+    qcow2::create_with(&storage, Some(disk), &made, &ToolProgress::default()).await?;
     // Users of the image may use its bitmaps.
     keep_rights(part, image)
         .map_err(|error| Error::host("cannot set its mode", error).on(storage.name()))?;

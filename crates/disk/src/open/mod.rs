@@ -27,8 +27,8 @@ mod unlock;
 
 pub use allowed_paths::AllowedPaths;
 pub use chain::{
-    open, open_base, open_for_commit, open_for_repair, open_handed_over, open_metadata,
-    open_snapshot, open_storage, open_without_backing,
+    CommitChain, open, open_base, open_for_commit, open_for_repair, open_handed_over,
+    open_metadata, open_snapshot, open_storage, open_without_backing,
 };
 pub use changed_since::changed_since;
 pub use create::{

@@ -4,10 +4,9 @@
 //! emptied, what it drops reads the same from the backing file. So a crash at any point leaves a disk that
 //! reads as before, and the commit can be made again.
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, ToolProgress};
 
 use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
-use super::tool_progress::ToolProgress;
 use crate::disk::Disk;
 
 /// What becomes of an overlay whose data is in its backing file.

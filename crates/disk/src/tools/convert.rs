@@ -1,4 +1,4 @@
-//! Copies a disk, or a part of it, into another one, whatever their formats.
+//! Copies a disk, a part of it, or several one after the other, into another one, whatever their formats.
 //!
 //! What the source's map shows as zeros is never read; what was read and turns out to be zeros is not
 //! written. Several chunks are in flight at the same time and end in any order; no two of them touch
@@ -10,23 +10,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Request, Result, Storage,
-    Unmap,
-};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
 use futures_util::future::join_all;
 use futures_util::lock::Mutex;
 
+use super::copy_writer::{CopyWriter, lend};
 use super::scan::{Chunk, StatusScan};
 use super::zeros::{is_zero, runs};
 use crate::disk::Disk;
-use crate::write::CompressResult;
 
 /// The least bytes of a chunk, and the bytes of one where clusters are smaller.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// Zeros shorter than this are not worth a hole, in bytes.
-const MIN_HOLE: u64 = 4096;
-
 /// How many requests of one chunk are in flight together.
 const MAX_IN_FLIGHT: usize = 16;
 
@@ -64,23 +58,46 @@ pub struct CopyProgress {
 
 /// A copy that is being made. See the module's page.
 pub struct CopyJob<S: Storage> {
-    source: Arc<Disk<S>>,
-    /// What of the source is copied.
-    part: ByteRange,
+    parts: Vec<Part<S>>,
+    /// Bytes of all parts.
+    total: u64,
     target: Arc<Disk<S>>,
+    writer: CopyWriter<S>,
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
     chunk: u64,
-    /// Bytes that are looked at together for zeros.
-    unit: u64,
     /// Behind a lock that does not look at the clock, as that of `async_lock` does.
-    scan: Mutex<StatusScan<Arc<Disk<S>>>>,
+    scan: Mutex<PartsScan<S>>,
     has_failed: AtomicBool,
     /// Where the scan is.
     passed: AtomicU64,
     /// What of that is still in flight.
     in_flight: AtomicU64,
-    written: AtomicU64,
+}
+
+/// A part of a source, and where it goes.
+struct Part<S: Storage> {
+    source: Arc<Disk<S>>,
+    range: ByteRange,
+    /// Where it begins in the target.
+    start: u64,
+}
+
+impl<S: Storage> Part<S> {
+    fn end(&self) -> u64 {
+        self.start + self.range.length()
+    }
+
+    /// The offset in the source less that in the target, modulo 2^64.
+    fn shift(&self) -> u64 {
+        self.range.offset().wrapping_sub(self.start)
+    }
+}
+
+/// The scan of a part, and of those that follow.
+struct PartsScan<S: Storage> {
+    index: usize,
+    scan: StatusScan<Arc<Disk<S>>>,
 }
 
 impl<S: Storage> CopyJob<S> {
@@ -92,55 +109,44 @@ impl<S: Storage> CopyJob<S> {
     /// format cannot.
     pub fn new(source: Arc<Disk<S>>, target: Arc<Disk<S>>, options: CopyOptions) -> Result<Self> {
         let all = ByteRange::between(0, source.size());
-        Self::of_part(source, all, target, options)
+        Self::of_parts(vec![(source, all)], target, options)
     }
 
-    /// As [`new`](Self::new), of a part of `source`, at any offset and of any length. What follows it up to the end of
-    /// the target's last sector is zeros then.
+    /// As [`new`](Self::new), of parts of sources, one after the other, each at any offset and of any length. What follows
+    /// them up to the end of the target's last sector is zeros then.
     ///
     /// # Errors
-    /// As [`new`](Self::new); `InvalidInput` for a part that reaches past the end of the source.
-    pub fn of_part(
-        source: Arc<Disk<S>>,
-        part: ByteRange,
+    /// As [`new`](Self::new); `InvalidInput` for a part that reaches past the end of its source.
+    pub fn of_parts(
+        parts: Vec<(Arc<Disk<S>>, ByteRange)>,
         target: Arc<Disk<S>>,
         options: CopyOptions,
     ) -> Result<Self> {
-        let refuse =
-            |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
-        if part.end() > source.size() {
-            return refuse(format!("the part to copy ends past the end of {}", source.name()));
+        let parts = placed(parts, &target)?;
+        let total = parts.last().map_or(0, Part::end);
+        if target.size() < total {
+            let what = format!("has {} bytes, and the copy needs {total}", target.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
         }
-        if target.size() < part.length() {
-            let (has, needs) = (target.size(), part.length());
-            return refuse(format!("has {has} bytes, and the copy needs {needs}"));
-        }
-        if options.compress && target.compression().is_none() {
-            return refuse(format!("{} has no compressed clusters", target.format_name()));
-        }
-        let cluster_size = target.cluster_size().unwrap_or(1);
-        let unit = match options.compress {
-            false => target.allocation_unit().max(MIN_HOLE),
-            true => cluster_size,
+        let chunk = CHUNK_SIZE.max(target.cluster_size().unwrap_or(1));
+        let Some(first) = parts.first() else {
+            return Err(
+                Error::new(ErrorKind::InvalidInput, "nothing is to be copied").on(target.name())
+            );
         };
-        let chunk = CHUNK_SIZE.max(cluster_size);
-        let scanned = match options.target_content {
-            TargetContent::Zero => vec![Arc::clone(&source)],
-            TargetContent::Unknown => vec![Arc::clone(&source), Arc::clone(&target)],
-        };
-        let scan = StatusScan::new(scanned, chunk, part.length()).with_first_from(part.offset());
+        let scan = PartsScan { index: 0, scan: scan_of(first, &target, options, chunk) };
+        let writer = CopyWriter::new(Arc::clone(&target), options.compress)?;
         Ok(Self {
-            source,
-            part,
+            parts,
+            total,
             target,
+            writer,
             options,
             chunk,
-            unit,
             scan: Mutex::new(scan),
             has_failed: AtomicBool::new(false),
             passed: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
-            written: AtomicU64::new(0),
         })
     }
 
@@ -151,8 +157,8 @@ impl<S: Storage> CopyJob<S> {
         let in_flight = self.in_flight.load(Ordering::Acquire);
         CopyProgress {
             done: passed.saturating_sub(in_flight),
-            total: self.part.length(),
-            written: self.written.load(Ordering::Relaxed),
+            total: self.total,
+            written: self.writer.written(),
         }
     }
 
@@ -181,8 +187,9 @@ impl<S: Storage> CopyJob<S> {
             TargetContent::Zero => Buffer::new(0),
             TargetContent::Unknown => Buffer::new(self.chunk as usize),
         };
-        while let Some(chunk) = self.next().await? {
+        while let Some((part, chunk)) = self.next().await? {
             let length = chunk.range.length();
+            read_from(&part.source, part.shift(), part.end(), &chunk, &mut buffer).await?;
             match self.options.target_content {
                 TargetContent::Zero => self.copy(&chunk, &mut buffer).await?,
                 TargetContent::Unknown => self.update(&chunk, &mut buffer, &mut old).await?,
@@ -192,85 +199,83 @@ impl<S: Storage> CopyJob<S> {
         Ok(())
     }
 
-    async fn next(&self) -> Result<Option<Chunk>> {
+    async fn next(&self) -> Result<Option<(&Part<S>, Chunk)>> {
         let mut scan = self.scan.lock().await;
         if self.has_failed.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let chunk = scan.next().await?;
-        let length = chunk.as_ref().map_or(0, |chunk| chunk.range.length());
-        self.in_flight.fetch_add(length, Ordering::Release);
-        self.passed.store(scan.offset(), Ordering::Release);
-        Ok(chunk)
+        loop {
+            let Some(part) = self.parts.get(scan.index) else { return Ok(None) };
+            let chunk = scan.scan.next().await?;
+            let length = chunk.as_ref().map_or(0, |chunk| chunk.range.length());
+            self.in_flight.fetch_add(length, Ordering::Release);
+            self.passed.store(scan.scan.offset(), Ordering::Release);
+            if let Some(chunk) = chunk {
+                return Ok(Some((part, chunk)));
+            }
+            let Some(next) = self.parts.get(scan.index + 1) else { return Ok(None) };
+            let rest = scan_of(next, &self.target, self.options, self.chunk);
+            *scan = PartsScan { index: scan.index + 1, scan: rest };
+        }
     }
 
-    /// Copies a chunk to where there are zeros.
+    /// Copies what was read of a chunk to where there are zeros.
     async fn copy(&self, chunk: &Chunk, buffer: &mut Buffer) -> Result<()> {
-        read_from(&self.source, self.part.offset(), chunk, buffer).await?;
-        let length = chunk.range.length() as usize;
-        let bytes = buffer.bytes();
-        let data = runs(length, self.unit as usize, |unit| !is_zero(&bytes[unit]));
-        self.store(chunk.range.offset(), data, buffer).await
+        let data = {
+            let bytes = &buffer.bytes()[..chunk.range.length() as usize];
+            self.writer.data_of(chunk.range.offset(), bytes)
+        };
+        self.writer.store(chunk.range.offset(), data, buffer).await
     }
 
-    /// Makes a chunk of the target what it is in the source.
+    /// Makes a chunk of the target what was read of it in the source.
     async fn update(&self, chunk: &Chunk, buffer: &mut Buffer, old: &mut Buffer) -> Result<()> {
-        read_from(&self.source, self.part.offset(), chunk, buffer).await?;
         let (offset, length) = (chunk.range.offset(), chunk.range.length() as usize);
         let into = old.lend_range(0, length);
         self.target.submit(Request::Read { offset, into }).await?;
         let (new, old) = (buffer.bytes(), old.bytes());
         let differs = |unit: Range<usize>| new[unit.clone()] != old[unit];
         let (unit, is_empty) =
-            (self.unit as usize, |unit: &Range<usize>| is_zero(&new[unit.clone()]));
-        let data = runs(length, unit, |unit| !is_empty(&unit) && differs(unit));
-        let holes = runs(length, unit, |unit| is_empty(&unit) && differs(unit));
-        run_all(
-            MAX_IN_FLIGHT,
-            holes.into_iter().map(|hole| {
-                let range =
-                    ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
-                let (unmap, fallback, durability) =
-                    (Unmap::Allowed, Fallback::Allowed, Durability::None);
-                self.target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
-            }),
-        )
-        .await?;
-        self.store(offset, data, buffer).await
+            (self.writer.unit(), |unit: &Range<usize>| is_zero(&new[unit.clone()]));
+        let data = runs(length, offset, unit, |unit| !is_empty(&unit) && differs(unit));
+        let holes = runs(length, offset, unit, |unit| is_empty(&unit) && differs(unit));
+        self.writer.make_holes(offset, holes).await?;
+        self.writer.store(offset, data, buffer).await
     }
+}
 
-    /// Writes parts of the buffer, which holds the disk's bytes from `offset` on.
-    async fn store(&self, offset: u64, data: Vec<Range<usize>>, buffer: &mut Buffer) -> Result<()> {
-        let sum: usize = data.iter().map(ExactSizeIterator::len).sum();
-        match self.options.compress {
-            false => self.write(offset, data, buffer).await?,
-            true => {
-                for cluster in clusters(data, self.unit as usize) {
-                    let at = offset + cluster.start as u64;
-                    let bytes = &buffer.bytes()[cluster.clone()];
-                    if self.target.write_compressed(at, bytes).await?
-                        == CompressResult::Incompressible
-                    {
-                        self.write(offset, vec![cluster], buffer).await?;
-                    }
-                }
-            }
+/// The parts, each where the one before ends.
+fn placed<S: Storage>(
+    parts: Vec<(Arc<Disk<S>>, ByteRange)>,
+    target: &Disk<S>,
+) -> Result<Vec<Part<S>>> {
+    let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
+    let mut placed: Vec<Part<S>> = Vec::with_capacity(parts.len());
+    for (source, range) in parts {
+        if range.end() > source.size() {
+            return refuse(format!("the part to copy ends past the end of {}", source.name()));
         }
-        self.written.fetch_add(sum as u64, Ordering::Relaxed);
-        Ok(())
+        let start = placed.last().map_or(0, Part::end);
+        if start.checked_add(range.length()).is_none() {
+            return refuse("the parts to copy are longer than a disk can be".into());
+        }
+        placed.push(Part { source, range, start });
     }
+    Ok(placed)
+}
 
-    async fn write(&self, offset: u64, data: Vec<Range<usize>>, buffer: &mut Buffer) -> Result<()> {
-        let parts = lend(buffer, &data);
-        run_all(
-            MAX_IN_FLIGHT,
-            parts.into_iter().zip(&data).map(|(from, part)| {
-                let offset = offset + part.start as u64;
-                self.target.submit(Request::Write { offset, from, durability: Durability::None })
-            }),
-        )
-        .await
-    }
+/// A scan of a part, by the offsets of the target.
+fn scan_of<S: Storage>(
+    part: &Part<S>,
+    target: &Arc<Disk<S>>,
+    options: CopyOptions,
+    chunk: u64,
+) -> StatusScan<Arc<Disk<S>>> {
+    let scanned = match options.target_content {
+        TargetContent::Zero => vec![Arc::clone(&part.source)],
+        TargetContent::Unknown => vec![Arc::clone(&part.source), Arc::clone(target)],
+    };
+    StatusScan::new(scanned, chunk, part.end()).between(part.start, part.shift())
 }
 
 /// Fills the start of `buffer` with a chunk of the disk: its data is read, the rest is zeros.
@@ -279,26 +284,27 @@ pub(super) async fn read<S: Storage>(
     chunk: &Chunk,
     buffer: &mut Buffer,
 ) -> Result<()> {
-    read_from(disk, 0, chunk, buffer).await
+    read_from(disk, 0, disk.size(), chunk, buffer).await
 }
 
-/// As [`read`], where offset 0 of the chunk's ranges is `first` on the disk.
+/// As [`read`], where the chunk's ranges are less than the disk's offsets by `shift`, modulo 2^64; from `end` on, which is
+/// within the disk, they read as zeros.
 async fn read_from<S: Storage>(
     disk: &Disk<S>,
-    first: u64,
+    shift: u64,
+    end: u64,
     chunk: &Chunk,
     buffer: &mut Buffer,
 ) -> Result<()> {
-    let start = chunk.range.offset();
-    let size = disk.size().saturating_sub(first);
+    let (start, last) = (chunk.range.offset(), end);
     let within = |range: &ByteRange| {
-        (range.offset() - start) as usize..(range.end().min(size).max(start) - start) as usize
+        (range.offset() - start) as usize..(range.end().min(last).max(start) - start) as usize
     };
     let mut end = 0;
     let mut data = Vec::new();
     for range in &chunk.data {
         let range = within(range);
-        // What lies past the disk's end belongs to a longer one.
+        // What lies past the end belongs to a longer disk.
         if range.start < range.end {
             buffer.bytes_mut()[end..range.start].fill(0);
             end = range.end;
@@ -310,29 +316,9 @@ async fn read_from<S: Storage>(
     run_all(
         MAX_IN_FLIGHT,
         parts.into_iter().zip(&data).map(|(into, part)| {
-            disk.submit(Request::Read { offset: first + start + part.start as u64, into })
+            let offset = start.wrapping_add(shift) + part.start as u64;
+            disk.submit(Request::Read { offset, into })
         }),
     )
     .await
-}
-
-/// The memory of parts of a buffer, which are in ascending order.
-pub(super) fn lend(buffer: &mut Buffer, parts: &[Range<usize>]) -> Vec<IoVector> {
-    let mut rest = buffer.lend();
-    let mut start = 0;
-    let mut lent = Vec::with_capacity(parts.len());
-    for part in parts {
-        rest.advance(part.start - start);
-        let after = rest.split_off(part.len());
-        lent.push(std::mem::replace(&mut rest, after));
-        start = part.end;
-    }
-    lent
-}
-
-/// Cuts what starts at clusters into single clusters.
-fn clusters(data: Vec<Range<usize>>, size: usize) -> impl Iterator<Item = Range<usize>> {
-    data.into_iter().flat_map(move |run| {
-        run.clone().step_by(size).map(move |start| start..(start + size).min(run.end))
-    })
 }

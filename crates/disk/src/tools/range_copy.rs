@@ -14,7 +14,7 @@ use blockhouse_core::{
 };
 use blockhouse_format::Intent;
 
-use super::convert::lend;
+use super::copy_writer::lend;
 use super::scan::StatusScan;
 use super::zeros::{is_zero, runs};
 use crate::dirty_map::DirtyMap;
@@ -111,9 +111,9 @@ impl<S: Storage> RangeCopy<S> {
             ByteRange::between(offset + part.start as u64, offset + part.end as u64)
         };
         let is_empty = |part: &Range<usize>| is_zero(&bytes[part.clone()]);
-        let data = runs(bytes.len(), unit, |part| !is_empty(&part));
+        let data = runs(bytes.len(), 0, unit, |part| !is_empty(&part));
         let holes =
-            runs(bytes.len(), unit, |part| is_empty(&part) && self.written.is_dirty(at(&part)));
+            runs(bytes.len(), 0, unit, |part| is_empty(&part) && self.written.is_dirty(at(&part)));
         self.store_zeroes(holes.iter().map(at)).await?;
         // Before anything is written: a write that fails may have been done.
         data.iter().for_each(|part| {

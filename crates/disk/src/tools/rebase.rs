@@ -5,14 +5,13 @@
 //! of the old file that has more clusters of its own than it needs. What block status shows as zeros
 //! in the backing files, before and after, is not read.
 
-use blockhouse_core::{Buffer, Durability, ExtentState, Request, Result, Storage};
+use blockhouse_core::{Buffer, Durability, ExtentState, Request, Result, Storage, ToolProgress};
 use blockhouse_format::{Backing, Intent};
 use futures_util::stream;
 
 use super::chunks::{for_each_in_flight, make_zeros};
 use super::convert::read;
 use super::scan::{Chunk, StatusScan};
-use super::tool_progress::ToolProgress;
 use crate::disk::Disk;
 
 /// Bytes that are compared and copied as a whole where clusters are smaller.

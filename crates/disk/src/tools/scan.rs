@@ -41,8 +41,8 @@ pub(super) struct StatusScan<D> {
 /// A disk and the run of it that was asked for last.
 struct CachedStatus<D> {
     disk: D,
-    /// Where on the disk the scan's offset 0 is.
-    start: u64,
+    /// What is added to the scan's offsets for those of the disk, modulo 2^64.
+    shift: u64,
     cache: BlockStatusCache,
     status: BlockStatus,
     /// Where the run ends.
@@ -62,7 +62,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         let cache = BlockStatusCache::default;
         let cached = |disk| CachedStatus {
             disk,
-            start: 0,
+            shift: 0,
             cache: cache(),
             status: BlockStatus::Hole,
             end: 0,
@@ -70,10 +70,11 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         Self { disks: disks.into_iter().map(cached).collect(), size, chunk_size, offset: 0 }
     }
 
-    /// The scan looks at the first disk from `start` on.
-    pub(super) fn with_first_from(mut self, start: u64) -> Self {
+    /// The scan begins at `offset`, and looks at the first disk at offsets that are higher by `shift`, modulo 2^64.
+    pub(super) fn between(mut self, offset: u64, shift: u64) -> Self {
+        self.offset = offset;
         if let Some(first) = self.disks.first_mut() {
-            first.start = start;
+            first.shift = shift;
         }
         self
     }
@@ -120,7 +121,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
     async fn query(&mut self) -> Result<StatusRun> {
         let mut all = StatusRun { reads_as_zeros: true, end: self.size };
         for cached in &mut self.disks {
-            let offset = self.offset + cached.start;
+            let offset = self.offset.wrapping_add(cached.shift);
             let rest = ByteRange::between(offset, cached.disk.size().max(offset));
             if rest.is_empty() {
                 continue;

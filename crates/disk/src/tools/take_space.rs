@@ -1,11 +1,11 @@
 //! Space for a part of a disk that nothing has been written to, so that writing to it cannot fail for want of space.
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Result, Storage, Unmap,
+    Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Result, Storage, ToolProgress,
+    Unmap,
 };
 use blockhouse_format::SpaceMode;
 
-use super::tool_progress::ToolProgress;
 use crate::disk::Disk;
 
 /// Bytes of one write of zeros, and of one request for space.

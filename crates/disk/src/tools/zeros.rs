@@ -11,16 +11,31 @@ pub(super) fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(STEP).all(|chunk| *chunk == ZEROS[..chunk.len()])
 }
 
-/// The parts of `length` bytes whose units of `unit` bytes are `wanted` (asked by their place), the
+/// Cuts a part of a buffer into units: those of the disk, of which `offset` is where the buffer begins.
+pub(super) fn units(
+    part: Range<usize>,
+    offset: u64,
+    unit: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let mut start = part.start;
+    std::iter::from_fn(move || {
+        let inside = (offset % unit as u64) as usize + start;
+        let range = start..(start + unit - inside % unit).min(part.end);
+        start = range.end;
+        (!range.is_empty()).then_some(range)
+    })
+}
+
+/// The parts of `length` bytes at `offset` of the disk whose [`units`] are `wanted` (asked by their place in the buffer), the
 /// units that follow each other in one.
 pub(super) fn runs(
     length: usize,
+    offset: u64,
     unit: usize,
     wanted: impl Fn(Range<usize>) -> bool,
 ) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
-    for start in (0..length).step_by(unit) {
-        let range = start..(start + unit).min(length);
+    for range in units(0..length, offset, unit) {
         if !wanted(range.clone()) {
             continue;
         }
@@ -50,7 +65,15 @@ mod tests {
     #[test]
     fn neighbours_become_one_run_and_the_last_unit_may_be_short() {
         let wanted = |range: Range<usize>| [0, 4, 8, 16].contains(&range.start);
-        assert_eq!(runs(18, 4, wanted), [0..12, 16..18]);
-        assert_eq!(runs(0, 4, |_| true), []);
+        assert_eq!(runs(18, 8, 4, wanted), [0..12, 16..18]);
+        assert_eq!(runs(0, 0, 4, |_| true), []);
+    }
+
+    #[test]
+    fn units_are_those_of_the_disk() {
+        let all = |part, offset| units(part, offset, 4).collect::<Vec<_>>();
+        assert_eq!(all(0..9, 6), [0..2, 2..6, 6..9]);
+        assert_eq!(all(1..5, 6), [1..2, 2..5]);
+        assert_eq!(all(3..3, 6), []);
     }
 }

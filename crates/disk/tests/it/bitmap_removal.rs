@@ -4,7 +4,7 @@
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, errno};
+use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, ToolProgress, errno};
 use blockhouse_disk::{BitmapAction, Disk, NewBitmap, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
@@ -38,7 +38,7 @@ async fn bitmaps_of(disk: &Disk<SimDisk>) -> Result<Bitmaps> {
 async fn make(image: SimDisk, random: &mut Rng, block: u64) -> Result<Bitmaps> {
     let cluster_size = [512, 4096][random.usize(..2)].max(block);
     let options = CreateOptions { cluster_size, ..CreateOptions::new(SIZE) };
-    qcow2::create_with(&image, None, &options).await?;
+    qcow2::create_with(&image, None, &options, &ToolProgress::default()).await?;
     let disk = opened(image.clone()).await?;
     for number in 0..random.usize(1..5) {
         // Long names do not fit into a sector together.

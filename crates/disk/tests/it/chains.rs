@@ -7,10 +7,10 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Unmap};
-use blockhouse_disk::{
-    Access, AfterCommit, Disk, ImageFormat, Options, ToolProgress, commit_overlay,
+use blockhouse_core::{
+    Alignment, Buffer, Durability, Fallback, Fua, Request, Result, ToolProgress, Unmap,
 };
+use blockhouse_disk::{Access, AfterCommit, Disk, ImageFormat, Options, commit_overlay};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Switch};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 

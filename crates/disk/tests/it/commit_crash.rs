@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use blockhouse_core::ByteRange;
 use blockhouse_core::{
-    Alignment, Buffer, Durability, ErrorKind, Fallback, Fua, Request, Result, Unmap,
+    Alignment, Buffer, Durability, ErrorKind, Fallback, Fua, Request, Result, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    Access, AfterCommit, Amendments, Backing, Disk, ImageFormat, Options, ToolProgress, amend,
-    commit_overlay, prepare_rebase, set_backing_file,
+    Access, AfterCommit, Amendments, Backing, Disk, ImageFormat, Options, amend, commit_overlay,
+    prepare_rebase, set_backing_file,
 };
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Request, Result};
+use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Request, Result, ToolProgress};
 use blockhouse_disk::{
     AfterCommit, CompareJob, CopyJob, CopyOptions, Disk, ImageFormat, Options, TargetContent,
-    ToolProgress, commit_overlay, prepare_rebase,
+    commit_overlay, prepare_rebase,
 };
 use blockhouse_format::qcow2::{
     self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
@@ -209,7 +209,7 @@ fn a_part_is_copied_from_any_offset() {
         // What the target has is compared with the part, too.
         let content = [TargetContent::Zero, TargetContent::Unknown][random.usize(..2)];
         let how = CopyOptions { target_content: content, compress: false, max_in_flight: 3 };
-        let copying = CopyJob::of_part(Arc::clone(&from), part, Arc::clone(&to), how);
+        let copying = CopyJob::of_parts(vec![(Arc::clone(&from), part)], Arc::clone(&to), how);
         let copying = copying.expect("it has room");
         copying.work().await.expect("nothing fails here");
         assert_eq!(copying.progress().done, length as u64);
@@ -220,7 +220,38 @@ fn a_part_is_copied_from_any_offset() {
         assert!(*copied == bytes[first..first + length], "{part:?} {kind:?} {how:?}");
         assert!(rest.iter().all(|&byte| byte == 0), "{part:?} {kind:?} {how:?}");
         let past = ByteRange::between(first as u64, bytes.len() as u64 + 1);
-        assert!(CopyJob::of_part(from, past, to, how).is_err(), "past the end");
+        assert!(CopyJob::of_parts(vec![(from, past)], to, how).is_err(), "past the end");
+    });
+}
+
+#[test]
+fn parts_of_several_disks_follow_each_other() {
+    let test = "parts_of_several_disks_follow_each_other";
+    simulate(test, 60, |sim, mut random| async move {
+        let (mut expected, mut parts) = (Vec::new(), Vec::new());
+        for _ in 0..random.usize(1..4) {
+            let bytes = content(&mut random);
+            let from = source(&sim, &bytes, &mut random).await;
+            let first = random.usize(..bytes.len()) / 512 * 512;
+            let end = first + random.usize(..=bytes.len() - first) / 512 * 512;
+            expected.extend_from_slice(&bytes[first..end]);
+            parts.push((from, ByteRange::between(first as u64, end as u64)));
+        }
+        let size = (expected.len() as u64).max(512);
+        let kind = kind(size, &mut random);
+        let file = storage(&sim, any_blocks(&mut random), kind.as_ref(), size);
+        let to = Arc::new(create(&file, kind.as_ref()).await);
+        let content = [TargetContent::Zero, TargetContent::Unknown][random.usize(..2)];
+        let compress = to.compression().is_some() && random.bool();
+        let how = CopyOptions { target_content: content, compress, max_in_flight: 3 };
+        let copying = CopyJob::of_parts(parts, Arc::clone(&to), how).expect("it has room");
+        copying.work().await.expect("nothing fails here");
+        let progress = copying.progress();
+        assert_eq!((progress.done, progress.total), (expected.len() as u64, expected.len() as u64));
+        let mut read = Buffer::new(size as usize);
+        let into = read.lend();
+        to.submit(Request::Read { offset: 0, into }).await.expect("nothing fails here");
+        assert!(read.bytes()[..expected.len()] == expected[..], "{kind:?} {how:?}");
     });
 }
 

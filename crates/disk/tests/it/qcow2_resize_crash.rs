@@ -4,7 +4,7 @@
 use std::iter;
 use std::rc::Rc;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result};
+use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, ToolProgress};
 use blockhouse_disk::{Disk, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
@@ -144,7 +144,8 @@ fn explore(seed: u64) -> Result<Report, String> {
         .map(|byte| (random.u64(..options.size / 512) * 512, random.usize(1..=32) * 512, byte))
         .collect();
     let old = sim.block_on(async move {
-        qcow2::create_with(&target.image, target.data.as_ref(), &options).await?;
+        qcow2::create_with(&target.image, target.data.as_ref(), &options, &ToolProgress::default())
+            .await?;
         let disk = open_files(target).await?;
         for (offset, length, byte) in parts {
             let length = length.min((disk.size() - offset) as usize);

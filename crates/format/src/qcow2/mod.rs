@@ -37,13 +37,13 @@ use std::sync::Arc;
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, IoVector, Result, StateMemory,
-    Storage, SyncMode,
+    Storage, SyncMode, ToolProgress,
 };
 
 use crate::{Abort, Intent, MetadataSync, Replay};
 
 pub use check::create::{CreateOptions, Preallocation, create, create_with};
-pub use check::repair::{Repair, RepairReport, repair};
+pub use check::repair::{REPAIR_PASSES, Repair, RepairReport, repair, repair_with};
 pub use check::report::CheckReport;
 pub use check::truncation::Truncation;
 pub use layout::bitmap_directory::Bitmap;
@@ -94,8 +94,19 @@ struct Facts {
 /// # Errors
 /// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
 pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
+    check_with(image, &ToolProgress::default()).await
+}
+
+/// As [`check()`]; `progress` tells of tables that were read.
+///
+/// # Errors
+/// As there.
+pub async fn check_with<S: Storage>(
+    image: &Qcow2<S>,
+    progress: &ToolProgress,
+) -> Result<CheckReport> {
     let header = image.metadata.lock().tables.headers().disk().clone();
-    check::report::check_tables(image.storage(), &header).await
+    check::report::check_tables(image.storage(), &header, progress).await
 }
 
 /// What an image is.

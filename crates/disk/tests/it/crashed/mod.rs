@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::sync::Arc;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage};
+use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage, ToolProgress};
 use blockhouse_crypt::SectorCipher;
 use blockhouse_disk::{Access, BitmapActivity, Disk, ImageFormat, Options};
 use blockhouse_format::NewLuks;
@@ -166,7 +166,9 @@ fn image_of(
     let target_data = data.clone();
     let mut bitmaps_random = kind.has_bitmaps().then(|| random.fork());
     sim.block_on(async move {
-        let created = qcow2::create_with(&target, target_data.as_ref(), &options).await;
+        let created =
+            qcow2::create_with(&target, target_data.as_ref(), &options, &ToolProgress::default())
+                .await;
         created.expect("a new image");
         if options.backing.is_some() {
             return;

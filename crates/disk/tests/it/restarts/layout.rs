@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, StateMemory, Storage};
+use blockhouse_core::{
+    Alignment, Buffer, Durability, Fua, Request, Result, StateMemory, Storage, ToolProgress,
+};
 use blockhouse_disk::{Access, CompressResult, DetectZeroes, Discard, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Switch, Version};
 use blockhouse_sim::{Config, Devices, Growth, Rng, Sim, SimDisk, Workload};
@@ -203,7 +205,13 @@ impl Layout {
         let made_in = sim.clone();
         let mut random = random.fork();
         sim.block_on(async move {
-            let created = qcow2::create_with(&target, target_data.as_ref(), &options).await;
+            let created = qcow2::create_with(
+                &target,
+                target_data.as_ref(),
+                &options,
+                &ToolProgress::default(),
+            )
+            .await;
             created.expect("a new image");
             let disk = layout.open(&made_in, target, target_data, &base, |disk| disk).await;
             let disk = disk.expect("the new image");

@@ -4,7 +4,9 @@
 
 use std::time::Duration;
 
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,
+};
 
 use crate::qcow2::layout::compression::Compression;
 use crate::qcow2::layout::data_file_mark::DataFileMark;
@@ -174,11 +176,24 @@ impl CreateOptions {
     }
 
     /// Preallocates the range of the guest's data.
-    async fn fill<S: Storage>(&self, storage: &S, range: ByteRange) -> Result<()> {
+    async fn fill<S: Storage>(
+        &self,
+        storage: &S,
+        range: ByteRange,
+        progress: &ToolProgress,
+    ) -> Result<()> {
+        match self.space_mode() {
+            None => Ok(()),
+            Some(mode) => preallocate(storage, range, mode, progress).await,
+        }
+    }
+
+    /// How the guest's data takes its space from the start.
+    fn space_mode(&self) -> Option<SpaceMode> {
         match self.preallocation {
-            Preallocation::Off | Preallocation::Metadata => Ok(()),
-            Preallocation::Falloc => preallocate(storage, range, SpaceMode::Falloc).await,
-            Preallocation::Full => preallocate(storage, range, SpaceMode::Full).await,
+            Preallocation::Off | Preallocation::Metadata => None,
+            Preallocation::Falloc => Some(SpaceMode::Falloc),
+            Preallocation::Full => Some(SpaceMode::Full),
         }
     }
 
@@ -269,11 +284,11 @@ impl Layout {
 /// `InvalidInput` for options that contradict each other or the format, or that name a data file; or
 /// what the storage answers.
 pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<()> {
-    create_with(storage, None, options).await
+    create_with(storage, None, options, &ToolProgress::default()).await
 }
 
 /// As [`create`], with the data file that the options name: `data` is empty and becomes as long as the
-/// disk.
+/// disk. `progress` tells of tables and of space that is taken.
 ///
 /// # Errors
 /// As there.
@@ -281,6 +296,7 @@ pub async fn create_with<S: Storage>(
     storage: &S,
     data: Option<&S>,
     options: &CreateOptions,
+    progress: &ToolProgress,
 ) -> Result<()> {
     let invalid = |what| {
         Error::new(ErrorKind::InvalidInput, format!("cannot create the image: {what}"))
@@ -303,20 +319,22 @@ pub async fn create_with<S: Storage>(
         .to_bytes()
         .ok_or_else(|| invalid("the names of other files do not fit into a cluster".into()))?;
     let writer = ImageWriter { storage, geometry, layout };
+    let filled = options.space_mode().map_or(0, |_| options.size);
+    progress.begin((writer.layout.l2 << geometry.cluster_bits) + filled);
     // An image that was here before must not be found half overwritten.
     writer.write_cluster(0, Vec::new()).await?;
     writer.write_refcounts().await?;
-    writer.write_mappings(options).await?;
+    writer.write_mappings(options, progress).await?;
     writer.write_encryption(options.encryption.as_deref().unwrap_or_default()).await?;
     if storage.size() < offset_of(writer.layout.end()) {
         storage.resize(offset_of(writer.layout.end())).await?;
     }
     let inside = geometry.bytes_of(writer.layout.data_start()..writer.layout.end());
     match data {
-        None => options.fill(storage, inside).await?,
+        None => options.fill(storage, inside, progress).await?,
         Some(data) => {
             data.resize(options.size).await?;
-            options.fill(data, ByteRange::between(0, options.size)).await?;
+            options.fill(data, ByteRange::between(0, options.size), progress).await?;
             data.flush(SyncMode::Full).await?;
         }
     }
@@ -422,7 +440,7 @@ impl<S: Storage> ImageWriter<'_, S> {
         Ok(())
     }
 
-    async fn write_mappings(&self, options: &CreateOptions) -> Result<()> {
+    async fn write_mappings(&self, options: &CreateOptions, progress: &ToolProgress) -> Result<()> {
         let (geometry, layout) = (self.geometry, &self.layout);
         let tables: Vec<u64> = (layout.l2_start()..layout.encryption_start())
             .map(|cluster| l1_word(Reference::with_copied(geometry.offset_of(cluster))))
@@ -438,6 +456,7 @@ impl<S: Storage> ImageWriter<'_, S> {
                 Entry::data(host).write(&mut bytes, index as usize, geometry);
             }
             self.write_cluster(layout.l2_start() + table, bytes).await?;
+            progress.advance(geometry.cluster_size());
         }
         Ok(())
     }

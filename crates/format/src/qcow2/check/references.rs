@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use blockhouse_core::{ByteRange, Result, Storage};
+use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 
 use crate::qcow2::layout::entry::{self, Entry};
 use crate::qcow2::layout::geometry::Geometry;
@@ -50,11 +50,15 @@ pub(crate) struct References<'a, S> {
 const MAX_PROBLEMS: usize = 1000;
 
 impl<'a, S: Storage> References<'a, S> {
-    /// Counts all references.
+    /// Counts all references: the first half of a pass of `progress`, whose other half reads the active tables again.
     ///
     /// # Errors
     /// Only what the storage answers.
-    pub(crate) async fn count(storage: &'a S, header: &'a Header) -> Result<Self> {
+    pub(crate) async fn count(
+        storage: &'a S,
+        header: &'a Header,
+        progress: &ToolProgress,
+    ) -> Result<Self> {
         let geometry = header.geometry;
         let mut references = Self {
             storage,
@@ -78,7 +82,8 @@ impl<'a, S: Storage> References<'a, S> {
         }
         references.walk_l1(L1Location::active(header), TableOwner::Active).await?;
         references.walk_snapshots().await?;
-        references.walk_l2_tables().await?;
+        progress.begin(references.bytes_to_read());
+        references.walk_l2_tables(progress).await?;
         references.walk_bitmaps().await?;
         references.walk_refcounts().await?;
         Ok(references)
@@ -152,9 +157,16 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    async fn walk_l2_tables(&mut self) -> Result<()> {
+    /// The length of all L2 tables that are known, of the active ones twice.
+    fn bytes_to_read(&self) -> u64 {
+        let active = self.l2_tables.keys().filter(|(_, owner)| *owner == TableOwner::Active);
+        ((self.l2_tables.len() + active.count()) as u64) << self.geometry.cluster_bits
+    }
+
+    async fn walk_l2_tables(&mut self, progress: &ToolProgress) -> Result<()> {
         for ((offset, which), times) in std::mem::take(&mut self.l2_tables) {
             self.walk_l2(offset, which, times).await?;
+            progress.advance(self.geometry.cluster_size());
         }
         Ok(())
     }

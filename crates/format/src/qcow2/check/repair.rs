@@ -22,7 +22,7 @@
 //! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
 //! is lowered.
 
-use blockhouse_core::{Result, Storage, SyncMode};
+use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
 
 use crate::qcow2::layout::header::{self, Header, Incompatible};
 use crate::qcow2::layout::table_io::{self, read_header};
@@ -44,6 +44,9 @@ const KNOWN_AUTOCLEAR: u64 = BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
 /// As [`KNOWN_AUTOCLEAR`], where nothing that a guest could read changes: bitmaps that a process recorded changes in when
 /// it died have all of them still.
 const KNOWN_WHERE_DATA_STAYS: u64 = KNOWN_AUTOCLEAR | LIVE_BITMAPS;
+
+/// How often a repair goes through an image: a check, the counting, and another check.
+pub const REPAIR_PASSES: u64 = 3;
 
 /// What is repaired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,17 +88,29 @@ impl RepairReport {
 /// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`; or what
 /// the storage answers. A repair that failed can be tried again.
 pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairReport> {
+    repair_with(storage, what, &ToolProgress::default()).await
+}
+
+/// As [`repair`]; `progress` tells of tables that were read, in [`REPAIR_PASSES`].
+///
+/// # Errors
+/// As there.
+pub async fn repair_with<S: Storage>(
+    storage: &S,
+    what: Repair,
+    progress: &ToolProgress,
+) -> Result<RepairReport> {
     let header = read_header(storage).await?;
     let marks = header.incompatible & (Incompatible::CORRUPT | Incompatible::DIRTY);
     let header_can_be_marked = header.geometry.version >= 3 && what == Repair::All;
-    let found = check_tables(storage, &header).await?;
-    let mut image = RepairRun { storage, header, snapshots: Vec::new() };
+    let found = check_tables(storage, &header, progress).await?;
+    let mut image = RepairRun { storage, header, snapshots: Vec::new(), progress };
     match what {
         Repair::All if found.corruptions > 0 => image.repair_all().await?,
         _ if found.leaks > 0 => image.repair_leaks(found.corruptions).await?,
         _ => {}
     }
-    let left = check_tables(storage, &image.header).await?;
+    let left = check_tables(storage, &image.header, progress).await?;
     let remaining = match left {
         CheckReport { corruptions: 0, .. } => Incompatible::empty(),
         // The first user to go would take the cluster from the others.
@@ -118,6 +133,7 @@ pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairRepor
 /// An image under repair.
 struct RepairRun<'a, S> {
     storage: &'a S,
+    progress: &'a ToolProgress,
     /// As on disk.
     header: Header,
     /// What became of snapshots.
@@ -247,7 +263,8 @@ impl<S: Storage> RepairRun<'_, S> {
         if !Edit::new(self.storage, self.header.geometry, &scrub).would_change(active).await? {
             return Ok(());
         }
-        let counts = References::count(self.storage, &self.header).await?.counts;
+        let counts =
+            References::count(self.storage, &self.header, &ToolProgress::default()).await?.counts;
         if !bitmaps::mark_all(self.storage, &self.header, &counts).await? {
             self.header.autoclear &= !BITMAPS_CONSISTENT;
             store_header(self.storage, &self.header).await?;
@@ -280,7 +297,7 @@ impl<S: Storage> RepairRun<'_, S> {
     }
 
     async fn count(&self) -> Result<Counted> {
-        let references = References::count(self.storage, &self.header).await?;
+        let references = References::count(self.storage, &self.header, self.progress).await?;
         Ok(Counted {
             recorded: DiskRefcounts::read(self.storage, &self.header).await?,
             is_complete: references.corruptions == references.broken_refcounts,

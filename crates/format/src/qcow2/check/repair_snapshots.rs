@@ -5,7 +5,9 @@
 //! before one write of the header switches to it; a table that only ends earlier needs no new one. So a
 //! crash leaves the old snapshots or the new ones.
 
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,
+};
 
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::limits::MAX_OFFSET;
@@ -54,7 +56,7 @@ async fn remove_misplaced<S: Storage>(
     if survey.usable.is_empty() {
         return Ok(());
     }
-    let counts = References::count(storage, header).await?.counts;
+    let counts = References::count(storage, header, &ToolProgress::default()).await?.counts;
     let mut left = Vec::new();
     for snapshot in std::mem::take(&mut survey.usable) {
         let location = L1Location::of(&snapshot);

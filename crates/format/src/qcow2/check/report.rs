@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 
-use blockhouse_core::{ByteRange, Result, Storage};
+use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 
 use crate::qcow2::layout::entry::{self, Entry};
 use crate::qcow2::layout::header::Header;
@@ -41,12 +41,16 @@ pub struct CheckReport {
 }
 
 /// Checks the image that this header on disk describes, which must not change meanwhile. Takes about 6 bytes
-/// of memory for each cluster in use (with refcounts of 16 bits), however long the file is.
+/// of memory for each cluster in use (with refcounts of 16 bits), however long the file is. One pass of `progress`.
 ///
 /// # Errors
 /// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
-pub(crate) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Result<CheckReport> {
-    let mut references = References::count(storage, header).await?;
+pub(crate) async fn check_tables<S: Storage>(
+    storage: &S,
+    header: &Header,
+    progress: &ToolProgress,
+) -> Result<CheckReport> {
+    let mut references = References::count(storage, header, progress).await?;
     let recorded = DiskRefcounts::read(storage, header).await?;
     let mut report = CheckReport {
         total_clusters: header.geometry.clusters_for(header.size),
@@ -82,6 +86,7 @@ pub(crate) async fn check_tables<S: Storage>(storage: &S, header: &Header) -> Re
         recorded: &recorded,
         reader: SparseReader::new(storage, header.geometry),
         checked: HashSet::new(),
+        progress,
     };
     flags.check(&mut references).await?;
     report.corruptions = references.corruptions;
@@ -97,6 +102,7 @@ struct CopiedFlagCheck<'a, S> {
     reader: SparseReader<'a, S>,
     /// L2 tables by their offset: each is read once, however many L1 entries refer to it.
     checked: HashSet<u64>,
+    progress: &'a ToolProgress,
 }
 
 impl<S: Storage> CopiedFlagCheck<'_, S> {
@@ -112,6 +118,7 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
                 self.compare("L2 table", table, references);
                 if self.checked.insert(table.offset) {
                     self.check_l2(table.offset, index, references).await?;
+                    self.progress.advance(self.header.geometry.cluster_size());
                 } else if self.header.geometry.has_data_file {
                     let offset = place.offset + index * 8;
                     references.problem(format!(

@@ -5,7 +5,7 @@
 //! block device, a cluster is searched that nothing uses: neither what is counted on disk, nor what is about
 //! to be counted.
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, ToolProgress};
 
 use crate::qcow2::allocator::{Allocator, Gaps};
 use crate::qcow2::check::disk_refcounts::{DiskRefcounts, beside};
@@ -26,7 +26,7 @@ pub(crate) async fn recount<S: Storage>(
 ) -> Result<()> {
     let storage = metadata.storage();
     let header = metadata.lock().tables.headers().disk().clone();
-    let references = References::count(storage, &header).await?;
+    let references = References::count(storage, &header, &ToolProgress::default()).await?;
     if let Some(problem) = references.problems.first() {
         let what = format!("refcounts cannot be rebuilt: {problem}");
         return Err(Error::new(ErrorKind::Corrupt, what)

@@ -1,97 +1,94 @@
-//! `blockhouse convert`: a copy of an image in another format.
-//!
-//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in `TARGET.part`, and `--resume` goes
-//! on with it: what is there is compared with the source, and what differs is copied.
+//! The command line of `convert`: what may be asked for, what contradicts itself, which images are opened.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Result, anyhow, bail};
-use blockhouse_core::{ByteRange, ErrorKind};
+use anyhow::{Result, anyhow};
+use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    Bitmap, BitmapAction, CacheMode, CopyJob, CopyOptions, ImageDisk, ImageFormat, ImageOptions,
-    Locking, NewBitmap, open, open_snapshot,
+    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, open, open_snapshot,
 };
-use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::copy_target::{CopyFormats, IfThere, Target, TargetSpec};
+use crate::copy_target::{CopyFormats, IfThere, TargetSpec};
 use crate::create::wrong_usage;
 use crate::create_options::{self, Setting, Settings};
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
-use crate::output;
-use crate::parallel::{default_threads, run_parallel};
-use crate::progress::{Progress, ProgressArgs};
-
-/// Chunks in flight in all.
-const MAX_IN_FLIGHT: usize = 16;
+use crate::progress::ProgressArgs;
+use crate::rate::RateArgs;
 
 /// Arguments of `convert`.
 #[derive(clap::Args)]
+#[command(override_usage = "blockhouse convert [OPTIONS] <SOURCE>... <TARGET>")]
 pub struct Arguments {
     #[command(flatten)]
-    formats: CopyFormats,
+    pub(super) formats: CopyFormats,
     /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's state.
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
-    snapshot: Option<String>,
+    pub(super) snapshot: Option<String>,
     /// Copy the source's bitmaps of changes, too (qcow2 only). One that lacks changes is an error.
     #[arg(long, conflicts_with_all = ["snapshot", "resume", "no_create"])]
-    bitmaps: bool,
+    pub(super) bitmaps: bool,
     /// With --bitmaps, leave out those that lack changes.
     #[arg(long, requires = "bitmaps")]
-    skip_broken_bitmaps: bool,
+    pub(super) skip_broken_bitmaps: bool,
     /// Write compressed clusters (qcow2 only).
     #[arg(long, short)]
-    compress: bool,
+    pub(super) compress: bool,
     /// Options of a qcow2 target, as those of 'create'. Without a backing file the target stands alone, whatever
     /// is behind the source.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", conflicts_with = "resume")]
     #[arg(value_parser = create_options::parse)]
-    options: Vec<create_options::Settings>,
+    pub(super) options: Vec<create_options::Settings>,
     /// Make the target an overlay of this file, found from the target's folder: what differs from it is stored.
     #[arg(long, short = 'B', value_name = "FILE", requires = "backing_format")]
     #[arg(value_parser = create_options::parse_backing_file, conflicts_with_all = ["resume", "no_create"])]
-    backing: Option<Setting>,
+    pub(super) backing: Option<Setting>,
     /// The format of that file.
     #[arg(long, short = 'F', value_name = "FORMAT", requires = "backing")]
     #[arg(value_parser = create_options::parse_backing_format)]
-    backing_format: Option<Setting>,
+    pub(super) backing_format: Option<Setting>,
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.
     #[arg(long)]
-    force: bool,
+    pub(super) force: bool,
     /// Go on with a copy that failed: compare what is in TARGET.part with the source and copy what
     /// differs.
     #[arg(long)]
-    resume: bool,
+    pub(super) resume: bool,
     /// Make no target: write the copy into the one that is there, which keeps its options and may be larger. A copy
     /// that fails leaves a part of it.
     #[arg(long, short, conflicts_with_all = ["force", "resume", "options"])]
-    no_create: bool,
+    pub(super) no_create: bool,
     /// The target that is there reads as zeros, so that these need not be written.
     #[arg(long, requires = "no_create")]
-    target_is_zero: bool,
+    pub(super) target_is_zero: bool,
     /// How the target is written: through the page cache (writeback) or around it (none). Either
     /// way it is durable in the end.
     #[arg(long, short = 't', value_name = "MODE", value_parser = parse_cache)]
-    cache: Option<CacheMode>,
+    pub(super) cache: Option<CacheMode>,
     /// Do not lock the source: also copy it while another program writes to it. The copy may be of no moment in
     /// time.
     #[arg(long, short = 'U')]
-    force_share: bool,
+    pub(super) force_share: bool,
     #[command(flatten)]
-    source_cache: SourceCacheArgs,
+    pub(super) source_cache: SourceCacheArgs,
     #[command(flatten)]
     habits: Habits,
     #[command(flatten)]
-    progress: ProgressArgs,
+    pub(super) progress: ProgressArgs,
     #[command(flatten)]
-    image_opts: ImageOptsArgs,
+    pub(super) image_opts: ImageOptsArgs,
     #[command(flatten)]
-    open: OpenArgs,
-    /// The image to copy. It is only read, with all files behind it.
-    source: PathBuf,
-    /// The new image. One that exists is left alone.
-    target: PathBuf,
+    pub(super) open: OpenArgs,
+    #[command(flatten)]
+    pub(super) rate: RateArgs,
+    /// SOURCE, the image to copy; several are copied one after the other into one disk. They are only read, with all files
+    /// behind them. '-' is a raw disk on standard input. TARGET, the last, the new image. One that exists is left alone.
+    /// '-' is standard output, which gets a raw disk.
+    #[arg(required = true, num_args = 1.., value_name = "IMAGE")]
+    pub(super) sources: Vec<PathBuf>,
+    #[arg(skip)]
+    pub(super) target: PathBuf,
 }
 
 /// What qemu-img needs to be told, and is always so here.
@@ -139,109 +136,30 @@ fn parse_sparse(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Runs the command.
-pub fn run(arguments: Arguments) -> Result<()> {
-    if Settings::join(arguments.options.clone()).is_none() {
-        return output::print(create_options::HELP);
-    }
-    let format = arguments.formats.of_target(&arguments.target);
-    let settings = settings(&arguments, format);
-    let progress = Progress::start(arguments.progress)?;
-    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let source = event_loop.block_on(open_source(&arguments))?;
-    let bitmaps = match arguments.bitmaps {
-        true => event_loop.block_on(bitmaps_to_copy(&source, arguments.skip_broken_bitmaps))?,
-        false => Vec::new(),
-    };
-    let spec = TargetSpec {
-        path: &arguments.target,
-        format,
-        settings,
-        size: source.size(),
-        if_there: arguments.if_there(),
-        // Going on would end with the bitmaps that are there, which may lack changes.
-        can_resume: !arguments.bitmaps,
-        compress: arguments.compress,
-        cache: arguments.cache,
-        open: &arguments.open,
-    };
-    let target = event_loop.block_on(spec.build())?;
-    let range = ByteRange::between(0, source.size());
-    let source = Arc::new(source);
-    let copied = copy(&progress, &source, range, &target, arguments.compress);
-    event_loop.block_on(async {
-        let copied = match copied {
-            Ok(()) => copy_bitmaps(&source, &target.disk, &bitmaps).await,
-            Err(error) => Err(error),
-        };
-        target.finish(copied).await
-    })
-}
-
-/// The bitmaps of the source that are to be copied.
-///
-/// # Errors
-/// One of them lacks changes.
-async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bitmap>> {
-    let mut good = Vec::new();
-    for bitmap in source.bitmaps().list().await? {
-        let (image, name) = (source.name(), bitmap.name.escape_debug());
-        match (bitmap.is_inconsistent, skip_broken) {
-            (false, _) => good.push(bitmap),
-            (true, true) => output::tell(&format!(
-                "blockhouse: {image}: bitmap '{name}' lacks changes and is left out"
-            )),
-            (true, false) => bail!(
-                "{image}: bitmap '{name}' was not saved by its last writer, and lacks changes; leave such bitmaps out \
-                 with --skip-broken-bitmaps"
-            ),
-        }
-    }
-    Ok(good)
-}
-
-/// Gives the target these bitmaps of the source.
-async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]) -> Result<()> {
-    for Bitmap { name, granularity, is_enabled, .. } in bitmaps {
-        let (name, granularity) = (name.clone(), Some(*granularity));
-        let new = NewBitmap { name, granularity, is_enabled: false };
-        target.bitmaps().add(&new).await?;
-        target.bitmaps().merge(&new.name, source, &new.name).await?;
-        if *is_enabled {
-            target.bitmaps().change(&new.name, BitmapAction::Enable).await?;
-        }
-    }
-    Ok(())
-}
-
-/// Copies a part of a disk to the start of the target, which is to be [finished](Target::finish) with the outcome.
-///
-/// # Errors
-/// What a storage answers.
-pub fn copy(
-    progress: &Progress,
-    source: &Arc<ImageDisk>,
-    range: ByteRange,
-    target: &Target,
-    compress: bool,
-) -> Result<()> {
-    let threads = default_threads();
-    let options = CopyOptions {
-        target_content: target.content,
-        compress,
-        max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
-    };
-    let copying = CopyJob::of_part(Arc::clone(source), range, Arc::clone(&target.disk), options)?;
-    run_parallel(
-        progress,
-        threads,
-        || async { Ok(copying.work().await?) },
-        || (copying.progress().done, copying.progress().total),
-    )
-}
-
 impl Arguments {
-    fn if_there(&self) -> IfThere {
+    /// What the target is to be, for a disk of `size` bytes.
+    pub(super) fn target_spec(
+        &self,
+        format: ImageFormat,
+        settings: Vec<Setting>,
+        size: u64,
+    ) -> TargetSpec<'_> {
+        TargetSpec {
+            path: &self.target,
+            format,
+            settings,
+            size,
+            if_there: self.if_there(),
+            // Going on would end with the bitmaps that are there, which may lack changes.
+            can_resume: !self.bitmaps,
+            compress: self.compress,
+            cache: self.cache,
+            open: &self.open,
+        }
+    }
+
+    /// What becomes of a target that exists.
+    pub(super) fn if_there(&self) -> IfThere {
         match () {
             () if self.target_is_zero => IfThere::OverwriteZeros,
             () if self.no_create => IfThere::Overwrite,
@@ -253,7 +171,7 @@ impl Arguments {
 }
 
 /// The options of the target, after everything that contradicts itself is refused.
-fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
+pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     let mut settings = Settings::join(arguments.options.clone()).unwrap_or_default();
     settings.extend(arguments.backing.clone());
     settings.extend(arguments.backing_format.clone());
@@ -275,11 +193,35 @@ fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     if arguments.compress && settings.iter().any(|one| matches!(one, Setting::DataFile(_))) {
         wrong_usage("an image with a data file has no compressed clusters (-c)");
     }
+    if arguments.sources.len() > 1 {
+        if arguments.snapshot.is_some() || arguments.bitmaps {
+            wrong_usage(
+                "several sources make one disk: leave -l and --bitmaps out, which are of one image",
+            );
+        }
+        if arguments.backing.is_some()
+            || settings.iter().any(|one| matches!(one, Setting::BackingFile(_)))
+        {
+            wrong_usage("several sources make one disk, which is no overlay (-B) of another");
+        }
+    }
     settings
 }
 
-async fn open_source(arguments: &Arguments) -> Result<ImageDisk> {
-    let Arguments { source, formats, snapshot, .. } = arguments;
+/// Opens all sources, in their order.
+///
+/// # Errors
+/// The first that cannot be opened.
+pub(super) async fn open_sources(arguments: &Arguments) -> Result<Vec<Arc<ImageDisk>>> {
+    let mut sources = Vec::with_capacity(arguments.sources.len());
+    for source in &arguments.sources {
+        sources.push(Arc::new(open_source(arguments, source).await?));
+    }
+    Ok(sources)
+}
+
+async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> {
+    let Arguments { formats, snapshot, .. } = arguments;
     let Named { path, format, is_shared, .. } =
         arguments.image_opts.resolve(source, formats.source_format)?;
     let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };

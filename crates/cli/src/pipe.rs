@@ -13,8 +13,8 @@ use blockhouse_core::Buffer;
 use futures_channel::mpsc as queue;
 use futures_util::StreamExt;
 
-/// How much is read at a time, and what a pipe is asked to hold, in bytes.
-const CHUNK: usize = 1 << 20;
+/// What a pipe is asked to hold, in bytes.
+const PIPE_SIZE: usize = 1 << 20;
 /// How many chunks are on their way.
 const CHUNKS: usize = 3;
 
@@ -24,21 +24,21 @@ pub struct Chunks {
     spare: mpsc::Sender<Vec<u8>>,
 }
 
-/// Starts to read standard input.
-pub fn read_standard_input() -> Result<Chunks> {
+/// Starts to read standard input in pieces of `size` bytes.
+pub fn read_standard_input(size: usize) -> Result<Chunks> {
     let input = own(io::stdin().as_fd()).context("cannot use standard input")?;
     let (mut give, coming) = queue::channel(0);
     let (spare, empty) = mpsc::channel();
     for _ in 0..CHUNKS {
         // The receiver is held below.
-        let _ = spare.send(Vec::with_capacity(CHUNK));
+        let _ = spare.send(Vec::with_capacity(size));
     }
     let read = move || {
         let mut input = input;
         while let Ok(mut chunk) = empty.recv() {
             chunk.clear();
-            let outcome = Read::by_ref(&mut input).take(CHUNK as u64).read_to_end(&mut chunk);
-            let is_last = !matches!(outcome, Ok(CHUNK));
+            let outcome = Read::by_ref(&mut input).take(size as u64).read_to_end(&mut chunk);
+            let is_last = !matches!(outcome, Ok(length) if length == size);
             if !matches!(outcome, Ok(0)) {
                 let sent = futures_executor::block_on(send(&mut give, outcome.map(|_| chunk)));
                 if sent == Reader::Gone {
@@ -79,10 +79,12 @@ pub struct Output {
     give: queue::Sender<Buffer>,
     written: mpsc::Receiver<Buffer>,
     thread: JoinHandle<io::Result<()>>,
+    /// What is written, for messages.
+    what: &'static str,
 }
 
-/// Starts to write to standard output.
-pub fn write_standard_output() -> Result<Output> {
+/// Starts to write to standard output: `what`, as messages call it.
+pub fn write_standard_output(what: &'static str) -> Result<Output> {
     let output = own(io::stdout().as_fd()).context("cannot use standard output")?;
     let (give, mut coming) = queue::channel::<Buffer>(1);
     let (give_back, written) = mpsc::channel();
@@ -96,7 +98,7 @@ pub fn write_standard_output() -> Result<Output> {
         Ok(())
     };
     let thread = spawn("output", write)?;
-    Ok(Output { give, written, thread })
+    Ok(Output { give, written, thread, what })
 }
 
 impl Output {
@@ -119,8 +121,10 @@ impl Output {
         drop(self.give);
         // Nothing else is left to do meanwhile.
         match self.thread.join() {
-            Ok(outcome) => outcome.context(CANNOT_WRITE),
-            Err(_) => anyhow::bail!(CANNOT_WRITE),
+            Ok(outcome) => {
+                outcome.with_context(|| format!("cannot write {} to standard output", self.what))
+            }
+            Err(_) => anyhow::bail!("cannot write {} to standard output", self.what),
         }
     }
 }
@@ -131,13 +135,11 @@ async fn send<T>(give: &mut queue::Sender<T>, one: T) -> Reader {
     if is_ready && give.start_send(one).is_ok() { Reader::There } else { Reader::Gone }
 }
 
-const CANNOT_WRITE: &str = "cannot write the state to standard output";
-
 /// A descriptor of our own, with a large buffer if it is a pipe.
 fn own(descriptor: BorrowedFd<'_>) -> io::Result<File> {
     let own = descriptor.try_clone_to_owned()?;
     // Files have no such buffer, and a user may have used up what pipes may take: then it is slower.
-    let _ = rustix::pipe::fcntl_setpipe_size(&own, CHUNK);
+    let _ = rustix::pipe::fcntl_setpipe_size(&own, PIPE_SIZE);
     Ok(File::from(own))
 }
 

@@ -1,0 +1,147 @@
+//! `blockhouse convert - TARGET`: a raw disk from standard input.
+//!
+//! Guarantees: a new target is as long as what came, in whole sectors; one that is there keeps its size. A stream without a
+//! byte is an error, because it is what a failed command before the pipe leaves. Bytes that look like an image of
+//! another format are copied only where `-f raw` says that they are meant.
+
+use std::io;
+
+use anyhow::{Context, Result, anyhow, bail};
+use blockhouse_core::{Buffer, Error, ToolProgress};
+use blockhouse_disk::{ImageFormat, STREAM_PIECE, StreamOptions, copy_stream};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::probe;
+use futures_util::stream;
+use rustix::fs::{FileType, SeekFrom, fstat, seek};
+
+use super::arguments::{Arguments, settings};
+use crate::copy_target::{IfThere, Target};
+use crate::create::wrong_usage;
+use crate::create_options::Setting;
+use crate::output;
+use crate::pipe::{Chunks, read_standard_input};
+use crate::progress::Progress;
+
+/// The stream in messages.
+const INPUT: &str = "standard input";
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let format = arguments.formats.of_target(&arguments.target);
+    let settings = settings(arguments, format);
+    refuse(arguments, &settings);
+    let shown = Progress::start(arguments.progress)?;
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    // Before there is a target that would have to be removed.
+    let input = event_loop.block_on(begin(arguments))?;
+    let spec = arguments.target_spec(format, settings, 0);
+    let spec = crate::copy_target::TargetSpec { can_resume: false, ..spec };
+    let target = event_loop.block_on(spec.build())?;
+    arguments.rate.apply(&target.disk);
+    let progress = ToolProgress::default();
+    progress.begin(known_length().unwrap_or(0));
+    let work = || event_loop.block_on(copy(arguments, input, &target, &progress));
+    let copied = shown.beside(|| progress.get(), work);
+    event_loop.block_on(target.finish(copied))
+}
+
+/// Ends the program where something is asked for that a stream does not have.
+fn refuse(arguments: &Arguments, settings: &[Setting]) {
+    let is_of_image = arguments.snapshot.is_some() || arguments.bitmaps;
+    let is_preallocated = |one: &Setting| matches!(one, Setting::Preallocation(_));
+    let is_backing = |one: &Setting| matches!(one, Setting::BackingFile(_));
+    if arguments.sources.len() > 1 {
+        wrong_usage("standard input ('-') is the only source, or none");
+    }
+    if arguments.formats.source_format.is_some_and(|format| format != ImageFormat::Raw) {
+        wrong_usage(
+            "only a raw disk can be read from a pipe: put the image into a file, and convert that",
+        );
+    }
+    if is_of_image || arguments.image_opts.is_used() {
+        wrong_usage("a raw disk on standard input has no snapshots, bitmaps or options");
+    }
+    if arguments.if_there() == IfThere::Resume {
+        wrong_usage(
+            "what came from a pipe cannot be gone on with: run the command again without --resume",
+        );
+    }
+    if settings.iter().any(is_preallocated) {
+        wrong_usage("how much comes is not known before: leave preallocation out");
+    }
+    if settings.iter().any(is_backing) {
+        wrong_usage("what comes from a pipe is a whole disk, and no overlay (-B) of another");
+    }
+}
+
+/// Bytes of the rest of standard input where that is a file.
+fn known_length() -> Option<u64> {
+    let input = io::stdin();
+    let status = fstat(&input).ok()?;
+    if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+        return None;
+    }
+    let at = seek(&input, SeekFrom::Current(0)).ok()?;
+    u64::try_from(status.st_size).ok()?.checked_sub(at)
+}
+
+/// Reads the first piece, and refuses what cannot be meant.
+async fn begin(arguments: &Arguments) -> Result<(Buffer, Chunks)> {
+    let mut chunks = read_standard_input(STREAM_PIECE)?;
+    let first = next(&mut chunks).await?;
+    let Some(first) = first else {
+        bail!("{INPUT}: is empty; see whether the command before the pipe has failed");
+    };
+    if arguments.formats.source_format.is_none()
+        && let Some(name) = probe::name_of(&first.bytes()[..first.len().min(probe::LENGTH)])
+    {
+        bail!(
+            "{INPUT}: looks like {name}, and a raw disk is read from a pipe; put the image into a file and convert that, or \
+             say --source-format raw if the bytes are meant as they are"
+        );
+    }
+    Ok((first, chunks))
+}
+
+async fn copy(
+    arguments: &Arguments,
+    (first, chunks): (Buffer, Chunks),
+    target: &Target,
+    progress: &ToolProgress,
+) -> Result<()> {
+    let options = StreamOptions {
+        target_content: target.content,
+        compress: arguments.compress,
+        resize: target.is_new(),
+    };
+    let rest = stream::unfold((Some(first), chunks), |(first, mut chunks)| async move {
+        let piece = match first {
+            Some(first) => Some(Ok(first)),
+            None => next(&mut chunks).await.map_err(|error| host_error(&error)).transpose(),
+        };
+        piece.map(|piece| (piece, (None, chunks)))
+    });
+    let length = copy_stream(&target.disk, Box::pin(rest), options, progress).await?;
+    let whole = length.next_multiple_of(512);
+    if whole != length {
+        output::tell(&format!(
+            "blockhouse: {INPUT}: ended within a sector, which is filled up with zeros: {whole} bytes"
+        ));
+    }
+    Ok(())
+}
+
+/// The next bytes, in memory that suits the storage.
+async fn next(chunks: &mut Chunks) -> Result<Option<Buffer>> {
+    let Some(chunk) = chunks.next().await else { return Ok(None) };
+    let chunk = chunk.context(INPUT).map_err(|error| anyhow!("{error:#}"))?;
+    let mut buffer = Buffer::try_new(chunk.len().next_multiple_of(512))?;
+    buffer.set_len(chunk.len());
+    buffer.bytes_mut().copy_from_slice(&chunk);
+    chunks.recycle(chunk);
+    Ok(Some(buffer))
+}
+
+fn host_error(error: &anyhow::Error) -> Error {
+    Error::host("cannot read the disk", io::Error::other(error.to_string())).on(INPUT)
+}

@@ -1,0 +1,145 @@
+//! `blockhouse convert`: a copy of an image in another format.
+//!
+//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in `TARGET.part`, and `--resume` goes
+//! on with it: what is there is compared with the source, and what differs is copied.
+//!
+//! Pipes: `-` as the source is a raw disk on standard input (`from_input`), `-` as the target one on standard output
+//! (`to_output`).
+
+mod arguments;
+mod from_input;
+mod to_output;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_core::ByteRange;
+use blockhouse_disk::{Bitmap, BitmapAction, CopyJob, CopyOptions, ImageDisk, NewBitmap};
+use blockhouse_engine::{EngineChoice, EventLoop};
+
+pub use arguments::{Arguments, parse_snapshot};
+use arguments::{open_sources, settings};
+
+use crate::copy_target::Target;
+use crate::create::wrong_usage;
+use crate::create_options::{self, Settings};
+use crate::output;
+use crate::parallel::{default_threads, run_parallel};
+use crate::progress::Progress;
+
+/// The name of standard input and output.
+const PIPE: &str = "-";
+
+/// Chunks in flight in all.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// Runs the command.
+pub fn run(mut arguments: Arguments) -> Result<()> {
+    if Settings::join(arguments.options.clone()).is_none() {
+        return output::print(create_options::HELP);
+    }
+    arguments.target = arguments.sources.pop().unwrap_or_default();
+    if arguments.sources.is_empty() {
+        wrong_usage("both a source and a target are needed");
+    }
+    let is_pipe = |path: &PathBuf| path == Path::new(PIPE);
+    match (arguments.sources.iter().any(is_pipe), is_pipe(&arguments.target)) {
+        (false, false) => run_between_images(&arguments),
+        (true, false) => from_input::run(&arguments),
+        (false, true) => to_output::run(&arguments),
+        (true, true) => wrong_usage("one of the two is an image: '-' is standard input or output"),
+    }
+}
+
+fn run_between_images(arguments: &Arguments) -> Result<()> {
+    let format = arguments.formats.of_target(&arguments.target);
+    let settings = settings(arguments, format);
+    let progress = Progress::start(arguments.progress)?;
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let sources = event_loop.block_on(open_sources(arguments))?;
+    let bitmaps = match (arguments.bitmaps, sources.first()) {
+        (true, Some(source)) => {
+            event_loop.block_on(bitmaps_to_copy(source, arguments.skip_broken_bitmaps))?
+        }
+        _ => Vec::new(),
+    };
+    let size = sources.iter().try_fold(0_u64, |sum, source| sum.checked_add(source.size()));
+    let Some(size) = size else { bail!("the sources are longer than a disk can be") };
+    let spec = arguments.target_spec(format, settings, size);
+    let target = event_loop.block_on(spec.build())?;
+    arguments.rate.apply(&target.disk);
+    let whole =
+        |source: &Arc<ImageDisk>| (Arc::clone(source), ByteRange::between(0, source.size()));
+    let parts = sources.iter().map(whole).collect();
+    let copied = copy(&progress, parts, &target, arguments.compress);
+    event_loop.block_on(async {
+        let copied = match (copied, sources.first()) {
+            (Ok(()), Some(source)) => copy_bitmaps(source, &target.disk, &bitmaps).await,
+            (outcome, _) => outcome,
+        };
+        target.finish(copied).await
+    })
+}
+
+/// The bitmaps of the source that are to be copied.
+///
+/// # Errors
+/// One of them lacks changes.
+async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bitmap>> {
+    let mut good = Vec::new();
+    for bitmap in source.bitmaps().list().await? {
+        let (image, name) = (source.name(), bitmap.name.escape_debug());
+        match (bitmap.is_inconsistent, skip_broken) {
+            (false, _) => good.push(bitmap),
+            (true, true) => output::tell(&format!(
+                "blockhouse: {image}: bitmap '{name}' lacks changes and is left out"
+            )),
+            (true, false) => bail!(
+                "{image}: bitmap '{name}' was not saved by its last writer, and lacks changes; leave such bitmaps out \
+                 with --skip-broken-bitmaps"
+            ),
+        }
+    }
+    Ok(good)
+}
+
+/// Gives the target these bitmaps of the source.
+async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]) -> Result<()> {
+    for Bitmap { name, granularity, is_enabled, .. } in bitmaps {
+        let (name, granularity) = (name.clone(), Some(*granularity));
+        let new = NewBitmap { name, granularity, is_enabled: false };
+        target.bitmaps().add(&new).await?;
+        target.bitmaps().merge(&new.name, source, &new.name).await?;
+        if *is_enabled {
+            target.bitmaps().change(&new.name, BitmapAction::Enable).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies parts of disks, one after the other, to the start of the target, which is to be [finished](Target::finish) with
+/// the outcome.
+///
+/// # Errors
+/// What a storage answers.
+pub fn copy(
+    progress: &Progress,
+    parts: Vec<(Arc<ImageDisk>, ByteRange)>,
+    target: &Target,
+    compress: bool,
+) -> Result<()> {
+    let threads = default_threads();
+    let options = CopyOptions {
+        target_content: target.content,
+        compress,
+        max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
+    };
+    let copying = CopyJob::of_parts(parts, Arc::clone(&target.disk), options)?;
+    run_parallel(
+        progress,
+        threads,
+        || async { Ok(copying.work().await?) },
+        || (copying.progress().done, copying.progress().total),
+    )
+}

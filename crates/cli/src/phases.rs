@@ -1,0 +1,51 @@
+//! How far a command is that does several things one after the other, each of which tells its own progress.
+//!
+//! Guarantee: every phase is the same share of the whole, so that what is shown never goes back.
+
+use parking_lot::Mutex;
+
+/// Bytes done, and of how many.
+type Position = Box<dyn Fn() -> (u64, u64) + Send>;
+
+/// The phases of a command.
+pub struct Phases {
+    count: u64,
+    current: Mutex<(u64, Option<Position>)>,
+}
+
+impl Phases {
+    /// Of so many phases.
+    pub fn of(count: u64) -> Self {
+        Self { count, current: Mutex::new((0, None)) }
+    }
+
+    /// The next phase begins, or the first one.
+    pub fn begin(&self, position: impl Fn() -> (u64, u64) + Send + 'static) {
+        let mut current = self.current.lock();
+        let index = if current.1.is_some() { current.0 + 1 } else { 0 };
+        *current = (index.min(self.count - 1), Some(Box::new(position)));
+    }
+
+    /// Where the whole is, measured in the current phase's bytes; of 0 where that is not known.
+    pub fn position(&self) -> (u64, u64) {
+        let current = self.current.lock();
+        let (index, Some(position)) = &*current else { return (0, 0) };
+        let (done, total) = position();
+        (index * total + done, self.count * total)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn phases_are_equal_shares() {
+        let phases = Phases::of(2);
+        assert_eq!(phases.position(), (0, 0));
+        phases.begin(|| (30, 100));
+        assert_eq!(phases.position(), (30, 200));
+        phases.begin(|| (1, 10));
+        assert_eq!(phases.position(), (11, 20));
+    }
+}

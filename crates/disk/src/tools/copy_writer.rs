@@ -1,0 +1,137 @@
+//! The writing half of a copy: what was read and is worth it is written, in plain or in compressed clusters.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blockhouse_core::sync::run_all;
+use blockhouse_core::{
+    Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Request, Result, Storage,
+    Unmap,
+};
+
+use super::zeros::{is_zero, runs, units};
+use crate::disk::Disk;
+use crate::write::CompressResult;
+
+/// Zeros shorter than this are not worth a hole, in bytes.
+const MIN_HOLE: u64 = 4096;
+
+/// How many requests of one chunk are in flight together.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// What is written to the target of a copy.
+pub(super) struct CopyWriter<S: Storage> {
+    target: Arc<Disk<S>>,
+    compress: bool,
+    /// Bytes that are looked at together for zeros.
+    unit: usize,
+    written: AtomicU64,
+}
+
+impl<S: Storage> CopyWriter<S> {
+    /// Writes to `target`, in compressed clusters where that saves something and `compress` says so.
+    ///
+    /// # Errors
+    /// `InvalidInput` where the target's format has no compressed clusters.
+    pub(super) fn new(target: Arc<Disk<S>>, compress: bool) -> Result<Self> {
+        if compress && target.compression().is_none() {
+            let what = format!("{} has no compressed clusters", target.format_name());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
+        }
+        let unit = match compress {
+            false => target.allocation_unit().max(MIN_HOLE),
+            true => target.cluster_size().unwrap_or(1),
+        };
+        Ok(Self { target, compress, unit: unit as usize, written: AtomicU64::new(0) })
+    }
+
+    /// Bytes that are looked at together for zeros.
+    pub(super) fn unit(&self) -> usize {
+        self.unit
+    }
+
+    /// Bytes of data that were written.
+    pub(super) fn written(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
+    }
+
+    /// The parts that are not zeros of a buffer with the disk's bytes from `offset` on.
+    pub(super) fn data_of(&self, offset: u64, bytes: &[u8]) -> Vec<Range<usize>> {
+        runs(bytes.len(), offset, self.unit, |unit| !is_zero(&bytes[unit]))
+    }
+
+    /// Makes parts of the target zeros: `holes` counts from `offset` on.
+    pub(super) async fn make_holes(&self, offset: u64, holes: Vec<Range<usize>>) -> Result<()> {
+        let make = holes.into_iter().map(|hole| {
+            let range = ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
+            let (unmap, fallback, durability) =
+                (Unmap::Allowed, Fallback::Allowed, Durability::None);
+            self.target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
+        });
+        run_all(MAX_IN_FLIGHT, make).await
+    }
+
+    /// Writes parts of the buffer, which holds the disk's bytes from `offset` on.
+    pub(super) async fn store(
+        &self,
+        offset: u64,
+        data: Vec<Range<usize>>,
+        buffer: &mut Buffer,
+    ) -> Result<()> {
+        let sum: usize = data.iter().map(ExactSizeIterator::len).sum();
+        match self.compress {
+            false => self.write(offset, data, buffer).await?,
+            true => {
+                let unit = self.unit;
+                for cluster in data.into_iter().flat_map(|run| units(run, offset, unit)) {
+                    self.store_cluster(offset, cluster, buffer).await?;
+                }
+            }
+        }
+        self.written.fetch_add(sum as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Writes a cluster, or a part of one, compressed if that can be.
+    async fn store_cluster(
+        &self,
+        offset: u64,
+        cluster: Range<usize>,
+        buffer: &mut Buffer,
+    ) -> Result<()> {
+        let at = offset + cluster.start as u64;
+        let bytes = &buffer.bytes()[cluster.clone()];
+        let is_whole = bytes.len() == self.unit
+            || at.is_multiple_of(self.unit as u64) && at + bytes.len() as u64 == self.target.size();
+        let is_stored = is_whole
+            && self.target.write_compressed(at, bytes).await? != CompressResult::Incompressible;
+        if is_stored { Ok(()) } else { self.write(offset, vec![cluster], buffer).await }
+    }
+
+    async fn write(&self, offset: u64, data: Vec<Range<usize>>, buffer: &mut Buffer) -> Result<()> {
+        let parts = lend(buffer, &data);
+        run_all(
+            MAX_IN_FLIGHT,
+            parts.into_iter().zip(&data).map(|(from, part)| {
+                let offset = offset + part.start as u64;
+                self.target.submit(Request::Write { offset, from, durability: Durability::None })
+            }),
+        )
+        .await
+    }
+}
+
+/// The memory of parts of a buffer, which are in ascending order.
+pub(super) fn lend(buffer: &mut Buffer, parts: &[Range<usize>]) -> Vec<IoVector> {
+    let mut rest = buffer.lend();
+    let mut start = 0;
+    let mut lent = Vec::with_capacity(parts.len());
+    for part in parts {
+        rest.advance(part.start - start);
+        let after = rest.split_off(part.len());
+        lent.push(std::mem::replace(&mut rest, after));
+        start = part.end;
+    }
+    lent
+}

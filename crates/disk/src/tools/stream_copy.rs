@@ -1,0 +1,112 @@
+//! A disk from a stream of bytes, whose length is known at its end.
+//!
+//! Guarantees: zeros of the stream take no space in a new target. A target that may grow is made longer in large steps
+//! while bytes come, and as long as the stream in the end, in whole sectors. Memory is bounded: a few pieces are in
+//! flight together. Nothing is durable before the target is closed.
+
+use std::sync::Arc;
+
+use blockhouse_core::{Buffer, Error, ErrorKind, Result, Storage, ToolProgress};
+use futures_util::stream::{self, Stream, StreamExt};
+
+use super::chunks::for_each_in_flight;
+use super::convert::TargetContent;
+use super::copy_writer::CopyWriter;
+use super::zeros::{is_zero, runs};
+use crate::disk::Disk;
+
+/// The least step by which a target grows, in bytes.
+const MIN_GROWTH: u64 = 1 << 30;
+const SECTOR: usize = 512;
+
+/// How a stream is copied.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamOptions {
+    /// What the target holds before.
+    pub target_content: TargetContent,
+    /// Whether data is stored in compressed clusters, where that saves something.
+    pub compress: bool,
+    /// Whether the target becomes as long as the stream; otherwise it is long enough already, and what it has beyond
+    /// the stream stays as it is.
+    pub resize: bool,
+}
+
+/// Bytes of each piece of a stream but the last: a multiple of clusters of every size.
+pub const STREAM_PIECE: usize = 2 << 20;
+
+/// Writes a stream to the start of `target`, which nothing else may use meanwhile: pieces of
+/// [`STREAM_PIECE`], of which only the last is shorter. Answers the length of the stream in bytes; a part of a sector
+/// at its end is filled up with zeros. `progress` advances by what is written.
+///
+/// # Errors
+/// What the stream or a storage answers; `NoSpace` where the target is too short and is not to grow; `InvalidInput` where
+/// its format has no compressed clusters. A part of the copy is there then.
+pub async fn copy_stream<S: Storage>(
+    target: &Arc<Disk<S>>,
+    pieces: impl Stream<Item = Result<Buffer>> + Unpin,
+    options: StreamOptions,
+    progress: &ToolProgress,
+) -> Result<u64> {
+    let writer = &CopyWriter::new(Arc::clone(target), options.compress)?;
+    let mut length = 0;
+    let placed = stream::unfold((pieces, &mut length), |(mut pieces, length)| async move {
+        let piece = match pieces.next().await? {
+            Ok(piece) => make_room(target, *length, &piece, options.resize).await.map(|()| piece),
+            Err(error) => Err(error),
+        };
+        let offset = *length;
+        *length += piece.as_ref().map_or(0, |piece| piece.len() as u64);
+        Some((piece.map(|piece| (offset, piece)), (pieces, length)))
+    });
+    for_each_in_flight(placed, async |(offset, mut piece): (u64, Buffer)| {
+        let length = piece.len();
+        fill_last_sector(&mut piece);
+        if options.target_content == TargetContent::Unknown {
+            let bytes = piece.bytes();
+            let holes = runs(bytes.len(), offset, writer.unit(), |unit| is_zero(&bytes[unit]));
+            writer.make_holes(offset, holes).await?;
+        }
+        let data = writer.data_of(offset, piece.bytes());
+        writer.store(offset, data, &mut piece).await?;
+        progress.advance(length as u64);
+        Ok(())
+    })
+    .await?;
+    let size = length.next_multiple_of(SECTOR as u64);
+    if options.resize && size < target.size() {
+        target.shrink(size).await?;
+    }
+    Ok(length)
+}
+
+/// Makes the target long enough for a piece at `offset`.
+async fn make_room<S: Storage>(
+    target: &Disk<S>,
+    offset: u64,
+    piece: &Buffer,
+    may_resize: bool,
+) -> Result<()> {
+    let end = (offset + piece.len() as u64).next_multiple_of(SECTOR as u64);
+    let size = target.size();
+    if end <= size {
+        return Ok(());
+    }
+    if !may_resize {
+        let what = format!("has {size} bytes, and more than that came");
+        return Err(Error::new(ErrorKind::NoSpace, what).on(target.name()));
+    }
+    let generous = end.max(size.saturating_mul(2)).max(MIN_GROWTH);
+    match target.resize(generous).await {
+        // The host or the format may have a limit between the two.
+        Err(_) if generous > end => target.resize(end).await,
+        outcome => outcome,
+    }
+}
+
+fn fill_last_sector(piece: &mut Buffer) {
+    let (length, whole) = (piece.len(), piece.len().next_multiple_of(SECTOR));
+    if whole > length {
+        piece.set_len(whole);
+        piece.bytes_mut()[length..].fill(0);
+    }
+}
