@@ -24,6 +24,7 @@ mod scratch;
 mod server;
 pub mod shared_limit;
 mod small_host;
+pub mod tls12;
 mod tool;
 mod trace;
 pub mod typed;

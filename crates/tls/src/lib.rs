@@ -13,4 +13,4 @@ mod session;
 
 pub use context::{CipherKind, context, use_identity, use_revoked};
 pub use files::{TlsError, check_readable, file_error, names_of, read_keys, unfit};
-pub use session::{SEND_LIMIT, TlsSession};
+pub use session::{ReadError, SEND_LIMIT, TlsSession};

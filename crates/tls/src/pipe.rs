@@ -52,6 +52,11 @@ impl Pipe {
         (self.input, self.start, self.end) = (Some(buffer), 0, count);
     }
 
+    /// How many bytes are to be sent.
+    pub fn output_len(&self) -> usize {
+        self.output_end
+    }
+
     /// What is to be sent, if there is anything.
     pub fn take_output(&mut self) -> Option<Buffer> {
         let mut buffer = self.output.take()?;

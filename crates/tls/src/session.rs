@@ -20,6 +20,20 @@ const RECORD: usize = 16 << 10;
 /// Room for as many bytes encrypted: 64 more for each record.
 const OUTPUT_SIZE: usize = SEND_LIMIT + SEND_LIMIT / 256 + RECORD;
 
+/// Bytes of answers to the other side's own messages that may wait to be sent: one is 50 bytes at most.
+const MAX_ANSWERS: usize = 4 << 10;
+
+/// Why nothing more can be read from the other side.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    /// It breaks TLS, or refuses what this side has shown.
+    #[error("{0}")]
+    Tls(#[from] ssl::Error),
+    /// It wants to renegotiate, which is refused, again and again. Each refusal is memory until something else is sent.
+    #[error("the other side asks for renegotiation again and again")]
+    Renegotiation,
+}
+
 /// One end of a connection.
 pub struct TlsSession {
     tls: SslStream<Pipe>,
@@ -86,22 +100,32 @@ impl TlsSession {
     /// Decrypts what was received: how many bytes; 0 where the other side has ended. `None` where what was received is not
     /// a whole record.
     ///
+    /// What OpenSSL answers to the other side by itself is sent with the next batch, so that no record is divided.
+    ///
     /// # Errors
-    /// The other side breaks TLS, or refuses what this one has shown.
-    pub fn decrypt(&mut self, into: &mut [u8]) -> Result<Option<usize>, ssl::Error> {
+    /// There will be nothing more to read.
+    pub fn decrypt(&mut self, into: &mut [u8]) -> Result<Option<usize>, ReadError> {
         let mut filled = 0;
         while filled < into.len() {
             match self.tls.ssl_read(&mut into[filled..]) {
                 Ok(count) => filled += count,
                 Err(_) if filled > 0 => break,
                 Err(error) => match error.code() {
-                    ErrorCode::WANT_READ => return Ok(None),
+                    ErrorCode::WANT_READ => return self.check_answers().map(|()| None),
                     ErrorCode::ZERO_RETURN => return Ok(Some(0)),
-                    _ => return Err(error),
+                    _ => return Err(error.into()),
                 },
             }
         }
-        Ok(Some(filled))
+        self.check_answers().map(|()| Some(filled))
+    }
+
+    /// Nobody encrypts a batch while this side reads, so all output there is are answers.
+    fn check_answers(&self) -> Result<(), ReadError> {
+        match self.tls.get_ref().output_len() > MAX_ANSWERS {
+            true => Err(ReadError::Renegotiation),
+            false => Ok(()),
+        }
     }
 
     /// Encrypts bytes of a batch.

@@ -2,12 +2,15 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use blockhouse_tests::nbd::{Framing, Greeted, go_data, option, reply};
 use blockhouse_tests::pki::{Pki, Validity, psk_file};
+use blockhouse_tests::tls12::Tls12;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
     Outcome, Scratch, Serve, Server, eventually, image_tool::str, need, random_bytes, require, run,
@@ -342,6 +345,99 @@ fn hostile_handshakes_hold_their_seats_only_and_only_for_a_while() {
     }
     assert!(start.elapsed() > Duration::from_secs(1), "they were not given their time");
     nbdinfo(&by_certificate(&server, &host.client)).success();
+    server.stop();
+}
+
+/// fio does its own reading and verifying, many requests at a time.
+#[test]
+fn fio_writes_and_verifies_by_tls() {
+    require!(need::tools(&[&TOOLS[..], &["fio"]].concat()));
+    let host = Host::new();
+    // libnbd takes no files from fio's URI. It finds those of an ordinary user in its home, which others may enter.
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().join(".config/pki/libnbd");
+    fs::create_dir_all(&folder).unwrap();
+    for file in ["ca-cert.pem", "client-cert.pem", "client-key.pem"] {
+        fs::copy(host.client.join(file), folder.join(file)).unwrap();
+        fs::set_permissions(folder.join(file), fs::Permissions::from_mode(0o644)).unwrap();
+    }
+    fs::set_permissions(home.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let server = host.x509("required");
+    for (size, depth) in [("4k", "64"), ("256k", "4")] {
+        let mut fio = tool("fio");
+        if rustix::process::geteuid().is_root() {
+            fio.uid(65534).gid(65534);
+        }
+        fio.current_dir(home.path()).env("HOME", home.path());
+        fio.args([
+            "--name=tls",
+            "--ioengine=nbd",
+            "--rw=randwrite",
+            "--verify=crc32c",
+            "--size=4M",
+        ]);
+        fio.arg(format!("--bs={size}")).arg(format!("--iodepth={depth}"));
+        fio.arg(format!("--uri=nbds://localhost:{}/disk", port(&server)));
+        let outcome = run(&mut fio).success();
+        assert!(outcome.stdout.contains("err= 0"), "{}", outcome.describe("must verify"));
+    }
+    server.stop();
+}
+
+#[test]
+fn clients_of_tls_1_2_are_served_and_those_of_tls_1_1_are_not() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.x509("required");
+    let copy = host.scratch.path("copy.img");
+    let by = |priority: &str| {
+        let credentials = format!(
+            "tls-creds-x509,id=tls,endpoint=client,dir={},priority=NORMAL:-VERS-TLS-ALL:{priority}",
+            str(&host.client)
+        );
+        let source =
+            format!("driver=nbd,host=localhost,port={},export=disk,tls-creds=tls", port(&server));
+        let words = ["convert", "--object", &credentials, "--image-opts", &source, str(&copy)];
+        run(tool("qemu-img").args(words))
+    };
+    by("+VERS-TLS1.2").success();
+    assert!(fs::read(&copy).unwrap() == host.content, "qemu-img read other bytes");
+    assert_refused(&server, &by("+VERS-TLS1.1"), &["refused by TLS", "no TLS 1.2 or later"]);
+    server.stop();
+}
+
+/// A client of TLS 1.2 by the key of a user, where the server waits for options.
+fn by_hand(server: &Server, host: &Host, user: &str) -> Tls12<impl Read + Write + use<>> {
+    let mut client = Greeted::new(&server.address());
+    assert_eq!(client.outcome(option::STARTTLS, &[]), reply::ACK);
+    let keys = fs::read_to_string(&host.keys).expect("keys");
+    let line = keys.lines().find_map(|line| line.strip_prefix(&format!("{user}:")));
+    let digits = line.expect("a key").as_bytes().chunks(2);
+    let byte = |digits: &[u8]| u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16);
+    let key: Vec<u8> = digits.map(|digits| byte(digits).expect("digits")).collect();
+    Tls12::connect(client.0, user, &key).expect("a handshake")
+}
+
+#[test]
+fn a_client_that_renegotiates_without_end_is_disconnected() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let server = host.psk();
+    let list = [&b"IHAVEOPT"[..], &option::LIST.to_be_bytes(), &[0; 4]].concat();
+    // Some attempts are refused, and the connection goes on.
+    let mut client = by_hand(&server, &host, "alice");
+    for _ in 0..10 {
+        client.ask_to_renegotiate().unwrap();
+    }
+    client.send_data(&list).unwrap();
+    let mut answers = std::iter::from_fn(|| client.next_record());
+    assert_eq!(answers.by_ref().take(10).collect::<Vec<_>>(), [21; 10], "alerts");
+    assert_eq!(answers.next(), Some(23), "the list");
+    // What is refused without end costs no memory without end.
+    let mut client = by_hand(&server, &host, "bob");
+    let is_over = (0..100_000).any(|_| client.ask_to_renegotiate().is_err());
+    assert!(is_over, "it goes on for ever");
+    nbdinfo(&by_key(&server, "alice", &host.keys)).success();
     server.stop();
 }
 

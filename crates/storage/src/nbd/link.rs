@@ -10,8 +10,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList};
 use blockhouse_engine::{Stream, yield_now};
-use blockhouse_tls::{SEND_LIMIT, TlsSession};
-use openssl::ssl;
+use blockhouse_tls::{ReadError, SEND_LIMIT, TlsSession};
 
 use super::refusal::Refusal;
 use super::tls::ClientTls;
@@ -159,8 +158,11 @@ impl Secured {
         session.take_batch()
     }
 
-    fn failed(&self, error: &ssl::Error) -> io::Error {
-        io::Error::other(self.tls.refusal(None, error))
+    fn failed(&self, error: &ReadError) -> io::Error {
+        io::Error::other(match error {
+            ReadError::Tls(error) => self.tls.refusal(None, error),
+            ReadError::Renegotiation => error.to_string().into(),
+        })
     }
 }
 
