@@ -19,6 +19,7 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-nbd", 4),
     ("blockhouse-vhost-user", 4),
     ("blockhouse-ublk", 4),
+    ("blockhouse-kernel-nbd", 4),
     ("blockhouse-jobs", 4),
     ("blockhouse-daemon", 5),
     ("blockhouse", 6),

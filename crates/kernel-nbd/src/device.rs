@@ -1,0 +1,120 @@
+//! Devices that come and go: `/dev/nbdN`, and the server behind each.
+//!
+//! Guarantees: a device is there, with its size, when it is attached. Devices of other programs are not touched: a device
+//! notes the socket of its server (`/sys/block/nbdN/backend`). When a device was detached, its server has ended, and what it
+//! had is in the image.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::driver::{Driver, Wanted};
+use crate::error::Error;
+use crate::handshake::negotiate;
+use crate::server;
+
+/// What notes of this program begin with, before the socket's path.
+const MARK: &str = "blockhouse ";
+/// Bytes of a logical block: requests of every sector are served.
+const BLOCK: u64 = 512;
+/// How long the kernel may take until a device is there.
+const NODE_LIMIT: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// What a device that is detached may be used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detach {
+    /// Nothing.
+    Unused,
+    /// Anything.
+    Forced,
+}
+
+/// Finds out whether the kernel has the driver.
+///
+/// # Errors
+/// Why it cannot be used.
+pub fn check_driver() -> Result<(), Error> {
+    Driver::open().map(drop)
+}
+
+/// Makes the default export of the server at a Unix socket a block device, with this number or the lowest that is free.
+/// Gives its number.
+///
+/// # Errors
+/// Why there is none: no driver, no rights, a server that refuses, a number that is taken.
+pub fn attach(socket: &Path, number: Option<u32>) -> Result<u32, Error> {
+    let mut driver = Driver::open()?;
+    let failed = |error: std::io::Error| Error::Server {
+        socket: socket.to_owned(),
+        what: error.to_string(),
+    };
+    let mut stream = UnixStream::connect(socket).map_err(failed)?;
+    let export = negotiate(&mut stream).map_err(failed)?;
+    let backend = format!("{MARK}{}", socket.display());
+    let (size, flags) = (export.size, export.flags.bits());
+    let wanted = Wanted { number, size, block_size: BLOCK, flags, backend: &backend };
+    let made = driver.connect(&wanted, &stream).map_err(|error| {
+        let name = number.map_or("an NBD device".to_owned(), |number| format!("/dev/nbd{number}"));
+        Error::refused(format!("make {name}"), error)
+    })?;
+    wait_for_node(made, size).inspect_err(|_| drop(driver.disconnect(made)))?;
+    Ok(made)
+}
+
+/// Waits until the block device is there with its size.
+fn wait_for_node(number: u32, size: u64) -> Result<(), Error> {
+    let end = Instant::now() + NODE_LIMIT;
+    let expected = (size / 512).to_string();
+    let node = node(number);
+    while !node.exists() || attribute(number, "size").as_ref() != Some(&expected) {
+        if Instant::now() >= end {
+            return Err(Error::NoNode(number));
+        }
+        sleep(PAUSE);
+    }
+    Ok(())
+}
+
+fn node(number: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/nbd{number}"))
+}
+
+fn attribute(number: u32, name: &str) -> Option<String> {
+    let text = fs::read_to_string(format!("/sys/block/nbd{number}/{name}")).ok()?;
+    Some(text.trim().to_owned())
+}
+
+/// Removes a device that [`attach`] has made, and ends its server.
+///
+/// # Errors
+/// It is not connected, another program's, or used; its server does not end for a minute.
+pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
+    let mut driver = Driver::open()?;
+    if attribute(number, "pid").is_none() {
+        return Err(Error::Missing(number));
+    }
+    let backend = attribute(number, "backend").unwrap_or_default();
+    let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
+    if how == Detach::Unused {
+        check_unused(number)?;
+    }
+    let disconnected = driver.disconnect(number);
+    disconnected.map_err(|error| Error::refused(format!("disconnect /dev/nbd{number}"), error))?;
+    server::end(Path::new(socket))
+}
+
+/// Refuses a block device that is mounted, or held by another device. What merely has it open does not count: so do programs
+/// that look at every device.
+fn check_unused(number: u32) -> Result<(), Error> {
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    match rustix::fs::open(node(number), flags, Mode::empty()) {
+        Err(Errno::BUSY) => Err(Error::Used(number)),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,90 @@
+//! The server behind a device: the process that listens at a Unix socket, and its end.
+//!
+//! Guarantee: no process is told to end but the one that listens there, which the kernel names, not a file.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::error::Error;
+
+/// How long a server may take to end: what it has in flight completes, and is flushed.
+const END_LIMIT: Duration = Duration::from_secs(60);
+
+/// Has the server at a socket end (SIGTERM), and waits until it has. Where none listens any more, there is nothing to do.
+///
+/// # Errors
+/// It does not end for a minute, or is another user's.
+pub fn end(socket: &Path) -> Result<(), Error> {
+    let client = match UnixStream::connect(socket) {
+        // A socket at which none listens: its server was killed.
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            // So does any other file.
+            if fs::symlink_metadata(socket).is_ok_and(|file| file.file_type().is_socket()) {
+                let _ = fs::remove_file(socket);
+            }
+            return Ok(());
+        }
+        Err(_) => return Ok(()),
+        Ok(client) => client,
+    };
+    let listener = socket_peercred(&client).map(|listener| listener.pid);
+    let Ok(listener) = listener else { return Ok(()) };
+    let process = listener.as_raw_nonzero().get();
+    let refused = |error: Errno| Error::refused(format!("end process {process}"), error.into());
+    let server = match pidfd_open(listener, PidfdFlags::empty()) {
+        // It has ended meanwhile.
+        Err(Errno::SRCH) => return Ok(()),
+        outcome => outcome.map_err(refused)?,
+    };
+    drop(client);
+    match pidfd_send_signal(&server, Signal::TERM) {
+        Err(Errno::SRCH) => return Ok(()),
+        outcome => outcome.map_err(refused)?,
+    }
+    match has_ended(&server) {
+        true => Ok(()),
+        false => Err(Error::NotEnded { process, socket: socket.to_owned() }),
+    }
+}
+
+fn has_ended(process: &OwnedFd) -> bool {
+    let end = Instant::now() + END_LIMIT;
+    loop {
+        let left = Timespec::try_from(end.saturating_duration_since(Instant::now())).ok();
+        match poll(&mut [PollFd::new(process, PollFlags::IN)], left.as_ref()) {
+            Err(Errno::INTR) => {}
+            outcome => return outcome.is_ok_and(|ready| ready > 0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn the_socket_of_a_server_that_was_killed_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("socket");
+        end(&socket).expect("there is nothing");
+        drop(UnixListener::bind(&socket).expect("a socket"));
+        end(&socket).expect("nobody listens");
+        assert!(!socket.exists());
+        // Another file is not touched.
+        fs::write(&socket, "text").expect("a file");
+        end(&socket).expect("nobody listens");
+        assert_eq!(fs::read(&socket).expect("it is there"), b"text");
+    }
+}
