@@ -1,15 +1,23 @@
 //! `blockhouse attach` and `detach`: an image as a block device of this host, served by a process in the background.
+//!
+//! The device is one of ublk; where the kernel has no driver for that, one of its NBD client, which is said.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use blockhouse_daemon::runtime_folder;
 use blockhouse_disk::{CacheMode, ImageFormat};
+use blockhouse_nbd::uri::{Address, NbdUri, Security};
+use blockhouse_ublk::Detach;
 use clap::builder::ValueParser;
 
 use crate::background::{self, Started};
 use crate::output;
+
+/// How many devices the driver can have: numbers are below that.
+const UBLK_DEVICES: i64 = 1 << 20;
 
 /// Arguments of `attach`.
 #[derive(clap::Args)]
@@ -27,7 +35,7 @@ pub struct AttachArguments {
     #[arg(long, short)]
     read_only: bool,
     /// The number of the device; left out, the lowest free one.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..UBLK_DEVICES))]
     id: Option<u32>,
 }
 
@@ -36,18 +44,43 @@ pub struct AttachArguments {
 pub struct DetachArguments {
     /// The block device, as 'attach' has printed it.
     #[arg(value_name = "DEVICE", value_parser = parse_device)]
-    device: u32,
+    device: Device,
+    /// Remove it although it is mounted, or its server has other exports, which end with it.
+    ///
+    /// What uses it gets errors, and what it has not written yet is lost.
+    #[arg(long)]
+    force: bool,
 }
 
-/// The number of `/dev/ublkbN`.
-fn parse_device(text: &str) -> Result<u32, String> {
-    let number = text.strip_prefix("/dev/ublkb").and_then(|number| number.parse().ok());
-    number.ok_or_else(|| "write the path of a ublk device, like /dev/ublkb0".into())
+/// A block device that `attach` has made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Device {
+    /// `/dev/ublkbN`.
+    Ublk(u32),
+    /// `/dev/nbdN`, by the kernel's NBD client.
+    KernelNbd(u32),
+}
+
+fn parse_device(text: &str) -> Result<Device, String> {
+    let number = |start| text.strip_prefix(start).and_then(|number| number.parse().ok());
+    let ublk = number("/dev/ublkb").map(Device::Ublk);
+    let device = ublk.or_else(|| number("/dev/nbd").map(Device::KernelNbd));
+    device.ok_or_else(|| "write the path of a block device, like /dev/ublkb0 or /dev/nbd0".into())
 }
 
 /// Runs `attach`: prints the device when it is there.
 pub fn attach(arguments: &AttachArguments) -> Result<ExitCode> {
-    match background::start(words(arguments))? {
+    match blockhouse_ublk::check_driver() {
+        Err(error) if error.has_no_driver() => attach_by_nbd(arguments, error),
+        // What else is wrong is said where the device is made.
+        _ => attach_by_ublk(arguments),
+    }
+}
+
+fn attach_by_ublk(arguments: &AttachArguments) -> Result<ExitCode> {
+    let mut export: Vec<OsString> = vec!["--ublk".into()];
+    export.extend(arguments.id.map(|id| id.to_string().into()));
+    match background::start(words(arguments, export))? {
         Started::Listens(lines) => {
             let device = lines.lines().find_map(|line| line.strip_prefix("ready "));
             output::print(device.context("the server did not name its device")?)?;
@@ -58,8 +91,31 @@ pub fn attach(arguments: &AttachArguments) -> Result<ExitCode> {
     }
 }
 
-/// The command that serves the device.
-fn words(arguments: &AttachArguments) -> Vec<OsString> {
+/// The same without the driver of ublk, for this reason: a server at a socket of its own, and the kernel as its client.
+fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Result<ExitCode> {
+    if let Err(error) = blockhouse_kernel_nbd::check_driver() {
+        bail!("{why}; nor can a device be had otherwise: {error}");
+    }
+    let name = format!("attach-{}.sock", std::process::id());
+    let socket = runtime_folder()?.join(name);
+    let (security, address) = (Security::Plain, Address::Unix(socket.clone()));
+    let uri = NbdUri { security, address, export: String::new() };
+    let export = vec!["--nbd".into(), uri.to_string().into()];
+    let Started::Listens(_) = background::start(words(arguments, export))? else {
+        return Ok(ExitCode::FAILURE);
+    };
+    let outcome = blockhouse_kernel_nbd::attach(&socket, arguments.id);
+    let number = outcome.inspect_err(|_| drop(blockhouse_kernel_nbd::end_server(&socket)))?;
+    output::tell(&format!(
+        "no ublk driver here: /dev/nbd{number} is a device of the kernel's NBD client, which costs more and does not \
+         outlive its server (docs/ublk.md)"
+    ));
+    output::print(&format!("/dev/nbd{number}"))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The command that serves the device by this export.
+fn words(arguments: &AttachArguments, export: Vec<OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> =
         vec!["serve".into(), background::OPTION.into(), arguments.image.clone().into()];
     words.extend(["--cache", arguments.cache.as_str()].map(Into::into));
@@ -69,12 +125,22 @@ fn words(arguments: &AttachArguments) -> Vec<OsString> {
     if arguments.read_only {
         words.push("--read-only".into());
     }
-    words.push("--ublk".into());
-    words.extend(arguments.id.map(|id| id.to_string().into()));
+    words.extend(export);
     words
 }
 
 /// Runs `detach`.
 pub fn detach(arguments: &DetachArguments) -> Result<()> {
-    Ok(blockhouse_ublk::detach(arguments.device)?)
+    let is_forced = arguments.force;
+    match arguments.device {
+        Device::Ublk(number) => {
+            let how = if is_forced { Detach::Forced } else { Detach::Unused };
+            Ok(blockhouse_ublk::detach(number, how)?)
+        }
+        Device::KernelNbd(number) => {
+            use blockhouse_kernel_nbd::Detach;
+            let how = if is_forced { Detach::Forced } else { Detach::Unused };
+            Ok(blockhouse_kernel_nbd::detach(number, how)?)
+        }
+    }
 }

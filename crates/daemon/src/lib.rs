@@ -68,4 +68,5 @@ pub use run::run;
 pub use sandbox::SandboxReport;
 pub use service::Service;
 pub use setup::Setup;
+pub use sockets::runtime_folder;
 pub use workers::LoopOptions;

@@ -154,8 +154,12 @@ pub fn at_default(
     Ok(ListenSocket::new(kept_sockets::bind(&Address::Unix(path), permissions)?, offers))
 }
 
-/// `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the temporary files.
-pub(crate) fn runtime_folder() -> Result<PathBuf> {
+/// The folder for sockets that only this user may use: `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the
+/// temporary files. It is made where it is not there.
+///
+/// # Errors
+/// It cannot be made, or another user's program could have sockets in it.
+pub fn runtime_folder() -> Result<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
         Some(base) if !base.is_empty() => PathBuf::from(base).join("blockhouse"),

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use blockhouse_core::errno;
+
 /// Why there is no device, or what became of it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -24,14 +26,14 @@ pub enum Error {
     )]
     TooOld,
     /// The driver refuses a step.
-    #[error("cannot {what} /dev/ublkb{id}: {source}")]
+    #[error("cannot {what} /dev/ublkb{id}: {cause}")]
     Refused {
         /// What was tried.
         what: &'static str,
         /// The device.
         id: u32,
         /// The driver's answer.
-        source: io::Error,
+        cause: io::Error,
     },
     /// Another server has the device.
     #[error(
@@ -50,6 +52,52 @@ pub enum Error {
     OtherImage {
         /// The device.
         id: u32,
+    },
+    /// The device was made by a server that has not started it.
+    #[error(
+        "/dev/ublkb{id} was made by process {server}, which has not started it; use another number, or, if that process is no server that starts, remove the device with 'blockhouse detach /dev/ublkb{id}'"
+    )]
+    NotStarted {
+        /// The device.
+        id: u32,
+        /// Who made it.
+        server: i32,
+    },
+    /// The device was removed, and its block device is open.
+    #[error(
+        "/dev/ublkb{id} was removed, but something still has it open, such as a mounted file system: unmount it, or use another number"
+    )]
+    StillOpen {
+        /// The device.
+        id: u32,
+    },
+    /// The device cannot be taken over any more.
+    #[error(
+        "/dev/ublkb{id} can be taken over no more, because a server was killed while it did so, and this kernel allows that once (Linux 6.16 and later allow it again): {cause}; remove it with 'blockhouse detach /dev/ublkb{id}', and attach the image again"
+    )]
+    Lost {
+        /// The device.
+        id: u32,
+        /// The driver's answer.
+        cause: io::Error,
+    },
+    /// Something uses the block device.
+    #[error(
+        "/dev/ublkb{id} is in use, mounted or held by another device; unmount it first, or use --force, and what is not written yet is lost to it"
+    )]
+    Used {
+        /// The device.
+        id: u32,
+    },
+    /// The server of the device has other exports.
+    #[error(
+        "/dev/ublkb{id} is not all that process {server} serves; remove it with 'blockhouse ctl SOCKET unexport /dev/ublkb{id}', or use --force to end that process with all its exports"
+    )]
+    ServesMore {
+        /// The device.
+        id: u32,
+        /// Its server.
+        server: i32,
     },
     /// The device is served, with another image.
     #[error("/dev/ublkb{id} is of another image; use another number")]
@@ -90,12 +138,12 @@ pub enum Error {
         what: String,
     },
     /// No memory for the requests of a queue, or no loop that serves it.
-    #[error("cannot serve /dev/ublkb{id}: {source}")]
+    #[error("cannot serve /dev/ublkb{id}: {cause}")]
     Queue {
         /// The device.
         id: u32,
         /// Why.
-        source: io::Error,
+        cause: io::Error,
     },
     /// The size cannot change.
     #[error(
@@ -108,6 +156,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether no process can have a device here: the driver is not there, or cannot be used.
+    pub fn has_no_driver(&self) -> bool {
+        matches!(self, Self::NoDriver | Self::TooOld | Self::Unusable(_))
+    }
+
     /// The driver could not be opened.
     pub(crate) fn opening(source: io::Error) -> Self {
         match source.kind() {
@@ -117,11 +170,16 @@ impl Error {
         }
     }
 
+    /// Whether the driver knows of no such device.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Self::Refused { cause, .. } if cause.raw_os_error() == Some(errno::ENODEV))
+    }
+
     /// The driver refused `what` of device `id`.
     pub(crate) fn refused(what: &'static str, id: u32) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.kind() {
             io::ErrorKind::PermissionDenied => Self::Forbidden(source),
-            _ => Self::Refused { what, id, source },
+            _ => Self::Refused { what, id, cause: source },
         }
     }
 }

@@ -12,10 +12,12 @@
 //! - `error`: what fails, and what to do
 //! - `parameters`: what the block device is like, for a disk
 //! - `request`: from a descriptor to a request
+//! - `process_files`: which devices a process serves, and whether that is all
 //! - `lifecycle`: which commands follow which, until a device takes requests: a new one, or one that goes on
 //! - `removal`: the end of a device from outside of its server
 //! - `gate`: what holds requests back while another process takes the device over
 //! - `queue`: the requests of a queue
+//! - `unexpected_end`: who is told when another process removes the device
 //! - `server`: a device from its start to its end
 #![forbid(unsafe_code)]
 
@@ -23,11 +25,13 @@ mod error;
 mod gate;
 mod lifecycle;
 mod parameters;
+mod process_files;
 mod queue;
 mod removal;
 mod request;
 mod server;
+mod unexpected_end;
 
 pub use error::Error;
-pub use removal::detach;
+pub use removal::{Detach, detach};
 pub use server::{DeviceOptions, HandedOverDevice, PreparedDevice, Server, check_driver};

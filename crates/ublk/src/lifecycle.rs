@@ -12,7 +12,8 @@
 //!
 //! Guarantees: a device that another process serves, or that was made for another image, is not touched. Reason: its block
 //! device may be mounted, and another image's content beneath would destroy the file system. A device notes its image
-//! ([`note_of`]), which the driver keeps for as long as the device exists.
+//! ([`note_of`]), which the driver keeps for as long as the device exists. No error names a process that does not have the
+//! device: numbers of processes are used again, and its reader may end that process.
 
 use std::io;
 use std::thread::sleep;
@@ -24,6 +25,7 @@ use rustix::process::Pid;
 
 use crate::error::Error;
 use crate::parameters::Parameters;
+use crate::process_files;
 
 /// Asks for a device with any number.
 const ANY: u32 = u32::MAX;
@@ -41,6 +43,8 @@ const IMAGE_BITS: u64 = (1 << 48) - 1;
 /// What a device must have.
 const NEEDED: u64 =
     ublk_flag::CMD_IOCTL_ENCODE | ublk_flag::USER_RECOVERY | ublk_flag::USER_RECOVERY_REISSUE;
+/// What a device gets where the driver has it: a driver drops flags that it does not know.
+const WISHED: u64 = ublk_flag::UPDATE_SIZE;
 
 /// The driver, and the host beside it.
 pub(crate) trait Control {
@@ -55,6 +59,9 @@ pub(crate) trait Control {
 
     /// Whether there is a process with this id.
     fn process_exists(&self, process: i32) -> bool;
+
+    /// Whether a process has the device's own file open. False also where this process may not find out.
+    fn has_open(&self, process: i32, id: u32) -> bool;
 
     /// Waits before a further look.
     fn pause(&mut self);
@@ -72,9 +79,13 @@ impl Control for UblkControl {
     }
 
     fn process_exists(&self, process: i32) -> bool {
-        let found = Pid::from_raw(process).map(rustix::process::test_kill_process);
+        let found = pid(process).map(rustix::process::test_kill_process);
         // It may be another user's.
         found.is_some_and(|found| found != Err(rustix::io::Errno::SRCH))
+    }
+
+    fn has_open(&self, process: i32, id: u32) -> bool {
+        pid(process).is_some_and(|process| process_files::devices(process).contains(&id))
     }
 
     fn pause(&mut self) {
@@ -107,6 +118,8 @@ pub(crate) enum Origin {
     Added,
     /// It has waited for a server.
     Recovered,
+    /// The same, and a server was killed while it took it over.
+    RecoveredAgain,
 }
 
 /// A device whose queues can be served now.
@@ -116,6 +129,11 @@ pub(crate) struct Acquired {
     pub(crate) origin: Origin,
     /// As the kernel knows them.
     pub(crate) parameters: Parameters,
+}
+
+/// A process by the number that the driver has: -1 for a device that was stopped, which kill(2) takes for all processes.
+pub(crate) fn pid(number: i32) -> Option<Pid> {
+    if number > 0 { Pid::from_raw(number) } else { None }
 }
 
 /// What a device notes of its image (FNV-1a of its name).
@@ -135,7 +153,7 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
         let Some(info) = find(control, id)? else {
             match add(control, wanted, id) {
                 // Its removal is not complete.
-                Err(Error::Refused { source, .. }) if is_busy(&source) && pauses < MAX_PAUSES => {}
+                Err(Error::Refused { cause, .. }) if is_busy(&cause) && pauses < MAX_PAUSES => {}
                 outcome => return outcome,
             }
             pauses += 1;
@@ -150,9 +168,15 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
                     return Ok(recovered);
                 }
             }
-            ublk_state::DEAD if !exists && pauses == 0 => delete(control, id)?,
+            // Its server has stopped it, and removes it at the end or died before. It is there while it is open.
+            ublk_state::DEAD if pid(info.server).is_none() => match pauses {
+                0 => remove(control, id)?,
+                MAX_PAUSES_OF_SERVER.. => return Err(Error::StillOpen { id }),
+                _ => {}
+            },
+            ublk_state::DEAD if !exists && pauses == 0 => remove(control, id)?,
             _ if exists && pauses >= MAX_PAUSES_OF_SERVER => {
-                return Err(Error::InUse { id, server: info.server });
+                return Err(in_use(control, &info));
             }
             _ => {}
         }
@@ -161,6 +185,16 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
         }
         pauses += 1;
         control.pause();
+    }
+}
+
+/// Why a device of a process that exists is not had.
+fn in_use(control: &impl Control, info: &UblkInfo) -> Error {
+    let UblkInfo { id, server, state, .. } = *info;
+    // A server that starts has its own file open at once.
+    match state == ublk_state::DEAD && !control.has_open(server, id) {
+        true => Error::NotStarted { id, server },
+        false => Error::InUse { id, server },
     }
 }
 
@@ -216,7 +250,7 @@ fn add(control: &mut impl Control, wanted: &Wanted, id: u32) -> Result<Acquired,
         max_io_bytes: wanted.max_io_bytes,
         id,
         server: wanted.server,
-        flags: NEEDED,
+        flags: NEEDED | WISHED,
         note: wanted.note,
     };
     let mut bytes = info.to_bytes();
@@ -263,6 +297,11 @@ fn recover(
     match control.command(UblkCommand::StartRecovery, id, 0, &mut []) {
         Ok(()) => Ok(Some(Acquired { id, origin: Origin::Recovered, parameters })),
         Err(error) if is_busy(&error) => Ok(None),
+        // Before Linux 6.16, of a device whose recovery a server began that was killed before it had fetched a queue: it
+        // waits for fetches as it is, unless that server has mapped its descriptors.
+        Err(error) if error.raw_os_error() == Some(errno::EINVAL) => {
+            Ok(Some(Acquired { id, origin: Origin::RecoveredAgain, parameters }))
+        }
         Err(error) => Err(Error::refused("recover", id)(error)),
     }
 }
@@ -275,12 +314,23 @@ pub(crate) fn start(
 ) -> Result<(), Error> {
     let (command, what) = match acquired.origin {
         Origin::Added => (UblkCommand::Start, "start"),
-        Origin::Recovered => (UblkCommand::EndRecovery, "go on with"),
+        Origin::Recovered | Origin::RecoveredAgain => (UblkCommand::EndRecovery, "go on with"),
     };
     let process = u64::try_from(server).expect("the id of a process");
     control
         .command(command, acquired.id, process, &mut [])
         .map_err(Error::refused(what, acquired.id))
+}
+
+/// Gives the block device of a live device another size, in sectors.
+pub(crate) fn update_size(control: &mut impl Control, id: u32, sectors: u64) -> Result<(), Error> {
+    // Kernels before 7.0 crash if there is no block device.
+    let has_disk = find(control, id)?.is_some_and(|info| info.state != ublk_state::DEAD);
+    if !has_disk {
+        return Err(Error::Missing { id });
+    }
+    let updated = control.command(UblkCommand::UpdateSize, id, sectors, &mut []);
+    updated.map_err(Error::refused("change the size of", id))
 }
 
 /// Removes the block device. Requests in flight complete first, so they must be served. Then all commands of its queues
@@ -311,14 +361,36 @@ pub(crate) fn find_own(control: &mut impl Control, id: u32) -> Result<Option<Ubl
     }
 }
 
+/// Whether a process serves a device, or is about to, as far as can be told.
+pub(crate) fn is_served(control: &impl Control, info: &UblkInfo) -> bool {
+    match info.state {
+        ublk_state::QUIESCED => false,
+        // Its maker may have died, and another process have its number.
+        ublk_state::DEAD => control.has_open(info.server, info.id),
+        _ => control.process_exists(info.server),
+    }
+}
+
 /// Removes a device of this program that has no server any more.
 pub(crate) fn remove_unserved(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let info = find_own(control, id)?.ok_or(Error::Missing { id })?;
-    if info.state != ublk_state::QUIESCED && control.process_exists(info.server) {
+    if is_served(control, &info) {
         return Err(Error::InUse { id, server: info.server });
     }
-    stop(control, id)?;
-    delete(control, id)
+    match stop(control, id) {
+        // Another process has removed it meanwhile.
+        Err(error) if error.is_missing() => Ok(()),
+        Err(error) => Err(error),
+        Ok(()) => remove(control, id),
+    }
+}
+
+/// Removes the device, which another process may do at the same time.
+pub(crate) fn remove(control: &mut impl Control, id: u32) -> Result<(), Error> {
+    match delete(control, id) {
+        Err(error) if error.is_missing() => Ok(()),
+        outcome => outcome,
+    }
 }
 
 #[cfg(test)]

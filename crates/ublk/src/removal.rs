@@ -1,51 +1,131 @@
 //! Removing a device from outside of its server.
 //!
-//! Guarantee: no process is told to end but one of this program that has the device open.
+//! Guarantees: no process is told to end but one of this program that has the device open. Unless it is forced, no device
+//! is removed that something uses, and no server is ended that serves anything else. When a device that was served is
+//! removed, its server has ended: what it had is in the image, and nothing holds that any more.
 
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use blockhouse_engine::{UblkControl, ublk_state};
-use rustix::process::{Pid, Signal, kill_process};
+use blockhouse_engine::{UblkControl, UblkInfo, ublk_state};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::error::Error;
-use crate::lifecycle::{Control, find_own, remove_unserved};
+use crate::lifecycle::{Control, find_own, is_served, pid, remove_unserved};
+use crate::process_files;
 
 /// How long a server may take to end: what it has in flight completes, and is flushed.
 const END_LIMIT: Duration = Duration::from_secs(60);
+/// How long the driver may take to notice that a server has ended.
+const NOTICE_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Removes device `id`. The process that serves it is asked to end (SIGTERM), with all that it serves, and waited for; a
-/// device that waits for its server is removed at once.
+/// What a device that is removed may be used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detach {
+    /// Nothing, and its server for nothing else.
+    Unused,
+    /// Anything.
+    Forced,
+}
+
+/// Removes device `id`. The process that serves it is asked to end (SIGTERM), and waited for; a device that waits for its
+/// server is removed at once, whatever uses it.
 ///
 /// # Errors
-/// There is none, it is another program's, its server cannot be found, or does not end for a minute.
-pub fn detach(id: u32) -> Result<(), Error> {
+/// There is none, it is another program's or used, its server has other exports, cannot be found, or does not end for a
+/// minute.
+pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
     let mut control = UblkControl::open().map_err(Error::opening)?;
     let info = find_own(&mut control, id)?.ok_or(Error::Missing { id })?;
-    if info.state == ublk_state::QUIESCED || !control.process_exists(info.server) {
+    if !is_served(&control, &info) {
         return remove_unserved(&mut control, id);
     }
-    let process = Pid::from_raw(info.server).filter(|process| has_open(*process, id));
-    let process = process.ok_or(Error::InUse { id, server: info.server })?;
-    let asked = kill_process(process, Signal::TERM);
+    let server = Server::of(&control, &info).ok_or(in_use(&info))?;
+    if how == Detach::Unused {
+        server.check_alone(&info)?;
+        check_unused(id)?;
+    }
+    let asked = pidfd_send_signal(&server.process, Signal::TERM);
     asked.map_err(|error| Error::refused("end the server of", id)(error.into()))?;
-    let end = Instant::now() + END_LIMIT;
-    while find_own(&mut control, id)?.is_some_and(|info| info.state != ublk_state::DEAD) {
+    if !server.has_ended(END_LIMIT) {
+        return Err(Error::NotReleased { id, server: info.server });
+    }
+    remove_what_is_left(&mut control, &info)
+}
+
+fn in_use(info: &UblkInfo) -> Error {
+    Error::InUse { id: info.id, server: info.server }
+}
+
+/// A process that serves a device: a descriptor of it, since its number may be another process's at any time.
+struct Server {
+    process: OwnedFd,
+}
+
+impl Server {
+    /// The server of a device, if it has its file open. A number alone may be of another namespace.
+    fn of(control: &impl Control, info: &UblkInfo) -> Option<Self> {
+        let process = pidfd_open(pid(info.server)?, PidfdFlags::empty()).ok()?;
+        // After that: a process that got the number since has not the signal's descriptor.
+        control.has_open(info.server, info.id).then_some(Self { process })
+    }
+
+    /// Refuses to end a process that has other exports.
+    fn check_alone(&self, info: &UblkInfo) -> Result<(), Error> {
+        let Some(process) = pid(info.server) else { return Ok(()) };
+        let mut devices = process_files::devices(process);
+        devices.retain(|device| *device != info.id);
+        match devices.is_empty() && !process_files::listens(process) {
+            true => Ok(()),
+            false => Err(Error::ServesMore { id: info.id, server: info.server }),
+        }
+    }
+
+    /// Waits for its end.
+    fn has_ended(&self, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let limit = Timespec::try_from(left).ok();
+            match poll(&mut [PollFd::new(&self.process, PollFlags::IN)], limit.as_ref()) {
+                Err(Errno::INTR) => {}
+                outcome => return outcome.is_ok_and(|ready| ready > 0),
+            }
+        }
+    }
+}
+
+/// Refuses a block device that is mounted, or held by another device. What merely has it open does not count: so do programs
+/// that look at every device.
+fn check_unused(id: u32) -> Result<(), Error> {
+    let device = format!("/dev/ublkb{id}");
+    match rustix::fs::open(device, OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC, Mode::empty()) {
+        Err(Errno::BUSY) => Err(Error::Used { id }),
+        // A device without a node can be removed, too.
+        _ => Ok(()),
+    }
+}
+
+/// The server has ended: in order, and the device is gone, or otherwise, and it waits.
+fn remove_what_is_left(control: &mut impl Control, ended: &UblkInfo) -> Result<(), Error> {
+    let UblkInfo { id, server, .. } = *ended;
+    let end = Instant::now() + NOTICE_LIMIT;
+    while let Some(info) = find_own(control, id)? {
+        if info.server != server && info.state == ublk_state::LIVE {
+            return Err(in_use(&info));
+        }
+        if info.state != ublk_state::LIVE {
+            return remove_unserved(control, id);
+        }
         if Instant::now() >= end {
-            return Err(Error::NotReleased { id, server: info.server });
+            return Err(Error::NotReleased { id, server });
         }
         sleep(PAUSE);
     }
     Ok(())
-}
-
-/// Whether a process has the device's own file open. A number alone may be of another namespace.
-fn has_open(process: Pid, id: u32) -> bool {
-    let device = PathBuf::from(format!("/dev/ublkc{id}"));
-    let folder = Path::new("/proc").join(process.to_string()).join("fd");
-    let Ok(files) = fs::read_dir(folder) else { return false };
-    files.flatten().any(|file| fs::read_link(file.path()).is_ok_and(|target| target == device))
 }

@@ -2,18 +2,17 @@
 //!
 //! Guarantees: a device that was made and is not started is removed again. A server that stops answers every request that
 //! it has taken, and its block device is gone when that returns. One that is killed leaves the block device as it is:
-//! requests wait, those in flight among them, until a server for the same image has the same number.
+//! requests wait, those in flight among them, until a server for the same image has the same number. A device that another
+//! process removes is told of, once.
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
-use blockhouse_core::Storage;
+use blockhouse_core::{Storage, errno};
 use blockhouse_disk::{ClientGuard, Disk, ExportKind};
-use blockhouse_engine::{
-    Handle, Submission, UblkCommand, UblkControl, UblkDevice, UblkInfo, ublk_flag,
-};
+use blockhouse_engine::{Handle, Submission, UblkControl, UblkDevice, UblkInfo, ublk_flag};
 use parking_lot::Mutex;
 
 use crate::error::Error;
@@ -21,6 +20,7 @@ use crate::gate::Gate;
 use crate::lifecycle::{self, Acquired, Origin, Wanted, note_of};
 use crate::parameters::{Parameters, SECTOR};
 use crate::queue::{self, DeviceQueue, Served};
+use crate::unexpected_end::UnexpectedEnd;
 
 /// The most bytes of a request. Each tag has as much memory, of which pages are taken when they are used.
 const MAX_IO_BYTES: u32 = 512 << 10;
@@ -55,6 +55,7 @@ pub struct PreparedDevice<S: Storage> {
     disk: Arc<Disk<S>>,
     queues: Vec<Queue>,
     image: String,
+    end: Arc<UnexpectedEnd>,
 }
 
 /// A device that another process serves, and hands over.
@@ -149,14 +150,19 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         let acquired = lifecycle::acquire(&mut control, &wanted)?;
         let mut owner = Owner { control, acquired, is_started: false };
         let id = acquired.id;
-        let device = UblkDevice::open(&mut owner.control, id)
-            .map_err(Error::refused("open the character device of", id))?;
-        let device = Arc::new(device);
-        let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters);
+        let device = UblkDevice::open(&mut owner.control, id);
+        let device = Arc::new(device.map_err(|error| why_not_open(&acquired, error))?);
+        let end = Arc::<UnexpectedEnd>::default();
+        let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters, &end);
         let image = options.image;
-        let prepared = Self { owner, device, disk: Arc::clone(disk), queues, image };
-        wait_until_fetched(id, &fetched)?;
+        let prepared = Self { owner, device, disk: Arc::clone(disk), queues, image, end };
+        wait_until_fetched(&acquired, &fetched)?;
         Ok(prepared)
+    }
+
+    /// Its number, N of `/dev/ublkbN`.
+    pub fn id(&self) -> u32 {
+        self.device.info().id
     }
 
     /// How many commands the driver has in flight on a loop, of so many.
@@ -165,20 +171,24 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         usize::from(queues).div_ceil(loops) * usize::from(depth)
     }
 
-    /// Serves it. Blocks until the block device is there, which is when the kernel has looked for partitions.
+    /// Serves it. Blocks until the block device is there, which is when the kernel has looked for partitions. `removed` is
+    /// called on one of the loops if another process removes the device.
     ///
     /// # Errors
     /// Why it is not served. A new device is removed again; one that waited for its server goes on waiting, once this
     /// process has ended.
-    pub fn start(self) -> Result<Server<S>, Error> {
-        let Self { mut owner, device, disk, queues, image } = self;
-        lifecycle::start(&mut owner.control, &owner.acquired, own_process())?;
+    pub fn start(self, removed: impl FnOnce() + Send + 'static) -> Result<Server<S>, Error> {
+        let Self { mut owner, device, disk, queues, image, end } = self;
+        end.call(removed);
+        let started = lifecycle::start(&mut owner.control, &owner.acquired, own_process());
+        // Then it is removed here.
+        started.inspect_err(|_| end.expect())?;
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;
         let client = disk.enter_client(ExportKind::Ublk);
         let owner = Mutex::new(owner);
-        let server = Server { disk, device, owner, queues, image, _client: client };
-        if origin == Origin::Recovered && parameters.size != server.disk.size() {
+        let server = Server { disk, device, owner, queues, image, end, _client: client };
+        if origin != Origin::Added && parameters.size != server.disk.size() {
             server.resized()?;
         }
         Ok(server)
@@ -196,6 +206,7 @@ fn spawn_queues<S: Storage + Send + Sync>(
     disk: &Arc<Disk<S>>,
     loops: &[Handle],
     parameters: &Parameters,
+    unexpected: &Arc<UnexpectedEnd>,
 ) -> (Vec<Queue>, Receiver<io::Result<()>>) {
     let (sender, fetched) = channel();
     let durability = parameters.durability();
@@ -203,17 +214,40 @@ fn spawn_queues<S: Storage + Send + Sync>(
         let tags = DeviceQueue { device: Arc::clone(device), index };
         let gate = Arc::<Gate>::default();
         let served = Served { disk: Arc::clone(disk), durability, gate: Arc::clone(&gate) };
-        let fetched = sender.clone();
-        Queue { gate, end: event_loop.spawn(move || queue::run(tags, served, fetched)) }
+        let (fetched, unexpected) = (sender.clone(), Arc::clone(unexpected));
+        let serve = move || async move {
+            queue::run(tags, served, fetched).await;
+            unexpected.queue_has_ended();
+        };
+        Queue { gate, end: event_loop.spawn(serve) }
     };
     let queues = (0..device.info().queues).zip(loops.iter().cycle());
     (queues.map(spawn).collect(), fetched)
 }
 
+/// Why the file of a device cannot be opened or mapped. The driver takes the descriptors of a device for those of the first
+/// process that mapped them.
+fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
+    let Acquired { id, origin, .. } = *acquired;
+    match source.raw_os_error() {
+        Some(errno::EINVAL) if origin == Origin::RecoveredAgain => {
+            Error::Lost { id, cause: source }
+        }
+        _ => Error::refused("open the character device of", id)(source),
+    }
+}
+
 /// Waits until the driver has taken each tag of each queue: until then it would not start the device, and wait for ever.
-fn wait_until_fetched(id: u32, fetched: &Receiver<io::Result<()>>) -> Result<(), Error> {
+fn wait_until_fetched(
+    acquired: &Acquired,
+    fetched: &Receiver<io::Result<()>>,
+) -> Result<(), Error> {
+    let Acquired { id, origin, .. } = *acquired;
     // Each queue tells once; a loop that has ended drops its sender without.
-    fetched.iter().collect::<io::Result<()>>().map_err(|source| Error::Queue { id, source })
+    fetched.iter().collect::<io::Result<()>>().map_err(|source| match origin {
+        Origin::RecoveredAgain => Error::Lost { id, cause: source },
+        Origin::Added | Origin::Recovered => Error::Queue { id, cause: source },
+    })
 }
 
 /// A device that is served.
@@ -223,6 +257,7 @@ pub struct Server<S: Storage> {
     owner: Mutex<Owner>,
     queues: Vec<Queue>,
     image: String,
+    end: Arc<UnexpectedEnd>,
     _client: ClientGuard,
 }
 
@@ -260,27 +295,27 @@ impl<S: Storage> Server<S> {
             return Err(Error::FixedSize { id });
         }
         let sectors = self.disk.size() / SECTOR;
-        let control = &mut self.owner.lock().control;
-        let updated = control.command(UblkCommand::UpdateSize, id, sectors, &mut []);
-        updated.map_err(Error::refused("change the size of", id))
+        lifecycle::update_size(&mut self.owner.lock().control, id, sectors)
     }
 
     /// Removes the block device, when the requests in flight have completed. The loops must still run. What others have in
     /// their caches and not written yet fails: a file system should not be mounted from it any more.
     pub fn stop(self) {
-        let Self { disk, device, owner, queues, image: _, _client: _ } = self;
+        let Self { disk, device, owner, queues, image: _, end, _client: _ } = self;
         let id = device.info().id;
+        end.expect();
         let control = &mut owner.lock().control;
-        if let Err(error) = lifecycle::stop(control, id) {
+        match lifecycle::stop(control, id) {
             // Another process may have removed it. Then its queues have ended.
-            tracing::error!(disk = disk.name(), "{error}");
+            Err(error) if !error.is_missing() => tracing::error!(disk = disk.name(), "{error}"),
+            _ => {}
         }
         for queue in queues {
             // A loop that has ended has no commands.
             let _ = queue.end.wait();
         }
         drop(device);
-        if let Err(error) = lifecycle::delete(control, id) {
+        if let Err(error) = lifecycle::remove(control, id) {
             tracing::error!(disk = disk.name(), "{error}");
         }
     }

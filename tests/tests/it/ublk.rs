@@ -29,13 +29,28 @@ fn without_the_driver_one_line_says_what_to_do_and_nothing_is_made() {
         serve.flag(word).refused().failed(&NO_DRIVER);
         assert!(!image.exists(), "it was made all the same");
     }
+    refused_for_the_driver(&["detach", "/dev/ublkb0"], &NO_DRIVER);
+}
+
+fn refused_for_the_driver(words: &[&str], expected: &[&str]) {
+    let outcome = command(words);
+    expected.iter().for_each(|word| assert!(outcome.stderr.contains(word), "{outcome:?}"));
+    assert_eq!(outcome.failure("").stderr.lines().count(), 1);
+}
+
+#[test]
+fn without_any_driver_attach_names_both() {
+    // It has parameters, so that it is there also where it is part of the kernel.
+    if has_driver() || Path::new("/sys/module/nbd").exists() {
+        return;
+    }
+    let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);
     let path = image.path().to_str().expect("a path of text");
-    for words in [["attach", path], ["detach", "/dev/ublkb0"]] {
-        let outcome = command(&words);
-        NO_DRIVER.iter().for_each(|word| assert!(outcome.stderr.contains(word), "{outcome:?}"));
-        assert_eq!(outcome.failure("").stderr.lines().count(), 1);
-    }
+    refused_for_the_driver(&["attach", path], &[&NO_DRIVER[..], &["modprobe nbd"]].concat());
+    refused_for_the_driver(&["detach", "/dev/nbd0"], &["modprobe nbd"]);
+    // No server was started.
+    command(&["resize", path, "2M"]).success();
 }
 
 #[test]
@@ -59,7 +74,10 @@ fn a_device_is_a_number_and_each_image_has_its_own() {
         serve().flag(wrong).refused().wrong_usage(&["--ublk", "the number of a device"]);
     }
     serve().also(other.path()).flag("--ublk=0").refused().wrong_usage(&["one --ublk each"]);
-    for wrong in ["0", "ublkb0", "/dev/sda", "/dev/ublkb"] {
+    for wrong in ["0", "ublkb0", "/dev/sda", "/dev/ublkb", "/dev/nbd", "/dev/nbd0p1"] {
         command(&["detach", wrong]).failure("like /dev/ublkb0");
+    }
+    for wrong in ["--id=x", "--id=-1", "--id=1048576"] {
+        command(&["attach", "disk.img", wrong]).failure("--id");
     }
 }

@@ -73,6 +73,8 @@ struct Options {
     /// Whether completions must be polled for.
     io_poll: IoPoll,
     config: Option<PathBuf>,
+    /// Whether exports can be added later.
+    can_grow: bool,
 }
 
 /// What is listed.
@@ -191,6 +193,7 @@ impl Running {
                 memory: registered_memory(report, setup),
                 io_poll: setup.loops.io_poll,
                 config: setup.config.clone(),
+                can_grow: setup.control.is_some() || setup.config.is_some(),
             },
             tls,
             sandbox,

@@ -1,10 +1,16 @@
 //! ublk devices: a disk as a block device of this host.
+//!
+//! Guarantee: a device that another program removes is no export any more. A server that has no other, and can get none,
+//! ends: its image would stay locked, by a process that nobody can find.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use anyhow::Result;
+use blockhouse_engine::spawn;
 use blockhouse_storage::ImageStorage;
 use blockhouse_ublk::Server;
+use signal_hook::consts::SIGTERM;
+use signal_hook::low_level::raise;
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::blocking;
@@ -33,9 +39,15 @@ impl Running {
     ///
     /// # Errors
     /// The kernel refuses it.
-    pub(crate) fn serve_ublk(&self, device: PreparedUblk, disk: &RunningDisk) -> Result<()> {
-        let server = device.start()?;
-        let (id, disk) = (server.id(), disk.name().to_owned());
+    pub(crate) fn serve_ublk(
+        self: &Arc<Self>,
+        device: PreparedUblk,
+        disk: &RunningDisk,
+    ) -> Result<()> {
+        let (running, id) = (Arc::downgrade(self), device.id());
+        let removed = move || drop(spawn(leave_removed(running, id)));
+        let server = device.start(removed)?;
+        let disk = disk.name().to_owned();
         let mut list = self.list.lock();
         list.exports.push(RunningExport { address: ExportAddress::Ublk(id), disk: disk.clone() });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
@@ -77,5 +89,20 @@ impl Running {
     pub(crate) fn stop_ublk(&self) {
         let devices = std::mem::take(&mut self.list.lock().ublk);
         devices.into_iter().filter_map(Arc::into_inner).for_each(|device| device.server.stop());
+    }
+}
+
+/// Another program has removed device `id`.
+async fn leave_removed(running: Weak<Running>, id: u32) {
+    tracing::error!(
+        "/dev/ublkb{id} was removed by another program; its image is not served by it any more"
+    );
+    let Some(running) = running.upgrade() else { return };
+    if let Err(error) = running.remove_ublk(id).await {
+        tracing::error!("{error:#}");
+    }
+    if running.exports().is_empty() && !running.options.can_grow {
+        tracing::error!("nothing is served any more, so this server ends");
+        let _ = raise(SIGTERM);
     }
 }

@@ -18,6 +18,10 @@ struct FakeDevice {
     parameters: Vec<u8>,
     /// A process has the character device open.
     is_open: bool,
+    /// The server that began to recover it last had fetched no queue. Linux before 6.16 begins no second recovery then.
+    is_unfetched: bool,
+    /// Something has its block device open: it stays when it is deleted.
+    is_used: bool,
 }
 
 #[derive(Default)]
@@ -31,6 +35,8 @@ struct FakeDriver {
     /// What happens at this pause.
     events: BTreeMap<u32, fn(&mut FakeDriver)>,
     refused: Option<UblkCommand>,
+    /// Another process removes a device just before this command.
+    vanishes_at: Option<UblkCommand>,
 }
 
 fn fail<T>(code: i32) -> io::Result<T> {
@@ -45,7 +51,9 @@ impl FakeDriver {
     fn with(mut self, id: u32, state: u16, server: i32, note: u64) -> Self {
         let info = UblkInfo { id, state, server, note, flags: NEEDED, ..UblkInfo::default() };
         let parameters = parameters(SIZE).to_bytes().to_vec();
-        self.devices.insert(id, FakeDevice { info, parameters, is_open: false });
+        let made =
+            FakeDevice { info, parameters, is_open: false, is_unfetched: false, is_used: false };
+        self.devices.insert(id, made);
         self
     }
 
@@ -64,8 +72,16 @@ impl FakeDriver {
             return fail(EXISTS);
         }
         buffer.copy_from_slice(&info.to_bytes());
-        let (parameters, is_open) = (Vec::new(), false);
-        self.devices.insert(info.id, FakeDevice { info, parameters, is_open });
+        self.devices.insert(
+            info.id,
+            FakeDevice {
+                info,
+                parameters: Vec::new(),
+                is_open: false,
+                is_unfetched: false,
+                is_used: false,
+            },
+        );
         Ok(())
     }
 }
@@ -85,6 +101,9 @@ impl Control for FakeDriver {
         if self.refused == Some(command) {
             return fail(errno::EINVAL);
         }
+        if self.vanishes_at == Some(command) {
+            self.devices.remove(&id);
+        }
         match command {
             C::GetFeatures => buffer.copy_from_slice(&self.features.to_ne_bytes()),
             C::Add => self.add(id, buffer)?,
@@ -92,10 +111,14 @@ impl Control for FakeDriver {
             C::SetParameters => self.device(id)?.parameters = buffer.to_vec(),
             C::GetParameters => buffer.copy_from_slice(&self.device(id)?.parameters),
             C::Delete | C::DeleteAsync => {
-                self.device(id)?;
-                self.devices.remove(&id);
+                if !self.device(id)?.is_used {
+                    self.devices.remove(&id);
+                }
             }
-            C::Stop => self.device(id)?.info.state = ublk_state::DEAD,
+            C::Stop => {
+                let info = &mut self.device(id)?.info;
+                (info.state, info.server) = (ublk_state::DEAD, -1);
+            }
             C::Start | C::EndRecovery => {
                 let info = &mut self.device(id)?.info;
                 info.state = ublk_state::LIVE;
@@ -103,6 +126,9 @@ impl Control for FakeDriver {
             }
             C::StartRecovery => {
                 let device = self.device(id)?;
+                if device.is_unfetched {
+                    return fail(errno::EINVAL);
+                }
                 if device.is_open || device.info.state != ublk_state::QUIESCED {
                     return fail(BUSY);
                 }
@@ -114,6 +140,11 @@ impl Control for FakeDriver {
 
     fn process_exists(&self, process: i32) -> bool {
         self.processes.contains(&process)
+    }
+
+    fn has_open(&self, process: i32, id: u32) -> bool {
+        let device = self.devices.get(&id);
+        device.is_some_and(|device| device.is_open && device.info.server == process)
     }
 
     fn pause(&mut self) {
@@ -277,4 +308,106 @@ fn an_older_driver_removes_at_once() {
     let mut driver = FakeDriver { refused, ..fake };
     remove_unserved(&mut driver, 3).expect("it goes");
     assert!(driver.devices.is_empty());
+}
+
+#[test]
+fn a_device_that_was_stopped_and_not_removed_is_made_anew() {
+    // The driver forgets the server of a device that was stopped.
+    let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, -1, own_note());
+    let acquired = acquire(&mut driver, &wanted(Some(3))).expect("a new device");
+    assert_eq!((acquired.id, acquired.origin), (3, Origin::Added));
+    assert_eq!(driver.changes[0], (UblkCommand::DeleteAsync, 3));
+}
+
+#[test]
+fn a_removed_device_that_is_open_is_waited_for_with_an_end_that_blames_no_process() {
+    let removed = || {
+        let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, -1, own_note());
+        driver.device(3).expect("it is there").is_used = true;
+        driver
+    };
+    let mut driver = removed();
+    let error = acquire(&mut driver, &wanted(Some(3))).expect_err("it is mounted");
+    assert!(matches!(error, Error::StillOpen { id: 3 }), "{error}");
+    assert_eq!((driver.pauses, driver.changes.len()), (MAX_PAUSES_OF_SERVER, 1));
+    // Unmounted meanwhile.
+    let mut driver = removed();
+    driver.events.insert(5, |driver| drop(driver.devices.remove(&3)));
+    acquire(&mut driver, &wanted(Some(3))).expect("a new device");
+    remove_unserved(&mut removed(), 3).expect("it goes when it is unmounted");
+}
+
+#[test]
+fn a_device_that_was_never_started_is_not_blamed_on_another_process() {
+    // The number of the process that made it is that of another one now.
+    let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, OTHER, own_note());
+    driver.processes.push(OTHER);
+    let error = acquire(&mut driver, &wanted(Some(3))).expect_err("it may be about to start");
+    assert!(matches!(error, Error::NotStarted { id: 3, server: OTHER }), "{error}");
+    assert_eq!(driver.changes, []);
+    remove_unserved(&mut driver, 3).expect("as the error says");
+    assert!(driver.devices.is_empty());
+    // One that has it open does start.
+    let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, OTHER, own_note());
+    driver.processes.push(OTHER);
+    driver.device(3).expect("it is there").is_open = true;
+    let error = acquire(&mut driver, &wanted(Some(3))).expect_err("it starts");
+    assert!(matches!(error, Error::InUse { id: 3, server: OTHER }), "{error}");
+    let error = remove_unserved(&mut driver, 3).expect_err("it starts");
+    assert!(matches!(error, Error::InUse { id: 3, server: OTHER }), "{error}");
+}
+
+#[test]
+fn a_recovery_that_was_cut_off_goes_on_as_it_is() {
+    let mut driver = FakeDriver::new().with(3, ublk_state::QUIESCED, OTHER, own_note());
+    driver.device(3).expect("it is there").is_unfetched = true;
+    let acquired = acquire(&mut driver, &wanted(Some(3))).expect("it goes on");
+    assert_eq!((acquired.id, acquired.origin), (3, Origin::RecoveredAgain));
+    start(&mut driver, &acquired, OWN).expect("it goes on");
+    assert_eq!(driver.devices[&3].info.state, ublk_state::LIVE);
+}
+
+#[test]
+fn a_device_that_another_process_removes_meanwhile_is_removed() {
+    let refuse = |command| {
+        let mut driver = FakeDriver::new().with(3, ublk_state::QUIESCED, OTHER, own_note());
+        driver.vanishes_at = Some(command);
+        driver
+    };
+    for command in [UblkCommand::Stop, UblkCommand::DeleteAsync] {
+        let mut driver = refuse(command);
+        remove_unserved(&mut driver, 3).expect("it is gone");
+        assert!(driver.devices.is_empty());
+    }
+}
+
+#[test]
+fn a_size_is_asked_for_where_there_is_a_block_device() {
+    let update = |driver: &mut FakeDriver| update_size(driver, 3, 2 * SIZE / 512);
+    let mut driver = FakeDriver::new().with(3, ublk_state::LIVE, OWN, own_note());
+    update(&mut driver).expect("it is live");
+    assert_eq!(driver.changes, [(UblkCommand::UpdateSize, 3)]);
+    // The kernel would crash.
+    let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, -1, own_note());
+    assert!(matches!(update(&mut driver), Err(Error::Missing { id: 3 })));
+    assert_eq!(driver.changes, []);
+    assert!(matches!(update(&mut FakeDriver::new()), Err(Error::Missing { id: 3 })));
+}
+
+#[test]
+fn a_new_device_can_change_its_size_where_the_driver_can() {
+    let mut old = FakeDriver::new();
+    acquire(&mut old, &wanted(None)).expect("a device");
+    assert_eq!(old.devices[&0].info.flags, NEEDED);
+    let mut new = FakeDriver { features: NEEDED | WISHED | 1 << 0, ..FakeDriver::new() };
+    acquire(&mut new, &wanted(None)).expect("a device");
+    assert_eq!(new.devices[&0].info.flags, NEEDED | WISHED, "nothing that was not asked for");
+}
+
+#[test]
+fn numbers_that_are_no_process_are_none() {
+    for number in [-1, 0, i32::MIN] {
+        assert_eq!(pid(number), None);
+    }
+    assert!(pid(1).is_some());
 }
