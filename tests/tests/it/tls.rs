@@ -14,7 +14,7 @@ use blockhouse_tests::tls12::Tls12;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
     Outcome, Scratch, Serve, Server, eventually, image_tool::str, need, random_bytes, require, run,
-    seeded, tool,
+    run_within, seeded, tool,
 };
 use rustix::process::Signal;
 
@@ -361,24 +361,24 @@ fn fio_writes_and_verifies_by_tls() {
         fs::copy(host.client.join(file), folder.join(file)).unwrap();
         fs::set_permissions(folder.join(file), fs::Permissions::from_mode(0o644)).unwrap();
     }
-    fs::set_permissions(home.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let folders = [".config/pki/libnbd", ".config/pki", ".config", ""];
+    for folder in folders.map(|name| home.path().join(name)) {
+        fs::set_permissions(folder, fs::Permissions::from_mode(0o777)).unwrap();
+    }
     let server = host.x509("required");
-    for (size, depth) in [("4k", "64"), ("256k", "4")] {
+    // So few, because a request waits for three programs to get their turn.
+    for (size, depth, whole) in [("4k", "64", "512k"), ("256k", "4", "2M")] {
         let mut fio = tool("fio");
         if rustix::process::geteuid().is_root() {
             fio.uid(65534).gid(65534);
         }
         fio.current_dir(home.path()).env("HOME", home.path());
-        fio.args([
-            "--name=tls",
-            "--ioengine=nbd",
-            "--rw=randwrite",
-            "--verify=crc32c",
-            "--size=4M",
-        ]);
-        fio.arg(format!("--bs={size}")).arg(format!("--iodepth={depth}"));
+        fio.args(["--name=tls", "--ioengine=nbd", "--rw=randwrite", "--verify=crc32c"]);
+        fio.arg(format!("--bs={size}"));
+        fio.arg(format!("--iodepth={depth}"));
+        fio.arg(format!("--size={whole}"));
         fio.arg(format!("--uri=nbds://localhost:{}/disk", port(&server)));
-        let outcome = run(&mut fio).success();
+        let outcome = run_within(Duration::from_secs(300), &mut fio).success();
         assert!(outcome.stdout.contains("err= 0"), "{}", outcome.describe("must verify"));
     }
     server.stop();
