@@ -2,7 +2,7 @@
 //! host, `/dev/nbdN`.
 //!
 //! It takes the place of ublk where the kernel has no driver for that. A device of it does not outlive its server: requests
-//! fail once that has ended.
+//! fail once that has ended, and those that it had wait until the device is detached.
 //!
 //! From the bottom up, each uses only what is above it in this list:
 //!

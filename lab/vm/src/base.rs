@@ -9,14 +9,17 @@ use anyhow::{Context, Result};
 use tempfile::TempDir;
 
 use super::archive::Archive;
-use super::packages::Packages;
+use super::packages::{Kernel, Packages};
 use super::userland::Starts;
 use super::{kernel, userland};
 use lab_tools::build::{Profile, build_binary};
 use lab_tools::workspace::Workspace;
 
 /// Changes whenever the content of the cached archive does.
-const VERSION: &str = "4";
+const VERSION: &str = "5";
+
+/// The modules of the newer kernel.
+const MODULES_FILE: &str = "modules.cpio";
 
 /// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
 /// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100.
@@ -47,6 +50,16 @@ pub enum Tools {
     Usual,
     /// fio as well, whose libraries are three times as large as everything else.
     WithFio,
+}
+
+/// Which kernel a guest has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelChoice {
+    /// That of the release which the tools are of.
+    Usual,
+    /// The newest one of the next release: what the scenarios show with the usual one holds, and interfaces that are
+    /// newer are there.
+    Newer,
 }
 
 /// What all guests are made of.
@@ -81,8 +94,48 @@ impl Base {
     }
 
     /// The kernel, as QEMU starts it.
-    pub fn kernel(&self) -> PathBuf {
-        self.cache.join("vmlinux")
+    pub fn kernel(&self, choice: KernelChoice) -> PathBuf {
+        self.folder_of(choice).join("vmlinux")
+    }
+
+    fn folder_of(&self, choice: KernelChoice) -> PathBuf {
+        match choice {
+            KernelChoice::Usual => self.cache.clone(),
+            KernelChoice::Newer => self.cache.join("newer"),
+        }
+    }
+
+    /// The kernels that there are. Where the newer one cannot be fetched, that is said; machines that are meant to have
+    /// everything fail then.
+    pub fn kernels(&self) -> Result<Vec<KernelChoice>> {
+        let folder = self.folder_of(KernelChoice::Newer);
+        match Kernel::fetch_newer(&folder) {
+            Ok(kernel) => self.prepare_newer(&folder, &kernel)?,
+            Err(error) if must_have_everything() => {
+                return Err(error.context("must not be skipped here"));
+            }
+            Err(error) => {
+                println!("vm: skipped: the newer kernel: {error:#}");
+                return Ok(vec![KernelChoice::Usual]);
+            }
+        }
+        Ok(vec![KernelChoice::Usual, KernelChoice::Newer])
+    }
+
+    /// Makes what guests with the newer kernel need, where it is not in the cache yet.
+    fn prepare_newer(&self, folder: &Path, kernel: &Kernel) -> Result<()> {
+        let stamp = folder.join("base");
+        let wanted = format!("{VERSION} {}", kernel.version());
+        if std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
+            return Ok(());
+        }
+        println!("vm: preparing kernel {}", kernel.version());
+        kernel::unpack_image(kernel, &self.kernel(KernelChoice::Newer))?;
+        let mut archive = Archive::default();
+        let scratch = scratch(&self.cache)?;
+        kernel::add_modules(&self.packages, kernel, &mut archive, scratch.path())?;
+        write(&folder.join(MODULES_FILE), archive)?;
+        std::fs::write(&stamp, wanted).context("cannot write to the cache")
     }
 
     /// A folder for what a run leaves, on a disk that has room.
@@ -90,15 +143,20 @@ impl Base {
         &self.cache
     }
 
-    /// An initramfs that runs the shell script `job`.
-    pub fn initramfs(&self, tools: Tools, job: &str) -> Result<Vec<u8>> {
+    /// An initramfs that runs the shell script `job` on this kernel.
+    pub fn initramfs(&self, choice: KernelChoice, tools: Tools, job: &str) -> Result<Vec<u8>> {
+        // Files of a later archive take the place of those of an earlier one.
+        let modules = match choice {
+            KernelChoice::Usual => Vec::new(),
+            KernelChoice::Newer => read(&self.folder_of(choice).join(MODULES_FILE))?,
+        };
         let more = match tools {
             Tools::Usual => Vec::new(),
             Tools::WithFio => read(&self.fio)?,
         };
         let mut archive = Archive::default();
         archive.file("job", job.as_bytes());
-        Ok([&self.archives[..], &more, &archive.finish()].concat())
+        Ok([&self.archives[..], &modules, &more, &archive.finish()].concat())
     }
 
     /// Kernel modules and tools.
@@ -107,16 +165,17 @@ impl Base {
         let scratch = scratch(&self.cache)?;
         let file = self.cache.join("base.cpio");
         let stamp = self.cache.join("base");
-        let wanted = format!("{VERSION} {}", packages.kernel_version());
+        let version = packages.kernel().version();
+        let wanted = format!("{VERSION} {version}");
         if !std::fs::read_to_string(&stamp).is_ok_and(|found| found == wanted) {
-            println!("vm: preparing kernel {}", packages.kernel_version());
-            kernel::unpack_image(packages, &self.kernel())?;
+            println!("vm: preparing kernel {version}");
+            kernel::unpack_image(packages.kernel(), &self.kernel(KernelChoice::Usual))?;
             let mut archive = Archive::default();
             for folder in ["proc", "sys", "dev", "tmp", "mnt"] {
                 archive.folder(folder);
             }
             archive.file("init", INIT.as_bytes());
-            kernel::add_modules(packages, &mut archive, scratch.path())?;
+            kernel::add_modules(packages, packages.kernel(), &mut archive, scratch.path())?;
             userland::add_tools(packages, &mut archive)?;
             write(&file, archive)?;
             let mut archive = Archive::default();
@@ -141,6 +200,11 @@ impl Base {
         userland::add_host_libraries(&mut archive, &[&self.blockhouse, &own])?;
         Ok(archive.finish())
     }
+}
+
+/// Whether this machine is meant to have everything that tests need, as for the black-box tests.
+pub fn must_have_everything() -> bool {
+    std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|is| is == "never")
 }
 
 fn read(file: &Path) -> Result<Vec<u8>> {

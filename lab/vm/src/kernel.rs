@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use super::archive::Archive;
-use super::packages::Packages;
+use super::packages::{Kernel, Packages};
 use lab_tools::process::{line, run};
 
 /// Where the guest finds the modules, and beside each the list of what to load before it.
@@ -24,10 +24,13 @@ const USED: &[&str] = &[
     "dm-snapshot",
     "dm-thin-pool",
     "ext4",
+    "loop",
     "nbd",
     "null_blk",
     "nvme",
+    "nvme-tcp",
     "nvme_core",
+    "nvmet-tcp",
     "sd_mod",
     "ublk_drv",
     "scsi_debug",
@@ -38,9 +41,12 @@ const USED: &[&str] = &[
     "crc32c_generic",
 ];
 
-/// Unpacks the kernel image of `packages` into the ELF file `to`.
-pub fn unpack_image(packages: &Packages, to: &Path) -> Result<()> {
-    let image = packages.file(&format!("boot/vmlinuz-{}", packages.kernel_version()));
+/// Modules that newer kernels have in themselves.
+const MERGED: &[&str] = &["crc32c_generic"];
+
+/// Unpacks the kernel's image into the ELF file `to`.
+pub fn unpack_image(kernel: &Kernel, to: &Path) -> Result<()> {
+    let image = kernel.image();
     let bytes =
         std::fs::read(&image).with_context(|| format!("cannot read {}", image.display()))?;
     let payload = payload(&bytes).with_context(|| format!("{} is cut short", image.display()))?;
@@ -82,20 +88,26 @@ fn decompress(packages: &Packages, compressed: &[u8]) -> Result<Vec<u8>> {
 }
 
 /// Adds the modules that the scenarios load, and for each a list of files in the order of loading.
-pub fn add_modules(packages: &Packages, archive: &mut Archive, scratch: &Path) -> Result<()> {
-    let folder = packages.file(&format!("lib/modules/{}", packages.kernel_version()));
+pub fn add_modules(
+    packages: &Packages,
+    kernel: &Kernel,
+    archive: &mut Archive,
+    scratch: &Path,
+) -> Result<()> {
+    let folder = kernel.modules();
     let list = folder.join("modules.dep");
     let lists = match std::fs::read_to_string(&list) {
         Ok(text) => dependencies(&text),
         // A package that was never installed has no such list yet.
-        Err(_) => dependencies(&run_depmod(packages)?),
+        Err(_) => dependencies(&run_depmod(packages, kernel)?),
     };
     let builtin = std::fs::read_to_string(folder.join("modules.builtin"))?;
     let mut added = BTreeMap::new();
     for name in USED {
         let file_name = |path: &str| module_name(path) == name.replace('-', "_");
         let Some((path, needs)) = lists.iter().find(|(path, _)| file_name(path)) else {
-            ensure!(builtin.lines().any(file_name), "the kernel has no module {name}");
+            let is_there = builtin.lines().any(file_name) || MERGED.contains(name);
+            ensure!(is_there, "the kernel has no module {name}");
             archive.file(&format!("{MODULES}/{name}.order"), b"");
             continue;
         };
@@ -129,9 +141,9 @@ fn dependencies(text: &str) -> BTreeMap<String, Vec<String>> {
     text.lines().filter_map(entry).collect()
 }
 
-fn run_depmod(packages: &Packages) -> Result<String> {
+fn run_depmod(packages: &Packages, kernel: &Kernel) -> Result<String> {
     let mut command = Command::new(packages.program("busybox")?);
-    command.args(["depmod", "-n", "-b"]).arg(packages.file("")).arg(packages.kernel_version());
+    command.args(["depmod", "-n", "-b"]).arg(kernel.root()).arg(kernel.version());
     lab_tools::process::stdout_of(command)
 }
 

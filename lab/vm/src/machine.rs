@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
-use super::base::{Base, EXIT_PORT, IS_UP, Tools};
+use super::base::{Base, EXIT_PORT, IS_UP, KernelChoice, Tools};
 use super::monitor::Monitor;
 
 /// The emulator.
@@ -47,6 +47,7 @@ pub struct Machine<'a> {
     base: &'a Base,
     folder: TempDir,
     memory: u32,
+    kernel: KernelChoice,
     tools: Tools,
     words: Vec<String>,
     disks: usize,
@@ -97,7 +98,14 @@ impl<'a> Machine<'a> {
             .prefix("vm-")
             .tempdir_in(base.cache())
             .context("cannot make a folder for the guest")?;
-        Ok(Self { base, folder, memory, tools: Tools::Usual, words: Vec::new(), disks: 0 })
+        let (kernel, tools) = (KernelChoice::Usual, Tools::Usual);
+        Ok(Self { base, folder, memory, kernel, tools, words: Vec::new(), disks: 0 })
+    }
+
+    /// Has another kernel than the usual one, one of [`Base::kernels`].
+    pub fn kernel(&mut self, kernel: KernelChoice) -> &mut Self {
+        self.kernel = kernel;
+        self
     }
 
     /// Packs other tools than the usual ones.
@@ -147,7 +155,7 @@ impl<'a> Machine<'a> {
     /// The guest does not come up, however often it is started.
     pub fn start(self, job: &str, limit: Duration) -> Result<Running> {
         let initramfs = self.folder.path().join("initramfs");
-        let archives = self.base.initramfs(self.tools, job);
+        let archives = self.base.initramfs(self.kernel, self.tools, job);
         std::fs::write(&initramfs, archives?).context("cannot write initramfs")?;
         let mut commands: Vec<_> = (0..STARTS).map(|_| self.command(&initramfs)).collect();
         let (child, lines) = spawn(&mut commands[0])?;
@@ -174,7 +182,7 @@ impl<'a> Machine<'a> {
         command.args(["-machine", "q35,memory-backend=memory", "-object", &memory]);
         command.arg("-m").arg(self.memory.to_string());
         command.args(["-nodefaults", "-no-reboot", "-display", "none"]);
-        command.arg("-kernel").arg(self.base.kernel()).arg("-initrd").arg(initramfs);
+        command.arg("-kernel").arg(self.base.kernel(self.kernel)).arg("-initrd").arg(initramfs);
         command.args(["-append", KERNEL_LINE, "-serial", &serial]);
         command.args(["-chardev", "stdio,id=output,signal=off", "-serial", "chardev:output"]);
         command.arg("-device").arg(format!("isa-debug-exit,iobase={EXIT_PORT},iosize=4"));

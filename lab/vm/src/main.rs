@@ -27,7 +27,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use base::Base;
+use base::{Base, must_have_everything};
 use clap::{Parser, Subcommand, ValueEnum};
 use guest::Changes;
 use in_guest::system::FileSystem;
@@ -76,6 +76,10 @@ pub enum Scenario {
     Nbd,
     /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
+    /// The same driver in the hands of users who do what they should not, a size that changes
+    UblkHostile,
+    /// `attach` where the kernel has no ublk driver, but an NBD client
+    AttachNbd,
     /// Completions that are polled for: the disks' interrupts, with and without
     IoPoll,
     /// Writes that a full thin pool loses behind the page cache
@@ -103,10 +107,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
     let cache = workspace.target().join("vm");
     let packages = match get_ready(&cache) {
         Ok(packages) => packages,
-        // Machines that are meant to have everything say so, as for the black-box tests.
-        Err(reason)
-            if std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|is| is == "never") =>
-        {
+        Err(reason) if must_have_everything() => {
             bail!("must not be skipped here, but: {reason}");
         }
         Err(reason) => {
@@ -133,6 +134,8 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
             }
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::Ublk => scenarios::ublk(&base, changes),
+            Scenario::UblkHostile => scenarios::ublk_hostile(&base),
+            Scenario::AttachNbd => scenarios::attach_nbd(&base),
             Scenario::IoPoll => scenarios::io_poll(&base),
             Scenario::LostWrites => scenarios::lost_writes(&base),
         };

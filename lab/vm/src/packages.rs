@@ -2,7 +2,8 @@
 //!
 //! Nothing is installed, and the host's own apt configuration is neither read nor changed: the kernel
 //! comes from backports whatever the host runs. A cache that was filled for the same list of packages
-//! is used as it is, without asking the network; removing it fetches the newest ones.
+//! is used as it is, without asking the network; removing it fetches the newest ones. A second kernel, of the next
+//! release's backports, is fetched when a scenario needs it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,18 +16,83 @@ use lab_tools::process::{run, stdout_of};
 const KERNEL: &str = "linux-image-amd64";
 const SUITE: &str = "bookworm";
 const KERNEL_SUITE: &str = "bookworm-backports";
-/// Signs both; part of every Debian, and a package of that name elsewhere.
+/// The release after that, and where its newest kernel is.
+const NEWER_SUITE: &str = "trixie-backports";
+/// Its files, by what the packages' names begin with: the image, the modules, and lists of what is built in. The package
+/// that [`KERNEL`] names there is empty.
+const NEWER_PARTS: [&str; 3] = ["linux-binary", "linux-modules", "linux-base"];
+/// Signs all; part of every Debian, and a package of that name elsewhere.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// Tools of the guest; apt knows what they need.
 const TOOLS: &[&str] =
     &["busybox-static", "dmsetup", "e2fsprogs", "fio", "nbd-client", "xfsprogs", "xz-utils"];
 
+/// An unpacked kernel.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    root: PathBuf,
+    /// As its folder of modules is called.
+    version: String,
+}
+
+impl Kernel {
+    /// The only kernel in a folder.
+    fn unpacked(root: PathBuf) -> Result<Self> {
+        let modules = root.join("lib/modules");
+        let folders = std::fs::read_dir(&modules)
+            .with_context(|| format!("no kernel modules in {}", modules.display()))?;
+        let names: Vec<_> = folders.collect::<Result<_, _>>()?;
+        let [folder] = &names[..] else {
+            bail!("{} kernels in {}", names.len(), modules.display())
+        };
+        let version = folder.file_name().to_str().context("a kernel without a name")?.to_owned();
+        Ok(Self { root, version })
+    }
+
+    /// The newer kernel in `cache`, fetched first where it is not there yet.
+    pub fn fetch_newer(cache: &Path) -> Result<Self> {
+        let root = cache.join("root");
+        let stamp = cache.join("packages");
+        if !stamp.exists() {
+            println!("vm: fetching a newer kernel into {}", cache.display());
+            let apt = Apt::prepare(cache, &[NEWER_SUITE])?;
+            apt.download_newer_kernel()?;
+            unpack(&apt.archives(), &root)?;
+            std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
+            // As in the older release, and as depmod expects it.
+            std::os::unix::fs::symlink("usr/lib", root.join("lib"))?;
+            std::fs::write(&stamp, NEWER_PARTS.join("\n"))?;
+        }
+        Self::unpacked(root)
+    }
+
+    /// Its version.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Where it was unpacked.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The folder of its modules.
+    pub fn modules(&self) -> PathBuf {
+        self.root.join("lib/modules").join(&self.version)
+    }
+
+    /// Its compressed image: releases have it in different places.
+    pub fn image(&self) -> PathBuf {
+        let older = self.root.join("boot").join(format!("vmlinuz-{}", self.version));
+        if older.exists() { older } else { self.modules().join("vmlinuz") }
+    }
+}
+
 /// Unpacked packages.
 pub struct Packages {
     root: PathBuf,
-    /// Of the kernel, as its folder of modules is called.
-    version: String,
+    kernel: Kernel,
 }
 
 impl Packages {
@@ -51,19 +117,7 @@ impl Packages {
             return Self::unpacked(root);
         }
         println!("vm: fetching a kernel and tools into {}", cache.display());
-        for folder in [
-            "root",
-            "apt/apt.conf.d",
-            "apt/preferences.d",
-            "apt/lists/partial",
-            "apt/cache/archives/partial",
-        ] {
-            let folder = cache.join(folder);
-            let _ = std::fs::remove_dir_all(&folder);
-            std::fs::create_dir_all(&folder)
-                .with_context(|| format!("cannot make {}", folder.display()))?;
-        }
-        let apt = Apt::configure(&cache.join("apt"))?;
+        let apt = Apt::prepare(cache, &[SUITE, KERNEL_SUITE])?;
         apt.download()?;
         unpack(&apt.archives(), &root)?;
         std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
@@ -74,20 +128,12 @@ impl Packages {
     }
 
     fn unpacked(root: PathBuf) -> Result<Self> {
-        let modules = root.join("lib/modules");
-        let folders = std::fs::read_dir(&modules)
-            .with_context(|| format!("no kernel modules in {}", modules.display()))?;
-        let names: Vec<_> = folders.collect::<Result<_, _>>()?;
-        let [folder] = &names[..] else {
-            bail!("{} kernels in {}", names.len(), modules.display())
-        };
-        let version = folder.file_name().to_str().context("a kernel without a name")?.to_owned();
-        Ok(Self { root, version })
+        Ok(Self { kernel: Kernel::unpacked(root.clone())?, root })
     }
 
-    /// The kernel's version.
-    pub fn kernel_version(&self) -> &str {
-        &self.version
+    /// The kernel that guests have unless a scenario asks for the newer one.
+    pub fn kernel(&self) -> &Kernel {
+        &self.kernel
     }
 
     /// A file by its path in the guest's world, without the leading slash.
@@ -128,8 +174,25 @@ struct Apt {
 }
 
 impl Apt {
-    fn configure(folder: &Path) -> Result<Self> {
-        let sources = |suite| {
+    /// A world for packages of these suites below `cache`, beside an empty folder to unpack them in.
+    fn prepare(cache: &Path, suites: &[&str]) -> Result<Self> {
+        for folder in [
+            "root",
+            "apt/apt.conf.d",
+            "apt/preferences.d",
+            "apt/lists/partial",
+            "apt/cache/archives/partial",
+        ] {
+            let folder = cache.join(folder);
+            let _ = std::fs::remove_dir_all(&folder);
+            std::fs::create_dir_all(&folder)
+                .with_context(|| format!("cannot make {}", folder.display()))?;
+        }
+        Self::configure(&cache.join("apt"), suites)
+    }
+
+    fn configure(folder: &Path, suites: &[&str]) -> Result<Self> {
+        let source = |suite: &&str| {
             format!("deb [signed-by={KEYRING}] http://deb.debian.org/debian {suite} main\n")
         };
         let text = format!(
@@ -144,7 +207,7 @@ impl Apt {
             let file = folder.join(name);
             std::fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))
         };
-        write("sources.list", &(sources(SUITE) + &sources(KERNEL_SUITE)))?;
+        write("sources.list", &suites.iter().map(source).collect::<String>())?;
         write("status", "")?;
         write("apt.conf", &text)?;
         Ok(Self { folder: folder.to_owned(), configuration: folder.join("apt.conf") })
@@ -170,6 +233,18 @@ impl Apt {
         let mut tools = self.command("apt-get", &install);
         tools.args(TOOLS);
         run(tools)
+    }
+
+    fn download_newer_kernel(&self) -> Result<()> {
+        run(self.command("apt-get", &["update"]))?;
+        let depends = stdout_of(self.command("apt-cache", &["depends", KERNEL]))?;
+        let kernel =
+            depends.lines().find_map(|line| line.trim().strip_prefix("Depends: linux-image-"));
+        let version = kernel.with_context(|| format!("{KERNEL} names no kernel"))?;
+        let mut download = self.command("apt-get", &["download"]);
+        download.args(NEWER_PARTS.map(|part| format!("{part}-{version}")));
+        download.current_dir(self.archives());
+        run(download)
     }
 
     /// Where downloaded packages are.

@@ -1,6 +1,7 @@
 //! The scenarios that need no more of the host than machines: which disks, which job.
 
 use std::thread;
+use std::time::Duration;
 
 use anyhow::Result;
 
@@ -10,6 +11,8 @@ use super::guest::Changes;
 use super::in_guest::disk::Kind;
 use super::machine::{Bus, Machine, Outcome, TIMEOUT};
 
+/// The same for jobs that start programs over and over, which takes most of their time.
+const PROGRAMS_TIMEOUT: Duration = Duration::from_secs(3 * TIMEOUT.as_secs());
 /// Room for a file system of either kind.
 const DISK: u64 = 320 << 20;
 /// The disks of each of the guests that count side by side: those that take longest are in different
@@ -70,6 +73,22 @@ pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
         passed(machine.run(&command, TIMEOUT)?)?;
     }
     Ok(())
+}
+
+/// Devices of the kernel's ublk driver in the hands of users who do what they should not, on both kernels.
+pub fn ublk_hostile(base: &Base) -> Result<()> {
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        let mut machine = Machine::new(base, 1536)?;
+        machine.kernel(kernel);
+        passed(machine.run("lab-vm in-guest ublk-hostile", PROGRAMS_TIMEOUT)?)?;
+    }
+    Ok(())
+}
+
+/// `attach` on a kernel that has no ublk driver.
+pub fn attach_nbd(base: &Base) -> Result<()> {
+    passed(Machine::new(base, 1024)?.run("lab-vm in-guest attach-nbd", PROGRAMS_TIMEOUT)?)
 }
 
 /// A server that polls for completions, and the interrupts of the disks below.

@@ -3,6 +3,7 @@
 //! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints its
 //! findings on standard output, one line each, and judges only what cannot be judged from outside.
 
+pub mod attach_nbd;
 pub mod cache;
 pub mod client;
 pub mod direct;
@@ -20,6 +21,9 @@ pub mod serve;
 pub mod system;
 pub mod trace;
 pub mod ublk;
+pub mod ublk_hostile;
+pub mod ublk_size;
+pub mod ublk_user;
 
 use anyhow::{Context, Result};
 
@@ -82,6 +86,10 @@ pub enum Task {
         /// How often it is upgraded
         upgrades: u64,
     },
+    /// Attach an image where the kernel has no ublk driver
+    AttachNbd,
+    /// Do to ublk devices what users should not
+    UblkHostile,
     /// Count the interrupts of disks whose completions a server polls for
     IoPoll {
         /// The serial number of an NVMe disk
@@ -131,6 +139,8 @@ pub fn run(task: Task) -> Result<()> {
         Task::Ublk { disk, format, kills, upgrades } => {
             ublk::run(&disk, &format, Changes { kills, upgrades })
         }
+        Task::AttachNbd => attach_nbd::run(),
+        Task::UblkHostile => ublk_hostile::run(),
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
         Task::LostWrites { disk } => lost_writes::run(&disk),
         Task::PowerRecord { configuration, disk, log } => {

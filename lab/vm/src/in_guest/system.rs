@@ -13,7 +13,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 use crate::kernel::MODULES;
 use lab_tools::process::line;
 
-const TIMEOUT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// Loads a module with its options, and before it all that it needs.

@@ -1,0 +1,102 @@
+//! `attach` on a kernel without the ublk driver: a device of the kernel's NBD client, and its end.
+//!
+//! What shows it: it says that it is one, it is not removed while it is mounted, its image is whole and free when it is
+//! gone, and nothing hangs when its server is killed.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::system::{self, FileSystem, Mount, tool};
+use super::ublk_user::{SIZE, bad, blockhouse, good, image};
+use crate::server::{Export, Server};
+
+const PLACE: &str = "/nbd";
+
+/// Does it. No driver is loaded yet.
+pub fn run() -> Result<()> {
+    for module in ["crc32c_generic", "ext4"] {
+        system::load(module, "")?;
+    }
+    std::fs::create_dir_all("/run")?;
+    let image = image("n.qcow2")?;
+    bad(&["attach", &image], "modprobe nbd")?;
+    ensure!(blockhouse(&["check", &image])?.is_good, "the image is held");
+    system::load("nbd", "")?;
+    let device = attach(&image, &[])?;
+    ensure!(system::has_fua(Path::new(&device))?, "the device has no FUA");
+    bad(&["attach", &image], "locked")?;
+    used(&device)?;
+    good(&["detach", &device])?;
+    good(&["check", &image])?;
+    bad(&["detach", &device], "is not connected")?;
+    let device = attach(&image, &["--id", "3", "--read-only"])?;
+    ensure!(device == "/dev/nbd3", "another device");
+    ensure!(system::read(Path::new("/sys/block/nbd3/ro"))? == "1", "it takes writes");
+    taken()?;
+    good(&["detach", &device])?;
+    killed(&image)?;
+    foreign(&image)
+}
+
+/// A number that is taken is told, and the server that was started for it ends.
+fn taken() -> Result<()> {
+    let other = image("other.img")?;
+    bad(&["attach", &other, "--id", "3"], "cannot make /dev/nbd3")?;
+    good(&["resize", &other, &(2 * SIZE).to_string()]).map(drop)
+}
+
+fn attach(image: &str, more: &[&str]) -> Result<String> {
+    let said = blockhouse(&[&["attach", image], more].concat())?;
+    ensure!(said.is_good, "attach failed: {}", said.error);
+    println!("  {}: {}", said.output, said.error.lines().last().unwrap_or_default());
+    ensure!(said.error.contains("no ublk driver"), "it does not say what it is: {}", said.error);
+    Ok(said.output)
+}
+
+/// A file system on it; it stays while that is mounted.
+fn used(device: &str) -> Result<()> {
+    let node = Path::new(device);
+    FileSystem::Ext4.make(node)?;
+    let mount = Mount::at(FileSystem::Ext4, node, Path::new(PLACE))?;
+    std::fs::write(mount.place().join("file"), "text")?;
+    bad(&["detach", device], "unmount it first")?;
+    mount.unmount()?;
+    tool("e2fsck", &["-f", "-n", device]).map(drop)
+}
+
+/// A server that is killed: the device can be removed, and then no request waits any more.
+fn killed(image: &str) -> Result<()> {
+    let device = attach(image, &[])?;
+    let name = device.trim_start_matches("/dev/");
+    let backend = system::read(Path::new(&format!("/sys/block/{name}/backend")))?;
+    let socket = backend.split_once(' ').context("no socket")?.1.to_owned();
+    let client = std::os::unix::net::UnixStream::connect(&socket)?;
+    let server = rustix::net::sockopt::socket_peercred(&client)?.pid;
+    drop(client);
+    kill_process(Pid::from_raw(server.as_raw_nonzero().get()).context("no server")?, Signal::KILL)?;
+    // The kernel has it wait if it was sent before the server was gone.
+    let node = device.clone();
+    let reader = std::thread::spawn(move || {
+        File::open(&node)?.read_exact_at(&mut vec![0; 1 << 20], SIZE / 2)
+    });
+    good(&["detach", &device])?;
+    let read = reader.join().map_err(|_| anyhow!("the reader panicked"))?;
+    ensure!(read.is_err(), "a device without a server was read");
+    Ok(())
+}
+
+/// Devices of other programs stay.
+fn foreign(image: &str) -> Result<()> {
+    let mut command = Command::new("blockhouse");
+    command.args(["serve", image, "--state", "off"]);
+    let server = Server::start(command, Export::Nbd, Path::new("/tmp/foreign.sock"))?;
+    tool("nbd-client", &["-unix", "/tmp/foreign.sock", "/dev/nbd5"])?;
+    bad(&["detach", "/dev/nbd5", "--force"], "another program")?;
+    tool("nbd-client", &["-d", "/dev/nbd5"])?;
+    server.stop()
+}
