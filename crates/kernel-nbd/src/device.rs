@@ -90,7 +90,7 @@ fn attribute(number: u32, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// Removes a device that [`attach`] has made, and ends its server.
+/// Removes a device that [`attach`] has made, and ends its server. One whose server has ended is removed whatever uses it.
 ///
 /// # Errors
 /// It is not connected, another program's, or used; its server does not end for a minute.
@@ -101,7 +101,8 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     }
     let backend = attribute(number, "backend").unwrap_or_default();
     let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
-    if how == Detach::Unused {
+    // Without a server, whoever opens the device may wait until it is disconnected.
+    if how == Detach::Unused && server::listens(Path::new(socket)) {
         check_unused(number)?;
     }
     let disconnected = driver.disconnect(number);

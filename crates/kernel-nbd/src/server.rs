@@ -20,6 +20,11 @@ use crate::error::Error;
 /// How long a server may take to end: what it has in flight completes, and is flushed.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
+/// Whether a process listens at a socket.
+pub(crate) fn listens(socket: &Path) -> bool {
+    UnixStream::connect(socket).is_ok()
+}
+
 /// Has the server at a socket end (SIGTERM), and waits until it has. Where none listens any more, there is nothing to do.
 ///
 /// # Errors
