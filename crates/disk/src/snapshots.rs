@@ -3,12 +3,15 @@
 //! A snapshot holds the changes that had completed when it was asked for, and of later ones each as a whole: what
 //! completes before a certain moment. Its tables are made while guests go on, and everything is flushed. Then the
 //! disk waits for the changes in flight, holds off new ones for as long as the rest of the tables takes, and says how
-//! long that was. Reads go on. What else changes the snapshots does all of it while changes are held off.
+//! long that was. Reads go on. So it is when a snapshot is deleted. What else changes the snapshots does all of it while
+//! changes are held off.
 
 use std::time::{Duration, Instant, SystemTime};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
-use blockhouse_format::{NewSnapshot, Preparation, Snapshot, Snapshots, VmStateTables};
+use blockhouse_format::{
+    NewSnapshot, Preparation, Snapshot, SnapshotPlan, Snapshots, VmStateTables,
+};
 
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
@@ -25,6 +28,15 @@ impl<S: Storage> Disk<S> {
     pub fn snapshots(&self) -> DiskSnapshots<'_, S> {
         DiskSnapshots { disk: self }
     }
+}
+
+/// What became of a change that was to be made beside guests.
+enum Prepared {
+    /// It is made, by this snapshot.
+    Taken(Snapshot),
+    /// It has to be made at once.
+    AtOnce,
+    Cancelled,
 }
 
 /// The snapshots of an open disk. See the module's page.
@@ -62,54 +74,82 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         name: &str,
         is_cancelled: impl Fn() -> bool,
     ) -> Result<Option<(Snapshot, Pause)>> {
+        let at_once = async || self.create_at_once(name, None).await;
+        self.change_unless(
+            SnapshotPlan::Create(new_snapshot(name)),
+            is_cancelled,
+            at_once,
+            |taken| taken,
+        )
+        .await
+    }
+
+    /// Makes a change beside guests, or where that cannot be with `at_once`.
+    async fn change_unless<T>(
+        &self,
+        plan: SnapshotPlan,
+        is_cancelled: impl Fn() -> bool,
+        at_once: impl AsyncFn() -> Result<(T, Pause)>,
+        outcome_of: impl Fn(Snapshot) -> T,
+    ) -> Result<Option<(T, Pause)>> {
         self.check_possible()?;
         // In this order: where another image takes its place in between, that is found out.
         let image = self.disk.current();
         let snapshots = image.format().snapshots()?;
-        let outcome = self.prepare_and_take(image, &snapshots, name, &is_cancelled).await;
+        let mut pause = Pause { length: Duration::ZERO };
+        let outcome =
+            match self.prepare_and_take(image, &snapshots, plan, &is_cancelled, &mut pause).await {
+                Ok(Prepared::Taken(snapshot)) => Ok(Some((outcome_of(snapshot), pause))),
+                Ok(Prepared::Cancelled) => Ok(None),
+                Ok(Prepared::AtOnce) => at_once().await.map(|(outcome, last)| {
+                    Some((outcome, Pause { length: pause.length + last.length }))
+                }),
+                Err(error) => Err(error),
+            };
         snapshots.give_back().await;
         outcome
     }
 
+    /// Adds to `pause` for how long changes were held off.
     async fn prepare_and_take(
         &self,
         image: &Disk<S>,
         snapshots: &Snapshots<'_, FlushTracker<S>>,
-        name: &str,
+        plan: SnapshotPlan,
         is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<Option<(Snapshot, Pause)>> {
-        let Some(mut prepared) = snapshots.prepare().await? else {
-            return self.create_at_once(name, None).await.map(Some);
+        pause: &mut Pause,
+    ) -> Result<Prepared> {
+        let Some(mut prepared) = snapshots.prepare(plan).await? else {
+            return Ok(Prepared::AtOnce);
         };
-        let mut length = Duration::ZERO;
         loop {
-            let prepared_now = prepared.update(&new_snapshot(name), is_cancelled).await?;
+            let prepared_now = prepared.update(is_cancelled).await?;
             if prepared_now == Preparation::Cancelled || is_cancelled() {
-                return Ok(None);
+                return Ok(Prepared::Cancelled);
             }
             if prepared_now == Preparation::AtOnce {
-                drop(prepared);
-                let (snapshot, pause) = self.create_at_once(name, None).await?;
-                return Ok(Some((snapshot, Pause { length: length + pause.length })));
+                return Ok(Prepared::AtOnce);
             }
             let take = async |_: &Snapshots<'_, _>| {
                 self.check_current(image)?;
-                prepared.take(&new_snapshot(name)).await
+                prepared.take(now()).await
             };
-            let (taken, pause) = self.run_quiesced(take).await?;
-            length += pause.length;
+            let (taken, Pause { length }) = self.run_quiesced(take).await?;
+            pause.length += length;
             if let Some(snapshot) = taken {
-                return Ok(Some((snapshot, Pause { length })));
+                prepared.free_unreferenced().await;
+                return Ok(Prepared::Taken(snapshot));
             }
         }
     }
 
-    /// Refuses to take a snapshot of an image that no request goes to any more.
+    /// Refuses to change the snapshots of an image that no request goes to any more.
     fn check_current(&self, image: &Disk<S>) -> Result<()> {
         if std::ptr::eq(self.disk.current(), image) {
             return Ok(());
         }
-        let what = "another image took the disk's place while the snapshot was prepared";
+        let what =
+            "another image took the disk's place while a change of its snapshots was prepared";
         Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()).hint("ask for it again"))
     }
 
@@ -138,8 +178,27 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// As [`apply`](Self::apply).
     pub async fn delete(&self, name: &str) -> Result<Pause> {
-        let deleted = self.while_quiesced(async |snapshots| snapshots.delete(name).await).await?;
-        Ok(deleted.1)
+        let deleted = self.delete_unless(name, || false).await?;
+        Ok(deleted.expect("a deletion that is not cancelled"))
+    }
+
+    /// As [`delete`](Self::delete), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing
+    /// has changed. It is asked often before changes are held off, and not after that.
+    ///
+    /// # Errors
+    /// As [`delete`](Self::delete).
+    pub async fn delete_unless(
+        &self,
+        name: &str,
+        is_cancelled: impl Fn() -> bool,
+    ) -> Result<Option<Pause>> {
+        let at_once = async || {
+            let delete = async |snapshots: &Snapshots<'_, _>| snapshots.delete(name).await;
+            self.while_quiesced(delete).await
+        };
+        let plan = SnapshotPlan::Delete(name.to_owned());
+        let deleted = self.change_unless(plan, is_cancelled, at_once, drop).await?;
+        Ok(deleted.map(|((), pause)| pause))
     }
 
     /// Gives a snapshot another name; durable when it returns.
@@ -197,6 +256,10 @@ impl<S: Storage> DiskSnapshots<'_, S> {
 
 /// A snapshot that is taken now.
 fn new_snapshot(name: &str) -> NewSnapshot {
-    let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    NewSnapshot { name: name.to_owned(), created, vm_clock: Duration::ZERO }
+    NewSnapshot { name: name.to_owned(), created: now(), vm_clock: Duration::ZERO }
+}
+
+/// Since 1970-01-01 UTC.
+fn now() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }

@@ -7,7 +7,7 @@ use blockhouse_core::{
     ByteRange, Error, ErrorKind, Result, SnapshotChange, Storage, StorageSnapshot,
 };
 
-use crate::qcow2::PreparedSnapshot;
+use crate::qcow2::{PreparedChange, SnapshotPlan};
 use crate::{Format, NewSnapshot, Qcow2, Snapshot, VmStateTables};
 
 impl<S: Storage> Format<S> {
@@ -82,20 +82,21 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// A snapshot that is prepared while the guest's data is changed, so that taking it takes a moment however much is
-    /// mapped. `None` where nothing is to be prepared: it is [created](Self::create) at once. What is dropped before
-    /// it is taken has changed nothing; [`give_back`](Self::give_back) frees its space.
+    /// A change that is prepared while the guest's data is changed, so that making it takes a moment however much is
+    /// mapped. `None` where nothing is to be prepared: the snapshot is [created](Self::create) or
+    /// [deleted](Self::delete) at once. What is dropped before it is taken has changed nothing;
+    /// [`give_back`](Self::give_back) frees its space.
     ///
     /// # Errors
     /// `ReadOnly`, `Unsupported`, or what the storage answers.
-    pub async fn prepare(&self) -> Result<Option<PreparedSnapshot<'a, S>>> {
+    pub async fn prepare(&self, plan: SnapshotPlan) -> Result<Option<PreparedChange<'a, S>>> {
         match self.keeper {
-            Keeper::Format(image) => image.prepare_snapshot().await.map(Some),
+            Keeper::Format(image) => image.prepare_change(plan).await.map(Some),
             Keeper::Storage(_) => Ok(None),
         }
     }
 
-    /// Frees what snapshots that were taken or dropped do not need any more. Otherwise that is done with the next
+    /// Frees what changes that were made or dropped do not need any more. Otherwise that is done with the next
     /// flushes.
     pub async fn give_back(&self) {
         if let Keeper::Format(image) = self.keeper {

@@ -219,10 +219,10 @@ fn mapped_image(scratch: &Scratch) -> PathBuf {
     path
 }
 
-fn ask_for(socket: &Path, name: &str) -> UnixStream {
+fn ask_to(socket: &Path, action: &str, name: &str) -> UnixStream {
     let mut stream = connect(socket);
     let line =
-        format!("{{\"execute\":\"snapshot-create\",\"arguments\":{{\"name\":\"{name}\"}}}}\n");
+        format!("{{\"execute\":\"snapshot-{action}\",\"arguments\":{{\"name\":\"{name}\"}}}}\n");
     stream.write_all(line.as_bytes()).expect("it listens");
     stream
 }
@@ -233,43 +233,57 @@ fn a_client_that_leaves_cancels_its_snapshot_and_one_that_reads_on_gets_it() {
     let scratch = Scratch::new();
     let path = mapped_image(&scratch);
     let (server, socket) = serve(&scratch, &path);
-    drop(ask_for(&socket, "left"));
+    drop(ask_to(&socket, "create", "left"));
     // Waits for the end of the other one, whatever became of it.
     let listed = snapshot("list", &socket, &[str(&path), "--json"]).success().stdout;
     eprintln!("a client left: {}", listed.trim());
-    let patient = ask_for(&socket, "patient");
-    patient.shutdown(Shutdown::Write).expect("a socket");
-    let answer = hear(&patient);
-    assert!(answer["return"]["pause-us"].as_u64().is_some_and(|pause| pause > 0), "{answer}");
+    ask_and_stay(&socket, "create", "patient");
+    ask_and_stay(&socket, "create", "deleted");
+    drop(ask_to(&socket, "delete", "patient"));
+    let listed = snapshot("list", &socket, &[str(&path), "--json"]).success().stdout;
+    eprintln!("a client that deletes left: {}", listed.trim());
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[7; BLOCK], 0), 0);
+    ask_and_stay(&socket, "delete", "deleted");
+    assert_eq!(client.write(0, &[8; BLOCK], 0), 0);
     client.disconnect();
     server.stop();
     // Neither errors nor leaks.
     qemu_img(&["check", str(&path)]).success();
-    let listed = command(&["snapshot", "list", str(&path)]).success().stdout;
-    assert!(listed.contains("patient"), "{listed}");
+    let after = command(&["snapshot", "list", str(&path)]).success().stdout;
+    assert_eq!(after.contains("patient"), listed.contains("patient"), "{after}");
+    assert!(!after.contains("deleted"), "{after}");
+}
+
+/// Asks for a change of the snapshots, says nothing more, and waits for the answer.
+fn ask_and_stay(socket: &Path, action: &str, name: &str) {
+    let patient = ask_to(socket, action, name);
+    patient.shutdown(Shutdown::Write).expect("a socket");
+    let answer = hear(&patient);
+    assert!(answer["return"]["pause-us"].as_u64().is_some_and(|pause| pause > 0), "{answer}");
 }
 
 #[test]
-fn a_server_that_ends_takes_a_snapshot_as_a_whole_or_not_at_all() {
+fn a_server_that_ends_takes_and_deletes_a_snapshot_as_a_whole_or_not_at_all() {
     require!(need::tools(&["qemu-img"]));
     let scratch = Scratch::new();
     let path = mapped_image(&scratch);
-    for name in ["one", "two"] {
+    command(&["snapshot", "create", str(&path), "three"]).success();
+    for (action, name) in [("create", "one"), ("create", "two"), ("delete", "three")] {
         let (server, socket) = serve(&scratch, &path);
-        let asked = ask_for(&socket, name);
+        let asked = ask_to(&socket, action, name);
         server.stop();
         let mut answer = String::new();
         // The connection may end without one.
         let _ = BufReader::new(&asked).read_line(&mut answer);
-        let is_taken = answer.contains("\"return\"");
+        let is_done = answer.contains("\"return\"");
         let is_refused = answer.contains("cancelled");
-        assert!(is_taken || is_refused || answer.is_empty(), "{answer}");
+        assert!(is_done || is_refused || answer.is_empty(), "{answer}");
         qemu_img(&["check", str(&path)]).success();
         let listed = command(&["snapshot", "list", str(&path)]).success().stdout;
-        assert!(!is_taken || listed.contains(name), "{listed}");
-        assert!(!is_refused || !listed.contains(name), "{listed}");
+        let is_creation = action == "create";
+        assert!(!is_done || listed.contains(name) == is_creation, "{listed}");
+        assert!(!is_refused || listed.contains(name) != is_creation, "{listed}");
     }
 }
 

@@ -16,7 +16,7 @@ use super::methods::{
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
 use super::rpc::Failure;
-use super::snapshots::take_snapshot;
+use super::snapshots::{delete_snapshot, take_snapshot};
 use super::{backups, bitmaps, jobs};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -100,9 +100,7 @@ async fn snapshots(
         "snapshot.delete" => {
             let SnapshotParams { disk, name } = params(given)?;
             let claimed = running.claim_disk(&disk).await?;
-            let deleted = claimed.disk.disk.snapshots().delete(&name).await;
-            let pause = deleted.map_err(anyhow::Error::from)?;
-            let pause_us = log(&claimed.disk, pause, &format!("deleted the snapshot {name:?}"));
+            let pause_us = delete_snapshot(&claimed.disk, &name, is_cancelled).await?;
             result(PauseResult { pause_us })
         }
         "snapshot.rename" => {

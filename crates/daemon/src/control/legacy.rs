@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::Listed;
 use super::pause_log::log;
-use super::snapshots::take_snapshot;
+use super::snapshots::{delete_snapshot, take_snapshot};
 use crate::running::{ClaimedDisk, Running};
 
 /// What can be asked for: of snapshots, and of the server.
@@ -171,8 +171,7 @@ pub(super) async fn execute(
              server, then apply {name:?}"
         ),
         Request::Delete(SnapshotArgs { name, .. }) => {
-            let pause = snapshots.delete(&name).await?;
-            let pause_us = log(disk, pause, &format!("deleted the snapshot {name:?}"));
+            let pause_us = delete_snapshot(disk, &name, is_cancelled).await?;
             serde_json::to_value(PauseReply { pause_us })?
         }
         Request::Rename(RenameArgs { name, new_name, .. }) => {

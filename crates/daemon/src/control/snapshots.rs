@@ -1,4 +1,4 @@
-//! Taking a snapshot of a served disk, for both protocols of the control socket.
+//! Taking and deleting snapshots of a served disk, for both protocols of the control socket.
 
 use anyhow::{Result, bail};
 
@@ -17,5 +17,17 @@ pub(super) async fn take_snapshot(
             Ok((snapshot.id, pause_us))
         }
         None => bail!("the snapshot {name:?} was cancelled; nothing has changed"),
+    }
+}
+
+/// Deletes a snapshot; for how long changes were held off, in microseconds.
+pub(super) async fn delete_snapshot(
+    disk: &RunningDisk,
+    name: &str,
+    is_cancelled: &dyn Fn() -> bool,
+) -> Result<u64> {
+    match disk.disk.snapshots().delete_unless(name, is_cancelled).await? {
+        Some(pause) => Ok(log(disk, pause, &format!("deleted the snapshot {name:?}"))),
+        None => bail!("the deletion of the snapshot {name:?} was cancelled; nothing has changed"),
     }
 }

@@ -1,6 +1,6 @@
-//! Crashes at every storage operation while snapshots are taken, cancelled and deleted beside guests that write: no
-//! image is corrupt, each snapshot is there as a whole or not at all, and holds what had completed; nothing durable
-//! is lost. What is closed in order has no leaks, also after snapshots that were cancelled.
+//! Crashes at every storage operation while snapshots are taken and deleted beside guests that write, and either is
+//! cancelled: no image is corrupt, each snapshot is there as a whole or not at all, and holds what had completed; nothing
+//! durable is lost. What is closed in order has no leaks, also after changes that were cancelled.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -125,17 +125,14 @@ impl World {
         let name = format!("s{number}");
         let asked = Asked { name: name.clone(), began, answered: None, deleted: None };
         self.log.borrow_mut().asked.push(asked);
-        let patience = match random.u8(..3) {
-            0 => Duration::from_micros(random.u64(..3000)),
-            _ => Duration::MAX,
-        };
+        let patience = patience(random);
         let is_cancelled = || self.now() - began > patience;
         let taken = self.disk.snapshots().create_unless(&name, is_cancelled).await;
         let taken = taken.expect("no faults");
         self.log.borrow_mut().asked[number].answered = Some((self.now(), taken.is_some()));
     }
 
-    async fn delete(&self, number: usize) {
+    async fn delete(&self, number: usize, random: &mut Rng) {
         let name = {
             let one = &mut self.log.borrow_mut().asked[number];
             let is_there = matches!(one.answered, Some((_, true))) && one.deleted.is_none();
@@ -145,19 +142,30 @@ impl World {
             one.deleted = Some(false);
             one.name.clone()
         };
-        self.disk.snapshots().delete(&name).await.expect("no faults");
-        self.log.borrow_mut().asked[number].deleted = Some(true);
+        let (began, patience) = (self.now(), patience(random));
+        let is_cancelled = || self.now() - began > patience;
+        let deleted = self.disk.snapshots().delete_unless(&name, is_cancelled).await;
+        let is_gone = deleted.expect("no faults").is_some();
+        self.log.borrow_mut().asked[number].deleted = is_gone.then_some(true);
     }
 
     async fn snapshots(self: Rc<Self>, mut random: Rng) {
-        for _ in 0..random.usize(1..4) {
+        for _ in 0..random.usize(1..6) {
             self.sim.clock().sleep(Duration::from_micros(random.u64(..2000))).await;
             let count = self.log.borrow().asked.len();
-            match random.u8(..4) {
-                0 if count > 0 => self.delete(random.usize(..count)).await,
+            match random.u8(..2) {
+                0 if count > 0 => self.delete(random.usize(..count), &mut random).await,
                 _ => self.take(&mut random).await,
             }
         }
+    }
+}
+
+/// How long somebody waits for a change of the snapshots.
+fn patience(random: &mut Rng) -> Duration {
+    match random.u8(..3) {
+        0 => Duration::from_micros(random.u64(..3000)),
+        _ => Duration::MAX,
     }
 }
 

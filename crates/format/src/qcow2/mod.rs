@@ -56,7 +56,7 @@ pub use sidecar::Sidecar;
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
-    Amendments, BitmapAction, NewBitmap, NewSnapshot, Preparation, PreparedSnapshot,
+    Amendments, BitmapAction, NewBitmap, NewSnapshot, Preparation, PreparedChange, SnapshotPlan,
     VmStateCluster, VmStateTables,
 };
 pub use writeback::{DataWriteGuard, ReadGuard};
@@ -527,8 +527,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`Snapshots::prepare`](crate::Snapshots::prepare).
-    pub async fn prepare_snapshot(&self) -> Result<PreparedSnapshot<'_, S>> {
-        transaction::prepare_snapshot(&self.metadata, &self.transactions).await
+    pub async fn prepare_change(&self, plan: SnapshotPlan) -> Result<PreparedChange<'_, S>> {
+        transaction::prepare_change(&self.metadata, &self.transactions, plan).await
     }
 
     /// As [`Snapshots::give_back`](crate::Snapshots::give_back).

@@ -9,7 +9,7 @@ use blockhouse_core::{Alignment, ByteRange, ErrorKind, Fua, Result, SyncMode, Un
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{
     Access, Backing, CheckReport, CreateOptions, NewSnapshot, OpenOptions, Preparation, Qcow2,
-    Switch, Version, check, create,
+    SnapshotPlan, Switch, Version, check, create,
 };
 use blockhouse_sim::{Config, Fault, Report, Rng, Sim, SimDisk, Size, for_seeds};
 
@@ -92,33 +92,47 @@ async fn scribble(image: &Qcow2<SimDisk>, model: &mut Model, random: &mut Rng) -
     }
 }
 
-/// How a snapshot is taken.
+/// How a snapshot is taken or deleted.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taking {
     /// All of it in one transaction.
     AtOnce,
-    /// Prepared, and taken then: a crash may leave leaks.
+    /// Prepared, and made then: a crash may leave leaks.
     Prepared,
 }
 
 async fn take(image: &Qcow2<SimDisk>, name: &str, how: Taking) -> Result<()> {
-    if how == Taking::AtOnce {
-        return image.create_snapshot(&new(name), None).await.map(|_| ());
-    }
-    let outcome = prepare_and_take(image, name).await;
-    image.give_back().await;
-    outcome
+    change(image, SnapshotPlan::Create(new(name)), how).await
 }
 
-async fn prepare_and_take(image: &Qcow2<SimDisk>, name: &str) -> Result<()> {
-    let mut prepared = image.prepare_snapshot().await?;
-    loop {
-        if prepared.update(&new(name), &|| false).await? == Preparation::AtOnce {
-            drop(prepared);
-            return image.create_snapshot(&new(name), None).await.map(|_| ());
-        }
-        if prepared.take(&new(name)).await?.is_some() {
+async fn delete(image: &Qcow2<SimDisk>, name: &str, how: Taking) -> Result<()> {
+    change(image, SnapshotPlan::Delete(name.to_owned()), how).await
+}
+
+async fn change(image: &Qcow2<SimDisk>, plan: SnapshotPlan, how: Taking) -> Result<()> {
+    if how == Taking::Prepared {
+        let outcome = prepare_and_take(image, &plan).await;
+        image.give_back().await;
+        if outcome? == Preparation::Ready {
             return Ok(());
+        }
+    }
+    match plan {
+        SnapshotPlan::Create(new) => image.create_snapshot(&new, None).await.map(|_| ()),
+        SnapshotPlan::Delete(name) => image.delete_snapshot(&name).await,
+    }
+}
+
+/// Whether it is made, or has to be made at once.
+async fn prepare_and_take(image: &Qcow2<SimDisk>, plan: &SnapshotPlan) -> Result<Preparation> {
+    let mut prepared = image.prepare_change(plan.clone()).await?;
+    loop {
+        if prepared.update(&|| false).await? == Preparation::AtOnce {
+            return Ok(Preparation::AtOnce);
+        }
+        if prepared.take(Duration::ZERO).await?.is_some() {
+            prepared.free_unreferenced().await;
+            return Ok(Preparation::Ready);
         }
     }
 }
@@ -154,7 +168,7 @@ async fn change_snapshots(
         _ => {
             let name = any(random);
             model.snapshots.remove(&name);
-            image.delete_snapshot(&name).await
+            delete(image, &name, how).await
         }
     }
 }
@@ -487,8 +501,9 @@ fn counters_of_a_snapshot_are_not_kept_for_what_refcounts_do_not_tell_of() {
     let storage = disk.clone();
     sim.block_on(async move {
         let image = open(&storage).await;
-        let mut prepared = image.prepare_snapshot().await.unwrap();
-        let made = prepared.update(&new("one"), &|| false).await;
+        let plan = SnapshotPlan::Create(new("one"));
+        let mut prepared = image.prepare_change(plan).await.unwrap();
+        let made = prepared.update(&|| false).await;
         assert_eq!(made.unwrap(), Preparation::AtOnce);
         drop(prepared);
         let error = image.create_snapshot(&new("one"), None).await.unwrap_err();

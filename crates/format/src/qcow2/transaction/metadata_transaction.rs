@@ -43,7 +43,7 @@ pub(super) enum L1Users {
 /// Changes of the image as a whole: one at a time.
 pub(crate) struct Transactions {
     lock: Semaphore,
-    /// Held while a snapshot is prepared, which other transactions do not wait for.
+    /// Held while a change of the snapshots is prepared, which other transactions do not wait for.
     preparation: Semaphore,
 }
 
@@ -72,7 +72,7 @@ impl Transactions {
         self.lock.acquire().await
     }
 
-    /// Waits for the snapshot that is being prepared; none other is until the result is dropped.
+    /// Waits for the change of the snapshots that is being prepared; none other is until the result is dropped.
     pub(super) async fn begin_preparation(&self) -> SemaphoreGuard<'_> {
         self.preparation.acquire().await
     }

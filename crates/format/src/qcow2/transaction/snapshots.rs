@@ -213,7 +213,7 @@ pub(crate) async fn show_snapshot<S: Storage>(
     Ok(entry.described(header.size))
 }
 
-fn index_of(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<usize> {
+pub(super) fn index_of(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<usize> {
     let by_name = entries.iter().position(|entry| entry.name == name.as_bytes());
     let by_id = || entries.iter().position(|entry| entry.id == name.as_bytes());
     by_name.or_else(by_id).ok_or_else(|| {

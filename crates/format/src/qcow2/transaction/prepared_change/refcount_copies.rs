@@ -1,7 +1,9 @@
-//! The refcount blocks of a new snapshot: the active refcounts, and the references that the snapshot adds.
+//! The refcount blocks after a change of the snapshots: the active refcounts, and the references that a new snapshot
+//! adds, or without those that a deleted one had.
 //!
 //! Each block with a cluster that the snapshot refers to gets a copy in a new cluster; the others stay. A copy is
-//! made of slices, which are written again where their refcounts or references changed.
+//! made of slices, which are written again where their refcounts or references changed. A cluster that loses its last
+//! reference keeps a refcount of one: it is freed later, as everything else is.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,13 +16,15 @@ use crate::qcow2::layout::{entry, refcount};
 use crate::qcow2::tables::SliceKind;
 
 use super::super::ImageMetadata;
-use super::reference_counts::ReferenceCounts;
+use super::plan::Purpose;
+use super::reference_counts::{Left, ReferenceCounts};
 use super::space::{Halt, Space, check_wanted};
 use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, write};
 
 /// See the module's page.
 pub(super) struct RefcountCopies {
     geometry: Geometry,
+    purpose: Purpose,
     /// The copies of refcount blocks, by number of the block.
     copies: BTreeMap<u64, u64>,
     budget: WorkBudget,
@@ -38,8 +42,8 @@ struct Target {
 }
 
 impl RefcountCopies {
-    pub(super) fn new(geometry: Geometry) -> Self {
-        Self { geometry, copies: BTreeMap::new(), budget: WorkBudget::new() }
+    pub(super) fn new(geometry: Geometry, purpose: Purpose) -> Self {
+        Self { geometry, purpose, copies: BTreeMap::new(), budget: WorkBudget::new() }
     }
 
     /// The refcount table that refers to the copies, given the active one.
@@ -196,32 +200,52 @@ impl RefcountCopies {
         Ok(refused)
     }
 
-    /// Adds the references of a slice's clusters to their refcounts.
+    /// Adds the references of a slice's clusters to their refcounts, or takes them away.
     fn encode<S: Storage>(
         &self,
         metadata: &ImageMetadata<S>,
         slice: u64,
         bytes: &mut [u8],
-        counts: &ReferenceCounts,
+        counts: &mut ReferenceCounts,
     ) -> Result<()> {
         let order = self.geometry.refcount_order;
+        let mut all_left = Vec::new();
         for (index, references) in counts.of_slice(slice) {
             let count = refcount::get(bytes, order, index);
-            if count == 0 {
-                let cluster = slice * self.geometry.slice_refcounts() + index as u64;
+            let cluster = slice * self.geometry.slice_refcounts() + index as u64;
+            let is_counted = count >= if self.purpose == Purpose::Delete { references } else { 1 };
+            if !is_counted {
                 let what = "the refcount of a cluster in use is 0";
                 return Err(self.corrupt(metadata, what, cluster));
             }
-            if references > self.geometry.max_refcount() - count {
-                let what =
-                    format!("refcounts of {} bits cannot count one more snapshot", 1 << order);
-                return Err(Error::new(ErrorKind::Unsupported, what)
-                    .on(metadata.storage().name())
-                    .hint("delete a snapshot, or copy the image into one with wider refcounts"));
-            }
-            refcount::set(bytes, order, index, count + references);
+            let new = match self.purpose {
+                Purpose::Create => self.sum(metadata, count, references)?,
+                Purpose::Delete => {
+                    let left = [Left::None, Left::One].get((count - references) as usize);
+                    all_left.push((cluster, left.copied().unwrap_or(Left::More)));
+                    (count - references).max(1)
+                }
+            };
+            refcount::set(bytes, order, index, new);
         }
+        all_left.into_iter().for_each(|(cluster, left)| counts.set_left(cluster, left));
         Ok(())
+    }
+
+    fn sum<S: Storage>(
+        &self,
+        metadata: &ImageMetadata<S>,
+        count: u64,
+        references: u64,
+    ) -> Result<u64> {
+        if references <= self.geometry.max_refcount() - count {
+            return Ok(count + references);
+        }
+        let bits = 1 << self.geometry.refcount_order;
+        let what = format!("refcounts of {bits} bits cannot count one more snapshot");
+        Err(Error::new(ErrorKind::Unsupported, what)
+            .on(metadata.storage().name())
+            .hint("delete a snapshot, or copy the image into one with wider refcounts"))
     }
 
     fn corrupt<S: Storage>(

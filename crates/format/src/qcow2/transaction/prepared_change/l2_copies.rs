@@ -1,25 +1,32 @@
-//! The L2 tables of a new snapshot.
+//! The active L2 tables after a change of the snapshots: those with other COPIED flags get copies in new clusters.
 //!
-//! The snapshot and the active L1 table are to share all L2 tables, and no cluster of theirs is to be changed in
-//! place. So a table that has COPIED flags gets a copy without them in a new cluster. A table that has none, which
+//! A new snapshot and the active L1 table are to share all L2 tables, and no cluster of theirs is to be changed in
+//! place. So a table that has COPIED flags gets a copy without them. A table that has none, which
 //! an older snapshot shares, is shared once more. What the tables refer to is counted
 //! ([`ReferenceCounts`](super::reference_counts::ReferenceCounts)), from the same bytes that were copied: a copy says
 //! what to take back when its table has changed.
+//!
+//! When a snapshot is deleted, a cluster that only it and the disk shared has one reference left, so the flag is
+//! set. What was counted are the snapshot's references, which do not change. Nor does what is left of an active
+//! cluster's references while an entry refers to it: only a transaction makes more of them, which ends the watch, and
+//! of those that there are the entry is one. So a table is looked at again only where it changed itself.
 
 use std::collections::HashMap;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, WorkBudget};
+use blockhouse_core::{Result, Storage};
 use futures_util::stream::{self, StreamExt};
 
-use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
+use crate::qcow2::layout::entry::{Reference, l1_word};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::SliceKind;
 
 use super::super::ImageMetadata;
 use super::super::metadata_transaction::references;
+use super::l2_references::{L2References, Located, overwritten};
 use super::page_check::check_new_pages;
-use super::reference_counts::ReferenceCounts;
+use super::plan::Purpose;
+use super::reference_counts::{Left, ReferenceCounts};
 use super::space::{Halt, Space, check_wanted};
 use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, read, write};
 
@@ -35,11 +42,12 @@ struct Table {
 /// See the module's page.
 pub(super) struct L2Copies {
     geometry: Geometry,
+    purpose: Purpose,
     /// By L1 entry.
     tables: Vec<Option<Table>>,
     /// The L1 entries of tables that have copies.
     by_offset: HashMap<u64, usize>,
-    budget: WorkBudget,
+    entries: L2References,
 }
 
 /// An L1 entry that is to be looked at.
@@ -52,16 +60,22 @@ struct Look {
 }
 
 impl L2Copies {
-    pub(super) fn new(geometry: Geometry) -> Self {
+    pub(super) fn new(geometry: Geometry, purpose: Purpose) -> Self {
         let (tables, by_offset) = (Vec::new(), HashMap::new());
-        Self { geometry, tables, by_offset, budget: WorkBudget::new() }
+        Self { geometry, purpose, tables, by_offset, entries: L2References::new(geometry) }
     }
 
     /// The L1 table that refers to the copies.
-    pub(super) fn l1(&self) -> Vec<u64> {
+    pub(super) fn l1(&self, counts: &ReferenceCounts) -> Vec<u64> {
+        let is_single = |table: &Table| {
+            let cluster = self.geometry.cluster_of(table.active.offset);
+            table.copy.is_some() || table.active.is_copied() || counts.left(cluster) == Left::One
+        };
         let word = |table: &Option<Table>| {
-            let offset = table.map(|table| table.copy.unwrap_or(table.active.offset));
-            offset.map_or(0, |offset| l1_word(Reference { offset, copied: false }))
+            let Some(table) = table else { return 0 };
+            let offset = table.copy.unwrap_or(table.active.offset);
+            let copied = self.purpose == Purpose::Delete && is_single(table);
+            l1_word(Reference { offset, copied })
         };
         self.tables.iter().map(word).collect()
     }
@@ -119,24 +133,28 @@ impl L2Copies {
         for look in looks {
             let Look { index, reference, counted, now } = look?;
             let name = metadata.storage().name();
-            if let (Some(old), Some(counted)) = (self.tables[index].take(), counted) {
+            if let Some(old) = self.tables[index].take() {
                 let offset = old.copy.unwrap_or(old.active.offset);
-                self.take_back(name, &counted, offset, counts).await?;
-                let own = counts.remove(self.geometry.cluster_of(offset));
-                own.ok_or_else(|| overwritten(name, offset))?;
+                if let Some(bytes) = &counted {
+                    self.entries.take_back(Located { bytes, name, offset }, counts).await?;
+                    let own = counts.remove(self.geometry.cluster_of(offset));
+                    own.ok_or_else(|| overwritten(name, offset))?;
+                }
                 self.by_offset.remove(&old.active.offset);
                 old.copy.into_iter().for_each(|copy| space.put_back(copy));
             }
             let (Some(active), Some(mut bytes)) = (reference, now) else { continue };
-            self.count(name, &bytes, active.offset, counts).await?;
             let mut copy = None;
-            if self.clear_copied(&mut bytes).await || active.is_copied() {
+            let is_other = self.convert(&mut bytes, name, active.offset, counts).await?;
+            if is_other || self.purpose == Purpose::Create && active.is_copied() {
                 let offset = space.take().await?;
                 copy = Some(offset);
                 self.by_offset.insert(active.offset, index);
                 writes.push(TableWrite { offset, bytes });
             }
-            counts.add(self.geometry.cluster_of(copy.unwrap_or(active.offset)));
+            if self.purpose == Purpose::Create {
+                counts.add(self.geometry.cluster_of(copy.unwrap_or(active.offset)));
+            }
             self.tables[index] = Some(Table { active, copy });
             check_new_pages(metadata, counts).await?;
         }
@@ -152,11 +170,11 @@ impl L2Copies {
         let whole =
             |offset| Part { kind: SliceKind::L2, offset, length: self.geometry.cluster_size() };
         let counted = match self.tables[index] {
-            Some(old) => {
+            Some(old) if self.purpose == Purpose::Create => {
                 let offset = old.copy.unwrap_or(old.active.offset);
                 Some(read(metadata, whole(offset)).await?)
             }
-            None => None,
+            _ => None,
         };
         let now = match reference {
             Some(reference) => Some(look_at(metadata, whole(reference.offset)).await?),
@@ -176,27 +194,46 @@ impl L2Copies {
             let part =
                 |offset| Part { kind: SliceKind::L2, offset, length: self.geometry.slice_size() };
             let copy = self.copy_of(offset);
-            let counted = match copy {
-                Some(copy) => Some((copy, read(metadata, part(copy)).await?)),
+            let counted = match copy.filter(|_| self.purpose == Purpose::Create) {
+                Some(copy) => Some(read(metadata, part(copy)).await?),
                 None => None,
             };
-            Ok((counted, look_at(metadata, part(offset)).await?))
+            Ok((copy, counted, look_at(metadata, part(offset)).await?))
         });
         let looks: Vec<Result<_>> =
             stream::iter(looks).buffered(MAX_SLICES_IN_FLIGHT).collect().await;
         let mut writes = Vec::new();
         for look in looks {
-            let (counted, mut bytes) = look?;
-            // Another table lies there: the L1 table tells of it.
-            let Some((offset, counted)) = counted else { continue };
+            let (copy, counted, mut bytes) = look?;
+            // Another table lies there, of which the L1 table tells, or one whose flags stay.
+            let Some(offset) = copy else { continue };
             let name = metadata.storage().name();
-            self.take_back(name, &counted, offset, counts).await?;
-            self.count(name, &bytes, offset, counts).await?;
+            if let Some(bytes) = &counted {
+                self.entries.take_back(Located { bytes, name, offset }, counts).await?;
+            }
+            self.convert(&mut bytes, name, offset, counts).await?;
             check_new_pages(metadata, counts).await?;
-            self.clear_copied(&mut bytes).await;
             writes.push(TableWrite { offset, bytes });
         }
         Ok(write(metadata, &writes).await?)
+    }
+
+    /// Makes slices of a table what they will be, and counts what a new snapshot refers to by them. Whether they are
+    /// others then.
+    async fn convert(
+        &self,
+        l2: &mut [u8],
+        name: &str,
+        offset: u64,
+        counts: &mut ReferenceCounts,
+    ) -> Result<bool> {
+        match self.purpose {
+            Purpose::Create => {
+                self.entries.count(Located { bytes: l2, name, offset }, counts).await?;
+                Ok(self.entries.clear_copied(l2).await)
+            }
+            Purpose::Delete => self.entries.set_copied(l2, (name, offset), counts).await,
+        }
     }
 
     /// Where the copy of a slice is.
@@ -205,96 +242,4 @@ impl L2Copies {
         let copy = self.tables[*self.by_offset.get(&table)?]?.copy?;
         Some(copy + (slice - table))
     }
-
-    /// Counts what the entries refer to. `offset` is for messages.
-    async fn count(
-        &self,
-        name: &str,
-        l2: &[u8],
-        offset: u64,
-        counts: &mut ReferenceCounts,
-    ) -> Result<()> {
-        let add = |cluster| {
-            counts.add(cluster);
-            Some(())
-        };
-        self.for_each_cluster(name, l2, offset, add).await
-    }
-
-    /// Takes back what was counted for the entries of a copy, at `offset`.
-    ///
-    /// # Errors
-    /// `Corrupt` where that is not what was counted: the copy was overwritten.
-    async fn take_back(
-        &self,
-        name: &str,
-        l2: &[u8],
-        offset: u64,
-        counts: &mut ReferenceCounts,
-    ) -> Result<()> {
-        self.for_each_cluster(name, l2, offset, |cluster| counts.remove(cluster)).await
-    }
-
-    /// Calls `with` for every reference to a cluster; `None` from it ends that.
-    async fn for_each_cluster(
-        &self,
-        name: &str,
-        l2: &[u8],
-        offset: u64,
-        mut with: impl FnMut(u64) -> Option<()>,
-    ) -> Result<()> {
-        let (step, geometry) = (self.geometry.slice_size() as usize, self.geometry);
-        for (number, slice) in l2.chunks_exact(step).enumerate() {
-            for index in 0..geometry.slice_l2_entries() as usize {
-                let at = || {
-                    let in_table = (number * step) as u64 + index as u64 * geometry.l2_entry_size();
-                    offset + in_table
-                };
-                let entry = Entry::read(slice, index, geometry).map_err(|violation| {
-                    Error::new(ErrorKind::Corrupt, format!("an L2 entry {violation}"))
-                        .on(name)
-                        .at(at())
-                        .hint("check the image before using it")
-                })?;
-                let counted = match entry {
-                    Entry::Standard { host: None, .. } => Some(()),
-                    Entry::Standard { host: Some(host), .. } => {
-                        with(geometry.cluster_of(host.offset))
-                    }
-                    Entry::Compressed(data) => data.host_clusters(geometry).try_for_each(&mut with),
-                };
-                counted.ok_or_else(|| overwritten(name, at()))?;
-            }
-            self.budget.spend(WorkBudget::QUANTUM / 4).await;
-        }
-        Ok(())
-    }
-
-    /// Takes the COPIED flags away; whether there were any.
-    async fn clear_copied(&self, l2: &mut [u8]) -> bool {
-        let mut had_any = false;
-        for slice in l2.chunks_exact_mut(self.geometry.slice_size() as usize) {
-            for index in 0..self.geometry.slice_l2_entries() as usize {
-                if let Ok(Entry::Standard { host: Some(host), subclusters }) =
-                    Entry::read(slice, index, self.geometry)
-                    && host.is_copied()
-                {
-                    had_any = true;
-                    let host = Some(Reference { copied: false, ..host });
-                    Entry::Standard { host, subclusters }.write(slice, index, self.geometry);
-                }
-            }
-            self.budget.spend(WorkBudget::QUANTUM / 4).await;
-        }
-        had_any
-    }
-}
-
-/// The error of a copy that does not hold what was written to it: its cluster has another user, which the refcounts do
-/// not tell of.
-fn overwritten(name: &str, offset: u64) -> Error {
-    Error::new(ErrorKind::Corrupt, "a new table was overwritten: a refcount is wrong")
-        .on(name)
-        .at(offset)
-        .hint("check the image before using it")
 }

@@ -1,7 +1,7 @@
 //! Clusters for tables that are written beside the active ones while guests go on.
 //!
 //! They come from the allocator like any others, with a refcount of one: a crash leaks them at most. What is not
-//! used in the end is given back; all of it, if the snapshot is not taken. While the tables are frozen nothing
+//! used in the end is given back; all of it, if the change is not made. While the tables are frozen nothing
 //! can be allocated, so some are kept ready for what changes last.
 
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ pub(super) enum Halt {
     Failed(Error),
     /// More clusters are needed, and the tables are frozen.
     NoSpare,
-    /// The snapshot is not wanted any more.
+    /// The change is not wanted any more.
     Cancelled,
     /// The tables refer to what the refcounts do not tell of.
     Implausible,
@@ -120,6 +120,9 @@ impl<'a, S: Storage> Space<'a, S> {
             return Ok(());
         }
         self.spare.extend(std::mem::replace(ready, 0..0));
+        if count == 0 {
+            return Ok(());
+        }
         let found = self.allocate(count).await?;
         if found.end - found.start == count {
             self.runs[run as usize] = found;

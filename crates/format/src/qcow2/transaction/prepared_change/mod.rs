@@ -1,29 +1,36 @@
-//! Snapshots of a disk whose guests go on: counted and copied while they write, taken in a moment.
+//! Changes of the snapshots of a disk whose guests go on: counted and copied while they write, made in a moment. One is
+//! taken so, or deleted.
 //!
-//! The life of a prepared snapshot:
+//! The life of a prepared change:
 //!
-//! 1. *Prepare*: guests go on. Everything that the snapshot takes is written to new clusters beside the active
-//!    tables: L2 tables without COPIED flags (`l2_copies`), refcount blocks that count the snapshot's references
-//!    (`refcount_copies`). The clusters are allocated like any others (`space`).
+//! 1. *Prepare*: guests go on. The metadata that the change leads to is written to new clusters beside the active
+//!    tables: L2 tables with other COPIED flags (`l2_copies`), refcount blocks that count the references of the snapshot
+//!    more, or less (`refcount_copies`). These are those of the active tables for a new snapshot, of its own tables for
+//!    one that is deleted (`snapshot_tree`). The clusters are allocated like any others (`space`).
 //! 2. What guests change meanwhile is noted, slice by slice (`tables/change_watch`), and copied again, in passes,
 //!    each of which has less to do, until little is left. All of it is flushed.
 //! 3. *Take*: no change of the guest's is in flight. The tables are frozen, the rest is copied, L1 tables, snapshot
 //!    table and refcount table are written and flushed, and one write of the header makes all of it the active
 //!    metadata (`take`). Nothing is allocated then, and nothing takes longer because more is mapped, but for the
 //!    L1 table and the refcount table: 16 KiB and 4 KiB for each TiB.
-//! 4. What the copies have replaced is freed as everything else is, while guests go on.
+//! 4. What the copies have replaced, and what nothing but a deleted snapshot referred to (`unreferenced`), is freed as
+//!    everything else is, while guests go on.
 //!
 //! A crash before the write of the header leaves the old image, and after it the new one, each with leaks at most.
 //! Cancelled or dropped at any moment before that write, it gives its clusters back, once writes to them have completed.
 //! Where another transaction has replaced the tables, or the disk has another size, all is copied anew.
 
 mod l2_copies;
+mod l2_references;
 mod page_check;
+mod plan;
 mod refcount_copies;
 mod reference_counts;
+mod snapshot_tree;
 mod space;
 mod table_parts;
 mod take;
+mod unreferenced;
 
 use async_lock::SemaphoreGuard;
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
@@ -32,12 +39,16 @@ use crate::qcow2::layout::snapshot_table;
 
 use super::ImageMetadata;
 use super::metadata_transaction::{Transactions, check_no_data_file};
-use super::snapshots::{NewSnapshot, check_new_name, draft_entry};
 
 use l2_copies::L2Copies;
+use plan::Purpose;
 use refcount_copies::RefcountCopies;
 use reference_counts::ReferenceCounts;
+use snapshot_tree::count_snapshot;
 use space::{Halt, MIN_SPARE, Run, Space};
+use unreferenced::Unreferenced;
+
+pub use plan::SnapshotPlan;
 
 /// Where no more slices are left to copy, another pass is not worth it.
 const FEW_LEFT: usize = 16;
@@ -45,15 +56,20 @@ const FEW_LEFT: usize = 16;
 const MAX_PASSES: u32 = 24;
 
 /// See the module's page.
-pub struct PreparedSnapshot<'a, S: Storage> {
+pub struct PreparedChange<'a, S: Storage> {
     metadata: &'a ImageMetadata<S>,
     transactions: &'a Transactions,
+    plan: SnapshotPlan,
     counts: ReferenceCounts,
+    /// Whether `counts` has what it has before the active tables are looked at.
+    is_counted: bool,
     l2: L2Copies,
     refcounts: RefcountCopies,
     space: Space<'a, S>,
     /// How many clusters are ready for what changes last.
     spare: u64,
+    /// After the change: what is to be freed.
+    unreferenced: Option<Unreferenced<'a, S>>,
     /// One is prepared at a time.
     _alone: SemaphoreGuard<'a>,
 }
@@ -61,57 +77,61 @@ pub struct PreparedSnapshot<'a, S: Storage> {
 /// What became of a preparation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preparation {
-    /// The snapshot can be taken.
+    /// The change can be made.
     Ready,
-    /// It cannot be prepared, and has to be created at once, where nothing else can take the space that is left: there
+    /// It cannot be prepared, and has to be made at once, where nothing else can take the space that is left: there
     /// is little of it, another program has left a state of a machine after the disk, or the tables contradict each other.
     AtOnce,
     /// It is not wanted any more.
     Cancelled,
 }
 
-/// Begins to prepare a snapshot: nothing is copied yet.
-pub(crate) async fn prepare_snapshot<'a, S: Storage>(
+/// Begins to prepare a change: nothing is copied yet.
+pub(crate) async fn prepare_change<'a, S: Storage>(
     metadata: &'a ImageMetadata<S>,
     transactions: &'a Transactions,
-) -> Result<PreparedSnapshot<'a, S>> {
+    plan: SnapshotPlan,
+) -> Result<PreparedChange<'a, S>> {
     metadata.check_writable()?;
     check_no_data_file(metadata)?;
     metadata.check_intact()?;
     metadata.begin_changes().await?;
     let alone = transactions.begin_preparation().await;
-    let geometry = metadata.geometry();
-    Ok(PreparedSnapshot {
+    let (geometry, purpose) = (metadata.geometry(), plan.purpose());
+    Ok(PreparedChange {
         metadata,
         transactions,
+        plan,
         counts: ReferenceCounts::new(geometry),
-        l2: L2Copies::new(geometry),
-        refcounts: RefcountCopies::new(geometry),
+        is_counted: false,
+        l2: L2Copies::new(geometry, purpose),
+        refcounts: RefcountCopies::new(geometry, purpose),
         space: Space::new(metadata),
         spare: MIN_SPARE,
+        unreferenced: None,
         _alone: alone,
     })
 }
 
-impl<S: Storage> PreparedSnapshot<'_, S> {
+impl<S: Storage> PreparedChange<'_, S> {
+    fn purpose(&self) -> Purpose {
+        self.plan.purpose()
+    }
+
     /// Copies what changed, until little is left. Stops soon after `is_cancelled` says so.
     ///
     /// # Errors
-    /// As [`Snapshots::create`](crate::Snapshots::create), as far as it is known yet.
-    pub async fn update(
-        &mut self,
-        new: &NewSnapshot,
-        is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<Preparation> {
+    /// As [`take`](Self::take), as far as it is known yet.
+    pub async fn update(&mut self, is_cancelled: &dyn Fn() -> bool) -> Result<Preparation> {
         self.space.set_closed(false);
         loop {
             if !self.metadata.lock().tables.is_watched() {
                 self.begin();
             }
-            if self.has_more_than_disk() {
+            if self.purpose() == Purpose::Create && self.has_more_than_disk() {
                 return Ok(Preparation::AtOnce);
             }
-            let outcome = self.run_passes(new, is_cancelled).await;
+            let outcome = self.run_passes(is_cancelled).await;
             let is_watched = self.metadata.lock().tables.is_watched();
             match outcome {
                 Err(Halt::Cancelled) => return Ok(Preparation::Cancelled),
@@ -130,10 +150,11 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
 
     /// Begins anew, with the clusters that it has.
     fn begin(&mut self) {
-        let geometry = self.metadata.geometry();
+        let (geometry, purpose) = (self.metadata.geometry(), self.purpose());
         self.counts = ReferenceCounts::new(geometry);
-        self.l2 = L2Copies::new(geometry);
-        self.refcounts = RefcountCopies::new(geometry);
+        self.is_counted = false;
+        self.l2 = L2Copies::new(geometry, purpose);
+        self.refcounts = RefcountCopies::new(geometry, purpose);
         self.space.put_all_back();
         self.metadata.lock().tables.begin_watch();
     }
@@ -144,14 +165,10 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
         state.tables.l1().iter().skip(entries as usize).any(|&word| word != 0)
     }
 
-    async fn run_passes(
-        &mut self,
-        new: &NewSnapshot,
-        is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<(), Halt> {
+    async fn run_passes(&mut self, is_cancelled: &dyn Fn() -> bool) -> Result<(), Halt> {
         let mut before = usize::MAX;
         for _ in 0..MAX_PASSES {
-            self.reserve(new).await?;
+            self.reserve().await?;
             // What could not be encoded is tried again.
             drop(self.copy_changes(is_cancelled).await?);
             self.space.fill(self.spare).await?;
@@ -172,7 +189,7 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
     }
 
     /// Has clusters ready for all that is written while the tables are frozen.
-    async fn reserve(&mut self, new: &NewSnapshot) -> Result<()> {
+    async fn reserve(&mut self) -> Result<()> {
         let (header, l1, table) = {
             let state = self.metadata.lock();
             let header = state.tables.header().clone();
@@ -181,9 +198,9 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
         let storage = self.metadata.storage();
         let on_disk = self.metadata.lock().tables.headers().disk().clone();
         let mut entries = snapshot_table::read(storage, &on_disk).await?.entries;
-        check_new_name(storage.name(), &new.name, &entries)?;
-        let in_snapshot = header.geometry.l1_entries_for(header.size);
-        entries.push(draft_entry(new, header.size, &entries, in_snapshot as u32));
+        let of_disk = header.geometry.l1_entries_for(header.size);
+        self.plan.change(storage.name(), header.size, of_disk as usize, &mut entries)?;
+        let in_snapshot = if self.purpose() == Purpose::Create { of_disk } else { 0 };
         let runs = [
             (Run::L1, l1 * 8),
             (Run::SnapshotL1, in_snapshot * 8),
@@ -201,13 +218,31 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
         &mut self,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Option<Error>, Halt> {
-        let Self { metadata, counts, l2, refcounts, space, .. } = self;
+        let Self { metadata, plan, counts, l2, refcounts, space, .. } = self;
+        // Counts of the active tables go by their copies, and flags by what is left of other counts.
+        let SnapshotPlan::Delete(name) = plan else {
+            l2.update(metadata, counts, space, is_cancelled).await?;
+            return refcounts.update(metadata, counts, space, is_cancelled).await;
+        };
+        if !self.is_counted {
+            count_snapshot(metadata, name, counts, is_cancelled).await?;
+            self.is_counted = true;
+        }
+        let refused = refcounts.update(metadata, counts, space, is_cancelled).await?;
         l2.update(metadata, counts, space, is_cancelled).await?;
-        refcounts.update(metadata, counts, space, is_cancelled).await
+        Ok(refused)
+    }
+
+    /// After the change: frees what nothing refers to any more, while guests go on. Otherwise that is done with the next
+    /// flushes.
+    pub async fn free_unreferenced(mut self) {
+        if let Some(unreferenced) = self.unreferenced.take() {
+            unreferenced.free().await;
+        }
     }
 }
 
-impl<S: Storage> Drop for PreparedSnapshot<'_, S> {
+impl<S: Storage> Drop for PreparedChange<'_, S> {
     fn drop(&mut self) {
         self.metadata.lock().tables.end_watch();
     }

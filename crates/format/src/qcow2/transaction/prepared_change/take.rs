@@ -1,38 +1,45 @@
-//! The moment of a prepared snapshot: what is left is copied, and the header switches.
+//! The moment of a prepared change: what is left is copied, and the header switches.
 
+use std::mem;
 use std::ops::Range;
+use std::time::Duration;
 
 use blockhouse_core::{Result, Storage, SyncMode};
 
 use crate::qcow2::allocator::{DeferredFree, Punch, Users};
 use crate::qcow2::layout::header::Header;
-use crate::qcow2::layout::snapshot_table::{self, Snapshot, Table};
+use crate::qcow2::layout::snapshot_table::{self, Snapshot, SnapshotEntry, Table};
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::layout::words;
 
 use super::super::freeze::FreezeGuard;
-use super::super::snapshots::{NewSnapshot, check_new_name, check_table, draft_entry};
-use super::PreparedSnapshot;
+use super::super::snapshots::check_table;
+use super::PreparedChange;
+use super::plan::{Purpose, SnapshotPlan};
+use super::reference_counts::ReferenceCounts;
 use super::space::{Halt, Run};
 use super::table_parts::write;
+use super::unreferenced::Unreferenced;
 
 /// The metadata that becomes active.
 struct NewMetadata {
     header: Header,
     l1: Vec<u64>,
     refcount_table: Vec<u64>,
+    /// The one that is taken or deleted.
     snapshot: Snapshot,
     /// What nothing refers to any more then.
     replaced: Vec<DeferredFree>,
 }
 
-impl<S: Storage> PreparedSnapshot<'_, S> {
-    /// Takes it; durable when it returns. No change of the guest's data may be in flight. `None` where nothing has
-    /// changed, and it has to be [updated](Self::update) first: guests changed too much since.
+impl<S: Storage> PreparedChange<'_, S> {
+    /// Makes the change; durable when it returns. No change of the guest's data may be in flight. Answers the snapshot
+    /// that is taken or deleted. `None` where nothing has changed, and it has to be [updated](Self::update) first: guests
+    /// changed too much since. `now` is when a new snapshot is taken, since 1970-01-01 UTC.
     ///
     /// # Errors
-    /// As [`Snapshots::create`](crate::Snapshots::create).
-    pub async fn take(&mut self, new: &NewSnapshot) -> Result<Option<Snapshot>> {
+    /// As [`Snapshots::create`](crate::Snapshots::create) and [`Snapshots::delete`](crate::Snapshots::delete).
+    pub async fn take(&mut self, now: Duration) -> Result<Option<Snapshot>> {
         let metadata = self.metadata;
         metadata.check_writable()?;
         metadata.check_intact()?;
@@ -43,7 +50,10 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
             return Ok(None);
         }
         self.space.set_closed(true);
-        let made = match self.finish(new).await {
+        if let SnapshotPlan::Create(new) = &mut self.plan {
+            new.created = now;
+        }
+        let made = match self.finish().await {
             Ok(made) => made,
             Err(Halt::Failed(error)) => return Err(error),
             Err(Halt::Implausible) => {
@@ -74,13 +84,17 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
             left.for_each(|cluster| state.allocator.defer_unlinked(cluster));
             switched
         };
+        if self.purpose() == Purpose::Delete {
+            let counts = mem::replace(&mut self.counts, ReferenceCounts::new(metadata.geometry()));
+            self.unreferenced = Some(Unreferenced::new(metadata, counts));
+        }
         switched.inspect_err(|error| metadata.writer().record(error))?;
         freeze.end_switch();
         Ok(Some(made.snapshot))
     }
 
     /// Copies what is left, and writes the tables that the header names.
-    async fn finish(&mut self, new: &NewSnapshot) -> Result<NewMetadata, Halt> {
+    async fn finish(&mut self) -> Result<NewMetadata, Halt> {
         if let Some(error) = self.copy_changes(&|| false).await? {
             return Err(error.into());
         }
@@ -90,18 +104,21 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
         };
         let storage = self.metadata.storage();
         let Table { mut entries, length } = snapshot_table::read(storage, &header).await?;
-        check_new_name(storage.name(), &new.name, &entries)?;
-        let replaced = self.replaced(&header, &refcount_table, length);
-        let l1 = self.l2.l1();
+        let mut replaced = self.replaced(&header, &refcount_table, length);
+        let l1 = self.l2.l1(&self.counts);
         let of_disk = (header.geometry.l1_entries_for(header.size) as usize).min(l1.len());
+        let changed = self.plan.change(storage.name(), header.size, of_disk, &mut entries)?;
         let refcount_table = self.refcounts.table(refcount_table);
-        let mut entry = draft_entry(new, header.size, &entries, of_disk as u32);
         let mut writes = Vec::new();
         header.l1_offset = self.place(Run::L1, words::bytes_of(&l1), &mut writes)?;
-        let of_snapshot = words::bytes_of(&l1[..of_disk]);
-        entry.l1_offset = self.place(Run::SnapshotL1, of_snapshot, &mut writes)?;
-        let described = entry.described(header.size);
-        entries.push(entry);
+        match self.purpose() {
+            Purpose::Create => {
+                let entry = entries.last_mut().expect("the new one");
+                let of_snapshot = words::bytes_of(&l1[..of_disk]);
+                entry.l1_offset = self.place(Run::SnapshotL1, of_snapshot, &mut writes)?;
+            }
+            Purpose::Delete => replaced.extend(self.l1_of(&changed)),
+        }
         check_table(storage.name(), &entries)?;
         header.snapshots = entries.len() as u32;
         let table = snapshot_table::to_bytes(&entries);
@@ -109,7 +126,22 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
         let table = words::bytes_of(&refcount_table);
         header.refcount_table_offset = self.place(Run::RefcountTable, table, &mut writes)?;
         write(self.metadata, &writes).await?;
-        Ok(NewMetadata { header, l1, refcount_table, snapshot: described, replaced })
+        let snapshot = changed.described(header.size);
+        Ok(NewMetadata { header, l1, refcount_table, snapshot, replaced })
+    }
+
+    /// The clusters of a snapshot's L1 table.
+    fn l1_of(&self, entry: &SnapshotEntry) -> Option<DeferredFree> {
+        let free = self.free(entry.l1_offset, u64::from(entry.l1_entries) * 8);
+        (!free.clusters.is_empty()).then_some(free)
+    }
+
+    /// So many bytes of tables are not needed any more.
+    fn free(&self, offset: u64, bytes: u64) -> DeferredFree {
+        let geometry = self.metadata.geometry();
+        let first = geometry.cluster_of(offset);
+        let clusters: Range<u64> = first..first + geometry.clusters_for(bytes);
+        DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) }
     }
 
     /// Where a table goes: 0 for an empty one.
@@ -126,26 +158,19 @@ impl<S: Storage> PreparedSnapshot<'_, S> {
     /// What the new tables take the place of.
     fn replaced(&self, header: &Header, blocks: &[u64], snapshots: u64) -> Vec<DeferredFree> {
         let geometry = self.metadata.geometry();
-        let one = |offset| geometry.cluster_of(offset)..geometry.cluster_of(offset) + 1;
-        let run = |offset, bytes| -> Range<u64> {
-            let first = geometry.cluster_of(offset);
-            first..first + geometry.clusters_for(bytes)
-        };
-        let free = |clusters| DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
-        let mut replaced: Vec<DeferredFree> = Vec::new();
-        replaced.push(free(run(header.l1_offset, u64::from(header.l1_entries) * 8)));
+        let mut replaced = vec![self.free(header.l1_offset, u64::from(header.l1_entries) * 8)];
         if header.snapshots > 0 {
-            replaced.push(free(run(header.snapshots_offset, snapshots)));
+            replaced.push(self.free(header.snapshots_offset, snapshots));
         }
         let table = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
-        replaced.push(free(run(header.refcount_table_offset, table)));
-        let blocks = self.refcounts.replaced().map(|block| free(one(blocks[block as usize])));
-        replaced.extend(blocks);
-        replaced.extend(self.l2.replaced().map(|table| {
-            let clusters = one(table.offset);
-            match table.is_copied() {
-                true => free(clusters),
-                false => DeferredFree { users: Users::Others, ..DeferredFree::of(clusters) },
+        replaced.push(self.free(header.refcount_table_offset, table));
+        let whole = |offset| self.free(offset, geometry.cluster_size());
+        replaced.extend(self.refcounts.replaced().map(|block| whole(blocks[block as usize])));
+        replaced.extend(self.l2.replaced().map(|table| match table.is_copied() {
+            true => whole(table.offset),
+            false => {
+                let clusters = whole(table.offset).clusters;
+                DeferredFree { users: Users::Others, ..DeferredFree::of(clusters) }
             }
         }));
         replaced.retain(|free| !free.clusters.is_empty());

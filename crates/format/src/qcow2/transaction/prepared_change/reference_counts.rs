@@ -1,14 +1,26 @@
-//! How many references a new snapshot adds to each cluster.
+//! How many references a change of the snapshots adds to each cluster, or takes from it.
 //!
 //! Counters are kept in pages, one for each slice of refcounts, and only where something is counted: memory
-//! goes by what is mapped, a byte for each cluster. A page knows whether it changed since its slice was encoded.
+//! goes by what is mapped, a byte for each cluster, two where references are taken. A page knows whether it changed
+//! since its slice was encoded, and what was left of its clusters' references then.
 
+use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 
 use crate::qcow2::layout::geometry::Geometry;
 
 /// A counter that says that the count is in the list of large ones.
 const LARGE: u8 = u8::MAX;
+
+/// How many references a cluster has after some were taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Left {
+    None,
+    One,
+    /// Or not known yet.
+    More,
+}
 
 /// See the module's page.
 pub(super) struct ReferenceCounts {
@@ -17,7 +29,7 @@ pub(super) struct ReferenceCounts {
     /// Where the page of a slice is.
     index: HashMap<u64, usize>,
     /// The slice and the page that were used last: references come in runs.
-    last: (u64, usize),
+    last: Cell<(u64, usize)>,
     large: HashMap<u64, u64>,
     /// Slices whose pages changed since they were encoded.
     stale: BTreeSet<u64>,
@@ -27,6 +39,8 @@ pub(super) struct ReferenceCounts {
 
 struct Page {
     counts: Box<[u8]>,
+    /// By cluster, as `counts`; empty where no references were taken.
+    left: Box<[Left]>,
     is_stale: bool,
 }
 
@@ -36,7 +50,7 @@ impl ReferenceCounts {
             in_page: geometry.slice_refcounts(),
             pages: Vec::new(),
             index: HashMap::new(),
-            last: (u64::MAX, 0),
+            last: Cell::new((u64::MAX, 0)),
             large: HashMap::new(),
             stale: BTreeSet::new(),
             new: Vec::new(),
@@ -74,20 +88,60 @@ impl ReferenceCounts {
     /// The page of a cluster, which is stale now, and its counter there.
     fn slot(&mut self, cluster: u64) -> (usize, usize) {
         let slice = cluster / self.in_page;
-        if self.last.0 != slice {
-            let (pages, in_page) = (&mut self.pages, self.in_page as usize);
-            let page = *self.index.entry(slice).or_insert_with(|| {
-                self.new.push(slice);
-                pages.push(Page { counts: vec![0; in_page].into(), is_stale: false });
-                pages.len() - 1
-            });
-            self.last = (slice, page);
-        }
-        let page = self.last.1;
+        let page = self.find(slice).unwrap_or_else(|| {
+            let counts = vec![0; self.in_page as usize].into();
+            self.new.push(slice);
+            self.index.insert(slice, self.pages.len());
+            self.pages.push(Page { counts, left: [].into(), is_stale: false });
+            self.pages.len() - 1
+        });
         if !std::mem::replace(&mut self.pages[page].is_stale, true) {
             self.stale.insert(slice);
         }
         (page, (cluster % self.in_page) as usize)
+    }
+
+    fn find(&self, slice: u64) -> Option<usize> {
+        if self.last.get().0 != slice {
+            self.last.set((slice, *self.index.get(&slice)?));
+        }
+        Some(self.last.get().1)
+    }
+
+    /// So many references are left of a cluster that some were taken of.
+    pub(super) fn set_left(&mut self, cluster: u64, left: Left) {
+        let page = self.find(cluster / self.in_page).expect("a cluster with references");
+        let all = &mut self.pages[page].left;
+        if all.is_empty() {
+            *all = vec![Left::More; self.in_page as usize].into();
+        }
+        all[(cluster % self.in_page) as usize] = left;
+    }
+
+    /// How many are; `More` for a cluster that none was taken of.
+    pub(super) fn left(&self, cluster: u64) -> Left {
+        let page = self.find(cluster / self.in_page).map(|page| &*self.pages[page].left);
+        let left = page.and_then(|left| left.get((cluster % self.in_page) as usize));
+        left.copied().unwrap_or(Left::More)
+    }
+
+    /// All slices in which references are counted, in order.
+    pub(super) fn slices(&self) -> BTreeSet<u64> {
+        self.index.keys().copied().collect()
+    }
+
+    /// Runs of a slice's clusters that have lost all of their references.
+    pub(super) fn without_any_left(&self, slice: u64) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        let first = slice * self.in_page;
+        for cluster in first..first + self.in_page {
+            match runs.last_mut() {
+                _ if self.left(cluster) != Left::None => {}
+                Some(run) if run.end == cluster => run.end += 1,
+                _ => runs.push(cluster..cluster + 1),
+            }
+        }
+        runs
     }
 
     /// How many pages are new since this was asked for last.
@@ -171,5 +225,21 @@ mod tests {
         counts.remove(7).expect("a reference");
         assert!(counts.remove(7).is_none());
         assert!(counts.stale().contains(&0) && counts.has_any(0) && !counts.has_any(1));
+    }
+
+    #[test]
+    fn clusters_without_references_are_told_in_runs() {
+        let mut counts = ReferenceCounts::new(GEOMETRY);
+        let in_page = GEOMETRY.slice_refcounts();
+        let first = 3 * in_page;
+        (first..first + 6).for_each(|cluster| counts.add(cluster));
+        counts.set_encoded(3);
+        for (at, left) in [(0, Left::None), (1, Left::None), (2, Left::One), (5, Left::None)] {
+            counts.set_left(first + at, left);
+        }
+        assert_eq!(counts.without_any_left(3), [first..first + 2, first + 5..first + 6]);
+        assert_eq!((counts.left(first + 2), counts.left(first + 3)), (Left::One, Left::More));
+        assert_eq!((counts.left(7), counts.slices().len()), (Left::More, 1));
+        assert!(counts.stale().is_empty() && counts.without_any_left(4).is_empty());
     }
 }

@@ -1,0 +1,54 @@
+//! Which change of the snapshots is prepared, and what it does to the snapshot table.
+
+use blockhouse_core::Result;
+
+use crate::qcow2::layout::snapshot_table::SnapshotEntry;
+
+use super::super::snapshots::{NewSnapshot, check_new_name, draft_entry, index_of};
+
+/// Which change is prepared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SnapshotPlan {
+    /// A snapshot is taken of the disk.
+    Create(NewSnapshot),
+    /// The snapshot of this name, or with this id, is deleted.
+    Delete(String),
+}
+
+/// What the copies are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// What the active tables refer to has one reference more.
+    Create,
+    /// What a snapshot's tables refer to has one reference less.
+    Delete,
+}
+
+impl SnapshotPlan {
+    pub(super) fn purpose(&self) -> Purpose {
+        match self {
+            Self::Create(_) => Purpose::Create,
+            Self::Delete(_) => Purpose::Delete,
+        }
+    }
+
+    /// Changes the entries of the snapshot table of a disk of so many bytes and L1 entries. The entry that came or went:
+    /// a new one is the last, and its L1 table has no place yet.
+    pub(super) fn change(
+        &self,
+        image: &str,
+        disk_size: u64,
+        l1_entries: usize,
+        entries: &mut Vec<SnapshotEntry>,
+    ) -> Result<SnapshotEntry> {
+        match self {
+            Self::Create(new) => {
+                check_new_name(image, &new.name, entries)?;
+                let entry = draft_entry(new, disk_size, entries, l1_entries as u32);
+                entries.push(entry.clone());
+                Ok(entry)
+            }
+            Self::Delete(name) => Ok(entries.remove(index_of(image, name, entries)?)),
+        }
+    }
+}

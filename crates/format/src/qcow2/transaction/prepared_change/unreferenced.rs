@@ -1,0 +1,79 @@
+//! What a snapshot that was deleted was the last to refer to: freed like everything else, while guests go on.
+//!
+//! Such clusters have a refcount of one in the new tables, and no reference: a crash leaks what is not freed by then.
+//! They are given to the allocator some at a time, so that what waits to be freed does not take memory by the size of
+//! the image. What is left when this is dropped is given to it at once.
+
+use std::collections::BTreeSet;
+
+use blockhouse_core::{Storage, WorkBudget};
+
+use super::super::ImageMetadata;
+use super::reference_counts::ReferenceCounts;
+
+/// How many slices' clusters are freed together.
+const SLICES: usize = 64;
+
+/// See the module's page.
+pub(super) struct Unreferenced<'a, S: Storage> {
+    metadata: &'a ImageMetadata<S>,
+    counts: ReferenceCounts,
+    /// Slices of refcounts that may have such clusters.
+    slices: BTreeSet<u64>,
+}
+
+impl<'a, S: Storage> Unreferenced<'a, S> {
+    /// What `counts` says has no reference left. The tables that say so are the active ones, on disk too.
+    pub(super) fn new(metadata: &'a ImageMetadata<S>, counts: ReferenceCounts) -> Self {
+        let slices = counts.slices();
+        Self { metadata, counts, slices }
+    }
+
+    /// Frees it. What fails is recorded where it has to be, and what is left is freed later.
+    pub(super) async fn free(mut self) {
+        let budget = WorkBudget::new();
+        while !self.slices.is_empty() {
+            for _ in 0..SLICES {
+                self.defer_next();
+                budget.spend(WorkBudget::QUANTUM / 4).await;
+            }
+            if self.metadata.reclaim().await.is_err() {
+                break;
+            }
+        }
+    }
+
+    /// Has the clusters of the next slice freed.
+    fn defer_next(&mut self) {
+        let Some(slice) = self.slices.pop_first() else { return };
+        let runs = self.counts.without_any_left(slice);
+        if runs.is_empty() {
+            return;
+        }
+        let mut state = self.metadata.lock();
+        let state = &mut *state;
+        for run in runs {
+            // A late write may change it, or the refcounts are wrong: nothing else is to have it.
+            let is_kept = |&cluster: &u64| {
+                let is_table = state.tables.check_not_active(cluster).is_err();
+                is_table || state.allocator.is_quarantined(cluster)
+            };
+            let kept: Vec<u64> = run.clone().filter(is_kept).collect();
+            let mut start = run.start;
+            for cluster in kept.into_iter().chain([run.end]) {
+                if start < cluster {
+                    state.allocator.defer_unlinked(start..cluster);
+                }
+                start = cluster + 1;
+            }
+        }
+    }
+}
+
+impl<S: Storage> Drop for Unreferenced<'_, S> {
+    fn drop(&mut self) {
+        while !self.slices.is_empty() {
+            self.defer_next();
+        }
+    }
+}
