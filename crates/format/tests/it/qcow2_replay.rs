@@ -259,11 +259,30 @@ fn who_holds_changes_does_not_wait_for_room() {
     });
 }
 
+/// The first record of a log, and in it the entry.
+const ENTRY_WORD: usize = 8 + 2;
+
+/// The data went into a cluster that two compressed clusters had shared before, and the process died before the lower
+/// refcount was written.
+#[test]
+fn a_cluster_that_is_counted_too_often_leaks_and_nothing_is_corrupt() {
+    /// Of the header: where the refcount table is.
+    const REFCOUNT_TABLE: usize = 48;
+    let log = new_log();
+    let mut device = new_device(&options(Switch::Off), 600);
+    fill(&mut device, &log, vec![1]);
+    let word = |device: &[u8], at: usize| {
+        u64::from_be_bytes(device[at..at + 8].try_into().expect("eight bytes")) as usize
+    };
+    let block = word(&device, word(&device, REFCOUNT_TABLE));
+    let host = (log[ENTRY_WORD].load(Relaxed) & 0x00ff_ffff_ffff_fe00) / CLUSTER;
+    device[block + 8 * host as usize..][..8].copy_from_slice(&2_u64.to_be_bytes());
+    replay(&mut device, &log, vec![1]);
+}
+
 /// An older copy of the image, for example: where the log has data, the copy has tables.
 #[test]
 fn a_log_that_does_not_fit_leaves_the_image_as_it_is() {
-    /// The first record of a log, and in it the entry.
-    const ENTRY_WORD: usize = 8 + 2;
     /// Of the header: where the L1 table is.
     const L1_OFFSET: std::ops::Range<usize> = 40..48;
     let log = new_log();

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::qcow2::allocator::{DeferredFree, Punch};
-use crate::qcow2::layout::entry::Entry;
+use crate::qcow2::layout::entry::{Entry, Reference};
 use crate::qcow2::tables::{DataStability, RedoRecord, SliceId, Step};
 
 use super::Mapper;
@@ -25,6 +25,7 @@ impl Mapper<'_> {
         for cluster in clusters.start..end {
             let old = self.old_entry(slice, cluster)?;
             let new = record.change.entry(cluster - record.clusters.start, old, geometry);
+            let new = self.with_found_refcount(new)?;
             if new != old {
                 differing.push((cluster, new));
             }
@@ -54,6 +55,23 @@ impl Mapper<'_> {
         }
         self.tables.note_change();
         Ok(dropped)
+    }
+
+    /// The entry without its COPIED flag where its host cluster is counted more than once. Such a cluster was freed and
+    /// used again, and the process has died before its lower refcount was written. The flag would be wrong; the refcount
+    /// is not lowered, because nothing shows that no other table refers to the cluster. So a cluster leaks at most.
+    fn with_found_refcount(&mut self, entry: Entry) -> Step<Entry> {
+        let geometry = self.tables.geometry();
+        match entry {
+            Entry::Standard { host: Some(host), subclusters }
+                if !geometry.has_data_file
+                    && self.tables.refcount(geometry.cluster_of(host.offset))? > 1 =>
+            {
+                let host = Reference { copied: false, ..host };
+                Ok(Entry::Standard { host: Some(host), subclusters })
+            }
+            entry => Ok(entry),
+        }
     }
 
     fn old_entry(&mut self, slice: Option<SliceId>, cluster: u64) -> Step<Entry> {

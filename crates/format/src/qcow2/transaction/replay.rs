@@ -11,7 +11,8 @@
 //! 1. Of each guest cluster the latest change counts (`LatestChanges`).
 //! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no new table takes
 //!    one of them (`recount`). Compressed data adds to the refcounts of its clusters, which may be counted
-//!    already: a leak at most.
+//!    already: a leak at most. One that is counted more than once, because the process died before a lower refcount was
+//!    written, leaks as well: its entry says that it is shared.
 //! 3. Entries are set by ordinary steps. What they referred to before is freed as always.
 //! 4. A writeback brings all of it to the disk.
 //!
