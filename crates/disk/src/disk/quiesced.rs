@@ -25,7 +25,7 @@ impl<S: Storage> Disk<S> {
         QuiescedDisk { disk: self, _guard: self.quiesce().await }
     }
 
-    /// Has `observer` told of all changes that are made from now on, but for compressed writes, which only tools make.
+    /// Has `observer` told of all changes that are made from now on.
     pub async fn observe(&self, observer: Arc<dyn ChangeObserver>) {
         let _guard = self.quiesce().await;
         self.observers.attach(observer);

@@ -166,12 +166,17 @@ impl<S: Storage> Disk<S> {
     }
 
     async fn execute_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
+        let turn = self.begin_turn(Operation::Write, offset, bytes.len() as u64).await;
         self.check_access(offset)?;
         let range = self.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
         let cluster_size = self.check_one_cluster(range)?;
         let sync = self.begin_sync(Durability::None);
         let result = self.writer().write_compressed(range, cluster_size, bytes, &sync).await?;
+        let waits = turn.end();
         sync.complete().await?;
+        for wait in waits {
+            wait.await;
+        }
         Ok(result)
     }
 
