@@ -18,6 +18,9 @@ pub(crate) struct Media {
     /// Version of the size, so that a flush does not bring back an older one.
     size_version: u64,
     stable_size_version: u64,
+    /// The end of what was made stable at the newest of these versions or before, and is part of the file.
+    stable_end: u64,
+    stable_end_version: u64,
     /// Both are whole sectors.
     visible: Vec<u8>,
     stable: Vec<u8>,
@@ -66,6 +69,8 @@ impl Media {
             stable_size: size,
             size_version: 0,
             stable_size_version: 0,
+            stable_end: 0,
+            stable_end_version: 0,
             visible,
             stable: content,
             sectors,
@@ -136,6 +141,7 @@ impl Media {
         self.sectors.resize(length / SECTOR, Sector::default());
         self.size = size;
         self.size_version += 1;
+        self.stable_end = self.stable_end.min(size);
     }
 
     /// What a flush that begins now covers.
@@ -162,13 +168,17 @@ impl Media {
             }
         }
         if with_size && flush.size_version >= self.stable_size_version {
-            self.stable_size = flush.size;
+            // What was made stable after the flush had begun has a size of its own.
+            let is_older = flush.size_version < self.stable_end_version;
+            self.stable_size = flush.size.max(if is_older { self.stable_end } else { 0 });
             self.stable_size_version = flush.size_version;
         }
     }
 
     /// The size is at least this much after a crash.
     fn persist_size(&mut self, size: u64, version: u64) {
+        self.stable_end = self.stable_end.max(size);
+        self.stable_end_version = self.stable_end_version.max(version);
         if size > self.stable_size {
             self.stable_size = size;
             self.stable_size_version = self.stable_size_version.max(version);
