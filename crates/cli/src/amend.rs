@@ -158,6 +158,7 @@ fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Resul
         }
         Setting::EncryptLuks => ("encrypt.format", false),
         Setting::EncryptIterTime(_) => ("encrypt.iter-time", false),
+        Setting::KeySecret(_) | Setting::UsualLuks => ("encrypt", false),
         Setting::Compat(_) | Setting::LazyRefcounts(_) => return Ok(()),
     };
     if is_same {

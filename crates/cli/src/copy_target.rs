@@ -22,7 +22,7 @@ use blockhouse_engine::HostFile;
 use blockhouse_format::qcow2::{Repair, repair};
 use blockhouse_storage::Location;
 
-use crate::create::{create_qcow2, format_of_new, key_time, wrong_usage};
+use crate::create::{create_luks, create_qcow2, format_of_new, key_time, luks_header, wrong_usage};
 use crate::create_options::{self, Setting};
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
@@ -215,10 +215,11 @@ impl TargetSpec<'_> {
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
-    /// An overlay reads as its backing file.
+    /// An overlay reads as its backing file, and what is encrypted as anything.
     fn content_of_new(&self) -> TargetContent {
         match self.backing_name() {
             Some(_) => TargetContent::Unknown,
+            None if self.format == ImageFormat::Luks => TargetContent::Unknown,
             None => TargetContent::Zero,
         }
     }
@@ -244,12 +245,17 @@ impl TargetSpec<'_> {
                 let options = create_options::qcow2(self.size, self.settings.clone());
                 let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
                 if let Some(time) = key_time(&self.settings) {
-                    options.encryption = Some(self.open.secrets()?.create_header(time)?);
+                    let secret = create_options::key_secret(&self.settings);
+                    options.encryption = Some(self.open.keys().create_header(secret, time)?);
                 }
                 let progress = ToolProgress::default();
                 create_qcow2(part, &options, self.allowed_paths()?, &progress).await?;
             }
-            ImageFormat::Luks | ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
+            ImageFormat::Luks => {
+                let header = luks_header(self.open.keys(), &self.settings)?;
+                create_luks(part, self.size, &header).await?;
+            }
+            ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }
         let opened = self.open_target(part).await;
         if opened.is_err() {

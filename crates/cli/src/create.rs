@@ -32,6 +32,7 @@ pub struct Arguments {
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of raw: preallocation. Of
+    /// luks: key-secret, iter-time. Of
     /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
     /// preallocation, backing_file, backing_fmt, data_file, data_file_raw, encrypt.format, encrypt.iter-time.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
@@ -83,7 +84,12 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             let work = || event_loop.block_on(arguments.create_qcow2(&image, options, &made));
             shown.beside(|| made.get(), work)
         }
-        format @ (ImageFormat::Luks | ImageFormat::Foreign(_)) => wrong_usage(&format.not_made()),
+        ImageFormat::Luks => {
+            let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
+            let header = luks_header(&arguments.keys, &settings)?;
+            event_loop.block_on(create_luks(&image, size, &header))
+        }
+        format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
     }
 }
 
@@ -98,10 +104,11 @@ impl Arguments {
         settings: Vec<Setting>,
     ) -> Result<qcow2::CreateOptions> {
         let key_time = key_time(&settings);
+        let secret = create_options::key_secret(&settings).map(str::to_owned);
         let options = create_options::qcow2(size.unwrap_or(0), settings);
         let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
         if let Some(time) = key_time {
-            options.encryption = Some(self.keys.secrets()?.create_header(time)?);
+            options.encryption = Some(self.keys.create_header(secret.as_deref(), time)?);
         }
         if size.is_none() && options.backing.is_none() {
             wrong_usage(&format!("{SIZE_IS_MISSING}, or a backing file that has one"));
@@ -153,6 +160,33 @@ pub fn wrong_usage(why: &str) -> ! {
     const WRONG_USAGE: i32 = 2;
     output::tell(&format!("error: {why}\n\nFor more information, try '--help'."));
     std::process::exit(WRONG_USAGE)
+}
+
+/// The header of a new LUKS container. Wrong usage ends the program.
+///
+/// # Errors
+/// As [`KeyArgs::create_header`].
+pub fn luks_header(keys: &KeyArgs, settings: &[Setting]) -> Result<Vec<u8>> {
+    let time = create_options::luks(settings).unwrap_or_else(|why| wrong_usage(&why));
+    keys.create_header(create_options::key_secret(settings), time)
+}
+
+/// Makes a new LUKS container with a disk of `size` bytes, which reads as anything.
+///
+/// # Errors
+/// One that names the file; no file is left then.
+pub async fn create_luks(image: &Path, size: u64, header: &[u8]) -> Result<()> {
+    create_file(image, size.saturating_add(header.len() as u64), ImageFormat::Raw).await?;
+    let finish = async {
+        let storage = open_created(image).await?;
+        blockhouse_format::create_luks(&storage, header).await?;
+        storage.close().await
+    };
+    let finished = finish.await;
+    if finished.is_err() {
+        remove_created(image).await;
+    }
+    Ok(finished?)
 }
 
 async fn create_raw(

@@ -37,6 +37,10 @@ pub enum Setting {
     EncryptLuks,
     /// How long it takes to derive the key, in milliseconds.
     EncryptIterTime(u32),
+    /// The name of the secret that opens the image.
+    KeySecret(String),
+    /// An algorithm of LUKS that every new image has.
+    UsualLuks,
 }
 
 /// What one `-o` says.
@@ -78,12 +82,19 @@ Options of qcow2 images:
   lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew (off)
   preallocation=off|metadata|falloc|full
                                       give each cluster its place; reserve space, or write zeros (off)
-  refcount_bits=1|2|4|8|16|32|64      width of a refcount (16)";
+  refcount_bits=1|2|4|8|16|32|64      width of a refcount (16)
+Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
+  iter-time=MS                        how long deriving the key takes here (2000)
+  key-secret=ID                       the key, of those that --object secret,id=ID,file=FILE
+                                      names; left out, the first that is named";
+
+/// How long it takes to derive a key where nothing is said, in milliseconds: as QEMU.
+const DEFAULT_KEY_TIME: u32 = 2000;
 
 /// All names, as listed to users.
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
-                     data_file_raw, encrypt.format, encrypt.iter-time";
+                     data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///
@@ -194,17 +205,33 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
             "luks" => Ok(Setting::EncryptLuks),
             _ => Err(wrong("luks")),
         },
-        "encrypt.iter-time" => match value.parse() {
+        "encrypt.iter-time" | "iter-time" => match value.parse() {
             Ok(time @ 1..=60_000) => Ok(Setting::EncryptIterTime(time)),
             _ => Err(wrong("1 to 60000 milliseconds")),
         },
-        "encrypt.key-secret" => Err(
-            "keys have no names here: leave encrypt.key-secret out, and name the file of the key \
-                 (--key-file FILE, or --passphrase-file FILE)"
-                .to_owned(),
-        ),
-        _ => Err(format!("there is no option '{name}'; the options are {NAMES}")),
+        "encrypt.key-secret" | "key-secret" if !value.is_empty() => {
+            Ok(Setting::KeySecret(value.to_owned()))
+        }
+        _ => match usual_luks(name.strip_prefix("encrypt.").unwrap_or(name)) {
+            Some(usual) if usual == value => Ok(Setting::UsualLuks),
+            Some(usual) => Err(format!(
+                "{name} is always {usual} here; leave it out, or make the image by qemu-img or cryptsetup"
+            )),
+            None => Err(format!("there is no option '{name}'; the options are {NAMES}")),
+        },
     }
+}
+
+/// What QEMU's options of LUKS are in every image that is made here.
+fn usual_luks(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "cipher-alg" => "aes-256",
+        "cipher-mode" => "xts",
+        "ivgen-alg" => "plain64",
+        "hash-alg" => "sha256",
+        "detached-header" => "off",
+        _ => return None,
+    })
 }
 
 /// What `settings` make of an image of `size` bytes. Of several for one option the last counts.
@@ -229,7 +256,10 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             Setting::DataFile(name) => data_file = Some(name),
             Setting::RawDataFile(switch) => raw = switch,
             // Its key is made when the image is.
-            Setting::EncryptLuks | Setting::EncryptIterTime(_) => {}
+            Setting::EncryptLuks
+            | Setting::EncryptIterTime(_)
+            | Setting::KeySecret(_)
+            | Setting::UsualLuks => {}
         }
     }
     options.backing = match (backing_file, backing_format) {
@@ -255,17 +285,43 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
 /// # Errors
 /// A time without encryption.
 pub fn key_time(settings: &[Setting]) -> Result<Option<Duration>, String> {
-    /// As QEMU.
-    const DEFAULT: u32 = 2000;
     let time = settings.iter().rev().find_map(|setting| match setting {
         Setting::EncryptIterTime(time) => Some(*time),
         _ => None,
     });
     match (settings.contains(&Setting::EncryptLuks), time) {
-        (true, time) => Ok(Some(Duration::from_millis(time.unwrap_or(DEFAULT).into()))),
-        (false, None) => Ok(None),
-        (false, Some(_)) => Err("encrypt.iter-time without encrypt.format=luks".to_owned()),
+        (true, time) => Ok(Some(Duration::from_millis(time.unwrap_or(DEFAULT_KEY_TIME).into()))),
+        (false, None) if key_secret(settings).is_none() => Ok(None),
+        (false, _) => Err("options of encryption without encrypt.format=luks".to_owned()),
     }
+}
+
+/// What a new LUKS container is to be like: how long it is to take to derive its key.
+///
+/// # Errors
+/// An option that only other formats have.
+pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
+    let mut time = DEFAULT_KEY_TIME;
+    for setting in settings {
+        match setting {
+            Setting::EncryptIterTime(given) => time = *given,
+            Setting::KeySecret(_) | Setting::UsualLuks => {}
+            _ => {
+                return Err(
+                    "LUKS containers have no options (-o) but key-secret and iter-time".to_owned()
+                );
+            }
+        }
+    }
+    Ok(Duration::from_millis(time.into()))
+}
+
+/// The name of the secret that opens the image that is to be made; the last counts.
+pub fn key_secret(settings: &[Setting]) -> Option<&str> {
+    settings.iter().rev().find_map(|setting| match setting {
+        Setting::KeySecret(name) => Some(name.as_str()),
+        _ => None,
+    })
 }
 
 /// What `settings` make of a raw image.

@@ -24,7 +24,6 @@ const OPTIONS: &[Habit] = &[
     ("serve", &["--aio"], "--engine io_uring|linux-aio|threads"),
     ("serve", &["-n", "--nocache"], "--cache none"),
     ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
-    ("", &["--object"], "--key-file FILE or --passphrase-file FILE opens encrypted images"),
     ("convert", &["--target-image-opts"], "name the target by its path or URI"),
 ];
 

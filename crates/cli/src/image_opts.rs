@@ -146,6 +146,13 @@ impl Options {
             }
         }
         let driver = self.take("driver");
+        // Each key is tried on each image that is opened.
+        for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
+            self.take(key);
+        }
+        if self.0.keys().any(|key| key == "header" || key.starts_with("header.")) {
+            bail!("a LUKS header in another file is not read; cryptsetup opens such containers");
+        }
         let (format, prefix) = match driver.as_deref() {
             // The bytes of the file or export themselves.
             Some("file" | "host_device" | "nbd" | "rbd") => (Some(ImageFormat::Raw), ""),

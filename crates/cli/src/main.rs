@@ -43,6 +43,7 @@ mod rate;
 mod rebase;
 mod resize;
 mod restore;
+mod secret_object;
 mod serve;
 mod snapshot;
 mod snapshot_list;

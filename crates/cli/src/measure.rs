@@ -74,6 +74,14 @@ struct Figures {
     bitmaps: Option<u64>,
 }
 
+impl Figures {
+    /// Of a file that has a header of so many bytes before all that.
+    fn behind(self, header: u64) -> Self {
+        let Self { required, fully_allocated, bitmaps } = self;
+        Self { required: required + header, fully_allocated: fully_allocated + header, bitmaps }
+    }
+}
+
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
     let Some(settings) = Settings::join(arguments.options.clone()) else {
@@ -92,7 +100,11 @@ pub fn run(arguments: Arguments) -> Result<()> {
             options.encryption = key_time.map(|_| vec![0; NewLuks::LENGTH]);
             qcow2(&arguments, options)?
         }
-        format @ (ImageFormat::Luks | ImageFormat::Foreign(_)) => wrong_usage(&format.not_made()),
+        ImageFormat::Luks => {
+            create_options::luks(&settings).unwrap_or_else(|why| wrong_usage(&why));
+            raw(&arguments)?.behind(NewLuks::LENGTH as u64)
+        }
+        format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
     };
     output::print(&if arguments.output.is_json() { as_json(&figures) } else { as_text(&figures) })
 }

@@ -2,13 +2,16 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, KeyFiles,
     Locking, RemoteBacking, Secrets, StateDir, StateUse,
 };
+
+use crate::secret_object::{self, SecretObject};
 
 /// What images may name (docs/security.md).
 #[derive(clap::Args, Clone, Debug)]
@@ -45,6 +48,9 @@ pub struct KeyArgs {
     /// It may be a pipe, such as /dev/stdin or /dev/fd/3.
     #[arg(long, value_name = "FILE")]
     pub passphrase_file: Vec<PathBuf>,
+    /// A key file as QEMU's users name it: secret,id=ID,file=FILE. May be repeated.
+    #[arg(long, hide = true, value_name = "secret,id=ID,file=FILE", value_parser = secret_object::parse)]
+    object: Vec<SecretObject>,
     /// What they hold: a pipe can be read only once.
     #[arg(skip)]
     secrets: Arc<OnceLock<Secrets>>,
@@ -53,7 +59,28 @@ pub struct KeyArgs {
 impl KeyArgs {
     /// The files.
     pub fn files(&self) -> KeyFiles {
-        KeyFiles { keys: self.key_file.clone(), passphrases: self.passphrase_file.clone() }
+        let named = self.object.iter().map(|object| object.file.clone());
+        let keys = self.key_file.iter().cloned().chain(named).collect();
+        KeyFiles { keys, passphrases: self.passphrase_file.clone() }
+    }
+
+    /// The header of LUKS for a new image, which takes about `time` to open with the key of this name, or with the first
+    /// one.
+    ///
+    /// # Errors
+    /// There is none of this name, or no key at all; as [`KeyFiles::read`].
+    pub fn create_header(&self, name: Option<&str>, time: Duration) -> Result<Vec<u8>> {
+        let index = match name {
+            None => 0,
+            Some(name) => {
+                let index = self.object.iter().position(|object| object.id == name);
+                let missing = || {
+                    format!("there is no secret '{name}'; say --object secret,id={name},file=FILE")
+                };
+                self.key_file.len() + index.with_context(missing)?
+            }
+        };
+        Ok(self.secrets()?.create_header(index, time)?)
     }
 
     /// The keys.
@@ -105,6 +132,11 @@ impl OpenArgs {
     /// As [`read_only`](Self::read_only).
     pub fn read_write(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
         Ok(ImageOptions { access: Access::ReadWrite, ..self.read_only(format)? })
+    }
+
+    /// The keys that were named, for a new image.
+    pub fn keys(&self) -> &KeyArgs {
+        &self.keys
     }
 
     /// The keys that were named.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{CompareJob, ImageDisk, ImageFormat, ImageOptions, open};
+use blockhouse_disk::{CompareJob, ImageDisk, ImageOptions, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::convert::copy;
@@ -45,7 +45,7 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let format = arguments.formats.of_target(&arguments.target);
-    if !matches!(format, ImageFormat::Raw | ImageFormat::Qcow2) {
+    if !format.is_writable() {
         wrong_usage(&format.not_made());
     }
     let progress = Progress::start(arguments.progress)?;

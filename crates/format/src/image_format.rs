@@ -60,7 +60,7 @@ impl ImageFormat {
 
     /// Whether images of this format are made and written here.
     pub fn is_writable(self) -> bool {
-        matches!(self, Self::Raw | Self::Qcow2)
+        matches!(self, Self::Raw | Self::Luks | Self::Qcow2)
     }
 
     /// Why no image of this format is made, where it is not [writable](Self::is_writable).
@@ -68,7 +68,7 @@ impl ImageFormat {
         format!("images of the format {} can be read, but not made", self.as_str())
     }
 
-    /// The format that a file's name stands for: `.qcow2` or the suffix of a format that is only read, otherwise
+    /// The format that a file's name stands for: `.qcow2`, `.luks` or the suffix of a format that is only read, otherwise
     /// raw.
     pub fn by_name(path: &Path) -> Self {
         match suffix(path).as_deref() {
@@ -97,20 +97,8 @@ impl ImageFormat {
 }
 
 /// Names of files in formats that are not written here.
-const FOREIGN_SUFFIXES: [&str; 12] = [
-    "bochs",
-    "cloop",
-    "dmg",
-    "luks",
-    "parallels",
-    "qcow",
-    "qed",
-    "vdi",
-    "vhd",
-    "vhdx",
-    "vmdk",
-    "vpc",
-];
+const FOREIGN_SUFFIXES: [&str; 11] =
+    ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhd", "vhdx", "vmdk", "vpc"];
 
 /// The part of a file's name after its last dot, in small letters.
 pub(crate) fn suffix(path: &Path) -> Option<String> {

@@ -438,6 +438,91 @@ fn an_encrypted_overlay_goes_into_a_plain_base_only_if_that_is_meant() {
     assert!(content[64 << 10..128 << 10].iter().all(|byte| *byte == 7), "the base has it");
 }
 
+/// Whether cryptsetup opens a container with this key; nothing is mapped.
+fn cryptsetup_opens(image: &Path, key: &Path) -> Outcome {
+    let mut open = tool("cryptsetup");
+    open.args(["open", "--test-passphrase", "--type", "luks1", "--disable-locks", "--key-file"]);
+    run(open.arg(key).arg(image).arg("test"))
+}
+
+#[test]
+fn new_containers_open_in_qemu_and_cryptsetup() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let fixture = Fixture::new();
+    let (key, size) = (str(&fixture.key), SIZE.to_string());
+    let object = secret(&fixture.key);
+    let other = format!("secret,id=other,file={}", fixture.other_key().display());
+    let qemu = ["--object", &object, "--object", &other, "-o", "key-secret=key,iter-time=10"];
+    for (index, words) in [
+        &["create", "--key-file", key, "-o", "iter-time=10"][..],
+        // As for qemu-img, where the first secret is not the one that counts.
+        &[
+            &["create", "-f", "luks", "--object", &other, "--object", &object, "-o"][..],
+            &["key-secret=key,iter-time=10,cipher-alg=aes-256,hash-alg=sha256"],
+        ]
+        .concat(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let image = fixture.scratch.path(&format!("new{index}.luks"));
+        command(&[words, &[str(&image), &size]].concat()).success();
+        let info = json(&qemu_img(&["info", "--output=json", str(&image)]).success());
+        assert_eq!((&info["format"], &info["virtual-size"]), (&"luks".into(), &SIZE.into()));
+        assert_eq!(
+            json(&command(&["info", "--json", str(&image)]).success())["virtual-size"],
+            SIZE
+        );
+        // What QEMU writes there is what we read.
+        let node = format!("driver=luks,key-secret=key,file.filename={}", image.display());
+        let convert = ["convert", "-n", "-f", "raw", "--object", &object, "--target-image-opts"];
+        qemu_img(&[&convert[..], &[fixture.disk.str(), &node]].concat()).success();
+        fixture.assert_holds_disk(&image);
+        fixture.convert(&image, &fixture.other_key()).failure("opens none of its 1 key slots");
+        if need::tools(&["cryptsetup"]).is_ok() {
+            cryptsetup_opens(&image, &fixture.key).success();
+            assert!(!cryptsetup_opens(&image, &fixture.other_key()).status.success());
+        }
+    }
+    // A disk with zeros and data, into a container and out of it.
+    let mut content = fixture.disk.content();
+    content[1 << 20..3 << 20].fill(0);
+    std::fs::write(fixture.disk.path(), &content).expect("written");
+    let image = fixture.scratch.path("copy.luks");
+    command(&[&["convert", "-O", "luks"], &qemu[..], &[fixture.disk.str(), str(&image)]].concat())
+        .success();
+    fixture.assert_holds_disk(&image);
+    let node = format!("driver=luks,key-secret=key,file.filename={}", image.display());
+    let raw = format!("driver=raw,file.filename={}", fixture.disk.str());
+    qemu_img(&["compare", "--object", &object, "--image-opts", &node, &raw]).success();
+    let measured = command(&["measure", "-O", "luks", "--json", "--size", &size]).success();
+    let length = std::fs::metadata(&image).expect("it is there").len();
+    assert_eq!(json(&measured)["required"], length);
+}
+
+#[test]
+fn what_a_new_container_cannot_be_is_told() {
+    let fixture = Fixture::new();
+    let (image, object) = (fixture.scratch.path("new.luks"), secret(&fixture.key));
+    let key = str(&fixture.key);
+    for (words, said) in [
+        (&["--key-file", key, "-o", "detached-header=on"][..], "detached-header is always off"),
+        (&["--key-file", key, "-o", "cipher-alg=serpent-256"], "always aes-256"),
+        (&["--key-file", key, "-o", "cluster_size=4K"], "key-secret and iter-time"),
+        (&["--object", &object, "-o", "key-secret=none"], "there is no secret 'none'"),
+        (&["--object", "secret,id=key,data=word"], "every user of this host"),
+        (&["-o", "iter-time=10"], "--key-file FILE"),
+    ] {
+        let outcome = command(&[&["create"], words, &[str(&image), "1M"]].concat()).failure(said);
+        assert!(!image.exists(), "{}", outcome.describe("no file is left"));
+    }
+    command(&["create", "--key-file", key, str(&image)]).failure("the size is missing");
+    command(&["convert", "-c", "--key-file", key, fixture.disk.str(), str(&image)]).failure("-c");
+    command(&["convert", "--key-file", key, "-", str(&image)]).failure("say -n");
+    let header = format!("driver=luks,file.filename={key},header.driver=file,header.filename=h");
+    command(&["info", "--image-opts", &header]).failure("a LUKS header in another file");
+}
+
 #[test]
 fn an_offline_commit_into_a_plain_base_is_meant_or_refused() {
     let fixture = Fixture::new();
@@ -513,7 +598,7 @@ fn what_encryption_does_not_go_with_is_refused() {
     for (option, why) in [
         ("preallocation=metadata", "not preallocated"),
         ("compat=0.10", "version 2"),
-        ("encrypt.key-secret=key", "keys have no names here"),
+        ("encrypt.key-secret=key", "there is no secret"),
         ("encrypt.format=aes", "use luks"),
     ] {
         let words = [&["create"], &ENCRYPTED[..], &[key, "-o", option, str(&image), "1M"]].concat();

@@ -178,11 +178,11 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
     if !format.is_writable() {
         wrong_usage(&format.not_made());
     }
-    if format == ImageFormat::Raw && arguments.compress {
-        wrong_usage("raw images have no compressed clusters (-c); say --format qcow2");
+    if format != ImageFormat::Qcow2 && arguments.compress {
+        wrong_usage("only qcow2 images have compressed clusters (-c); say --format qcow2");
     }
-    if format == ImageFormat::Raw && arguments.bitmaps {
-        wrong_usage("raw images have no bitmaps (--bitmaps); say --format qcow2");
+    if format != ImageFormat::Qcow2 && arguments.bitmaps {
+        wrong_usage("only qcow2 images have bitmaps (--bitmaps); say --format qcow2");
     }
     if format == ImageFormat::Raw && !settings.is_empty() {
         wrong_usage("raw images have no options (-o, -B); say --format qcow2");

@@ -29,7 +29,7 @@ const INPUT: &str = "standard input";
 pub fn run(arguments: &Arguments) -> Result<()> {
     let format = arguments.formats.of_target(&arguments.target);
     let settings = settings(arguments, format);
-    refuse(arguments, &settings);
+    refuse(arguments, format, &settings);
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     // Before there is a target that would have to be removed.
@@ -46,7 +46,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// Ends the program where something is asked for that a stream does not have.
-fn refuse(arguments: &Arguments, settings: &[Setting]) {
+fn refuse(arguments: &Arguments, format: ImageFormat, settings: &[Setting]) {
     let is_of_image = arguments.snapshot.is_some() || arguments.bitmaps;
     let is_preallocated = |one: &Setting| matches!(one, Setting::Preallocation(_));
     let is_backing = |one: &Setting| matches!(one, Setting::BackingFile(_));
@@ -64,6 +64,11 @@ fn refuse(arguments: &Arguments, settings: &[Setting]) {
     if arguments.if_there() == IfThere::Resume {
         wrong_usage(
             "what came from a pipe cannot be gone on with: run the command again without --resume",
+        );
+    }
+    if format == ImageFormat::Luks && arguments.if_there() != IfThere::Overwrite {
+        wrong_usage(
+            "the size of a LUKS container cannot change, and how much comes is not known: make it (create), and say -n",
         );
     }
     if settings.iter().any(is_preallocated) {

@@ -13,6 +13,9 @@ use serde_json::Value;
 
 use super::model::Snapshot;
 
+/// What is said of a socket of another kind, mostly that of an NBD export.
+const NO_JSON: &str = "the answer is not JSON; start the server with --metrics unix:PATH or --control PATH, and \
+                       name that path here";
 /// How long the server may take for an answer, and to take the request.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// The most bytes of an answer: some ten thousand disks.
@@ -112,7 +115,7 @@ impl Source {
         if status.split(' ').nth(1) != Some("200") {
             bail!("the server answered '{}'", status.escape_debug());
         }
-        Ok(Some(serde_json::from_str(body).context("the answer is not JSON")?))
+        Ok(Some(serde_json::from_str(body).context(NO_JSON)?))
     }
 
     fn ask_control(&self) -> Result<Value> {
@@ -121,7 +124,7 @@ impl Source {
         let mut line = Vec::new();
         let mut reader = std::io::BufReader::new(stream.take(MAX_ANSWER));
         std::io::BufRead::read_until(&mut reader, b'\n', &mut line)?;
-        let mut answer: Value = serde_json::from_slice(&line).context("the answer is not JSON")?;
+        let mut answer: Value = serde_json::from_slice(&line).context(NO_JSON)?;
         match answer.get_mut("result") {
             Some(result) => Ok(result.take()),
             None => Err(anyhow!(

@@ -28,12 +28,12 @@ impl Secrets {
         self.0.is_empty()
     }
 
-    /// The header of LUKS for a new image, which the first secret opens in about `time`: see [`create_header`].
+    /// The header of LUKS for a new image, which the secret of this index opens in about `time`: see [`create_header`].
     ///
     /// # Errors
     /// As there; `InvalidInput` where there is no secret.
-    pub fn create_header(&self, time: Duration) -> Result<Vec<u8>> {
-        match self.0.first() {
+    pub fn create_header(&self, index: usize, time: Duration) -> Result<Vec<u8>> {
+        match self.0.get(index) {
             Some(secret) => create_header(secret, time),
             None => {
                 let what = "an encrypted image needs a key";

@@ -14,7 +14,8 @@ mod metadata;
 mod words;
 
 use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result,
+    Storage, SyncMode,
 };
 
 pub use header::{LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey};
@@ -124,6 +125,18 @@ fn refusal(what: String, offset: u64) -> Error {
     Error::new(ErrorKind::Unsupported, format!("a LUKS header that cannot be used: {what}"))
         .at(offset)
         .hint(OTHER_PROGRAM)
+}
+
+/// Makes a container of `storage`, durably: `header` is one of [`NewLuks`] with its areas. What follows in the storage is
+/// the disk then, which reads as whatever its bytes decrypt to: never as zeros.
+///
+/// # Errors
+/// What the storage answers.
+pub async fn create<S: Storage>(storage: &S, header: &[u8]) -> Result<()> {
+    let mut buffer = Buffer::try_new(header.len())?;
+    buffer.bytes_mut().copy_from_slice(header);
+    storage.write(0, buffer.lend(), Durability::None).await?;
+    storage.flush(SyncMode::Full).await
 }
 
 /// How the guest's data of an image is encrypted, as the image says.

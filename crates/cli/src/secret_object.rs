@@ -1,0 +1,79 @@
+//! Secrets as QEMU's users name them: `--object secret,id=ID,file=FILE`.
+//!
+//! Guarantee: a key never stands on the command line, where every user of the host can read it.
+
+use std::path::PathBuf;
+
+use crate::create_options::split;
+
+/// A secret with a name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SecretObject {
+    /// What options call it.
+    pub id: String,
+    /// The file whose bytes it is, all of them.
+    pub file: PathBuf,
+}
+
+/// Parses `secret,id=ID,file=FILE[,format=raw]`; a comma in a value is written twice.
+///
+/// # Errors
+/// What to type instead.
+pub fn parse(text: &str) -> Result<SecretObject, String> {
+    let mut parts = split(text).into_iter();
+    match parts.next().as_deref() {
+        Some("secret" | "qom-type=secret") => {}
+        Some("tls-creds-x509") => {
+            return Err("certificates are named by --tls-certificates DIR".into());
+        }
+        Some("tls-creds-psk") => return Err("shared keys are named by --tls-psk FILE".into()),
+        _ => return Err("objects are secrets here: secret,id=ID,file=FILE".into()),
+    }
+    let (mut id, mut file) = (None, None);
+    for part in parts {
+        match part.split_once('=') {
+            Some(("id", value)) => id = Some(value.to_owned()),
+            Some(("file", value)) => file = Some(PathBuf::from(value)),
+            Some(("format", "raw")) => {}
+            Some(("format", _)) => {
+                return Err("a secret is the file's bytes as they are (format=raw); decode it into another file \
+                            ('base64 -d')"
+                    .into());
+            }
+            Some(("data", _)) => {
+                return Err("a key on the command line can be read by every user of this host; put it into a file that \
+                            only you can read, and say secret,id=ID,file=FILE"
+                    .into());
+            }
+            _ => return Err(format!("'{part}' is not understood; use secret,id=ID,file=FILE")),
+        }
+    }
+    match (id, file) {
+        (Some(id), Some(file)) if !id.is_empty() => Ok(SecretObject { id, file }),
+        _ => Err("a secret has a name and a file: secret,id=ID,file=FILE".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_files_with_names() {
+        let secret = parse("secret,id=key,file=a,,b,format=raw").unwrap();
+        assert_eq!(secret, SecretObject { id: "key".into(), file: "a,b".into() });
+        for (text, said) in [
+            ("secret,id=key,data=word", "every user"),
+            ("secret,id=key,file=f,format=base64", "base64 -d"),
+            ("secret,file=f", "id=ID"),
+            ("secret,id=key", "file=FILE"),
+            ("secret,id=key,file=f,keyid=master", "keyid"),
+            ("tls-creds-x509,id=t,dir=/d", "--tls-certificates"),
+            ("tls-creds-psk,id=t,dir=/d", "--tls-psk"),
+            ("iothread,id=t", "secrets"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(said), "{text}: {error}");
+        }
+    }
+}
