@@ -51,14 +51,22 @@ impl Writer {
         let count = SIZE / BLOCK;
         let near = self.random.u64(..8) * count / 8;
         let block = (near + self.random.u64(..40)).min(count - 1);
-        let offset = block * BLOCK;
-        let bytes = match self.random.u8(..8) {
-            0 => vec![0; BLOCK as usize],
-            _ => self.next.to_be_bytes().repeat(BLOCK as usize / 8),
-        };
+        match self.random.u8(..8) {
+            0 => self.put_bytes(block * BLOCK, &[0; BLOCK as usize]),
+            _ => self.put(block),
+        }
+    }
+
+    /// Writes a number to a block.
+    fn put(&mut self, block: u64) {
+        let bytes = self.next.to_be_bytes().repeat(BLOCK as usize / 8);
         self.next += 1;
-        assert_eq!(self.client.write(offset, &bytes, 0), 0, "a write must not fail");
-        self.bytes[offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+        self.put_bytes(block * BLOCK, &bytes);
+    }
+
+    fn put_bytes(&mut self, offset: u64, bytes: &[u8]) {
+        assert_eq!(self.client.write(offset, bytes, 0), 0, "a write must not fail");
+        self.bytes[offset as usize..][..bytes.len()].copy_from_slice(bytes);
     }
 
     /// What the disk holds, as the client reads it.
@@ -219,6 +227,43 @@ fn restore_each_increment(mut bench: Bench) {
     }
 }
 
+#[test]
+fn increments_of_scattered_blocks_have_little_more_than_these() {
+    require!(need::tools(&["qemu-img"]));
+    for name in ["disk.qcow2", "disk.img"] {
+        let mut bench = Bench::over(name, seeded());
+        let (mut has, mut needs) = (0, 0);
+        for index in 0..3_u64 {
+            // One of 16 blocks, and each of them another one.
+            let mut blocks: Vec<_> = (0..SIZE / BLOCK).collect();
+            bench.random.shuffle(&mut blocks);
+            let blocks = &blocks[..blocks.len() / 16];
+            for block in blocks {
+                bench.writer().put(*block);
+            }
+            let (bitmap, since) = (format!("b{index}"), format!("b{}", index.max(1) - 1));
+            let (_, uri) = bench.begin(&bitmap, (index > 0).then_some(&*since));
+            let point = |index| bench.scratch.path(&format!("point{index}.qcow2"));
+            let (target, base) = (point(index), point(index.max(1) - 1));
+            let mut words = vec!["backup", &uri, str(&target), "--verify"];
+            if index > 0 {
+                words.extend(["--incremental", &since, "--base", str(&base)]);
+                needs += blocks.len() as u64 * BLOCK;
+            }
+            command(&words).success();
+            if index > 0 {
+                has += std::fs::metadata(&target).expect("it is there").len();
+            }
+            bench.ctl(&["backup", "end", "b"]).success();
+        }
+        eprintln!("{name}: increments have {has} bytes, and {needs} have changed");
+        assert!(has <= needs * 6 / 5, "{name}: {has} bytes for {needs}");
+        let moment = bench.writer().moment();
+        assert!(restored(&bench.scratch, &bench.scratch.path("point2.qcow2")) == moment);
+        bench.server.take().expect("it runs").stop();
+    }
+}
+
 /// The extents of a context, as nbdinfo tells them: offset, length and type.
 fn map(context: &str, uri: &str) -> Vec<(u64, u64, u64)> {
     let told = run(tool("nbdinfo").args(["--json", &format!("--map={context}"), uri])).success();
@@ -233,10 +278,7 @@ fn other_programs_pull_a_moment_and_what_has_changed() {
     require!(need::tools(&["nbdinfo", "nbdcopy", "qemu-img"]));
     let mut bench = Bench::new(seeded());
     let put = |bench: &mut Bench, at: u64| {
-        let writer = bench.writer();
-        let bytes = vec![7; 64 << 10];
-        assert_eq!(writer.client.write(at, &bytes, 0), 0);
-        writer.bytes[at as usize..][..bytes.len()].copy_from_slice(&bytes);
+        bench.writer().put_bytes(at, &[7; 64 << 10]);
     };
     put(&mut bench, MIB);
     let (first, uri) = bench.begin("a", None);

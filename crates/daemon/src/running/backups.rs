@@ -38,6 +38,13 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
 const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
+/// Bytes of the bits of a bitmap that begins with a backup, where a bit stands for less than `MAX_GRANULARITY`: finer bits
+/// make increments smaller, and what changes of them is in memory.
+const MAX_FINE_BITS: u64 = 4 << 20;
+/// Bytes of a disk that a bit of such a bitmap stands for.
+const MIN_GRANULARITY: u64 = 4 << 10;
+const MAX_GRANULARITY: u64 = 64 << 10;
+
 /// Bytes of a backup's name, at most.
 const MAX_NAME: usize = 255;
 
@@ -257,7 +264,8 @@ impl Running {
         }
         if let Some(bitmap) = &setup.bitmap {
             for source in &sources {
-                let new = NewBitmap { name: bitmap.clone(), granularity: None, is_enabled: true };
+                let granularity = Some(granularity(source.disk.size()));
+                let new = NewBitmap { name: bitmap.clone(), granularity, is_enabled: true };
                 source.disk.bitmaps().add(&new).await?;
                 begun.bitmaps.push((Arc::clone(source), bitmap.clone()));
             }
@@ -421,6 +429,11 @@ impl Running {
 
 fn frozen_name(disk: &str, backup: &str) -> String {
     format!("{disk}@{backup}")
+}
+
+/// Bytes of a disk that a bit of a bitmap stands for that begins with a backup.
+fn granularity(size: u64) -> u64 {
+    DirtyMap::min_granularity(size, MAX_FINE_BITS).clamp(MIN_GRANULARITY, MAX_GRANULARITY)
 }
 
 /// Where each disk is served.
