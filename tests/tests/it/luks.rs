@@ -614,3 +614,18 @@ fn what_encryption_does_not_go_with_is_refused() {
         [&["convert", "-c", "-f", "raw"], &ENCRYPTED[..], &[key, fixture.disk.str(), str(&image)]];
     command(&compress.concat()).failure("not encrypted");
 }
+
+#[test]
+fn a_server_in_its_sandbox_keeps_the_keys_of_later_disks_in_memory() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let image = fixture.of_qemu("later.luks", "");
+    let control = fixture.scratch.socket("control");
+    let server =
+        Serve::new(&fixture.scratch, fixture.disk.path()).option("--control", &control).start();
+    let mut client = blockhouse_tests::control::Control::connect(&control);
+    let open = serde_json::json!({ "path": str(&image), "key-files": [str(&fixture.key)] });
+    client.get("disk.open", open);
+    assert!(!server.log().contains("cannot be locked"), "{}", server.log());
+    server.stop();
+}

@@ -153,3 +153,17 @@ fn requests_wait_for_a_base_that_comes_back() {
     reader.join().unwrap();
     drop((server, origin));
 }
+
+#[test]
+fn an_export_is_opened_as_a_disk_of_a_server_that_runs() {
+    let base = Base::new();
+    let origin = base.serve();
+    let control = base.scratch.socket("control");
+    let other = base.scratch.image_of("other.raw", &[0; 4096]);
+    let server = Serve::new(&base.scratch, other.path()).option("--control", &control).start();
+    let again = format!("nbd+unix:///?socket={}", base.scratch.socket("again").display());
+    command(&["ctl", str(&control), "open", &base.uri(), "--export", &again]).success();
+    qemu_io("raw", Path::new(&again), &["read -P 1 1M 1M"]);
+    server.stop();
+    drop(origin);
+}

@@ -16,8 +16,7 @@ use bitmap::BitmapAction;
 use blockhouse_daemon::control::Connection;
 use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
-use blockhouse_disk::is_address;
-use params::{absolute, add_given};
+use params::{absolute, absolute_image, add_given};
 use serde_json::{Map, Value, json};
 
 use crate::output;
@@ -428,10 +427,7 @@ impl JobAction {
 
 impl Mirror {
     fn params(self) -> Result<Value> {
-        let target = match self.target.to_str() {
-            Some(uri) if is_address(uri.as_bytes()) => PathBuf::from(uri),
-            _ => absolute(&self.target)?,
-        };
+        let target = absolute_image(&self.target)?;
         let mut params = json!({
             "kind": "mirror",
             "disk": self.disk,
@@ -478,7 +474,7 @@ impl Open {
     fn params(self) -> Result<Value> {
         let exports = self.exports.iter().map(|export| absolute_export(export));
         let mut params = json!({
-            "path": absolute(&self.path)?,
+            "path": absolute_image(&self.path)?,
             "read-only": self.read_only,
             "exports": exports.collect::<Result<Vec<_>>>()?,
             "bitmaps": self.bitmaps,

@@ -1,8 +1,10 @@
 //! Parameters of methods.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use blockhouse_disk::is_address;
 use serde_json::Value;
 
 /// Adds the parameters that were given.
@@ -17,4 +19,12 @@ pub(super) fn add_given<const N: usize>(params: &mut Value, optional: [(&str, Op
 /// The server may have another working directory.
 pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).with_context(|| format!("{}", path.display()))
+}
+
+/// As [`absolute`], of an image wherever it is: the address of one on another server stays as it is.
+pub(super) fn absolute_image(name: &Path) -> Result<PathBuf> {
+    match is_address(name.as_os_str().as_bytes()) {
+        true => Ok(name.to_owned()),
+        false => absolute(name),
+    }
 }

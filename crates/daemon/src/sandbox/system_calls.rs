@@ -132,8 +132,8 @@ const OPENS_OLD: &[c_long] = &[SYS_open];
 #[cfg(not(target_arch = "x86_64"))]
 const OPENS_OLD: &[c_long] = &[];
 
-/// To open further disks.
-const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock];
+/// To open further disks, and to keep the keys of encrypted ones out of the swap device.
+const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock];
 
 /// To listen at further sockets.
 const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
