@@ -177,7 +177,7 @@ fn line(percent: f64) -> String {
     format!("    ({percent:.2}/100%)")
 }
 
-/// As [`line`], where nobody knows how much there is to do.
+/// As [`line()`], where nobody knows how much there is to do.
 fn amount(done: u64) -> String {
     format!("    ({} so far)", HumanBytes(done))
 }
