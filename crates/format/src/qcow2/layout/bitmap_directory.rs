@@ -396,13 +396,7 @@ pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Vec
 mod tests {
     use super::*;
 
-    const GEOMETRY: Geometry = Geometry {
-        version: 3,
-        cluster_bits: 16,
-        refcount_order: 4,
-        extended_l2: false,
-        has_data_file: false,
-    };
+    const GEOMETRY: Geometry = Geometry::COMMON;
 
     /// Of a disk of 1 GiB.
     fn header() -> Header {

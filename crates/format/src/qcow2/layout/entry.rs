@@ -374,13 +374,7 @@ impl Entry {
 mod tests {
     use super::*;
 
-    const PLAIN: Geometry = Geometry {
-        version: 3,
-        cluster_bits: 16,
-        refcount_order: 4,
-        extended_l2: false,
-        has_data_file: false,
-    };
+    const PLAIN: Geometry = Geometry::COMMON;
     const EXTENDED: Geometry = Geometry { extended_l2: true, ..PLAIN };
 
     fn entries() -> Vec<Entry> {

@@ -148,16 +148,22 @@ pub(crate) struct RefcountIndex {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const COMMON: Geometry = Geometry {
+impl Geometry {
+    /// That of an image which is made without options.
+    pub(crate) const COMMON: Self = Self {
         version: 3,
         cluster_bits: 16,
         refcount_order: 4,
         extended_l2: false,
         has_data_file: false,
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COMMON: Geometry = Geometry::COMMON;
 
     #[test]
     fn a_common_image_has_the_well_known_numbers() {

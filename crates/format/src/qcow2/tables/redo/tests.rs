@@ -7,13 +7,7 @@ use parking_lot::Mutex;
 use super::*;
 use crate::qcow2::layout::entry::{Entry, SubclusterBitmap};
 
-const GEOMETRY: Geometry = Geometry {
-    version: 3,
-    cluster_bits: 16,
-    refcount_order: 4,
-    extended_l2: false,
-    has_data_file: false,
-};
+const GEOMETRY: Geometry = Geometry::COMMON;
 
 fn memory(records: usize) -> Arc<Vec<AtomicU64>> {
     let words = FIRST_RECORD + records * WORDS_PER_RECORD;

@@ -191,13 +191,7 @@ impl ReferenceCounts {
 mod tests {
     use super::*;
 
-    const GEOMETRY: Geometry = Geometry {
-        version: 3,
-        cluster_bits: 16,
-        refcount_order: 4,
-        extended_l2: false,
-        has_data_file: false,
-    };
+    const GEOMETRY: Geometry = Geometry::COMMON;
 
     #[test]
     fn counts_of_any_size_go_up_and_down() {
