@@ -138,11 +138,7 @@ impl<S: Storage> Disk<S> {
                 return self.layer().prefetch(range).await;
             }
         };
-        sync.complete().await?;
-        for wait in waits {
-            wait.await;
-        }
-        Ok(())
+        end_change(sync, waits).await
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].
@@ -173,10 +169,7 @@ impl<S: Storage> Disk<S> {
         let sync = self.begin_sync(Durability::None);
         let result = self.writer().write_compressed(range, cluster_size, bytes, &sync).await?;
         let waits = turn.end();
-        sync.complete().await?;
-        for wait in waits {
-            wait.await;
-        }
+        end_change(sync, waits).await?;
         Ok(result)
     }
 
@@ -351,6 +344,15 @@ impl<S: Storage> Disk<S> {
         }
         Ok(size)
     }
+}
+
+/// Makes a change that was carried out as durable as it asks, and waits for what observers have it wait for.
+async fn end_change<S: Storage>(sync: RequestSync<'_, S>, waits: Vec<ChangeWait>) -> Result<()> {
+    sync.complete().await?;
+    for wait in waits {
+        wait.await;
+    }
+    Ok(())
 }
 
 /// Whether every byte is zero. Long memory that is, is looked at in steps.
