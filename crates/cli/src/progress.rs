@@ -177,7 +177,7 @@ fn line(percent: f64) -> String {
     format!("    ({percent:.2}/100%)")
 }
 
-/// As [`line()`], where nobody knows how much there is to do.
+/// As [`line()`], where it is not known how much there is to do.
 fn amount(done: u64) -> String {
     format!("    ({} so far)", HumanBytes(done))
 }
@@ -208,7 +208,7 @@ mod tests {
         let shown = |done, total| percent(done, total).map(line);
         assert_eq!(shown(1234, 10_000).as_deref(), Some("    (12.34/100%)"));
         assert_eq!(shown(7, 5).as_deref(), Some("    (100.00/100%)"));
-        // Nobody knows how much there is.
+        // It is not known how much there is.
         assert_eq!(shown(7, 0), None);
         assert_eq!(amount(3 << 19), "    (1.50 MiB so far)");
     }

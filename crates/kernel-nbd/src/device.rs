@@ -101,7 +101,7 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     }
     let backend = attribute(number, "backend").unwrap_or_default();
     let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
-    // Without a server, whoever opens the device may wait until it is disconnected.
+    // Without a server, a program that opens the device may wait until it is disconnected.
     if how == Detach::Unused && server::listens(Path::new(socket)) {
         check_unused(number)?;
     }

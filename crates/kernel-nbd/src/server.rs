@@ -85,11 +85,11 @@ mod tests {
         let socket = folder.path().join("socket");
         end(&socket).expect("there is nothing");
         drop(UnixListener::bind(&socket).expect("a socket"));
-        end(&socket).expect("nobody listens");
+        end(&socket).expect("no server listens");
         assert!(!socket.exists());
         // Another file is not touched.
         fs::write(&socket, "text").expect("a file");
-        end(&socket).expect("nobody listens");
+        end(&socket).expect("no server listens");
         assert_eq!(fs::read(&socket).expect("it is there"), b"text");
     }
 }

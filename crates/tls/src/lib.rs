@@ -1,7 +1,7 @@
 //! TLS (layer 1): one end of a connection, a server's or a client's, as bytes in and bytes out.
 //!
 //! Guarantees: nothing here waits, and nothing here knows a socket. OpenSSL does the cryptography: [`TlsSession`] gives it
-//! bytes from a buffer and takes bytes into another, and whoever has the socket moves these. Connections have TLS 1.2 or
+//! bytes from a buffer and takes bytes into another, and the owner of the socket moves these. Connections have TLS 1.2 or
 //! later, with authenticated encryption; none is resumed, renegotiated or compressed. Files of certificates and keys have
 //! the names and the form that QEMU, libnbd and nbdkit give them.
 #![forbid(unsafe_code)]

@@ -120,7 +120,7 @@ impl TlsSession {
         self.check_answers().map(|()| Some(filled))
     }
 
-    /// Nobody encrypts a batch while this side reads, so all output there is are answers.
+    /// No batch is encrypted while this side reads, so all output there is are answers.
     fn check_answers(&self) -> Result<(), ReadError> {
         match self.tls.get_ref().output_len() > MAX_ANSWERS {
             true => Err(ReadError::Renegotiation),

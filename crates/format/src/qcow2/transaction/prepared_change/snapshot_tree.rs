@@ -1,6 +1,6 @@
 //! The references of a snapshot that is to be deleted: to its L2 tables, and to what these refer to.
 //!
-//! Nobody changes a snapshot's tables in place, so they are counted once. Where another transaction has run meanwhile,
+//! A snapshot's tables are never changed in place, so they are counted once. Where another transaction has run meanwhile,
 //! which may have changed the snapshots, all is counted anew.
 
 use blockhouse_core::{Result, Storage};
