@@ -38,6 +38,24 @@ impl Spread {
     }
 }
 
+/// Between which two of the values the median of all that could be measured lies, in 95 of 100 such series (order
+/// statistics; nothing is assumed of how values are spread). Of fewer than [`ENOUGH`] values, none.
+pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<(f64, f64)> {
+    let mut sorted: Vec<f64> = values.into_iter().collect();
+    if sorted.len() < ENOUGH {
+        return None;
+    }
+    sorted.sort_by(f64::total_cmp);
+    let count = sorted.len() as f64;
+    // How many of the values are below the median is binomial, and with so many nearly normal.
+    let reach = 1.96 * count.sqrt() / 2.0;
+    let below = (count / 2.0 - reach).floor() as usize;
+    Some((sorted[below], sorted[sorted.len() - 1 - below]))
+}
+
+/// So many values have a [`median_interval`].
+pub const ENOUGH: usize = 30;
+
 /// `median (min..max)`, with the given precision or none.
 impl fmt::Display for Spread {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -63,6 +81,15 @@ mod tests {
     fn ratios_are_paired() {
         let spread = Spread::of_ratios(&[2.0, 6.0, 3.0], &[1.0, 2.0, 3.0]);
         assert_eq!(spread, Some(Spread { median: 2.0, min: 1.0, max: 3.0 }));
+    }
+
+    #[test]
+    fn the_interval_of_a_median_is_around_it() {
+        let values = (0..100).map(f64::from);
+        assert_eq!(median_interval(values), Some((40.0, 59.0)));
+        assert_eq!(median_interval((0..29).map(f64::from)), None);
+        let (from, to) = median_interval((0..30).map(f64::from)).expect("enough");
+        assert!(from < 14.5 && 14.5 < to, "{from} {to}");
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub struct Options {
     /// Exports to compare
     #[arg(long, value_enum, num_args = 1.., default_values = ["nbd"])]
     pub export: Vec<Export>,
-    /// Rows whose names contain one of these
+    /// Rows of these names, or whose names contain one of these
     #[arg(long, num_args = 1.., value_name = "ROW")]
     pub rows: Vec<String>,
     /// Servers to start; without it, all
@@ -67,6 +67,14 @@ pub struct Options {
     /// Further arguments of our serve, as one string
     #[arg(long, default_value = "", value_name = "ARGS", allow_hyphen_values = true)]
     pub serve_args: String,
+    /// Arguments of the baseline's serve, instead of --serve-args
+    #[arg(long, value_name = "ARGS", allow_hyphen_values = true, requires = "baseline")]
+    pub baseline_args: Option<String>,
+    /// Start the servers of a row once and load them in turn, so that many short rounds cost little: what changes the
+    /// machine's speed for a second then meets all of them. They share the image, so rows that read, of servers that
+    /// are told to (--serve-args=--read-only)
+    #[arg(long)]
+    pub alternate: bool,
     /// Write the report as Markdown, too
     #[arg(long, value_name = "FILE")]
     pub markdown: Option<PathBuf>,
@@ -81,6 +89,8 @@ pub struct Config {
     pub servers: Vec<Kind>,
     pub rounds: usize,
     pub duration: Duration,
+    /// Whether the servers of a row live for all its rounds.
+    pub alternate: bool,
     pub programs: Programs,
     pub folder: TempDir,
     pub interrupt: Interrupt,
@@ -118,16 +128,19 @@ impl Config {
             None if ours => build_binary(workspace, Profile::Dist)?,
             None => PathBuf::new(),
         };
-        let serve_args = options.serve_args.split_whitespace().map(str::to_owned).collect();
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect();
+        let baseline_args = options.baseline_args.as_ref().unwrap_or(&options.serve_args);
         Ok(Self {
             rows,
             servers,
             rounds,
             duration: Duration::try_from_secs_f64(seconds).context("bad --seconds")?,
+            alternate: options.alternate,
             programs: Programs {
                 blockhouse,
                 baseline: options.baseline.clone().unwrap_or_default(),
-                serve_args,
+                serve_args: words(&options.serve_args),
+                baseline_args: words(baseline_args),
                 own: std::env::current_exe().context("cannot find this program")?,
             },
             folder: tempfile::Builder::new()
@@ -146,14 +159,16 @@ pub fn write(file: &PathBuf, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// The rows whose names contain one of the `wanted`, or all.
+/// The rows that have one of the `wanted` names, or contain one that no row has; all where none is wanted.
 pub fn chosen<R: Copy>(
     rows: &[R],
     name: fn(&R) -> &'static str,
     wanted: &[String],
 ) -> Result<Vec<R>> {
-    let is_wanted =
-        |row: &&R| wanted.is_empty() || wanted.iter().any(|part| name(row).contains(part));
+    let is_name = |part: &str| rows.iter().any(|row| name(row) == part);
+    let fits =
+        |row: &R, part: &str| name(row) == part || !is_name(part) && name(row).contains(part);
+    let is_wanted = |row: &&R| wanted.is_empty() || wanted.iter().any(|part| fits(row, part));
     let chosen: Vec<R> = rows.iter().filter(is_wanted).copied().collect();
     let names = || rows.iter().map(name).collect::<Vec<_>>().join(" ");
     ensure!(!chosen.is_empty(), "no row is called {}; there are: {}", wanted.join(" "), names());

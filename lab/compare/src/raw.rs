@@ -54,25 +54,50 @@ impl Config {
     }
 
     fn measure_row(&mut self, row: Row, storage: &Storage) -> Result<RowResult> {
-        let mut servers: Vec<(Kind, Vec<Measurement>)> =
-            self.servers.iter().map(|&kind| (kind, Vec::new())).collect();
-        for _ in 0..self.rounds {
-            for (kind, rounds) in servers.iter_mut().filter(|(kind, _)| kind.takes(row.client)) {
-                let measured = self
-                    .measure(row, *kind, storage)
-                    .with_context(|| format!("{} on {}", row.name, kind.name()))?;
-                rounds.push(measured);
+        let kinds: Vec<Kind> =
+            self.servers.iter().copied().filter(|kind| kind.takes(row.client)).collect();
+        let mut running = Vec::new();
+        if self.alternate {
+            for &kind in &kinds {
+                running.push(self.start(row, kind, storage)?);
             }
         }
+        let mut servers: Vec<(Kind, Vec<Measurement>)> =
+            self.servers.iter().map(|&kind| (kind, Vec::new())).collect();
+        let mut taking_part: Vec<_> =
+            servers.iter_mut().filter(|(kind, _)| kinds.contains(kind)).collect();
+        for round in 0..self.rounds {
+            for turn in 0..taking_part.len() {
+                // Each is the first as often as the last: what one leaves in the caches is not always to the same
+                // one's good.
+                let index = if round % 2 == 0 { turn } else { taking_part.len() - 1 - turn };
+                let (kind, rounds) = &mut taking_part[index];
+                let measured = match running.get(index) {
+                    Some(server) => self.load(row, *kind, server),
+                    None => self.measure(row, *kind, storage),
+                };
+                rounds.push(measured.with_context(|| format!("{} on {}", row.name, kind.name()))?);
+            }
+        }
+        running.into_iter().try_for_each(Server::stop)?;
         Ok(RowResult { row, servers })
     }
 
     fn measure(&mut self, row: Row, kind: Kind, storage: &Storage) -> Result<Measurement> {
+        let server = self.start(row, kind, storage)?;
+        let measured = self.load(row, kind, &server)?;
+        server.stop()?;
+        Ok(measured)
+    }
+
+    fn start(&self, row: Row, kind: Kind, storage: &Storage) -> Result<Server> {
         storage.prepare_cache(kind.caching())?;
-        let folder = self.folder.path();
         let start = Start { kind, export: row.client.export(), queues: row.connections };
         let image = Image { storage, format: Format::Raw };
-        let server = Server::start(start, &self.programs, image, folder, &self.interrupt)?;
+        Server::start(start, &self.programs, image, self.folder.path(), &self.interrupt)
+    }
+
+    fn load(&mut self, row: Row, kind: Kind, server: &Server) -> Result<Measurement> {
         self.generation += 1;
         let load = Load {
             warm_up: self.duration / 10,
@@ -82,13 +107,14 @@ impl Config {
         };
         let cpu = || server.cpu();
         let measured = match row.client {
-            Client::Fio => fio::run(&row, &server, self.duration, folder, &self.interrupt)?,
+            Client::Fio => {
+                fio::run(&row, server, self.duration, self.folder.path(), &self.interrupt)?
+            }
             Client::Light => light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?,
             Client::VhostUser => {
                 vhost_user::run(load, self.poll_time, server.socket(), &cpu, &self.interrupt)?
             }
         };
-        server.stop()?;
         ensure!(measured.requests > 0, "nothing was answered");
         Ok(measured)
     }

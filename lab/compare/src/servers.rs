@@ -1,7 +1,7 @@
 //! The servers that are compared: how each is started on an image, measured and ended.
 //!
-//! A server lives for one measurement. It listens on a Unix socket in a private folder, in a process group
-//! of its own (so that Ctrl-C reaches only us), and is ended by its pid when it is dropped.
+//! A server lives for one measurement, or for a row's. It listens on a Unix socket in a private folder, in a process
+//! group of its own (so that Ctrl-C reaches only us), and is ended by its pid when it is dropped.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -204,7 +204,9 @@ impl Kind {
                         command.args(["--queues", &queues, "--workers", &queues]);
                     }
                 }
-                command.args(&programs.serve_args);
+                let is_baseline = self == Self::Baseline;
+                let args = if is_baseline { &programs.baseline_args } else { &programs.serve_args };
+                command.args(args);
             }
             Self::QsdNative | Self::QsdIoUring | Self::QsdCached => {
                 let aio = match self {
@@ -270,8 +272,10 @@ pub struct Programs {
     pub blockhouse: PathBuf,
     /// Another build of it; empty where none is compared.
     pub baseline: PathBuf,
-    /// Further arguments of `serve`, of both builds.
+    /// Further arguments of our binary's `serve`.
     pub serve_args: Vec<String>,
+    /// Those of the other build's.
+    pub baseline_args: Vec<String>,
     /// This program.
     pub own: PathBuf,
 }
@@ -305,9 +309,10 @@ impl Server {
         folder: &Path,
         interrupt: &Interrupt,
     ) -> Result<Self> {
-        let socket = folder.join("server.sock");
+        let name = start.kind.name();
+        let socket = folder.join(format!("{name}.sock"));
         remove_leftover(&socket)?;
-        let log = folder.join("server.log");
+        let log = folder.join(format!("{name}.log"));
         let mut command = start.kind.command(start, programs, image, &socket);
         let what = line(&command);
         let output = File::create(&log).context("cannot create the server's log")?;

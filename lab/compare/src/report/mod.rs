@@ -13,7 +13,7 @@ use super::measurement::Measurement;
 use super::results::RowResult;
 use super::servers::Kind;
 use super::storage::Storage;
-use blockhouse_figures::Spread;
+use blockhouse_figures::{Spread, median_interval};
 
 /// What the figures depend on besides the programs' own doing.
 pub struct Environment {
@@ -148,8 +148,10 @@ impl RowResult {
             }
         };
         let against = |figure, peer| {
-            let ratio = Spread::of_ratios(&self.rounds(figure, ours), &self.rounds(figure, peer))?;
-            Some(Against { peer, ratio })
+            let (ours, theirs) = (self.rounds(figure, ours), self.rounds(figure, peer));
+            let ratio = Spread::of_ratios(&ours, &theirs)?;
+            let interval = median_interval(ours.iter().zip(&theirs).map(|(one, two)| one / two));
+            Some(Against { peer, ratio, interval })
         };
         Some(Comparison {
             ours,
@@ -166,6 +168,8 @@ pub struct Against {
     pub peer: Kind,
     /// Our figure divided by the peer's, round by round.
     pub ratio: Spread,
+    /// Where its median lies, in 95 of 100 series of so many rounds; of few rounds, none.
+    pub interval: Option<(f64, f64)>,
 }
 
 /// How one of our servers did in a row.

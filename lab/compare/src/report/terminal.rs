@@ -59,6 +59,12 @@ pub fn row(storage: &Storage, result: &RowResult) {
             cpu.ratio,
             cpu.peer.name(),
         );
+        if let (Some(rate), Some(cpu)) = (rate.interval, cpu.interval) {
+            println!(
+                "    medians, in 95 of 100 such series: rate {:.3}..{:.3}, server CPU {:.3}..{:.3}",
+                rate.0, rate.1, cpu.0, cpu.1,
+            );
+        }
         if let Some(ceiling) = &comparison.ceiling {
             println!("    rate {:.2} of {}", ceiling.ratio, ceiling.peer.name());
         }
