@@ -12,6 +12,7 @@
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockhouse_core::Result;
@@ -71,7 +72,8 @@ pub(crate) fn keep(bound: &BoundSocket) {
     if !service_manager::has_store() {
         return;
     }
-    if let Some(name) = name_of(&bound.address, bound.file.as_ref())
+    let identity = bound.file.as_ref().and_then(SocketFile::identity);
+    if let Some(name) = name_of(&bound.address, identity)
         && service_manager::store(&name, bound.socket.as_fd())
     {
         bound.file.iter().for_each(|file| file.set_kept(true));
@@ -80,10 +82,27 @@ pub(crate) fn keep(bound: &BoundSocket) {
 
 /// Has the service manager give up a socket at which nothing is served any more. Its file goes with `file`.
 pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
-    if let Some(name) = name_of(address, file).filter(|_| service_manager::has_store()) {
+    let name = name_of(address, file.and_then(SocketFile::identity));
+    if let Some(name) = name.filter(|_| service_manager::has_store()) {
         file.into_iter().for_each(|file| file.set_kept(false));
         service_manager::forget(&name);
     }
+}
+
+/// Has the service manager give up what it keeps for an address, where the server that listened there hands over and may
+/// have had it kept. The file at the path stays.
+pub(crate) fn give_up_left(address: &Address) {
+    if !service_manager::has_store() {
+        return;
+    }
+    let identity = match address {
+        Address::Tcp { .. } => None,
+        Address::Unix(path) => {
+            let found = std::fs::symlink_metadata(path).ok();
+            found.map(|found| (found.dev(), found.ino()))
+        }
+    };
+    name_of(address, identity).iter().for_each(|name| service_manager::forget(name));
 }
 
 /// Gives up what was kept and is not used, with its files.
@@ -111,15 +130,12 @@ fn find(address: &Address) -> Option<BoundSocket> {
     Some(BoundSocket { socket, address: address.clone(), file })
 }
 
-/// The name of a socket in the store; `None` where it has none that fits.
-fn name_of(address: &Address, file: Option<&SocketFile>) -> Option<String> {
-    let identity = match (address, file) {
+/// The name of a socket in the store, of device and inode of its file; `None` where it has none that fits.
+fn name_of(address: &Address, identity: Option<(u64, u64)>) -> Option<String> {
+    let identity = match (address, identity) {
         (Address::Tcp { .. }, _) => String::new(),
-        (Address::Unix(_), Some(file)) => {
-            let (device, inode) = file.identity()?;
-            format!("{device:x}.{inode:x}")
-        }
-        // It is somebody else's.
+        (Address::Unix(_), Some((device, inode))) => format!("{device:x}.{inode:x}"),
+        // Its file is somebody else's.
         (Address::Unix(_), None) => return None,
     };
     let name = format!("{PREFIX}{identity}={}", shown(address));
@@ -166,8 +182,8 @@ mod tests {
         let path = folder.path().join("a:b=%é");
         let unix = Address::Unix(path.clone());
         let bound = bind_for(&unix, SocketPermissions::default()).expect("a socket");
-        let file = bound.file.as_ref();
-        let name = name_of(&unix, file).expect("a name");
+        let file = bound.file.as_ref().expect("its file");
+        let name = name_of(&unix, file.identity()).expect("a name");
         assert!(!name.contains(':') && name.is_ascii(), "{name}");
         let (address, identity) = parse(&name).expect("it is ours");
         assert_eq!(address, shown(&unix));

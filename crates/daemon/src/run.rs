@@ -3,14 +3,15 @@
 //! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
 //! longer, and the configuration, and reads the files of TLS again; SIGUSR2 has another process go on.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{ImageDisk, StateUse};
 use blockhouse_engine::{IoPoll, keep_descriptors_from_children, raise_descriptor_limit};
+use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{BoundSocket, bind_for};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
@@ -229,8 +230,8 @@ fn start(
     let devices = vhost_user::listen(setup)?;
     let private = setup.private_permissions();
     let control = setup.control.as_ref();
-    let control =
-        control.map(|path| bind_for(&Address::Unix(path.clone()), private)).transpose()?;
+    let bind = |path: &PathBuf| kept_sockets::bind(&Address::Unix(path.clone()), private);
+    let control = control.map(bind).transpose()?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
     kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
@@ -294,6 +295,7 @@ fn take_over(
     let TakenOver { workers, disks, configured, sockets, devices, ublk, control, .. } = taken;
     sockets.iter().for_each(|socket| kept_sockets::keep(&socket.bound));
     devices.iter().for_each(|(device, _)| kept_sockets::keep(&device.bound));
+    control.iter().for_each(kept_sockets::keep);
     // Clients are served whatever becomes of the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let since = taken.measured_since;

@@ -1,24 +1,42 @@
 //! Listening sockets in the service manager's descriptor store: clients wait for the next server, whatever ended the last one.
 
 use std::collections::BTreeMap;
-use std::io::IoSliceMut;
+use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixDatagram;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::str;
+use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::{Address, Client};
-use blockhouse_tests::{Scratch, Serve, Server, eventually};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, need, require};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
 use rustix::process::Signal;
 use serde_json::json;
 
 const LONG: Duration = Duration::from_secs(60);
-/// What a service manager does: the socket is descriptor 3, and the process is told its own id.
-const PASS: &str = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
+/// What a service manager does: sockets are descriptors from 3 on, and the process is told its own id. They come by standard
+/// input.
+const PASS: &str = r#"
+import fcntl, os, socket, sys
+channel = socket.socket(fileno=0)
+passed = socket.recv_fds(channel, 1, 64)[1]
+passed = [fcntl.fcntl(one, fcntl.F_DUPFD, 100) for one in passed]
+channel.detach()
+os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+for place, one in enumerate(passed):
+    os.dup2(one, 3 + place)
+    os.close(one)
+os.environ.update(LISTEN_FDS=str(len(passed)), LISTEN_PID=str(os.getpid()))
+os.execvp(sys.argv[1], sys.argv[1:])
+"#;
 
 /// A service manager, as far as it keeps descriptors.
 struct Manager {
@@ -39,11 +57,17 @@ impl Manager {
         serve.environment("NOTIFY_SOCKET", &self.path).environment("FDSTORE", "64").start()
     }
 
-    /// Starts a server with the socket that was kept under a name.
-    fn restarts(&mut self, serve: Serve, name: &str) -> Server {
-        let socket = self.kept.get(name).expect("it is kept").try_clone().expect("a copy");
-        let serve = serve.under(["sh", "-c", PASS, "sh"]).stdin(socket);
-        self.starts(serve.environment("LISTEN_FDNAMES", name))
+    /// Starts a server with all sockets that are kept.
+    fn restarts(&self, serve: Serve) -> Server {
+        let (own, passed) = UnixStream::pair().expect("two sockets");
+        let descriptors: Vec<_> = self.kept.values().map(AsFd::as_fd).collect();
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        sendmsg(&own, &[IoSlice::new(&[0])], &mut control, SendFlags::empty()).expect("room");
+        let names: Vec<_> = self.kept.keys().map(String::as_str).collect();
+        let serve = serve.under(["python3", "-c", PASS]).stdin(OwnedFd::from(passed));
+        self.starts(serve.environment("LISTEN_FDNAMES", names.join(":")))
     }
 
     /// Takes messages until one has these words, and does what they ask for.
@@ -67,7 +91,8 @@ impl Manager {
                 assert_eq!(descriptors.len(), 1, "{text}");
                 self.kept.extend(name.map(str::to_owned).into_iter().zip(descriptors));
             } else if text.contains("FDSTOREREMOVE=1") {
-                assert!(self.kept.remove(name.expect("a name")).is_some(), "{text}");
+                // It may have been asked for before.
+                self.kept.remove(name.expect("a name"));
             }
             if text.contains(words) {
                 return;
@@ -81,12 +106,16 @@ impl Manager {
     }
 }
 
+/// A request at the control socket.
+const VERSION: &str = r#"{"jsonrpc":"2.0","id":7,"method":"server.version","params":{}}"#;
+
 fn uri(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", socket.display())
 }
 
 #[test]
 fn clients_that_come_between_two_servers_are_served_by_the_second() {
+    require!(need::tools(&["python3"]));
     let scratch = Scratch::new();
     let mut manager = Manager::new(&scratch);
     let image = scratch.image("disk", 1 << 20);
@@ -106,7 +135,7 @@ fn clients_that_come_between_two_servers_are_served_by_the_second() {
         // Connected, and not refused, while nothing serves.
         let address = Address::Unix(nbd.clone());
         let early = std::thread::spawn(move || Client::open(&address).read(0, 4096));
-        server = manager.restarts(serve(), &name);
+        server = manager.restarts(serve());
         assert_eq!(early.join().expect("it is served"), Ok(vec![7; 4096]));
         manager.hear("READY=1");
         assert_eq!(manager.name_of(&nbd).as_ref(), Some(&name), "it is the same");
@@ -114,9 +143,72 @@ fn clients_that_come_between_two_servers_are_served_by_the_second() {
     server.stop();
 }
 
+/// Who asks for control or metrics between two servers is answered by the second one.
+#[test]
+fn control_and_metrics_go_on_after_the_server_is_killed() {
+    require!(need::tools(&["python3"]));
+    let scratch = Scratch::new();
+    let mut manager = Manager::new(&scratch);
+    let image = scratch.image("disk", 1 << 20);
+    let (control, measured) = (scratch.socket("control"), scratch.socket("metrics"));
+    let serve = || {
+        let serve = Serve::new(&scratch, image.path()).option("--control", &control);
+        serve.option("--metrics", format!("unix:{}", measured.display()))
+    };
+    let mut server = manager.starts(serve());
+    manager.hear("READY=1");
+    let names = [&control, &measured].map(|path| manager.name_of(path).expect("it is kept"));
+    for signal in [Signal::KILL, Signal::TERM] {
+        server.signal(signal);
+        server.wait(LONG);
+        // Connected, and not refused, while nothing serves.
+        let mut early = Control::connect(&control);
+        early.send(VERSION.as_bytes()).expect("the socket takes it");
+        let mut asking = UnixStream::connect(&measured).expect("it is listened at");
+        asking.set_read_timeout(Some(LONG)).expect("a limit");
+        asking.write_all(b"GET /metrics.json HTTP/1.1\r\nHost: x\r\n\r\n").expect("room");
+        server = manager.restarts(serve());
+        assert_eq!(early.receive().expect("an answer")["id"], 7);
+        let mut answer = String::new();
+        asking.read_to_string(&mut answer).expect("an answer");
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        manager.hear("READY=1");
+        let now = [&control, &measured].map(|path| manager.name_of(path).expect("it is kept"));
+        assert_eq!(now, names, "they are the same");
+    }
+    server.stop();
+}
+
+/// The server that goes on makes a socket of its own for metrics, as soon as the one before is kept no more.
+#[test]
+fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let mut manager = Manager::new(&scratch);
+    let image = scratch.image("disk", 1 << 20);
+    let (control, measured) = (scratch.socket("control"), scratch.socket("metrics"));
+    let serve = Serve::new(&scratch, image.path()).option("--control", &control);
+    let serve = serve.option("--metrics", format!("unix:{}", measured.display()));
+    let server = manager.starts(serve);
+    manager.hear("READY=1");
+    let [of_metrics, of_control] = [&measured, &control].map(|path| manager.name_of(path));
+    assert!(of_metrics.is_some() && of_control.is_some());
+    upgrade(&control, &[]).success();
+    // Of the process that goes on; then it can have its own kept.
+    manager.hear("FDSTOREREMOVE=1");
+    while manager.name_of(&measured).is_none() {
+        manager.hear("FDNAME=");
+    }
+    assert_eq!(manager.name_of(&control), of_control);
+    assert!(!Metrics::read(&measured).samples("blockhouse_disk_size_bytes", &[]).is_empty());
+    servers.stop();
+    drop(server);
+}
+
 /// What is not wanted any more is given up, with its file, and so is a socket whose path has another server's.
 #[test]
 fn sockets_that_are_not_listened_at_any_more_are_given_up() {
+    require!(need::tools(&["python3"]));
     let scratch = Scratch::new();
     let mut manager = Manager::new(&scratch);
     let image = scratch.image("disk", 1 << 20);
@@ -126,16 +218,16 @@ fn sockets_that_are_not_listened_at_any_more_are_given_up() {
     manager.hear("READY=1");
     server.stop();
     manager.hear("STOPPING=1");
-    let name = manager.name_of(&first).expect("it is kept at the end");
+    assert!(manager.name_of(&first).is_some(), "it is kept at the end");
     assert!(first.exists());
-    let server = manager.restarts(serve(&second), &name);
+    let server = manager.restarts(serve(&second));
     manager.hear("READY=1");
     assert!(!first.exists() && manager.name_of(&first).is_none() && second.exists());
     server.stop();
     manager.hear("STOPPING=1");
     let name = manager.name_of(&second).expect("it is kept at the end");
     std::fs::rename(&second, scratch.socket("third")).expect("it is there");
-    let server = manager.restarts(serve(&second), &name);
+    let server = manager.restarts(serve(&second));
     manager.hear("READY=1");
     assert_ne!(manager.name_of(&second), Some(name), "another socket is at the path");
     Client::open(&server.address()).disconnect();

@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_engine::{Listener, Stream, Submission, sleep, timeout};
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{BoundSocket, SocketPermissions, bind_for};
+use blockhouse_nbd::{BoundSocket, SocketPermissions};
 use futures_channel::oneshot;
 use futures_util::future::{FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
@@ -24,6 +24,7 @@ use super::gather::Samples;
 use super::http::{self, Request, Resource};
 use super::json::to_json;
 use super::text::to_text;
+use crate::kept_sockets;
 use crate::workers::Workers;
 
 /// Connections at the same time.
@@ -73,18 +74,22 @@ impl fmt::Display for MetricsAddress {
 }
 
 impl MetricsAddress {
-    /// Listens there; a Unix socket is for those whom `permissions` names.
+    /// Listens there, and has the service manager keep the socket; a Unix socket is for those whom `permissions` names.
     ///
     /// # Errors
     /// The kernel's, and where another process listens there.
     pub fn bind(&self, permissions: SocketPermissions) -> Result<BoundSocket> {
-        let address = match self {
+        let bound = kept_sockets::bind(&self.address(), permissions);
+        bound.with_context(|| format!("--metrics {self}"))
+    }
+
+    fn address(&self) -> Address {
+        match self {
             Self::Unix(path) => Address::Unix(path.clone()),
             Self::Loopback(address) => {
                 Address::Tcp { host: address.ip().to_string(), port: address.port() }
             }
-        };
-        bind_for(&address, permissions).with_context(|| format!("--metrics {self}"))
+        }
     }
 }
 
@@ -117,6 +122,9 @@ impl MetricsServer {
                     Ok(bound) => return bound,
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }
+                // The service manager may go on to listen for the process before. It hears of this only once that has told
+                // it which process serves now.
+                kept_sockets::give_up_left(&address.address());
                 sleep(RETRY_DELAY).await;
             }
         })
@@ -141,7 +149,7 @@ impl MetricsServer {
         Self { workers, stop, over }
     }
 
-    /// Ends, and removes the socket's file.
+    /// Ends, and removes the socket's file, unless the service manager keeps the socket.
     pub fn stop(self) {
         // It may have ended already.
         let _ = self.stop.send(());
