@@ -31,6 +31,7 @@ mod meter;
 mod mirror;
 mod next_event;
 mod pace;
+mod retry;
 mod stream;
 mod tracker;
 

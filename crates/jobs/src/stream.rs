@@ -7,7 +7,8 @@
 //!    backing file ([`Disk::detach_backing`]).
 //!
 //! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its backing file, and names it; a
-//! job that is cancelled, fails or is killed leaves what it has filled, and another one goes on from there. No request
+//! job that is cancelled, fails or is killed leaves what it has filled, and another one goes on from there; one that
+//! [tries again](Stream::try_again) goes on by itself when a part could not be filled. No request
 //! of the guest fails by it. Nothing is ever changed in the backing file. When the job's end is decided, nothing is written to the
 //! disk that the backing file answers later: the disk may be closed then.
 
@@ -29,6 +30,7 @@ use crate::control::{Completion, JobControl, JobEnd, JobStage};
 use crate::meter::Meter;
 use crate::next_event::next_event;
 use crate::pace::{Allowance, Pace, Schedule};
+use crate::retry::Retry;
 
 /// Parts that are in flight together.
 const MAX_IN_FLIGHT: usize = 8;
@@ -46,6 +48,8 @@ pub struct Stream<S: Storage> {
     cursor: Cell<u64>,
     /// When the next part may begin.
     schedule: Schedule,
+    /// Of parts that could not be filled; `None`: the job fails.
+    retry: Option<Retry>,
     _guard: PopulatingGuard,
 }
 
@@ -68,8 +72,16 @@ impl<S: Storage> Stream<S> {
         clock: Rc<dyn JobClock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.export_load()));
-        let (meter, cursor, schedule) = Default::default();
-        Self { disk, control, clock, pace, meter, cursor, schedule, _guard: guard }
+        let (meter, cursor, schedule, retry) = Default::default();
+        Self { disk, control, clock, pace, meter, cursor, schedule, retry, _guard: guard }
+    }
+
+    /// Tries again what cannot be filled, until it is cancelled: for a job that nobody looks after, over storage that may be
+    /// gone for a while. Each pause is twice the last one, from 10 seconds to 5 minutes; the log tells of it.
+    #[must_use]
+    pub fn try_again(mut self) -> Self {
+        self.retry = Some(Retry::default());
+        self
     }
 
     /// Fills the disk, and ends as its control says; the control is to be told of the [end](JobControl::end).
@@ -122,7 +134,7 @@ impl<S: Storage> Stream<S> {
                             parts.push(self.populate(part));
                         }
                         Ok(None) => is_all_begun = true,
-                        Err(error) => outcome = self.fail(error),
+                        Err(error) => outcome = self.bear(error),
                     }
                     continue;
                 }
@@ -130,7 +142,8 @@ impl<S: Storage> Stream<S> {
                 Turn::Nothing => None,
             };
             if let Some(Err(error)) = next_event(&mut parts, news, sleep).await {
-                outcome = outcome.and(self.fail(error));
+                outcome = outcome.and(self.bear(error));
+                is_all_begun = false;
             }
         }
     }
@@ -154,10 +167,21 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// Other parts may be in flight for long yet: nothing of the disk is to wait for them.
-    fn fail(&self, error: Error) -> Result<()> {
-        self.control.decide(JobEnd::failed(&error));
-        Err(error)
+    /// Something could not be filled, or not be looked up.
+    fn bear(&self, error: Error) -> Result<()> {
+        let Some(retry) = &self.retry else {
+            // Other parts may be in flight for long yet: nothing of the disk is to wait for them.
+            self.control.decide(JobEnd::failed(&error));
+            return Err(error);
+        };
+        if let Some(pause) = retry.fail(self.clock.now()) {
+            tracing::warn!(
+                "{}: cannot be filled from its backing file, and tries again in {} s: {error}",
+                self.disk.name(),
+                pause.as_secs()
+            );
+        }
+        Ok(())
     }
 
     /// What may be begun beside so many parts.
@@ -166,6 +190,9 @@ impl<S: Storage> Stream<S> {
             return Turn::Nothing;
         }
         let now = self.clock.now();
+        if let Some(wait) = self.retry.as_ref().and_then(|retry| retry.wait(now)) {
+            return Turn::Later(wait);
+        }
         let allowance = self.pace.borrow_mut().allowance(now, || self.disk.export_load());
         let (room, rate) = match allowance.limited(self.control.speed()) {
             Allowance::Rest(end) => return Turn::Later(end.saturating_sub(now)),
@@ -190,7 +217,10 @@ impl<S: Storage> Stream<S> {
 
     async fn populate(&self, part: BackedRange) -> Result<()> {
         let go_on = || !self.control.is_decided();
-        let filled = self.disk.populate(part, &go_on).await?;
+        let filled = self.disk.populate(part, &go_on).await.inspect_err(|_| {
+            self.cursor.update(|cursor| cursor.min(part.range.offset()));
+        })?;
+        self.retry.iter().for_each(|retry| retry.succeed(self.clock.now()));
         let copied = if part.is_zero { 0 } else { filled };
         self.pace.borrow_mut().count(copied);
         let left = self.disk.size().saturating_sub(self.cursor.get());

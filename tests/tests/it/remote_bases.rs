@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
-use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd, need, require, seeded};
 use serde_json::json;
 
-use crate::jobs::{BLOCK, Foreign, SIZE, Writer, content, ctl, wait_for};
+use crate::jobs::{BLOCK, Foreign, LONG, SIZE, Writer, content, ctl, wait_for};
 
 /// A base behind nbdkit, and an overlay over it.
 struct Remote {
@@ -20,13 +20,19 @@ struct Remote {
 
 impl Remote {
     fn new() -> Self {
+        Self::with_patience(60)
+    }
+
+    /// A base that is waited for as long as this.
+    fn with_patience(seconds: u32) -> Self {
         let scratch = Scratch::new();
         let blocks: Vec<u64> = (0..SIZE / BLOCK).map(|block| block % 3 * (block + 1)).collect();
         let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
         fs::write(scratch.path("base.img"), bytes).expect("a base");
         let mut remote = Self { scratch, base: None, blocks };
         remote.start_base();
-        let backing = format!("nbd+unix:///?socket={}&reconnect=60", str(&remote.socket()));
+        let socket = remote.socket();
+        let backing = format!("nbd+unix:///?socket={}&reconnect={seconds}", str(&socket));
         let words = ["create", "-b", &backing, "-F", "raw", "--allow-remote"];
         command(&[&words[..], &[str(&remote.overlay()), &SIZE.to_string()]].concat()).success();
         remote
@@ -186,6 +192,43 @@ fn an_outage_of_the_base_is_waited_for() {
     drop((writer, control));
     server.stop();
     assert_stands_alone(&remote.overlay());
+}
+
+#[test]
+fn a_base_that_is_gone_for_long_is_tried_again() {
+    let mut remote = Remote::with_patience(1);
+    let (server, mut control) = remote.serve(&[("--prefetch", "64K")]);
+    remote.stop_base();
+    let is_told = || server.log().contains("cannot be filled from its backing file, and tries");
+    assert!(eventually(LONG, is_told), "{}", server.log());
+    ctl(&remote.scratch, &["job", "stream1", "speed", "0"]).success();
+    remote.start_base();
+    wait_for(&mut control, "stream1", "completed");
+    remote.stop_base();
+    let mut writer = remote.writer(&server);
+    writer.check();
+    drop((writer, control));
+    server.stop();
+    assert_stands_alone(&remote.overlay());
+}
+
+#[test]
+fn what_a_client_announces_is_fetched() {
+    let mut remote = Remote::new();
+    let (server, _control) = remote.serve(&[]);
+    let (mut writer, blocks) = (remote.writer(&server), remote.blocks.clone());
+    // More than one part, from the middle of a cluster to the middle of another one.
+    let (first, count) = (17, 1000);
+    let (from, length) = (first as u64 * BLOCK, count as u64 * BLOCK);
+    assert_eq!(writer.client.simple(nbd::command::CACHE, from, length, 0), 0);
+    remote.assert_fetched_once(false);
+    remote.stop_base();
+    for (index, number) in blocks.iter().enumerate().skip(first).take(count) {
+        let read = writer.client.read(index as u64 * BLOCK, BLOCK);
+        assert_eq!(read, Ok(content(*number)));
+    }
+    drop(writer);
+    server.stop();
 }
 
 #[test]

@@ -15,7 +15,7 @@ use super::methods::{Done, NoParams, PauseResult};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
 use crate::disk_options::check_absolute;
-use crate::jobs::{JobSetup, RunningJob, TargetSetup};
+use crate::jobs::{JobSetup, OnFailure, RunningJob, TargetSetup};
 use crate::running::Running;
 
 /// Carries a request out that is about jobs.
@@ -97,7 +97,7 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
             running.start_commit(setup, decrypt).await?
         }
         (JobKind::Stream, None) if format.is_none() && !overwrite => {
-            running.start_stream(setup).await?
+            running.start_stream(setup, OnFailure::Fail).await?
         }
         (JobKind::Commit | JobKind::Stream, _) => {
             let what = "only a mirror has another image as its target: leave target, format and overwrite out";

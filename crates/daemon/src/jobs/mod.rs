@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 use crate::events::{Event, Events};
 use crate::workers::Workers;
 
+pub(crate) use stream::OnFailure;
 pub(crate) use target::TargetSetup;
 
 /// Jobs that have ended and are listed still, at most.

@@ -13,6 +13,15 @@ use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 use super::{JobSetup, RunningJob, run_job};
 use crate::running::{Running, RunningDisk};
 
+/// What becomes of a stream when something cannot be filled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnFailure {
+    /// It fails.
+    Fail,
+    /// It goes on after a pause, see [`Stream::try_again`].
+    TryAgain,
+}
+
 impl Running {
     /// Starts the stream that a disk's description asks for, if its image has a backing file still. Why it cannot be started
     /// is logged: the disk is served all the same.
@@ -26,7 +35,7 @@ impl Running {
             mode: CopyMode::Auto,
             speed: NonZeroU64::new(speed),
         };
-        if let Err(error) = self.start_stream(setup).await {
+        if let Err(error) = self.start_stream(setup, OnFailure::TryAgain).await {
             tracing::error!("{}: cannot be filled from its backing file: {error:#}", disk.name());
         }
     }
@@ -35,7 +44,11 @@ impl Running {
     ///
     /// # Errors
     /// There is no such disk, it is read-only or has a job, or its image has no backing file, or snapshots.
-    pub(crate) async fn start_stream(&self, setup: JobSetup) -> Result<Arc<RunningJob>> {
+    pub(crate) async fn start_stream(
+        &self,
+        setup: JobSetup,
+        on_failure: OnFailure,
+    ) -> Result<Arc<RunningJob>> {
         let claimed = self.claim_disk(&setup.disk).await?;
         let source = Arc::clone(&claimed.disk);
         if source.setup.is_read_only() {
@@ -56,7 +69,12 @@ impl Running {
         job.control.set_speed(setup.speed);
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
             let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
-            let end = Stream::new(Arc::clone(&disk), guard, control, clock).run().await;
+            let stream = Stream::new(Arc::clone(&disk), guard, control, clock);
+            let stream = match on_failure {
+                OnFailure::Fail => stream,
+                OnFailure::TryAgain => stream.try_again(),
+            };
+            let end = stream.run().await;
             if matches!(end, JobEnd::Completed { .. }) {
                 disk.release_detached();
             }

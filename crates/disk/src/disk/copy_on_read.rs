@@ -1,4 +1,5 @@
-//! Reads of a disk that copies on read: what its image leaves to its backing file becomes its own.
+//! Reads of a disk that copies on read: what its image leaves to its backing file becomes its own, where it is read and where a
+//! client says that it will be.
 //!
 //! Guarantees: as `write/copy_on_read`. Neither does a read wait for a change of the whole image, nor such a change for the backing
 //! file: what is read meanwhile is not copied. Nor is anything copied while the disk is read-only, or its backing file is open for
@@ -6,10 +7,12 @@
 
 use std::sync::atomic::Ordering;
 
-use blockhouse_core::{ErrorKind, IoVector, Result, Storage};
+use blockhouse_core::{ByteRange, ErrorKind, IoVector, Result, Storage};
 
 use super::Disk;
+use super::quiesce::WriteGuard;
 use crate::options::Access;
+use crate::write::Writer;
 
 impl<S: Storage> Disk<S> {
     /// Whether what is read now is to be copied.
@@ -35,11 +38,22 @@ impl<S: Storage> Disk<S> {
             }
         };
         let writer = self.writer();
-        let begin_change = || {
-            let guard = self.quiesce.try_begin_write();
-            // While the guard is held, this stays so.
-            guard.filter(|_| self.copies_on_read() && std::ptr::eq(writer, self.writer()))
-        };
-        writer.read_and_populate(range, into, &begin_change, &failed).await
+        writer.read_and_populate(range, into, &|| self.begin_copy(writer), &failed).await
+    }
+
+    /// Copies what is going to be read.
+    ///
+    /// # Errors
+    /// What the backing file or the image answers.
+    pub(super) async fn copy_ahead(&self, range: ByteRange) -> Result<()> {
+        let writer = self.writer();
+        writer.populate_all(range, &|| self.begin_copy(writer)).await
+    }
+
+    /// Begins the change of a copy, if it is still to be kept; `writer` is that of the read.
+    fn begin_copy(&self, writer: &Writer<S>) -> Option<WriteGuard<'_>> {
+        let guard = self.quiesce.try_begin_write();
+        // While the guard is held, this stays so.
+        guard.filter(|_| self.copies_on_read() && std::ptr::eq(writer, self.writer()))
     }
 }

@@ -135,6 +135,9 @@ impl<S: Storage> Disk<S> {
             Request::Flush => return self.format().flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
+                if self.copies_on_read() {
+                    Box::pin(self.copy_ahead(range)).await?;
+                }
                 return self.layer().prefetch(range).await;
             }
         };

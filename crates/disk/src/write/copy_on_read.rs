@@ -14,6 +14,7 @@ use futures_util::stream;
 
 use super::Writer;
 use crate::buffers::MAX_POPULATED;
+use crate::layer::BlockStatusCache;
 
 /// Fetches of one request that are in flight together.
 const MAX_FETCHES: usize = 8;
@@ -34,20 +35,53 @@ impl<S: Storage> Writer<S> {
         if self.find_backed(range).await?.is_none() {
             return self.layer.read(range, into).await;
         }
-        let window = MAX_POPULATED.max(self.populate_unit());
-        let mut pieces = Vec::new();
-        let mut rest = range;
-        while !rest.is_empty() {
-            let piece = rest.truncate(window - rest.offset() % window);
+        let fetches = self.pieces(range).map(|piece| {
             let others = into.split_off(piece.length() as usize);
-            pieces.push((piece, std::mem::replace(&mut into, others)));
-            rest = rest.skip(piece.length());
-        }
+            let into = std::mem::replace(&mut into, others);
+            self.read_piece(piece, into, begin_change, failed)
+        });
         let stopped = Cell::new(false);
-        let fetches = pieces
-            .into_iter()
-            .map(|(piece, into)| self.read_piece(piece, into, begin_change, failed));
         run_bounded(MAX_FETCHES, &WorkBudget::new(), &stopped, stream::iter(fetches)).await
+    }
+
+    /// Makes the clusters of `range` that the image leaves to its backing file its own, but for those where `begin_change` gives
+    /// no guard after they were read.
+    ///
+    /// # Errors
+    /// What the backing file or the image answers. What was filled before stays filled.
+    pub(crate) async fn populate_all<G>(
+        &self,
+        range: ByteRange,
+        begin_change: &dyn Fn() -> Option<G>,
+    ) -> Result<()> {
+        let fetches = self.pieces(range).map(|piece| self.populate_piece(piece, begin_change));
+        let stopped = Cell::new(false);
+        run_bounded(MAX_FETCHES, &WorkBudget::new(), &stopped, stream::iter(fetches)).await
+    }
+
+    async fn populate_piece<G>(
+        &self,
+        piece: ByteRange,
+        begin_change: &dyn Fn() -> Option<G>,
+    ) -> Result<()> {
+        let mut cache = BlockStatusCache::default();
+        let mut rest = piece;
+        while let Some(part) = self.next_backed(rest, &mut cache).await? {
+            self.populate(part, begin_change).await?;
+            rest = ByteRange::between(part.range.end().min(piece.end()), piece.end());
+        }
+        Ok(())
+    }
+
+    /// The pieces of `range` whose clusters fit into one buffer.
+    fn pieces(&self, range: ByteRange) -> impl Iterator<Item = ByteRange> {
+        let window = MAX_POPULATED.max(self.populate_unit());
+        let mut rest = range;
+        std::iter::from_fn(move || {
+            let piece = rest.truncate(window - rest.offset() % window);
+            rest = rest.skip(piece.length());
+            (!piece.is_empty()).then_some(piece)
+        })
     }
 
     /// As [`read_and_populate`](Self::read_and_populate), of a piece whose clusters fit into one buffer.

@@ -27,7 +27,13 @@ enum Plan {
     FailRead,
     /// The overlay's host has no space left while it runs; then another one is started.
     FullHost,
+    /// Reads of the base fail for some time, and it tries again by itself.
+    Outage,
 }
+
+/// Each as likely as it is often.
+const PLANS: &[Plan] =
+    &[Plan::Complete, Plan::Complete, Plan::Again, Plan::FailRead, Plan::FullHost, Plan::Outage];
 
 impl Plan {
     /// What fails while the first stream runs. Guests would read or change what fails, too: they are not there yet.
@@ -35,7 +41,9 @@ impl Plan {
         let fault = |errno, kind| Fault::chance(0.3, errno).of(kind);
         match self {
             Self::Complete | Self::Again => None,
-            Self::FailRead => Some((overlay.base.clone(), fault(errno::EIO, OperationKind::Read))),
+            Self::FailRead | Self::Outage => {
+                Some((overlay.base.clone(), fault(errno::EIO, OperationKind::Read)))
+            }
             Self::FullHost => {
                 Some((overlay.storage.clone(), fault(errno::ENOSPC, OperationKind::Write)))
             }
@@ -55,8 +63,7 @@ impl Case {
     fn new(seed: u64) -> Self {
         let sim = Sim::new(seed);
         let mut random = sim.fork_prng();
-        let plans = [Plan::Complete, Plan::Complete, Plan::Again, Plan::FailRead, Plan::FullHost];
-        let plan = plans[random.usize(..plans.len())];
+        let plan = PLANS[random.usize(..PLANS.len())];
         let (model, content) = Model::new(random.u64(9..600), &mut random);
         let (mut making, own) = (random.fork(), sim.clone());
         let overlay = sim.block_on(async move {
@@ -95,6 +102,16 @@ impl Case {
             }
             if let Some((storage, fault)) = fault {
                 storage.fail(fault);
+                if plan == Plan::Outage {
+                    let time = Duration::from_secs(random.u64(..100));
+                    let outage = async {
+                        sim.sleep(time).await;
+                        storage.clear_faults();
+                    };
+                    let control = Arc::new(JobControl::default());
+                    let stream = begin(&disk, &control, &clock).await.try_again();
+                    return futures_util::future::join(stream.run(), outage).await.0;
+                }
                 let control = Arc::new(JobControl::default());
                 let end = begin(&disk, &control, &clock).await.run().await;
                 storage.clear_faults();
