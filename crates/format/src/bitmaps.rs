@@ -32,7 +32,7 @@ impl<S: Storage> Format<S> {
                 let what = format!("a {} image has no bitmaps", self.name());
                 let hint = match self {
                     Self::Raw(_) => {
-                        "'blockhouse bitmap add' gives a raw file a place for them while no program uses it"
+                        "'bitmap add' gives a raw file a place for them"
                     }
                     _ => "bitmaps need a qcow2 image or a raw file",
                 };

@@ -18,9 +18,19 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether the disk is the storage, byte for byte: each extent is mapped at its own offset, also
+    /// Whether the disk is the storage of its [data](Self::data), byte for byte: each extent is mapped at its own offset, also
     /// a last sector that the storage has only in part, and holes of the host's file are holes of the disk.
     pub fn is_identity(&self) -> bool {
+        self.is_raw() || self.is_sidecar()
+    }
+
+    /// Whether it is the sidecar of a raw disk, which is its data file: see [`Sidecar`](qcow2::Sidecar).
+    pub fn is_sidecar(&self) -> bool {
+        matches!(self, Self::Qcow2(qcow2) if qcow2.is_sidecar())
+    }
+
+    /// Whether the image is a raw one, opened as such and not through a sidecar.
+    pub fn is_raw(&self) -> bool {
         matches!(self, Self::Raw(_))
     }
 
@@ -56,9 +66,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether mappings are stored in metadata of the image, which writes and discards change.
+    /// Whether mappings are stored in metadata of the image, which writes and discards change: not those of a sidecar.
     pub fn has_metadata(&self) -> bool {
-        matches!(self, Self::Qcow2(_))
+        matches!(self, Self::Qcow2(_)) && !self.is_sidecar()
     }
 
     /// Whether every part of the disk has its own host range from the beginning, so that what other
@@ -85,6 +95,9 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => u64::from(raw.storage().capabilities().alignment.offset),
             Self::Luks(luks) => u64::from(luks.header().sector_size),
+            Self::Qcow2(qcow2) if qcow2.is_sidecar() => {
+                u64::from(qcow2.data().capabilities().alignment.offset)
+            }
             Self::Qcow2(qcow2) => qcow2.subcluster_size(),
             Self::Foreign(foreign) => foreign.cluster_size().unwrap_or(512),
         }

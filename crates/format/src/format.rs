@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, StateMemory, Storage,
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, IoVector, Result, StateMemory, Storage,
     SyncMode,
 };
 
@@ -169,6 +169,7 @@ impl<S: Storage> Format<S> {
     pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
+            Self::Qcow2(qcow2) if qcow2.is_sidecar() => None,
             Self::Qcow2(qcow2) => Some(qcow2.begin_read()),
         }
     }
@@ -201,6 +202,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.link(extent),
             Self::Luks(luks) => luks.link(extent),
+            Self::Qcow2(_) if extent.flags.contains(ExtentFlags::FIXED) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.link(extent, data).await,
             Self::Foreign(foreign) => Err(foreign.read_only()),
         }
@@ -211,6 +213,7 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(raw) => raw.abort(extent, why),
             Self::Luks(luks) => luks.abort(extent, why),
+            Self::Qcow2(_) if extent.flags.contains(ExtentFlags::FIXED) => {}
             Self::Qcow2(qcow2) => qcow2.abort(extent, why),
             Self::Foreign(_) => {}
         }

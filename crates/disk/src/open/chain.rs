@@ -339,7 +339,7 @@ pub async fn open_for_repair(path: &Path, options: ImageOptions) -> Result<Image
 }
 
 /// The disk over an image's file, and what is to be done when it has its data file and its backing file.
-async fn disk_over(
+pub(super) async fn disk_over(
     mut storage: ImageStorage,
     path: &Path,
     options: &ImageOptions,
@@ -393,7 +393,7 @@ async fn disk_over(
 
 /// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
 async fn warn_of_disguise(backing: &ImageDisk) -> Result<()> {
-    if backing.format().is_identity()
+    if backing.format().is_raw()
         && let Some(name) = probe::probe(backing.format().storage()).await?
     {
         tracing::warn!(

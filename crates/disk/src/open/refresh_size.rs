@@ -16,7 +16,7 @@ impl ImageDisk {
     /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
     /// read nor kept; the disk stays as it is.
     pub async fn refresh_size(&self) -> Result<Option<u64>> {
-        if !self.layer().format().is_identity() {
+        if !self.layer().format().is_raw() {
             return Ok(None);
         }
         let storage = self.format().storage().storage();

@@ -36,8 +36,8 @@ mod writeback;
 use std::sync::Arc;
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, IoVector, Result, StateMemory,
-    Storage, SyncMode, ToolProgress,
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, IoVector, Result,
+    StateMemory, Storage, SyncMode, ToolProgress,
 };
 
 use crate::{Abort, Intent, MetadataSync, Replay};
@@ -84,6 +84,8 @@ struct Facts {
     /// Where the keys are, if the guest's data is encrypted.
     encryption: Option<ByteRange>,
     truncation: Option<Truncation>,
+    /// Whether it is a [`Sidecar`].
+    is_sidecar: bool,
     /// The snapshot that it was opened on.
     snapshot: Option<Snapshot>,
 }
@@ -171,6 +173,20 @@ impl<S: Storage> Qcow2<S> {
         DataFileMark::of(self.metadata.lock().tables.headers().disk())
     }
 
+    /// Whether it is a [`Sidecar`]: the disk is the data file, byte for byte, and no change of it concerns the tables.
+    pub fn is_sidecar(&self) -> bool {
+        self.facts.is_sidecar
+    }
+
+    /// The extent of a range of a sidecar's disk; `None` of other images, and of what is not yet a part of the disk, for which the
+    /// tables get their entries.
+    fn fixed_extent(&self, range: ByteRange) -> Option<Extent> {
+        let is_fixed = self.facts.is_sidecar && range.end() <= self.size();
+        let state = ExtentState::Mapped { host: range.offset() };
+        let flags = ExtentFlags::FIXED;
+        is_fixed.then_some(Extent { guest: range, alloc_range: range, state, flags })
+    }
+
     /// What the file was found to have lost when the image was opened, for reading: reads of it fail.
     pub fn truncation(&self) -> Option<Truncation> {
         self.facts.truncation
@@ -197,11 +213,17 @@ impl<S: Storage> Qcow2<S> {
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         self.check_data_file()?;
         if intent == Intent::Read {
+            if let Some(extent) = self.fixed_extent(range) {
+                return Ok(extent);
+            }
             let mapped =
                 self.metadata.step(|state| mapping::map_read(&mut state.tables, range)).await;
             return self.within_data_file(self.metadata.marking(mapped).await?);
         }
         let range = self.begin_change(range).await?;
+        if let Some(extent) = self.fixed_extent(range) {
+            return Ok(extent);
+        }
         let mapped = self.metadata.step(|state| match intent {
             Intent::Read => mapping::map_read(&mut state.tables, range),
             Intent::Write => thawed_mapper(state)?.map_write(range),
@@ -215,6 +237,9 @@ impl<S: Storage> Qcow2<S> {
     pub async fn map_next(&self, range: ByteRange) -> Result<Option<Extent>> {
         self.check_data_file()?;
         let range = self.begin_change(range).await?;
+        if let Some(extent) = self.fixed_extent(range) {
+            return Ok(Some(extent));
+        }
         let mapped = self.metadata.step(|state| match thawed_mapper(state)?.map_write(range) {
             Err(Blocked::NoRoom(_)) => Ok(None),
             outcome => outcome.map(Some),
@@ -229,7 +254,10 @@ impl<S: Storage> Qcow2<S> {
         if self.metadata.needs_begin_changes() {
             Box::pin(self.metadata.begin_changes()).await?;
         }
-        self.bitmaps.record(&self.metadata, range).await
+        match self.bitmaps.try_record(range) {
+            Some(range) => Ok(range),
+            None => Box::pin(self.bitmaps.record(&self.metadata, range)).await,
+        }
     }
 
     /// As [`Format::map_compressed`](crate::Format::map_compressed).

@@ -31,7 +31,8 @@ use super::tables::{ActiveTables, Tables};
 use super::transaction::{ImageMetadata, Transactions, logged_hosts, recount, show_snapshot};
 use super::writeback::Metadata;
 use super::{
-    Access, BitmapActivity, Compression, Discard, Facts, Qcow2, Switch, Truncation, Version,
+    Access, BitmapActivity, Compression, DataFile, DataFileMark, Discard, Facts, Qcow2, Switch,
+    Truncation, Version,
 };
 
 /// How often refcount blocks are dropped at closing: one that is counted by another block may make that one
@@ -136,6 +137,7 @@ impl<S: Storage> Qcow2<S> {
             data_file: header.data_file.clone(),
             encryption: header.encryption,
             truncation,
+            is_sidecar: is_sidecar(&header),
             snapshot: None,
         };
         let slices = (options.cache_size / geometry.slice_size()).max(geometry.min_slices());
@@ -242,6 +244,12 @@ impl<S: Storage> Qcow2<S> {
             is_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
         }
     }
+}
+
+/// Whether an image is a sidecar, as it is made.
+fn is_sidecar(header: &Header) -> bool {
+    let has_raw_disk = header.data_file.as_ref().is_some_and(DataFile::is_raw_disk);
+    has_raw_disk && header.backing.is_none() && DataFileMark::of(header).is_some()
 }
 
 fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Result<()> {

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use async_lock::Semaphore;
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
-use parking_lot::Mutex;
+use parking_lot::RwLock;
 
 use crate::qcow2::layout::bitmap_directory::{
     self, BITMAPS_CONSISTENT, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
@@ -39,7 +39,7 @@ use crate::qcow2::writeback::Metadata;
 
 use super::reader::BitsReader;
 use super::sidecar;
-use super::tracker::{LiveBitmap, Next};
+use super::tracker::LiveBitmap;
 
 /// How many bitmaps are enabled at most: each costs an operation more where changes begin.
 pub(crate) const MAX_LIVE: usize = 64;
@@ -50,7 +50,7 @@ const MAX_IN_FLIGHT: usize = 16;
 
 /// See the module's page.
 pub(crate) struct LiveBitmaps {
-    set: Mutex<Arc<BitmapSet>>,
+    set: RwLock<Arc<BitmapSet>>,
     /// Whether any bitmap is enabled, or it is not known.
     has_live: AtomicBool,
     /// Whether the bitmaps have to be read before the next change.
@@ -216,11 +216,16 @@ impl BitmapSet {
     }
 }
 
+/// The bytes that are recorded together.
+fn first_recorded(range: ByteRange) -> ByteRange {
+    range.truncate(MAX_RECORDED - range.offset() % MAX_RECORDED)
+}
+
 impl LiveBitmaps {
     /// Of an image whose bitmaps are not known yet.
     pub(crate) fn new(activity: BitmapActivity) -> Self {
         Self {
-            set: Mutex::default(),
+            set: RwLock::default(),
             has_live: AtomicBool::new(false),
             is_forgotten: AtomicBool::new(false),
             has_begun: AtomicBool::new(false),
@@ -248,7 +253,7 @@ impl LiveBitmaps {
         self.is_marked.store(header.autoclear & LIVE_BITMAPS != 0, Ordering::Release);
         let kept = if set.location.is_some() { BITMAPS_CONSISTENT | LIVE_BITMAPS } else { 0 };
         let has_live = set.count_live() > 0;
-        *self.set.lock() = Arc::new(set);
+        *self.set.write() = Arc::new(set);
         metadata.keep_autoclear(kept);
         self.is_forgotten.store(false, Ordering::Release);
         self.has_live.store(has_live, Ordering::Release);
@@ -260,11 +265,11 @@ impl LiveBitmaps {
     pub(crate) fn forget(&self) {
         self.has_live.store(true, Ordering::Release);
         self.is_forgotten.store(true, Ordering::Release);
-        *self.set.lock() = Arc::default();
+        *self.set.write() = Arc::default();
     }
 
     fn set(&self) -> Arc<BitmapSet> {
-        Arc::clone(&self.set.lock())
+        Arc::clone(&self.set.read())
     }
 
     /// The enabled bitmap of this name, of an image that is open for writing.
@@ -287,6 +292,17 @@ impl LiveBitmaps {
         set.live.iter().map(|bitmap| bitmap.max_excess()).max().unwrap_or(0).min(metadata.size())
     }
 
+    /// As [`record`](Self::record), where nothing has to be written for it: the disk says so already.
+    pub(crate) fn try_record(&self, range: ByteRange) -> Option<ByteRange> {
+        if !self.has_live.load(Ordering::Acquire) {
+            return Some(range);
+        }
+        let range = first_recorded(range);
+        let is_recorded = self.has_begun.load(Ordering::Acquire)
+            && self.set.read().live.iter().all(|bitmap| bitmap.mark(range).is_done());
+        is_recorded.then_some(range)
+    }
+
     /// Records that the first bytes of `range` are about to change: durably, when it returns. Returns these bytes.
     ///
     /// # Errors
@@ -296,31 +312,19 @@ impl LiveBitmaps {
         metadata: &Metadata<S, Mapping>,
         range: ByteRange,
     ) -> Result<ByteRange> {
-        if !self.has_live.load(Ordering::Acquire) {
+        if let Some(range) = self.try_record(range) {
             return Ok(range);
         }
-        let range = range.truncate(MAX_RECORDED - range.offset() % MAX_RECORDED);
-        let is_recorded = self.has_begun.load(Ordering::Acquire)
-            && self.set().live.iter().all(|bitmap| matches!(bitmap.mark(range), Next::Done));
-        if !is_recorded {
-            // Boxed, so that the future of the common way stays small.
-            Box::pin(self.record_durably(metadata, range)).await?;
-        }
-        Ok(range)
-    }
-
-    async fn record_durably<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-        range: ByteRange,
-    ) -> Result<()> {
+        let range = first_recorded(range);
         if !self.has_begun.load(Ordering::Acquire) {
             self.begin(metadata).await?;
             // They may have been found to be damaged just now.
             metadata.begin_changes().await?;
         }
         let set = self.set();
-        run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.record(metadata, range))).await
+        run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.record(metadata, range)))
+            .await?;
+        Ok(range)
     }
 
     /// Begins the session.

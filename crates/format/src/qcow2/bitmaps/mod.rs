@@ -9,6 +9,7 @@
 
 mod bits;
 mod live;
+mod number_map;
 mod page;
 mod reader;
 mod sidecar;

@@ -7,16 +7,16 @@
 //! Invariant: a bit that is set is one that the disk has to say. Each change of what the disk has to say beyond what
 //! it said before gives the page a new version.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use super::bits::{all_set, set_bits};
+use super::number_map::NumberMap;
 
 /// See the module's page.
 pub(super) struct Page {
     bits: Vec<u8>,
     /// Active extents, by their number in the page.
-    active: HashMap<u64, Active>,
+    active: NumberMap<Active>,
     /// The last change of what the disk has to say.
     version: u64,
     /// The changes that the disk has, durably.
@@ -53,7 +53,7 @@ impl Page {
     pub(super) fn new(bits: Vec<u8>) -> Self {
         Self {
             bits,
-            active: HashMap::new(),
+            active: NumberMap::default(),
             version: 0,
             durable: 0,
             is_writing: false,
@@ -69,6 +69,10 @@ impl Page {
 
     /// Sets bits that all lie in the extent of this number, which has `extent_bits` of them.
     pub(super) fn mark(&mut self, extent: u64, extent_bits: u64, bits: Range<u64>) -> Marked {
+        // The common way: an extent all of whose bits are set need not be active.
+        if self.version <= self.durable && all_set(&self.bits, bits.clone()) {
+            return Marked::Durable;
+        }
         if let Some(active) = self.active.get_mut(&extent) {
             active.is_used = true;
             let version = active.version;

@@ -15,7 +15,7 @@
 //! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of bits that is not
 //! allocated yet is allocated as an L2 table is: refcount and zeros durably, then the entry of the table.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 use async_lock::Semaphore;
@@ -32,6 +32,7 @@ use crate::qcow2::layout::words;
 use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
+use super::number_map::NumberMap;
 use super::page::{Marked, Page, WriteEnd};
 use super::reader::Bits;
 
@@ -64,7 +65,7 @@ pub(super) struct LiveBitmap {
 
 struct State {
     table: Vec<BitsCluster>,
-    pages: HashMap<u64, Page>,
+    pages: NumberMap<Page>,
     /// Extents that became active, in this order.
     active: VecDeque<u64>,
     /// How many rest, while the disk may still say too much of them.
@@ -83,6 +84,12 @@ pub(super) enum Next {
     Load(u64),
     /// To make these pages durable up to these versions.
     Write(Vec<(u64, u64)>),
+}
+
+impl Next {
+    pub(super) fn is_done(&self) -> bool {
+        matches!(self, Self::Done)
+    }
 }
 
 impl LiveBitmap {
@@ -106,7 +113,7 @@ impl LiveBitmap {
             table_offset: entry.table_offset,
             state: Mutex::new(State {
                 table,
-                pages: HashMap::new(),
+                pages: NumberMap::default(),
                 active: VecDeque::new(),
                 going_to_rest: 0,
                 is_table_write_unknown: false,
