@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use blockhouse_core::Storage;
 use blockhouse_disk::{forget_moved, record_moved};
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
 
@@ -91,8 +90,8 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     let (target, disk) = (Arc::new(target), Arc::clone(&source.disk));
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
     let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
-    // Of the image that the disk has now: it may have been moved before.
-    let image = disk.file().map(|file| PathBuf::from(file.name()));
+    // Of the image that the disk has now: it may have been moved before. A sidecar is not what is opened later.
+    let image = disk.file().map(|_| PathBuf::from(disk.image_name()));
     let (recorded, name) = (image.clone(), job.target.clone());
     let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));
     let (kept, name) = (image.clone(), job.name.clone());

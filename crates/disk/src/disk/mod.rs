@@ -78,6 +78,8 @@ pub struct Disk<S: Storage> {
     earlier: OnceLock<Box<EarlierCounts>>,
     /// The disk whose image has taken the place of this one's.
     successor: OnceLock<Arc<Self>>,
+    /// Whether the successor is over the same file, and records its changes.
+    is_recorded: AtomicBool,
     /// The disk of its image's backing file, once that is open for writing.
     base: OnceLock<Arc<Self>>,
     /// What outlives the process, if anything does.
@@ -207,6 +209,7 @@ impl<S: Storage> Disk<S> {
             failures,
             earlier,
             successor,
+            is_recorded: AtomicBool::new(false),
             base,
             state,
             populating: Arc::default(),
@@ -355,6 +358,14 @@ impl<S: Storage> Disk<S> {
         self.format().name()
     }
 
+    /// As [`format_name`](Self::format_name), but raw for a raw image with a sidecar.
+    pub fn image_format_name(&self) -> &'static str {
+        match self.format().is_sidecar() {
+            true => ImageFormat::Raw.as_str(),
+            false => self.format_name(),
+        }
+    }
+
     /// Bytes of a cluster; `None` where the format has none.
     pub fn cluster_size(&self) -> Option<u64> {
         self.format().cluster_size()
@@ -378,6 +389,14 @@ impl<S: Storage> Disk<S> {
     /// How people call it: the path of the image, mostly.
     pub fn name(&self) -> &str {
         self.layer().name()
+    }
+
+    /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
+    pub fn image_name(&self) -> &str {
+        match self.format().is_sidecar() {
+            true => self.format().data().name(),
+            false => self.name(),
+        }
     }
 
     /// The size in bytes, a multiple of 512.
