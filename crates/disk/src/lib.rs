@@ -87,7 +87,7 @@ pub use open::{
     format_by_name, format_for_new, is_address, is_foreign_address, keep_state, make_sidecar, open,
     open_base, open_created, open_for_commit, open_for_repair, open_handed_over, open_locked,
     open_metadata, open_snapshot, open_storage, open_without_backing, part_of, record_moved,
-    remove_created, rename_durable, rename_finished, replay_state,
+    remove_created, rename_durable, rename_finished, replay_state, start_recording,
 };
 pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Options};
 pub use read_probe::ReadProbe;

@@ -237,8 +237,12 @@ fn disks_without_bitmaps_and_those_that_are_only_read_say_so() {
     let missing = json!({ "path": other, "name": "x", "read-only": true, "bitmaps": ["b"] });
     control.refused("disk.open", missing, FAILED, &["no bitmap 'b'"]);
     let add = |disk: &str| json!({ "disk": disk, "name": "new" });
-    control.refused("bitmap.add", add("raw.img"), FAILED, &["raw image has no bitmaps"]);
     control.refused("bitmap.list", json!({ "disk": "raw.img" }), FAILED, &["has no bitmaps"]);
+    control.get(
+        "disk.open",
+        json!({ "path": scratch.image("only.img", 1 << 20).path(), "read-only": true }),
+    );
+    control.refused("bitmap.add", add("only.img"), FAILED, &["raw image has no bitmaps"]);
     control.refused("bitmap.add", add("other.qcow2"), FAILED, &["for reading only"]);
     let listed = control.get("bitmap.list", json!({ "disk": "other.qcow2" }));
     assert_eq!(listed[0]["count"], 0);

@@ -2,6 +2,7 @@
 //! refused where the image was changed without them.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
@@ -280,4 +281,167 @@ fn sizes_change_with_the_sidecar() {
     command(&["resize", "--shrink", str(&image), "32M"]).success();
     assert_eq!(list(&image)[0]["name"], "changes");
     assert_eq!(std::fs::metadata(&image).expect("it is there").len(), 32 * MIB);
+}
+
+fn plain(scratch: &Scratch) -> PathBuf {
+    let path = scratch.path("disk.img");
+    command(&["create", str(&path), "64M"]).success();
+    path
+}
+
+fn covers(found: &[(u64, u64)], at: u64, length: u64) -> bool {
+    found.iter().any(|(start, dirty)| *start <= at && start + dirty >= at + length)
+}
+
+/// A guest writes all the time: what it begins after the answer is in the bitmap, what it did long before is not.
+#[test]
+fn a_raw_image_gets_its_first_bitmap_while_a_guest_writes() {
+    require!(need::tools(&["nbdinfo"]));
+    for options in [&["--cache", "none"][..], &["--cache", "writeback", "--state", "off"]] {
+        let scratch = Scratch::new();
+        let image = plain(&scratch);
+        let serve = Serve::new(&scratch, &image).option("--control", scratch.socket("control"));
+        let server = options.chunks(2).fold(serve, |serve, pair| serve.option(pair[0], pair[1]));
+        let server = server.start();
+        write(&server, MIB);
+        let (begun, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
+        let address = server.address();
+        let after = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut client = Client::open(&address);
+                while !stopped.load(Ordering::SeqCst) {
+                    let number = begun.fetch_add(1, Ordering::SeqCst);
+                    assert_eq!(client.write(place(number), &[9; 4096], 0), 0);
+                }
+            });
+            let wait_for = |count| {
+                while begun.load(Ordering::SeqCst) < count {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            };
+            wait_for(20);
+            let mut control = Control::connect(&scratch.socket("control"));
+            control.get("bitmap.add", json!({ "disk": "disk.img", "name": "first" }));
+            let after = begun.load(Ordering::SeqCst);
+            wait_for(after + 20);
+            stopped.store(true, Ordering::SeqCst);
+            after
+        });
+        let disks = Control::connect(&scratch.socket("control")).get("disk.list", json!({}));
+        assert_eq!(disks[0]["format"], "raw", "{disks}");
+        assert_eq!(disks[0]["path"].as_str(), image.canonicalize().expect("a file").to_str());
+        server.stop();
+        let found = served_dirty(&scratch, &image, "first");
+        for number in after..begun.load(Ordering::SeqCst) {
+            assert!(covers(&found, place(number), 4096), "{number}, {after}: {found:?}");
+        }
+        assert!(!covers(&found, MIB, 4096), "{found:?}");
+        let bytes = std::fs::read(&image).expect("a raw image");
+        assert!(bytes[place(after) as usize..][..4096].iter().all(|byte| *byte == 9));
+    }
+}
+
+/// Where a guest writes for the time of this number: a granule of its own, until they are used up.
+fn place(number: u64) -> u64 {
+    2 * MIB + number * 65_536 % (60 * MIB)
+}
+
+/// The bitmap lives through a kill and an upgrade of the server that has begun it, and the image stays locked.
+#[test]
+fn a_bitmap_that_was_begun_beside_a_guest_outlives_the_server() {
+    require!(need::tools(&["nbdinfo"]));
+    for end in ["kill", "upgrade"] {
+        let scratch = Scratch::new();
+        let image = plain(&scratch);
+        let mut server = serve(&scratch, &image);
+        write(&server, MIB);
+        let mut control = Control::connect(&scratch.socket("control"));
+        control.get("bitmap.add", json!({ "disk": "disk.img", "name": "first" }));
+        command(&["bitmap", "list", str(&image)]).success();
+        command(&["resize", str(&image), "96M"]).failure("the image is locked");
+        if end == "kill" {
+            // Nothing was written since.
+            server.signal(Signal::KILL);
+            server.wait(LONG);
+            server = serve(&scratch, &image);
+            assert!(!server.log().contains("not used"), "{}", server.log());
+            write(&server, 9 * MIB);
+            server.signal(Signal::KILL);
+            server.wait(LONG);
+        } else {
+            write(&server, 9 * MIB);
+            command(&["upgrade", "--control", str(&scratch.socket("control"))]).success();
+            command(&["resize", str(&image), "96M"]).failure("the image is locked");
+            write(&server, 17 * MIB);
+            Servers(&scratch).stop();
+            drop(server);
+        }
+        let found = served_dirty(&scratch, &image, "first");
+        assert!(covers(&found, 9 * MIB, 65_536), "{end}: {found:?}");
+        assert_eq!(covers(&found, 17 * MIB, 65_536), end == "upgrade", "{found:?}");
+        assert!(!covers(&found, MIB, 65_536), "{end}: {found:?}");
+    }
+}
+
+#[test]
+fn the_first_backup_of_a_served_raw_image_begins_its_bitmap() {
+    let scratch = Scratch::new();
+    let image = plain(&scratch);
+    let server = serve(&scratch, &image);
+    write(&server, MIB);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let begin = json!({ "disks": ["disk.img"], "backup": "b", "bitmap": "one", "export": export });
+    let began = control.get("backup.begin", begin);
+    write(&server, 3 * MIB);
+    let uri = began["disks"][0]["exports"][0].as_str().expect("an export").to_owned();
+    let first = scratch.path("first.qcow2");
+    command(&["backup", &uri, str(&first), "--verify"]).success();
+    control.get("backup.end", json!({ "backup": "b" }));
+    let list = control.get("bitmap.list", json!({ "disk": "disk.img" }));
+    assert_eq!((&list[0]["name"], &list[0]["count"]), (&json!("one"), &json!(65_536)), "{list}");
+    server.stop();
+    let copy = scratch.path("copy.img");
+    command(&["convert", str(&first), str(&copy)]).success();
+    let bytes = std::fs::read(copy).expect("a copy");
+    assert!(bytes[MIB as usize] == 7 && bytes[3 * MIB as usize] == 0);
+}
+
+#[test]
+fn a_served_image_that_cannot_have_a_sidecar_goes_on_without() {
+    let scratch = Scratch::new();
+    let image = plain(&scratch);
+    let link = scratch.path("link.img");
+    std::os::unix::fs::symlink(&image, &link).expect("a link");
+    let refuse = |path: &Path, words: &[&str]| {
+        let server = serve(&scratch, path);
+        let name = path.file_name().and_then(|name| name.to_str()).expect("a name");
+        let mut control = Control::connect(&scratch.socket("control"));
+        if words.contains(&"another file") {
+            std::fs::rename(&image, scratch.path("elsewhere")).expect("the same folder");
+            std::fs::copy(scratch.path("elsewhere"), &image).expect("a copy");
+        }
+        let add = json!({ "disk": name, "name": "first" });
+        control.refused("bitmap.add", add, -32_000, words);
+        write(&server, MIB);
+        server.stop();
+        assert!(!sidecar(&image).exists());
+    };
+    refuse(&link, &["named by its own path"]);
+    refuse(&image, &["another file"]);
+    // What has bitmaps already is not taken for one that was made just now.
+    let server = serve(&scratch, &image);
+    let other = scratch.path("other");
+    std::fs::create_dir(&other).expect("a folder");
+    let beside = other.join("disk.img");
+    command(&["create", str(&beside), "64M"]).success();
+    command(&["bitmap", "add", str(&beside), "strange"]).success();
+    std::fs::rename(sidecar(&beside), sidecar(&image)).expect("the same file system");
+    let add = json!({ "disk": "disk.img", "name": "first" });
+    let mut control = Control::connect(&scratch.socket("control"));
+    control.refused("bitmap.add", add.clone(), -32_000, &["belongs to another file"]);
+    std::fs::remove_file(sidecar(&image)).expect("it is there");
+    control.get("bitmap.add", add);
+    server.stop();
+    assert_eq!(list(&image)[0]["name"], "first");
 }

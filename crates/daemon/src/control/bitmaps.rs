@@ -22,8 +22,10 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             let BitmapAddParams { disk, name, granularity, disabled } = params(given)?;
             let claimed = running.claim_disk(&disk).await?;
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
+            let before = running.make_room_for_bitmaps(&claimed.disk).await?;
             let added = claimed.disk.disk.bitmaps().add(&new).await;
-            let pause = added.map_err(anyhow::Error::from)?;
+            let mut pause = added.map_err(anyhow::Error::from)?;
+            pause.length += before;
             let what = format!("added the bitmap {:?}", new.name);
             result(PauseResult { pause_us: log(&claimed.disk, pause, &what) })
         }

@@ -165,7 +165,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
     let info = |disk: Arc<RunningDisk>| DiskInfo {
         disk: disk.name().to_owned(),
         path: disk.path(),
-        format: disk.disk.format_name().to_owned(),
+        format: disk.disk.image_format_name().to_owned(),
         size: disk.disk.size(),
         read_only: disk.disk.access() == Access::ReadOnly,
         cache: disk.setup.cache.as_str().to_owned(),

@@ -120,7 +120,7 @@ impl Gathered {
     }
 
     fn add_disk(&mut self, name: &str, disk: &ImageDisk) {
-        self.add(&families::DISK_INFO, &[name, disk.format_name(), disk.name()], 1);
+        self.add(&families::DISK_INFO, &[name, disk.image_format_name(), disk.image_name()], 1);
         self.add(&families::SIZE, &[name], disk.size());
         // Without a value where the host does not say, or another server has the image.
         if let Ok(Some(allocated)) = disk.allocated_bytes() {

@@ -266,6 +266,7 @@ impl Running {
             for source in &sources {
                 let granularity = Some(granularity(source.disk.size()));
                 let new = NewBitmap { name: bitmap.clone(), granularity, is_enabled: true };
+                self.make_room_for_bitmaps(source).await?;
                 source.disk.bitmaps().add(&new).await?;
                 begun.bitmaps.push((Arc::clone(source), bitmap.clone()));
             }

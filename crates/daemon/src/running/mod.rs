@@ -10,6 +10,7 @@ mod disks;
 mod export;
 mod limits;
 mod nbd_sockets;
+mod recording;
 mod reload;
 mod ublk_devices;
 
@@ -127,8 +128,8 @@ impl RunningDisk {
         }
         let is_cached = self.disk.file().is_some_and(uses_page_cache);
         Some(Moved {
-            path: PathBuf::from(self.disk.name()),
-            format: self.disk.format_name().parse().ok()?,
+            path: PathBuf::from(self.disk.image_name()),
+            format: self.disk.image_format_name().parse().ok()?,
             // A target that cannot be opened around the page cache goes through it.
             cache: match self.setup.cache {
                 CacheMode::None if is_cached => CacheMode::Writeback,

@@ -82,9 +82,10 @@ impl<S: Storage> Disk<S> {
             .take_while(has_successor)
     }
 
-    /// Whether another image has taken the place of the one that it was opened with.
+    /// Whether another image has taken the place of the one that it was opened with. A [sidecar](QuiescedDisk::record_in) of it
+    /// is none.
     pub fn is_replaced(&self) -> bool {
-        self.successor.get().is_some()
+        self.replaced().any(|disk| !disk.is_recorded.load(Ordering::Acquire))
     }
 
     /// The disk whose image requests go to.
@@ -115,6 +116,17 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         // It has none: this is the end of the chain, and no other task can have the disk quiesced.
         let _ = replaced.successor.set(successor);
         Ok(ReplacedImage(replaced))
+    }
+
+    /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its changes beside it: the disk stays
+    /// where it is.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn record_in(self, successor: Arc<Disk<S>>) -> Result<ReplacedImage<'a, S>> {
+        self.disk.check_successor(&successor)?;
+        self.disk.current().is_recorded.store(true, Ordering::Release);
+        self.switch_to(successor)
     }
 
     /// Refuses all changes from now on, also those that wait: the disk lives on at `successor`, a name for

@@ -56,6 +56,8 @@ impl ImageDisk {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())
         });
-        files.flatten().for_each(HostFile::release_locks);
+        // Those that are shared are held on the image in use.
+        let files = files.flatten().filter(|file| !file.shares_locks());
+        files.for_each(HostFile::release_locks);
     }
 }

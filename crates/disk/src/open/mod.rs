@@ -22,6 +22,7 @@ mod probe_check;
 mod refresh_size;
 mod restore;
 mod sidecar;
+mod start_recording;
 mod tool_state;
 mod unlock;
 
@@ -45,5 +46,6 @@ pub use moved_record::{forget_moved, record_moved};
 pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::check_raw_backing;
 pub use restore::{NOT_KEPT, PendingChanges};
+pub use start_recording::start_recording;
 pub use tool_state::{IfCorrupt, replay_state};
 pub use unlock::{KeyFiles, Secrets};

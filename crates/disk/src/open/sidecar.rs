@@ -103,7 +103,7 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
 }
 
 /// Opens a sidecar, which no symbolic link leads to: to be opened again, and for reading.
-fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
+pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::open(path, flags, Mode::empty());
     let found = found.map_err(|error| {

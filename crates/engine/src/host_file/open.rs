@@ -182,6 +182,29 @@ impl HostFile {
         Self::examine(file, path, access.flags(), Reopened { tail, flushed })
     }
 
+    /// Another value for the same open files, as they were opened, which messages call `path`. The locks stay this one's until
+    /// they are [moved](Self::move_locks_to).
+    ///
+    /// # Errors
+    /// The kernel's; ENOMEM where descriptors run out.
+    pub fn share(&self, path: &Path, access: OpenMode) -> Result<Self> {
+        let OpenFiles { file, tail, flushed } = self.open_files();
+        let copy = |file: BorrowedFd<'_>| {
+            let copied = file.try_clone_to_owned();
+            copied.map_err(|error| Error::host("cannot open it once more", error).on(&self.name))
+        };
+        let files = OpenFiles {
+            file: copy(file)?,
+            tail: tail.map(copy).transpose()?,
+            flushed: flushed.map(copy).transpose()?,
+        };
+        let cache = match self.file.caching {
+            Caching::Direct => PageCache::Bypassed,
+            Caching::PageCache => PageCache::Used,
+        };
+        Self::adopt(path, files, access, cache)
+    }
+
     /// Makes a file longer that ends inside of a block, up to the block's end. So blocks need not be as large as a
     /// page any more, as they are where the last partial one is written another way. To be called before anything
     /// is read or written. A file that another process may still use stays as it is.

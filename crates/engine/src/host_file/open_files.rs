@@ -1,4 +1,4 @@
-//! The open files of a [`HostFile`], on their way to another process.
+//! The open files of a [`HostFile`], on their way to another process, or to another value in this one.
 //!
 //! Guarantee: the process that adopts them has the same open file descriptions. Byte locks are not released for a
 //! moment, and a failure to write back that no flush has reported yet is reported to the next one
@@ -53,5 +53,11 @@ impl HostFile {
     /// The locks are this process's alone from now on: they are given back when the value is dropped.
     pub fn own_locks(&self) {
         self.file.set_releases_locks(true);
+    }
+
+    /// The locks are those of `other` from now on, which [shares](Self::share) the open files.
+    pub fn move_locks_to(&self, other: &Self) {
+        self.file.set_releases_locks(false);
+        other.file.set_releases_locks(true);
     }
 }

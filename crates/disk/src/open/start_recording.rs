@@ -1,0 +1,122 @@
+//! Recording the changes of a raw disk while it is used, in a sidecar (`sidecar`) that is made for it.
+//!
+//! Guarantees: when it returns, every change that begins later goes through the sidecar, and so is in the bitmaps that are added
+//! then. The disk's file is used by the same open files as before, so that its locks are given back at no moment, and a failure
+//! to write back is told to the same flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that
+//! has no bitmaps. Where it fails, the disk goes on as before.
+
+use std::ffi::OsStr;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use blockhouse_core::{Error, ErrorKind, Result, SyncMode};
+use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
+use blockhouse_format::ImageFormat;
+
+use super::chain::disk_over;
+use super::image_disk::ImageDisk;
+use super::image_options::{ImageOptions, Locking};
+use super::make_sidecar::make_sidecar;
+use super::restore::Restore;
+use super::sidecar::{identity, open_found, sidecar_of};
+use crate::disk::EarlierWrites;
+use crate::options::Access;
+use crate::snapshots::Pause;
+
+impl ImageDisk {
+    /// Whether it is a raw file, open for writing, whose changes are not recorded: [`start_recording`] begins that.
+    pub fn lacks_sidecar(&self) -> bool {
+        let is_file = self.file().is_some_and(|file| file.kind() == FileKind::Regular);
+        is_file && self.format().is_raw() && self.opened_access() == Access::ReadWrite
+    }
+}
+
+/// Makes a sidecar for a disk that is used and [lacks one](ImageDisk::lacks_sidecar), and has its changes go through it from now
+/// on. They are held off for a few flushes. `image` is the path by which the disk was opened, `options` are those that it was
+/// opened with. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`make_sidecar`]; `InvalidInput` where another file has the path by now; a flush that failed earlier.
+pub async fn start_recording(
+    disk: &ImageDisk,
+    image: &Path,
+    options: &ImageOptions,
+) -> Result<Pause> {
+    disk.check_access(0)?;
+    let refuse = |what: &str| {
+        Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(&image.display().to_string()))
+    };
+    let Some(served) = disk.file() else { return refuse("is no file, and has no bitmaps") };
+    if identity_at(image)? != identity(served)? {
+        return refuse("is another file than the one that is in use, which had its path");
+    }
+    // It is locked already.
+    let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
+    make_sidecar(image, &unlocked).await?;
+    let (recording, restore) = open_beside(disk, served, image, options).await?;
+    let before = disk.format();
+    before.flush(SyncMode::Full).await?;
+    let began = Instant::now();
+    let quiesced = disk.quiesced().await;
+    // It may have become read-only meanwhile.
+    disk.check_access(0)?;
+    before.flush(SyncMode::Full).await?;
+    // The sidecar notes when the image was changed for the last time: by the disk's own changes, up to here.
+    recording.settle().await?;
+    disk.check_successor(&recording)?;
+    let recording = restore.finish(recording).await?;
+    recording.begin_vouching(options.cache);
+    if let Some(data) = recording.format().data().storage().as_file() {
+        served.move_locks_to(data);
+    }
+    let replaced = quiesced.record_in(Arc::new(recording))?;
+    let pause = Pause { length: began.elapsed() };
+    if let Err(error) = replaced.close().await {
+        // Its data was flushed before. The next flush tells where that goes wrong again.
+        tracing::warn!("{error}");
+    }
+    Ok(pause)
+}
+
+fn identity_at(image: &Path) -> Result<[u8; 16]> {
+    identity(&HostFile::open(image, OpenMode::ReadOnly, PageCache::Used)?)
+}
+
+/// Another disk over the file of a raw disk, by its sidecar, which has no bitmaps yet.
+async fn open_beside(
+    disk: &ImageDisk,
+    served: &HostFile,
+    image: &Path,
+    options: &ImageOptions,
+) -> Result<(ImageDisk, Restore)> {
+    let path = sidecar_of(image);
+    let options = ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() };
+    let (found, _) = open_found(&path)?;
+    let (mode, cache) = (options.open_mode(), options.cache.page_cache());
+    let sidecar = HostFile::open_found(found.as_fd(), &path, mode, cache)?;
+    let opened = disk_over(sidecar.into(), &path, &options, EarlierWrites::Unknown, None).await;
+    let (opened, restore) = opened?;
+    let refuse = |what: &str, hint: &'static str| {
+        Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(opened.name()).hint(hint))
+    };
+    let Some(mark) = opened.format().sidecar_mark() else {
+        return refuse("another program has changed the file while it was opened", "try again");
+    };
+    if mark.identity != identity(served)? || opened.size() != disk.size() {
+        return refuse("belongs to another disk", "remove that file");
+    }
+    if opened.bitmaps().list().await?.iter().any(|bitmap| bitmap.is_enabled) {
+        return refuse(
+            "has bitmaps that lack the changes of the server which has the image",
+            "remove that file, and make a full backup",
+        );
+    }
+    // As the sidecar names it: so does the process that goes on with the image after an upgrade.
+    let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
+    let name = path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name));
+    let data = served.share(&name, mode)?;
+    Ok((opened.with_data(data.into())?, restore))
+}
