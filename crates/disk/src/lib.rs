@@ -83,11 +83,12 @@ pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
     AllowedPaths, CacheMode, CommitChain, HandedFile, HandedOverDisk, IfCorrupt, IfExists,
     ImageDisk, ImageOptions, KeyFiles, Locking, NOT_KEPT, PendingChanges, RemoteBacking, Secrets,
-    StateUse, changed_since, check_new_name, check_raw_backing, create, exists, forget_moved,
-    format_by_name, format_for_new, is_address, is_foreign_address, keep_state, make_sidecar, open,
-    open_base, open_created, open_for_commit, open_for_repair, open_handed_over, open_locked,
-    open_metadata, open_snapshot, open_storage, open_without_backing, part_of, record_moved,
-    remove_created, rename_durable, rename_finished, replay_state, start_recording,
+    StateUse, VOUCHER_RENEWAL, changed_since, check_new_name, check_raw_backing, create, exists,
+    forget_moved, format_by_name, format_for_new, is_address, is_foreign_address, keep_state,
+    make_sidecar, open, open_base, open_created, open_for_commit, open_for_repair,
+    open_handed_over, open_locked, open_metadata, open_snapshot, open_storage,
+    open_without_backing, part_of, record_moved, remove_created, rename_durable, rename_finished,
+    replay_state, start_recording,
 };
 pub use options::{Access, BitmapActivity, DetectZeroes, Discard, FlushPolicy, Options};
 pub use read_probe::ReadProbe;

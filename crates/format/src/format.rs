@@ -11,8 +11,8 @@
 use std::sync::Arc;
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, IoVector, Result, StateMemory, Storage,
-    SyncMode,
+    ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, IoVector, Result, StateMemory,
+    Storage, SyncMode,
 };
 
 use crate::qcow2::{self, DataWriteGuard, ReadGuard};

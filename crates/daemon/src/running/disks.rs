@@ -57,6 +57,7 @@ impl Running {
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
         let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
         disk.observe_failures(Box::new(move |failed| teller.tell(failed)));
+        self.keep_vouching(&disk);
         let group = Mutex::default();
         let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, group });
         self.list.lock().disks.push(Arc::clone(&disk));

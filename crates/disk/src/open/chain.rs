@@ -158,6 +158,9 @@ async fn open_from(
     let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
     // Before anything tells later processes that the image is as it was.
     route.confirm(&disk)?;
+    if options.locking == Locking::Held {
+        disk.begin_vouching(options.cache);
+    }
     match is_handed_over {
         false => restore.finish(disk).await,
         // The process that hands over still owns it.

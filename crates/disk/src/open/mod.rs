@@ -25,6 +25,7 @@ mod sidecar;
 mod start_recording;
 mod tool_state;
 mod unlock;
+mod vouching;
 
 pub use allowed_paths::AllowedPaths;
 pub use chain::{
@@ -49,3 +50,4 @@ pub use restore::{NOT_KEPT, PendingChanges};
 pub use start_recording::start_recording;
 pub use tool_state::{IfCorrupt, replay_state};
 pub use unlock::{KeyFiles, Secrets};
+pub use vouching::RENEWAL as VOUCHER_RENEWAL;

@@ -10,7 +10,7 @@
 //! - none of its bitmaps is enabled, or the image has the time of change (`ctime`, which no program can set) that the sidecar
 //!   noted when it was closed;
 //! - or the sidecar was not closed, because its server died: then the image was not changed after the last write that this
-//!   server noted in its state file. Where there is none any more (the host has restarted), nothing tells;
+//!   server noted in its state file; or the host has died with it, and what the server vouched for tells (`vouching`);
 //! - the sidecar is owned by the image's owner, by this user or by root, and its file system has this host's clock.
 //!
 //! What is in doubt does not belong. Then the image is opened without bitmaps, and a warning says why. The time is looked at before
@@ -38,6 +38,7 @@ use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
 use super::restore::{Clock, change_time, clock_of, find_state, identity_of, status_of};
+use super::vouching::is_vouched_for;
 use crate::options::Access;
 use crate::state::StateDir;
 
@@ -276,7 +277,8 @@ async fn check(
         (false, _) => true,
         (true, false) => is_told && changed == sidecar.changed,
         (true, true) => {
-            is_shared || is_told && is_as_left(changed, file, options.state.directory())?
+            let is_left = || is_as_left(changed, file, options.state.directory());
+            is_shared || is_told && (is_left()? || is_vouched_for(changed, sidecar.voucher))
         }
     };
     Ok((!is_unchanged).then(|| {

@@ -82,6 +82,11 @@ impl BootId {
         [self.0 as u64, (self.0 >> 64) as u64]
     }
 
+    /// The id as bytes.
+    pub(crate) fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
     pub(super) fn of_words([low, high]: [u64; 2]) -> Self {
         Self(u128::from(high) << 64 | u128::from(low))
     }

@@ -25,7 +25,6 @@ mod page;
 pub use dir::StateDir;
 pub(crate) use file::{FoundState, StateFile};
 pub(crate) use flush_record::FlushRecord;
-#[cfg(test)]
 pub(crate) use identity::BootId;
 pub(crate) use identity::ImageIdentity;
 pub(crate) use page::{Owner, StatePage, TrackedFile};

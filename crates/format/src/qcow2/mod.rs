@@ -48,7 +48,7 @@ pub use check::report::CheckReport;
 pub use check::truncation::Truncation;
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};
-pub use layout::data_file_mark::DataFileMark;
+pub use layout::data_file_mark::{DataFileMark, Voucher};
 pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::{Features, OpenOptions};
@@ -427,6 +427,16 @@ impl<S: Storage> Qcow2<S> {
     /// Whether the image has bitmaps that are in step with the disk. Of an image that is open for writing.
     pub fn has_bitmaps(&self) -> bool {
         self.bitmaps.has_any()
+    }
+
+    /// As [`Format::vouch_by`](crate::Format::vouch_by).
+    pub fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
+        self.bitmaps.vouch_by(vouch);
+    }
+
+    /// As [`Format::renew_voucher`](crate::Format::renew_voucher).
+    pub async fn renew_voucher(&self) -> Result<()> {
+        self.bitmaps.renew_voucher(&self.metadata).await
     }
 
     /// Up to how many bytes of the disk each enabled bitmap may say to have changed that have not, because a process

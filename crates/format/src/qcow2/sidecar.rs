@@ -9,7 +9,7 @@ use blockhouse_core::{ErrorKind, Result, Storage};
 
 use super::check::create::CreateOptions;
 use super::layout::bitmap_directory::{self, BitmapFlags, LIVE_BITMAPS};
-use super::layout::data_file_mark::DataFileMark;
+use super::layout::data_file_mark::{DataFileMark, Voucher};
 use super::layout::options::{DataFile, Switch};
 use super::layout::table_io::read_header;
 
@@ -35,6 +35,8 @@ pub struct Sidecar {
     pub has_enabled: bool,
     /// Whether a process is recording changes, or died before it closed the image.
     pub is_live: bool,
+    /// What that process has vouched for.
+    pub voucher: Option<Voucher>,
 }
 
 impl Sidecar {
@@ -61,6 +63,7 @@ impl Sidecar {
             changed: mark.changed,
             has_enabled: entries.iter().any(|entry| entry.flags.contains(BitmapFlags::AUTO)),
             is_live: header.autoclear & LIVE_BITMAPS != 0,
+            voucher: mark.voucher,
         }))
     }
 

@@ -16,8 +16,8 @@
 //!
 //! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours say.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use async_lock::Semaphore;
 use blockhouse_core::sync::run_all;
@@ -29,7 +29,7 @@ use crate::qcow2::layout::bitmap_directory::{
     LIVE_BITMAPS,
 };
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
-use crate::qcow2::layout::data_file_mark::DataFileMark;
+use crate::qcow2::layout::data_file_mark::{DataFileMark, Voucher};
 use crate::qcow2::layout::header::{Header, Incompatible, SECTOR};
 use crate::qcow2::layout::options::BitmapActivity;
 use crate::qcow2::layout::table_io;
@@ -59,8 +59,10 @@ pub(crate) struct LiveBitmaps {
     has_begun: AtomicBool,
     /// Whether the header is durably marked as that of a session.
     is_marked: AtomicBool,
-    /// Held by the task that begins the session.
+    /// Held by the task that begins or ends the session, or notes a voucher.
     begin_lock: Semaphore,
+    /// Of a sidecar: what gives vouchers.
+    vouch: OnceLock<fn() -> Option<Voucher>>,
     activity: BitmapActivity,
 }
 
@@ -231,6 +233,7 @@ impl LiveBitmaps {
             has_begun: AtomicBool::new(false),
             is_marked: AtomicBool::new(false),
             begin_lock: Semaphore::new(1),
+            vouch: OnceLock::new(),
             activity,
         }
     }
@@ -355,7 +358,18 @@ impl LiveBitmaps {
                 Role::Live | Role::Idle => flags,
             })
             .await?;
-            metadata.rewrite_header(|header| header.autoclear |= LIVE_BITMAPS).await?;
+        }
+        // Of a sidecar also where the session is that of a process that died: it is this one's now.
+        let voucher = self.voucher();
+        if !self.is_marked.load(Ordering::Acquire) || voucher.is_some() {
+            metadata
+                .rewrite_header(|header| {
+                    header.autoclear |= LIVE_BITMAPS;
+                    if let Some(voucher) = voucher {
+                        DataFileMark::set_voucher(header, voucher);
+                    }
+                })
+                .await?;
             self.is_marked.store(true, Ordering::Release);
         }
         set.set_flags(metadata, |role, flags| match role {
@@ -366,6 +380,37 @@ impl LiveBitmaps {
         .await?;
         self.has_begun.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Has sessions begin with a voucher of `vouch`.
+    pub(crate) fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
+        // The first one stays: there is one clock.
+        let _ = self.vouch.set(vouch);
+    }
+
+    fn voucher(&self) -> Option<Voucher> {
+        self.vouch.get().and_then(|vouch| vouch())
+    }
+
+    /// Notes a voucher durably, if a session goes on. It never lands after the end of one: another process may have the image
+    /// then.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(crate) async fn renew_voucher<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+    ) -> Result<()> {
+        if !self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _alone = self.begin_lock.acquire().await;
+        let Some(voucher) = self.voucher().filter(|_| self.has_begun.load(Ordering::Acquire))
+        else {
+            return Ok(());
+        };
+        // Of the sidecar alone: the guest's data need not be stable.
+        metadata.write_header(|header| DataFileMark::set_voucher(header, voucher)).await
     }
 
     /// The size of the disk was changed, and that of the data file of a sidecar: this is no change by another program.
@@ -397,6 +442,7 @@ impl LiveBitmaps {
             return if is_free { sidecar::renew_mark(metadata).await } else { Ok(()) };
         }
         metadata.check_writable()?;
+        let _alone = self.begin_lock.acquire().await;
         // Writes of a change that was dropped may still be in flight.
         metadata.writer().drained().await;
         run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.write_exactly(metadata)))

@@ -358,7 +358,7 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         (extensions::ENCRYPTION, numbers.concat())
     });
     let identity = options.identity.map(|identity| {
-        let mark = DataFileMark { identity, changed: Duration::ZERO };
+        let mark = DataFileMark { identity, changed: Duration::ZERO, voucher: None };
         (extensions::SIDECAR, mark.to_bytes())
     });
     let extensions = [format, named, encryption, identity].into_iter().flatten();

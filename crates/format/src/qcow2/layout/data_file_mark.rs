@@ -7,8 +7,21 @@ use super::extensions::{self, Extension, SIDECAR};
 use super::header::{Header, SECTOR};
 use super::words::be64;
 
-/// Bytes of the extension.
+/// Bytes of the extension, without a voucher.
 const LENGTH: usize = 32;
+/// Bytes of a voucher.
+const VOUCHER: usize = 24;
+
+/// The word of a process that it records all changes of the data file for some time, and that nobody else makes any: noted before
+/// they are made, and again and again while they are. So it tells later whose changes were made in that time, also where the host
+/// has died with all that the process could have told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Voucher {
+    /// The boot of the host, as it is called there.
+    pub boot: [u8; 16],
+    /// Up to when, in nanoseconds since the Unix epoch.
+    pub until: u64,
+}
 
 /// What a sidecar says of its data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,27 +31,54 @@ pub struct DataFileMark {
     /// When it had been changed for the last time when enabled bitmaps had all of its changes and nothing recorded more,
     /// since the Unix epoch.
     pub changed: Duration,
+    /// Of a process that records changes, or died. `None` outside of a session.
+    pub voucher: Option<Voucher>,
 }
 
 impl DataFileMark {
     /// Of an image; `None` where it is no sidecar.
     pub(crate) fn of(header: &Header) -> Option<Self> {
-        let data = extensions::find(&header.extensions, SIDECAR).filter(|it| it.len() == LENGTH)?;
+        let data = extensions::find(&header.extensions, SIDECAR)?;
+        let voucher = match data.len().checked_sub(LENGTH)? {
+            0 => None,
+            VOUCHER => {
+                let boot = data[LENGTH..LENGTH + 16].try_into().ok()?;
+                Some(Voucher { boot, until: be64(data, LENGTH + 16) })
+            }
+            _ => return None,
+        };
         let nanoseconds = u32::try_from(be64(data, 24)).ok().filter(|it| *it < 1_000_000_000)?;
         let identity = data[..16].try_into().ok()?;
-        Some(Self { identity, changed: Duration::new(be64(data, 16), nanoseconds) })
+        let changed = Duration::new(be64(data, 16), nanoseconds);
+        Some(Self { identity, changed, voucher })
     }
 
     pub(crate) fn to_bytes(self) -> Vec<u8> {
         let numbers = [self.changed.as_secs(), self.changed.subsec_nanos().into()];
-        [self.identity.to_vec(), numbers.map(u64::to_be_bytes).concat()].concat()
+        let voucher = self
+            .voucher
+            .map(|Voucher { boot, until }| [boot.to_vec(), until.to_be_bytes().to_vec()].concat());
+        let numbers = numbers.map(u64::to_be_bytes).concat();
+        [self.identity.to_vec(), numbers, voucher.unwrap_or_default()].concat()
     }
 
-    /// Notes when the data file was changed, in the header of a sidecar. Where another program left no room in the first sector,
-    /// the old time stays.
+    /// Notes when the data file was changed, in the header of a sidecar whose session ends. Where another program left no room
+    /// in the first sector, the old time stays.
     pub(crate) fn set_changed(header: &mut Header, changed: Duration) {
-        let Some(mark) = Self::of(header) else { return };
-        let data = Self { changed, ..mark }.to_bytes();
+        if let Some(mark) = Self::of(header) {
+            Self { changed, voucher: None, ..mark }.store(header);
+        }
+    }
+
+    /// Notes a voucher, in the header of a sidecar. Where there is no room for it in the first sector, there is none.
+    pub(crate) fn set_voucher(header: &mut Header, voucher: Voucher) {
+        if let Some(mark) = Self::of(header) {
+            Self { voucher: Some(voucher), ..mark }.store(header);
+        }
+    }
+
+    fn store(self, header: &mut Header) {
+        let data = self.to_bytes();
         let mut new = header.clone();
         new.extensions.retain(|extension| extension.kind != SIDECAR);
         new.extensions.push(Extension { kind: SIDECAR, data });
@@ -55,9 +95,13 @@ mod tests {
 
     #[test]
     fn a_mark_comes_back_and_a_damaged_one_is_none() {
-        let mark = DataFileMark { identity: [7; 16], changed: Duration::new(1 << 40, 999_999_999) };
+        let changed = Duration::new(1 << 40, 999_999_999);
+        let mark = DataFileMark { identity: [7; 16], changed, voucher: None };
         let bytes = mark.to_bytes();
         let numbers = [be64(&bytes, 16), be64(&bytes, 24)];
         assert_eq!((bytes.len(), numbers), (LENGTH, [1 << 40, 999_999_999]));
+        let voucher = Some(Voucher { boot: [9; 16], until: 5 });
+        let bytes = DataFileMark { voucher, ..mark }.to_bytes();
+        assert_eq!((&bytes[32..48], be64(&bytes, 48)), (&[9; 16][..], 5));
     }
 }

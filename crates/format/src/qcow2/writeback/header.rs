@@ -126,6 +126,13 @@ impl<S: Storage, C> Metadata<S, C> {
         self.sync(SyncMode::Data).await
     }
 
+    /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for what says nothing of it.
+    pub(crate) async fn write_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        self.writer.check_failure()?;
+        self.change_header(change).await?;
+        self.storage().flush(SyncMode::Data).await
+    }
+
     /// Changes the header on disk. Durable with the next flush.
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let patch =

@@ -1,0 +1,192 @@
+//! Whose changes of a raw image those were that were made before the host died, where no state file tells any more.
+//!
+//! A server that records the changes of a raw image has it locked. It notes in the sidecar, durably, up to when it vouches for all
+//! changes (`Voucher`): before the first one, and again each [`RENEWAL`] as long as it records any. After the host has died, the
+//! image is as that server left it where it was changed
+//!
+//! - in another boot of the host: a program of this boot would have left a time of this one;
+//! - and not later than the server has vouched for.
+//!
+//! What that does not notice: a server that was killed vouches for up to [`TERM`] in which it does not live. A program that
+//! changes the image in that time is taken for it, if the host dies before the image is opened here again; in the same boot the
+//! state file tells.
+
+use std::sync::OnceLock;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use blockhouse_format::qcow2::Voucher;
+
+use super::image_disk::ImageDisk;
+use super::image_options::CacheMode;
+use crate::options::Access;
+use crate::state::BootId;
+
+/// How often a server notes up to when it vouches.
+pub const RENEWAL: Duration = Duration::from_secs(5);
+/// For how long it vouches: a renewal may be late by the difference.
+const TERM: Duration = Duration::from_secs(15);
+
+/// The boot of the host, found out before the server may no longer ask; `None` where the host does not tell.
+static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
+
+impl ImageDisk {
+    /// Has the changes of a raw image be vouched for that are recorded in its sidecar. Of a disk whose files are locked. Nothing
+    /// becomes of other disks. Needs [`renew_voucher`](Self::renew_voucher) each [`RENEWAL`].
+    pub(super) fn begin_vouching(&self, cache: CacheMode) {
+        // Without flushes a bitmap may lack changes after a death of the host.
+        let is_durable = cache != CacheMode::Unsafe;
+        if is_durable && self.opened_access() == Access::ReadWrite && this_boot().is_some() {
+            self.format().vouch_by(voucher);
+        }
+    }
+
+    /// Whether it is a raw image whose changes are recorded in a sidecar.
+    pub fn has_sidecar(&self) -> bool {
+        self.format().is_sidecar()
+    }
+
+    /// Vouches for the changes that are recorded for some time more. What fails is told by the next change of the bitmaps, if
+    /// that fails, too: otherwise the sidecar is refused after a death of the host.
+    pub async fn renew_voucher(&self) {
+        if let Err(error) = self.format().renew_voucher().await {
+            tracing::debug!("{error}");
+        }
+    }
+}
+
+fn this_boot() -> Option<[u8; 16]> {
+    *BOOT.get_or_init(|| BootId::current().ok().map(BootId::to_bytes))
+}
+
+fn voucher() -> Option<Voucher> {
+    let until = SystemTime::now().duration_since(UNIX_EPOCH).ok()? + TERM;
+    Some(Voucher { boot: this_boot()?, until: until.as_nanos().try_into().ok()? })
+}
+
+/// When the host was started, by its clock now.
+fn boot_time() -> Option<Duration> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+    let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    now.checked_sub(Duration::new(up.tv_sec as u64, up.tv_nsec as u32))
+}
+
+/// Whether a file that was changed at `changed` for the last time is as the process left it that has vouched, and that died
+/// with an earlier boot of the host.
+pub(super) fn is_vouched_for(changed: Duration, voucher: Option<Voucher>) -> bool {
+    let (Some(voucher), Some(boot), Some(booted)) = (voucher, this_boot(), boot_time()) else {
+        return false;
+    };
+    holds(changed, voucher, boot, booted)
+}
+
+fn holds(changed: Duration, voucher: Voucher, boot: [u8; 16], booted: Duration) -> bool {
+    voucher.boot != boot && changed < booted && changed <= Duration::from_nanos(voucher.until)
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{Buffer, Durability, Request};
+    use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
+    use blockhouse_format::qcow2::Sidecar;
+    use blockhouse_format::{ImageFormat, NewBitmap};
+
+    use super::*;
+    use crate::open::sidecar::sidecar_of;
+    use crate::open::{ImageOptions, create, make_sidecar, open};
+
+    /// A change is vouched for before it is made, and none is after the session's end.
+    #[test]
+    fn a_session_of_a_raw_image_is_vouched_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.img");
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&path, 1 << 20, ImageFormat::Raw).await.unwrap();
+            for (cache, vouches) in [(CacheMode::Writeback, true), (CacheMode::Unsafe, false)] {
+                let options = ImageOptions { cache, ..ImageOptions::default() };
+                make_sidecar(&path, &options).await.unwrap();
+                let found = async || {
+                    let path = sidecar_of(&path);
+                    let file = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used).unwrap();
+                    Sidecar::read(&file).await.unwrap().expect("a sidecar").voucher
+                };
+                let disk = open(&path, options).await.unwrap();
+                let (name, granularity) = (cache.as_str().to_owned(), None);
+                let new = NewBitmap { name, granularity, is_enabled: true };
+                disk.bitmaps().add(&new).await.unwrap();
+                disk.renew_voucher().await;
+                assert_eq!(found().await, None, "nothing is recorded yet");
+                let (from, durability) = (Buffer::new(4096).lend(), Durability::None);
+                disk.submit(Request::Write { offset: 0, from, durability }).await.unwrap();
+                let first = found().await;
+                assert_eq!(first.map(|voucher| voucher.boot), this_boot().filter(|_| vouches));
+                disk.renew_voucher().await;
+                let second = found().await;
+                assert_eq!(second.map(|it| it.until) > first.map(|it| it.until), vouches);
+                disk.close().await.unwrap();
+                disk.renew_voucher().await;
+                assert_eq!(found().await, None, "the session has ended");
+            }
+        });
+    }
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// A host that dies and starts again, a server on it that renews its voucher, and a stranger that changes the image when
+    /// it is not locked: whatever happens when, the sidecar is taken only where all changes are the server's.
+    #[test]
+    fn what_a_stranger_has_changed_is_not_vouched_for() {
+        let mut random = fastrand::Rng::with_seed(7);
+        let (mut taken, mut refused) = (0, 0);
+        for _ in 0..20_000 {
+            let start = 1_000 * SECOND;
+            let lived = random.u64(1..100) * SECOND / 2;
+            let last_renewal =
+                start + lived / RENEWAL.as_nanos() as u64 * RENEWAL.as_nanos() as u64;
+            let until = last_renewal + TERM.as_nanos() as u64;
+            let killed = start + lived;
+            let mut changed = start + random.u64(0..=lived);
+            // A stranger comes when the server is gone: before the host dies, or after it was started again.
+            let host_dies = killed + random.u64(0..60) * SECOND;
+            let booted = host_dies + random.u64(1..60) * SECOND;
+            let asked = booted + random.u64(1..60) * SECOND;
+            let (in_first, in_second) = (random.bool(), random.bool());
+            let mut is_unnoticed = false;
+            if in_first && host_dies > killed {
+                changed = random.u64(killed..host_dies);
+                is_unnoticed = changed <= killed + TERM.as_nanos() as u64;
+            }
+            if in_second {
+                changed = random.u64(booted..asked);
+                is_unnoticed = false;
+            }
+            let is_strange = in_second || in_first && host_dies > killed;
+            let voucher = Voucher { boot: [1; 16], until };
+            let is_taken = holds(
+                Duration::from_nanos(changed),
+                voucher,
+                [2; 16],
+                Duration::from_nanos(booted),
+            );
+            assert!(!is_taken || !is_strange || is_unnoticed);
+            assert!(is_taken || is_strange, "a server's own changes are vouched for");
+            // In the same boot the state file tells, and nothing else.
+            assert!(!holds(Duration::from_nanos(changed), voucher, [1; 16], Duration::MAX));
+            taken += u32::from(is_taken);
+            refused += u32::from(!is_taken);
+        }
+        assert!(taken > 1_000 && refused > 1_000, "{taken} {refused}");
+    }
+
+    #[test]
+    fn the_host_tells_when_it_was_started() {
+        let voucher = voucher().expect("a host with /proc");
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+        assert!(boot_time().expect("a clock") < now);
+        assert!(Duration::from_nanos(voucher.until) > now);
+        assert!(!is_vouched_for(Duration::ZERO, Some(voucher)), "of this boot");
+        let earlier = Voucher { boot: [0; 16], ..voucher };
+        assert!(is_vouched_for(Duration::ZERO, Some(earlier)));
+        assert!(!is_vouched_for(now, Some(earlier)), "changed in this boot");
+        assert!(!is_vouched_for(Duration::ZERO, None));
+    }
+}
