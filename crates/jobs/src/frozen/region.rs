@@ -90,16 +90,21 @@ impl From<Place> for Word {
 
 type Table = [Word; GRANULE_BLOCKS];
 
+/// A region is dense where one of so many of its blocks is saved or claimed: changes are likely to touch the others, too.
+const DENSE: usize = 16;
+
 /// See the module's page. Blocks are counted from the region's first.
 pub(super) struct Region {
     granules: [Word; REGION_GRANULES],
     tables: Vec<Table>,
+    /// Blocks that are saved or claimed.
+    taken: usize,
 }
 
 impl Default for Region {
     fn default() -> Self {
         let granules = [Word::UNSAVED; REGION_GRANULES];
-        Self { granules, tables: Vec::new() }
+        Self { granules, tables: Vec::new(), taken: 0 }
     }
 }
 
@@ -126,8 +131,9 @@ impl Region {
 
     /// Claims the blocks of `wanted` from its first on, which is unsaved, as far as they are. More of the last granule with
     /// them, as many as there are claimed or saved ones directly before: changes that go on in order read ahead so.
-    /// Without `has_room` the granules that have no table yet are claimed whole. The region has `end` blocks. What was
-    /// claimed, and how many tables were made.
+    /// In a dense region, as many around them in their granules as are unsaved: one read of many blocks costs little more than
+    /// one of a single block. Without `has_room` the granules that have no table yet are claimed whole. The region has `end`
+    /// blocks. What was claimed, and how many tables were made.
     pub(super) fn claim(
         &mut self,
         wanted: Range<usize>,
@@ -141,6 +147,13 @@ impl Region {
         let granule_end = run.end.next_multiple_of(GRANULE_BLOCKS).min(end);
         let ahead = (run.end..granule_end).take(before);
         run.end += ahead.take_while(|block| self.is_unsaved(block)).count();
+        if self.taken * DENSE >= end {
+            let granule = run.start - run.start % GRANULE_BLOCKS;
+            let before = (granule..run.start).rev();
+            run.start -= before.take_while(|block| self.is_unsaved(block)).count();
+            let after = run.end..run.end.next_multiple_of(GRANULE_BLOCKS).min(end);
+            run.end += after.take_while(|block| self.is_unsaved(block)).count();
+        }
         if !has_room {
             let whole = |block: usize| {
                 let start = block - block % GRANULE_BLOCKS;
@@ -153,6 +166,7 @@ impl Region {
                 run.end = whole(run.end - 1).end;
             }
         }
+        self.taken += run.len();
         let tables = self.tables.len();
         for part in granules(run.clone()) {
             let is_whole = part.len() == GRANULE_BLOCKS || part.end == end;
@@ -185,6 +199,7 @@ impl Region {
 
     /// Makes claimed blocks unsaved again.
     pub(super) fn release(&mut self, run: Range<usize>) {
+        self.taken -= run.len();
         for part in granules(run) {
             self.set(part, Word::UNSAVED);
         }

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 const SIZE: u64 = REGION + 20 * GRANULE + 1024;
+const REGION_BLOCKS: usize = (REGION / BLOCK) as usize;
 
 /// What a block of the model is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,7 +31,16 @@ fn check_claim(
     assert!(claimed.contains(&first.expect("not all is saved")));
     assert!(claimed.clone().all(|block| model[block] == Model::Unsaved));
     assert!(claimed.end <= wanted.end.next_multiple_of(16) && claimed.start >= wanted.start & !15);
-    if has_room {
+    let region = claimed.start / REGION_BLOCKS;
+    let (start, end) = (region * REGION_BLOCKS, ((region + 1) * REGION_BLOCKS).min(model.len()));
+    let taken = model[start..end].iter().filter(|block| **block != Model::Unsaved).count();
+    if taken * 16 >= end - start {
+        // Whatever is unsaved around it in its granules.
+        let before = claimed.start % 16 != 0;
+        assert!(!before || model[claimed.start - 1] != Model::Unsaved);
+        let after = claimed.end % 16 != 0 && claimed.end < end;
+        assert!(!after || model[claimed.end] != Model::Unsaved);
+    } else if has_room {
         assert_eq!(Some(claimed.start), first);
     } else if max_tables == 0 {
         let end = SIZE.div_ceil(BLOCK) as usize;
