@@ -27,6 +27,9 @@ pub struct Options {
     /// request grow, on tmpfs
     #[arg(long)]
     pub growth: bool,
+    /// Measure what a bitmap, and a backup that goes on, leave of the rate of writes, on a disk of --format
+    #[arg(long)]
+    pub backup: bool,
     /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
     #[arg(long)]
     pub quick: bool,

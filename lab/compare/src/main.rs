@@ -7,6 +7,7 @@
 //!
 //! - [`raw`], [`rows`]: raw images, and the loads
 //! - [`qcow2`]: what is special to images that map: other loads, and tools
+//! - [`backup`]: what bitmaps and backups leave of a rate
 //! - [`growth`]: what becomes of a figure when something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
@@ -15,6 +16,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
 
+mod backup;
 mod caching;
 mod config;
 mod fio;
@@ -87,6 +89,9 @@ fn compare(options: &Options) -> Result<()> {
         return vmstate::run(&workspace, options);
     }
     apt::require(apt::FOR_COMPARISON)?;
+    if options.backup {
+        return backup::run(&workspace, options);
+    }
     if options.growth {
         return growth::run(&workspace, options);
     }

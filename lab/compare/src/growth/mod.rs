@@ -8,7 +8,7 @@
 //! - [`layouts`]: images that have much of it
 //! - [`report`]: what came out
 
-mod layouts;
+pub mod layouts;
 mod report;
 mod subjects;
 

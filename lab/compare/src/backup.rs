@@ -1,0 +1,216 @@
+//! `cargo xtask compare --backup`: what recording changes in a bitmap, and a backup that goes on, leave of a guest's rate.
+//!
+//! A client writes blocks of 4 KiB at random places, at depth 64. In each round the ways take turns on the same image: the disk
+//! alone, with a bitmap, and beside a checkpoint that a client reads at one block a second. Each begins with a run that is not
+//! counted, so that all extents are warm; the checkpoint is taken after that. Ratios are to the disk alone, of the same round.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use blockhouse_figures::Spread;
+use lab_nbd::{Client, Framing, handshake};
+use lab_tools::process::stdout_of;
+use lab_tools::workspace::Workspace;
+
+use crate::caching::Caching;
+use crate::config::{Config, Options};
+use crate::growth::layouts;
+use crate::light::{self, Load, Operation};
+use crate::measurement::Measurement;
+use crate::report::{Environment, terminal};
+use crate::rows::{LIGHT, Row};
+use crate::servers::{EXPORT, Format, Image, Kind, Server, Start};
+use crate::storage::{self, Storage};
+
+/// What the checkpoint, and the bitmap, is called.
+const NAME: &str = "measured";
+/// How often a block of the checkpoint is read.
+const READ_PAUSE: Duration = Duration::from_secs(1);
+/// Bytes that are read.
+const BLOCK: u64 = 4096;
+/// Room for the tables of a qcow2 image, in bytes.
+const TABLES: u64 = 64 << 20;
+
+/// What goes on beside the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Alone,
+    Bitmap,
+    Checkpoint,
+}
+
+const WAYS: [(Way, &str); 3] = [
+    (Way::Alone, "alone"),
+    (Way::Bitmap, "with a bitmap"),
+    (Way::Checkpoint, "beside a checkpoint"),
+];
+
+/// The figures of a way: thousands of requests a second, and microseconds of processor time for each.
+#[derive(Default)]
+struct Figures {
+    rates: Vec<f64>,
+    cpu: Vec<f64>,
+}
+
+/// Measures, as `options` say.
+pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    let is_printed = options.markdown.is_none() && options.json.is_none();
+    ensure!(
+        is_printed,
+        "--backup prints its figures, and writes no file: leave --markdown and --json out"
+    );
+    let mut config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
+    ensure!(config.servers == [Kind::Blockhouse], "--backup measures the server blockhouse alone");
+    let control = config.folder.path().join("control");
+    config.programs.serve_args.extend(["--control".to_owned(), text(&control)?]);
+    terminal::environment(&Environment::find(&config)?);
+    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
+    for &kind in options.storage.iter().filter(|kind| **kind != storage::Kind::Loop) {
+        if let Some(why) = Storage::unavailable(kind) {
+            println!("\n{kind:?} is left out: {why}");
+            continue;
+        }
+        let storage = image(options.format, kind, size, &disk, &config)?;
+        println!("\n{} image, {}", options.format.name(), storage.description());
+        let figures = config.measure_ways(options.format, &storage, &control)?;
+        print(&figures);
+    }
+    Ok(())
+}
+
+fn text(path: &Path) -> Result<String> {
+    Ok(path.to_str().context("a path that is no text")?.to_owned())
+}
+
+fn image(
+    format: Format,
+    kind: storage::Kind,
+    size: u64,
+    disk: &Path,
+    config: &Config,
+) -> Result<Storage> {
+    let whole = Storage::create(kind, size, disk, &config.interrupt)?;
+    if format == Format::Raw {
+        return Ok(whole);
+    }
+    let storage = Storage::bare(kind, size + TABLES, disk)?;
+    layouts::copy(whole.path(), storage.path())?;
+    Ok(storage)
+}
+
+fn print(figures: &[Figures]) {
+    let spread = |values: &[f64]| Spread::of(values.iter().copied());
+    for ((_, name), one) in WAYS.iter().zip(figures) {
+        let ratio = Spread::of_ratios(&one.rates, &figures[0].rates);
+        let [rate, cpu] = [(&one.rates, 1), (&one.cpu, 2)].map(|(values, digits)| {
+            spread(values).map_or_else(String::new, |spread| format!("{spread:.digits$}"))
+        });
+        let ratio = ratio.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
+        println!("  {name:20} {rate:28} k/s {cpu:28} us of CPU  {ratio} of alone");
+    }
+}
+
+impl Config {
+    /// All rounds: the figures of each way.
+    fn measure_ways(
+        &mut self,
+        format: Format,
+        storage: &Storage,
+        control: &Path,
+    ) -> Result<Vec<Figures>> {
+        let mut all: Vec<Figures> = WAYS.map(|_| Figures::default()).into();
+        for _ in 0..self.rounds {
+            for ((way, name), figures) in WAYS.into_iter().zip(&mut all) {
+                let measured = self.measure_way(way, format, storage, control).context(name)?;
+                let requests = measured.requests.max(1) as f64;
+                figures.rates.push(requests / measured.elapsed.as_secs_f64() / 1e3);
+                figures.cpu.push(measured.server_cpu.as_secs_f64() * 1e6 / requests);
+            }
+        }
+        Ok(all)
+    }
+
+    fn measure_way(
+        &mut self,
+        way: Way,
+        format: Format,
+        storage: &Storage,
+        control: &Path,
+    ) -> Result<Measurement> {
+        storage.prepare_cache(Caching::Direct)?;
+        let row = Row { operation: Operation::Write, ..LIGHT };
+        let start = Start { kind: Kind::Blockhouse, export: row.client.export(), queues: 1 };
+        let folder = self.folder.path().to_owned();
+        let image = Image { storage, format };
+        let server = Server::start(start, &self.programs, image, &folder, &self.interrupt)?;
+        let ctl = |words: &[&str]| {
+            let mut command = Command::new(&self.programs.blockhouse);
+            command.arg("ctl").arg(control).args(words);
+            stdout_of(command)
+        };
+        let disk = storage.path().file_name().and_then(|name| name.to_str());
+        let disk = disk.context("an image without a name")?;
+        if way == Way::Bitmap {
+            ctl(&["bitmap", "add", disk, NAME])?;
+        }
+        self.generation += 2;
+        let load = |generation| Load { duration: self.duration, ..row.load(generation) };
+        let cpu = || server.cpu();
+        let load_for = |generation| {
+            light::run(load(generation), server.socket(), EXPORT, &cpu, &self.interrupt)
+        };
+        load_for(self.generation)?;
+        let measured = match way {
+            Way::Alone | Way::Bitmap => load_for(self.generation + 1)?,
+            Way::Checkpoint => {
+                let socket = folder.join("backup.sock");
+                let uri = format!("nbd+unix:///{EXPORT}?socket={}", text(&socket)?);
+                ctl(&["backup", "begin", disk, "--backup", NAME, "--export", &uri])?;
+                let measured = beside_reader(&socket, || load_for(self.generation + 1))?;
+                ctl(&["backup", "end", NAME])?;
+                measured
+            }
+        };
+        if way == Way::Bitmap {
+            ctl(&["bitmap", "remove", disk, NAME])?;
+        }
+        server.stop()?;
+        // What a raw image has bitmaps in would go on recording nothing.
+        let mut sidecar = storage.path().as_os_str().to_owned();
+        sidecar.push(".bitmaps");
+        let _ = std::fs::remove_file(PathBuf::from(sidecar));
+        Ok(measured)
+    }
+}
+
+/// Runs a load while a client reads a block of the checkpoint at `socket` now and then.
+fn beside_reader(socket: &Path, load: impl FnOnce() -> Result<Measurement>) -> Result<Measurement> {
+    let (stream, export) = handshake::open(socket, EXPORT)?;
+    let size = export.size;
+    let mut client = Client::new(stream, Framing::Simple, export);
+    let (stop, stopped): (Sender<()>, _) = channel();
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(move || {
+            let blocks = size / BLOCK;
+            for number in 0_u64.. {
+                // Spread over the disk.
+                let at = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) % blocks * BLOCK;
+                let read = client.read(at, BLOCK);
+                read.map_err(|errno| anyhow!("the checkpoint cannot be read: error {errno}"))?;
+                if stopped.recv_timeout(READ_PAUSE) != Err(RecvTimeoutError::Timeout) {
+                    break;
+                }
+            }
+            client.disconnect();
+            Ok::<_, anyhow::Error>(())
+        });
+        let measured = load();
+        drop(stop);
+        reader.join().map_err(|_| anyhow!("the reader of the checkpoint panicked"))??;
+        measured
+    })
+}
