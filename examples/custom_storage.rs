@@ -83,6 +83,7 @@ impl Storage for PatternStorage {
             alignment: Alignment { offset: BLOCK as u32, memory: 1 },
             // The disk above writes zeros as data where the storage has no operation for them.
             write_zeroes: Offload::Unavailable,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
             read_after_discard: ReadAfterDiscard::Undefined,
         }

@@ -103,6 +103,7 @@ impl Storage for Memory {
             group_commit: GroupCommit::Never,
             alignment: self.0.alignment,
             write_zeroes: Offload::Available,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
             read_after_discard: ReadAfterDiscard::Undefined,
         }

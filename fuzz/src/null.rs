@@ -21,6 +21,7 @@ impl Storage for Null {
             group_commit: GroupCommit::Never,
             alignment: Alignment { offset: 512, memory: 512 },
             write_zeroes: Offload::Available,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
             read_after_discard: ReadAfterDiscard::Zeros,
         }

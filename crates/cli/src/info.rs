@@ -221,6 +221,7 @@ fn as_text(facts: &Facts) -> String {
         format!("direct I/O alignment: {} bytes", capabilities.alignment.offset),
         format!("discard: {}", available(capabilities.discard)),
         format!("fast zeroes: {}", available(capabilities.write_zeroes)),
+        format!("written zeroes ahead: {}", available(capabilities.prepare_zeroes)),
     ]);
     lines.join("\n")
 }
@@ -245,6 +246,7 @@ fn as_json(facts: &Facts) -> Value {
             },
             "discard": capabilities.discard == Offload::Available,
             "write-zeroes": capabilities.write_zeroes == Offload::Available,
+            "prepare-zeroes": capabilities.prepare_zeroes == Offload::Available,
         },
     });
     if let Some(actual_size) = actual_size {

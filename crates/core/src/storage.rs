@@ -59,6 +59,33 @@ pub trait Storage: 'static {
     /// before the next flush, as little as a discard or a resize.
     fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
 
+    /// Fills the range with zeros that are *written*, without sending them: once a full flush that began after the
+    /// return has ended, a durable write to the range costs what an overwrite costs, and nothing of the host's
+    /// metadata. What lies past the end makes the storage longer. Not durable before that flush: after a crash a sector
+    /// may hold what it held before, or zeros; past the end as it was, anything. `held` has no bytes; the operation owns
+    /// it until it ends, and with it its guards.
+    ///
+    /// Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed where zeros have to be
+    /// sent for that, and with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where there is no room, with a part
+    /// of the range filled at most.
+    fn prepare_zeroes(
+        &self,
+        _range: ByteRange,
+        _held: IoVector,
+    ) -> impl Future<Output = Result<()>> {
+        let what = "writing zeros without sending them is not supported here";
+        ready(Err(Error::new(ErrorKind::Unsupported, what).on(self.name())))
+    }
+
+    /// How many bytes the host could still give to the storage, which others may take first; `None` where that is not
+    /// known, or where the storage has all its space.
+    ///
+    /// # Errors
+    /// The host's.
+    fn free_space(&self) -> impl Future<Output = Result<Option<u64>>> {
+        ready(Ok(None))
+    }
+
     /// Gives the space of the range back; [`Capabilities::read_after_discard`] says what it reads as
     /// afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing
     /// changed where the storage cannot.
@@ -173,8 +200,10 @@ pub struct Capabilities {
     /// What offsets, lengths and memory addresses must be multiples of. This never changes while
     /// the storage is open.
     pub alignment: Alignment,
-    /// Whether zeros can be written without sending them.
+    /// Whether a range can be made to read as zeros without sending them.
     pub write_zeroes: Offload,
+    /// Whether zeros can be written without sending them, so that durable writes to them are overwrites.
+    pub prepare_zeroes: Offload,
     /// Whether space can be given back.
     pub discard: Offload,
     /// What a range reads as whose space was given back.

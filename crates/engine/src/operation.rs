@@ -26,11 +26,12 @@ pub(crate) enum Operation {
         file: Arc<File>,
         sync: SyncMode,
     },
-    /// `fallocate(2)` with `mode`.
+    /// `fallocate(2)` with `mode`. It owns the guards of `held` until it completes.
     Allocate {
         file: Arc<File>,
         mode: i32,
         range: ByteRange,
+        held: Option<IoVector>,
     },
     Receive(Message),
     Send(Message),

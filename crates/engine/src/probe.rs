@@ -100,7 +100,18 @@ pub(crate) struct Device {
     pub(crate) fua_cost: FuaCost,
     pub(crate) write_cache: WriteCache,
     pub(crate) write_zeroes: Offload,
+    pub(crate) prepare_zeroes: Offload,
     pub(crate) discard: Offload,
+}
+
+/// Whether the device writes zeros that it is not sent (`FALLOC_FL_WRITE_ZEROES`). Older kernels tell of a queue, but not
+/// of that, and have no such call. Where none is told of, as of a network's file system, its first use tells.
+fn prepare_zeroes(queue: &RequestQueue) -> Offload {
+    match queue.attribute("write_zeroes_unmap_max_bytes") {
+        Some(limit) if limit != "0" => Offload::Available,
+        None if queue.attribute("write_cache").is_none() => Offload::Available,
+        _ => Offload::Unavailable,
+    }
 }
 
 /// Asks the block device that the file is or lies on. A file system without one is taken to know its
@@ -124,6 +135,7 @@ pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
         },
         write_cache: if write_through { WriteCache::None } else { WriteCache::Volatile },
         write_zeroes: offload("write_zeroes_max_bytes"),
+        prepare_zeroes: prepare_zeroes(&queue),
         discard: offload("discard_max_bytes"),
     })
 }

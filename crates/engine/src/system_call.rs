@@ -54,7 +54,7 @@ impl FileCall {
                 flags: through.flags(),
             },
             Operation::Sync { file, sync } => Self::Sync { file: file.raw(), sync: *sync },
-            Operation::Allocate { file, mode, range } => Self::Allocate {
+            Operation::Allocate { file, mode, range, .. } => Self::Allocate {
                 file: file.raw(),
                 mode: *mode,
                 offset: range.offset(),

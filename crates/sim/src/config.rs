@@ -21,6 +21,10 @@ pub struct Config {
     pub alignment: Alignment,
     /// How zero writes without data go.
     pub write_zeroes: Support,
+    /// How zeros go that are written without being sent.
+    pub prepare_zeroes: Support,
+    /// How many bytes the host has left for it, as far as it says.
+    pub free_space: Option<u64>,
     /// How discards go.
     pub discard: Support,
     /// What discarded ranges read as.
@@ -76,7 +80,7 @@ impl Latency {
 }
 
 impl Default for Config {
-    /// A disk that can do everything, demands no alignment and ends operations in any order.
+    /// A disk that can do everything but prepare zeros, demands no alignment and ends operations in any order.
     fn default() -> Self {
         Self {
             fua: Fua::Native,
@@ -85,6 +89,8 @@ impl Default for Config {
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Support::Yes,
+            prepare_zeroes: Support::No,
+            free_space: None,
             discard: Support::Yes,
             read_after_discard: ReadAfterDiscard::Undefined,
             size: Size::Grows,
@@ -113,6 +119,8 @@ impl Config {
             },
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes: support(random),
+            prepare_zeroes: support(random),
+            free_space: [None, Some(0), Some(1 << 30)][random.usize(..3)],
             discard: support(random),
             read_after_discard: if random.bool() {
                 ReadAfterDiscard::Zeros

@@ -204,6 +204,7 @@ impl Storage for SimDisk {
             group_commit: state.config.group_commit,
             alignment: state.config.alignment,
             write_zeroes: offload(state.config.write_zeroes),
+            prepare_zeroes: offload(state.config.prepare_zeroes),
             discard: offload(state.config.discard),
             read_after_discard: state.config.read_after_discard,
         }
@@ -236,6 +237,16 @@ impl Storage for SimDisk {
         self.assert_aligned(range, None);
         assert!(range.end() <= self.size(), "a zero write past the end: {range}");
         self.operate(Operation::WriteZeroes(range, unmap), None).await
+    }
+
+    /// Zeros in the cache, as written ones are.
+    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        self.assert_aligned(range, None);
+        self.operate(Operation::PrepareZeroes(range), Some(held)).await
+    }
+
+    async fn free_space(&self) -> Result<Option<u64>> {
+        Ok(self.0.state.lock().config.free_space)
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {

@@ -117,6 +117,17 @@ impl Media {
         }
     }
 
+    /// The host has given new space for these sectors: where nothing makes their content stable, a crash may leave what
+    /// was there before.
+    pub(crate) fn leave_anything_past_end(&mut self, range: ByteRange, random: &mut Rng) {
+        for sector in self.present(range) {
+            let start = sector * SECTOR;
+            if start as u64 >= self.stable_size && self.sectors[sector].stable_version == 0 {
+                self.stable[start..start + SECTOR].fill_with(|| random.u8(1..));
+            }
+        }
+    }
+
     /// The sectors of the range are stable as reads see them.
     pub(crate) fn make_stable(&mut self, range: ByteRange) {
         let sectors = self.present(range);
@@ -394,6 +405,24 @@ mod tests {
             let image = media.crash(&[], &mut Rng::with_seed(seed));
             assert_eq!((image.len(), image[613], image[1023]), (1024, 2, 1));
         }
+    }
+
+    #[test]
+    fn what_the_host_had_there_shows_until_prepared_zeros_are_flushed() {
+        let mut media = Media::new(sector(7));
+        let (range, mut random) = (ByteRange::between(512, 1536), Rng::with_seed(1));
+        media.write(1, 512, &[0; 1024]);
+        media.leave_anything_past_end(range, &mut random);
+        let leaves_anything = |media: &Media| {
+            (0..50).any(|seed| {
+                let image = media.crash(&[], &mut Rng::with_seed(seed));
+                image.iter().skip(512).any(|&byte| byte != 0)
+            })
+        };
+        assert!(leaves_anything(&media));
+        media.complete_flush(&media.flush_set(), true);
+        assert!(!leaves_anything(&media));
+        assert_eq!(media.crash(&[], &mut random)[..512], sector(7));
     }
 
     #[test]

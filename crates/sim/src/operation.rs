@@ -11,6 +11,8 @@ pub enum Operation {
     Write(ByteRange, Durability),
     /// A zero write without data.
     WriteZeroes(ByteRange, Unmap),
+    /// Zeros that are written without being sent.
+    PrepareZeroes(ByteRange),
     /// A discard.
     Discard(ByteRange),
     /// A flush.
@@ -36,6 +38,8 @@ pub enum OperationKind {
     DurableWrite,
     /// [`Operation::WriteZeroes`]
     WriteZeroes,
+    /// [`Operation::PrepareZeroes`]
+    PrepareZeroes,
     /// [`Operation::Discard`]
     Discard,
     /// [`Operation::Flush`]
@@ -58,6 +62,7 @@ impl Operation {
             Self::Write(_, Durability::None) => OperationKind::Write,
             Self::Write(..) => OperationKind::DurableWrite,
             Self::WriteZeroes(..) => OperationKind::WriteZeroes,
+            Self::PrepareZeroes(_) => OperationKind::PrepareZeroes,
             Self::Discard(_) => OperationKind::Discard,
             Self::Flush(_) => OperationKind::Flush,
             Self::Resize(_) => OperationKind::Resize,
@@ -73,6 +78,7 @@ impl Operation {
             Self::Read(range)
             | Self::Write(range, _)
             | Self::WriteZeroes(range, _)
+            | Self::PrepareZeroes(range)
             | Self::Discard(range)
             | Self::Status(range)
             | Self::Prefetch(range) => Some(range),
@@ -86,6 +92,7 @@ impl Operation {
             Self::Read(_) | Self::Status(_) | Self::Prefetch(_) | Self::Flush(_) => false,
             Self::Write(..)
             | Self::WriteZeroes(..)
+            | Self::PrepareZeroes(_)
             | Self::Discard(_)
             | Self::Resize(_)
             | Self::Lengthen(_) => true,

@@ -189,7 +189,7 @@ impl State {
                 self.media.read(range.offset(), &mut bytes);
                 bytes
             }),
-            (Operation::WriteZeroes(..), _) => Some(vec![0; length]),
+            (Operation::WriteZeroes(..) | Operation::PrepareZeroes(_), _) => Some(vec![0; length]),
             (Operation::Discard(_), _) => match self.random.u8(..3) {
                 _ if self.config.read_after_discard == ReadAfterDiscard::Zeros => {
                     Some(vec![0; length])
@@ -206,6 +206,7 @@ impl State {
     fn refusal(&mut self, kind: OperationKind) -> Option<i32> {
         let support = match kind {
             OperationKind::WriteZeroes => &mut self.config.write_zeroes,
+            OperationKind::PrepareZeroes => &mut self.config.prepare_zeroes,
             OperationKind::Discard => &mut self.config.discard,
             _ => return None,
         };
@@ -222,7 +223,7 @@ impl State {
             return None;
         }
         match operation {
-            Operation::Write(range, _) => {
+            Operation::Write(range, _) | Operation::PrepareZeroes(range) => {
                 (range.end() > self.media.size()).then_some(errno::ENOSPC)
             }
             Operation::Resize(_) => Some(errno::EINVAL),
@@ -253,6 +254,11 @@ impl State {
                 if is_durable || self.config.write_cache == WriteCache::None {
                     self.media.make_stable(range);
                 }
+            }
+            Operation::PrepareZeroes(range) => {
+                let bytes = done.bytes.as_ref().expect("zeros are bytes");
+                self.media.write(id, range.offset(), bytes);
+                self.media.leave_anything_past_end(range, &mut self.random);
             }
             Operation::WriteZeroes(range, _) | Operation::Discard(range) => {
                 if let Some(bytes) = &done.bytes {

@@ -118,8 +118,13 @@ impl Workload {
 }
 
 /// Operations that fail without a word on what else is stable.
-pub(crate) const PLAIN_FAULTS: [OperationKind; 4] =
-    [OperationKind::Read, OperationKind::Write, OperationKind::WriteZeroes, OperationKind::Discard];
+pub(crate) const PLAIN_FAULTS: [OperationKind; 5] = [
+    OperationKind::Read,
+    OperationKind::Write,
+    OperationKind::WriteZeroes,
+    OperationKind::PrepareZeroes,
+    OperationKind::Discard,
+];
 
 /// Operations whose failure says that anything that was written before may be lost.
 pub(crate) const SYNC_FAULTS: [OperationKind; 2] =

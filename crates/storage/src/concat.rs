@@ -89,6 +89,7 @@ impl<S: Storage> Storage for Concat<S> {
         Capabilities {
             alignment,
             write_zeroes: Offload::Unavailable,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
             ..self.files[0].1.capabilities()
         }

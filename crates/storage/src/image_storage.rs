@@ -187,6 +187,23 @@ impl Storage for ImageStorage {
         }
     }
 
+    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        match self {
+            Self::File(file) => file.prepare_zeroes(range, held).await,
+            Self::Nbd(nbd) => nbd.prepare_zeroes(range, held).await,
+            Self::Rbd(rbd) => rbd.prepare_zeroes(range, held).await,
+            Self::Concat(files) => files.prepare_zeroes(range, held).await,
+            Self::View(view) => view.prepare_zeroes(range, held).await,
+        }
+    }
+
+    async fn free_space(&self) -> Result<Option<u64>> {
+        match self {
+            Self::File(file) => file.free_space().await,
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => Ok(None),
+        }
+    }
+
     async fn extend_hint(&self, size: u64) {
         match self {
             Self::File(file) => file.extend_hint(size).await,

@@ -59,6 +59,7 @@ impl Storage for Slow {
             group_commit: GroupCommit::Never,
             alignment: self.alignment,
             write_zeroes: Offload::Unavailable,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
             read_after_discard: ReadAfterDiscard::Undefined,
         }

@@ -282,6 +282,11 @@ impl<S: Storage> FlushTracker<S> {
         self.zero_content(Content::Data, range, unmap).await
     }
 
+    /// As [`Storage::prepare_zeroes`], of guests' bytes.
+    pub(crate) async fn prepare_data_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        self.prepare_content(Content::Data, range, held).await
+    }
+
     /// As [`Storage::discard`], of guests' bytes.
     pub(crate) async fn discard_data(&self, range: ByteRange) -> Result<()> {
         self.discard_content(Content::Data, range).await
@@ -319,6 +324,20 @@ impl<S: Storage> FlushTracker<S> {
         let operation = self.begin_operation();
         let timer = self.stats.begin(HostOperation::WriteZeroes, content, range.length());
         let outcome = self.storage.write_zeroes(range, unmap).await;
+        timer.end(&outcome);
+        self.complete_unstable(operation);
+        outcome
+    }
+
+    async fn prepare_content(
+        &self,
+        content: Content,
+        range: ByteRange,
+        held: IoVector,
+    ) -> Result<()> {
+        let operation = self.begin_operation();
+        let timer = self.stats.begin(HostOperation::PrepareZeroes, content, range.length());
+        let outcome = self.storage.prepare_zeroes(range, held).await;
         timer.end(&outcome);
         self.complete_unstable(operation);
         outcome
@@ -418,6 +437,14 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         self.zero_content(Content::Metadata, range, unmap).await
+    }
+
+    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        self.prepare_content(Content::Metadata, range, held).await
+    }
+
+    async fn free_space(&self) -> Result<Option<u64>> {
+        self.storage.free_space().await
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {

@@ -38,6 +38,7 @@ impl<S: Storage> Layer<S> {
             true => Capabilities {
                 alignment: self.alignment,
                 write_zeroes: Offload::Unavailable,
+                prepare_zeroes: Offload::Unavailable,
                 discard: Offload::Unavailable,
                 read_after_discard: ReadAfterDiscard::Undefined,
                 ..capabilities

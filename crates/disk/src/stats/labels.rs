@@ -105,6 +105,8 @@ pub enum HostOperation {
     WriteFua,
     /// A range made zeros without writing them.
     WriteZeroes,
+    /// A range filled with written zeros without sending them, ahead of durable writes.
+    PrepareZeroes,
     /// Space given back.
     Discard,
     /// A flush.
@@ -113,8 +115,15 @@ pub enum HostOperation {
 
 impl HostOperation {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 6] =
-        [Self::Read, Self::Write, Self::WriteFua, Self::WriteZeroes, Self::Discard, Self::Flush];
+    pub const ALL: [Self; 7] = [
+        Self::Read,
+        Self::Write,
+        Self::WriteFua,
+        Self::WriteZeroes,
+        Self::PrepareZeroes,
+        Self::Discard,
+        Self::Flush,
+    ];
 
     /// As in labels.
     pub fn as_str(self) -> &'static str {
@@ -123,6 +132,7 @@ impl HostOperation {
             Self::Write => "write",
             Self::WriteFua => "write_fua",
             Self::WriteZeroes => "write_zeroes",
+            Self::PrepareZeroes => "prepare_zeroes",
             Self::Discard => "discard",
             Self::Flush => "flush",
         }

@@ -25,6 +25,7 @@ impl Storage for Immediate {
             group_commit: GroupCommit::Never,
             alignment: self.0,
             write_zeroes: Offload::Available,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
             read_after_discard: ReadAfterDiscard::Undefined,
         }

@@ -152,6 +152,14 @@ impl Storage for Lying {
         }
     }
 
+    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        self.disk.prepare_zeroes(range, held).await
+    }
+
+    async fn free_space(&self) -> Result<Option<u64>> {
+        self.disk.free_space().await
+    }
+
     async fn discard(&self, range: ByteRange) -> Result<()> {
         self.disk.discard(range).await
     }

@@ -51,6 +51,7 @@ impl Storage for Memory {
             group_commit: GroupCommit::Never,
             alignment: Alignment { offset: self.0.block, memory: 1 },
             write_zeroes: Offload::Unavailable,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
             read_after_discard: ReadAfterDiscard::Undefined,
         }

@@ -10,6 +10,7 @@
 mod change_time;
 mod open;
 mod open_files;
+mod written_zeros;
 
 use std::fmt;
 use std::sync::Arc;
@@ -64,6 +65,7 @@ struct Unsupported {
     zero_range: AtomicBool,
     discard: AtomicBool,
     extend: AtomicBool,
+    prepare_zeroes: AtomicBool,
 }
 
 impl HostFile {
@@ -240,7 +242,8 @@ impl HostFile {
         }
         let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
         loop {
-            let operation = Operation::Allocate { file: Arc::clone(&self.file), mode, range };
+            let operation =
+                Operation::Allocate { file: Arc::clone(&self.file), mode, range, held: None };
             match submit(operation).await.0 {
                 Ok(_) => return Ok(()),
                 Err(Errno::AGAIN | Errno::INTR) => {}
@@ -291,6 +294,15 @@ impl HostFile {
         }
     }
 
+    /// Whether zeros can be written without sending them. A file in memory has nothing that it would spare.
+    fn can_prepare_zeroes(&self) -> Offload {
+        let is_refused = self.unsupported.prepare_zeroes.load(Relaxed);
+        match is_refused || self.file.medium == Medium::Memory {
+            true => Offload::Unavailable,
+            false => Offload::Available,
+        }
+    }
+
     fn unsupported(&self, what: &str) -> Error {
         Error::new(ErrorKind::Unsupported, format!("{what} is not supported here")).on(&self.name)
     }
@@ -324,6 +336,10 @@ struct ErrorText {
 
 const ZEROES: ErrorText =
     ErrorText { failed: "cannot zero", unsupported: "zeroing a range without writing it" };
+const PREPARE: ErrorText = ErrorText {
+    failed: "cannot write zeros without sending them",
+    unsupported: "writing zeros without sending them",
+};
 const DISCARD: ErrorText =
     ErrorText { failed: "cannot discard", unsupported: "discarding a range" };
 
@@ -353,6 +369,7 @@ impl Storage for HostFile {
             group_commit: self.group_commit(),
             alignment: self.alignment,
             write_zeroes: all(&[punch_hole, zero_range]),
+            prepare_zeroes: self.can_prepare_zeroes(),
             discard: match self.kind {
                 FileKind::Regular => all(&[punch_hole]),
                 FileKind::BlockDevice => all(&[discard]),
@@ -410,6 +427,41 @@ impl Storage for HostFile {
         }
     }
 
+    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        if self.can_prepare_zeroes() == Offload::Unavailable {
+            return Err(self.unsupported(PREPARE.unsupported));
+        }
+        let failed = |error| self.error_at(PREPARE.failed, error, range.offset());
+        if self.kind == FileKind::BlockDevice && range.end() > self.size() {
+            return Err(failed(Errno::NOSPC));
+        }
+        match written_zeros::write(&self.file, range, held).await {
+            Ok(()) => {
+                self.size.fetch_max(range.end(), Relaxed);
+                Ok(())
+            }
+            Err(error) if written_zeros::is_refusal(error) => {
+                if !self.unsupported.prepare_zeroes.swap(true, Relaxed) {
+                    tracing::debug!("{}: {}", self.name, written_zeros::REFUSED);
+                }
+                Err(self.unsupported(PREPARE.unsupported))
+            }
+            Err(error) => {
+                // A part of it may have made the file longer.
+                self.query_size().into_iter().for_each(|size| self.set_min_size(size));
+                Err(failed(error))
+            }
+        }
+    }
+
+    async fn free_space(&self) -> Result<Option<u64>> {
+        if self.kind == FileKind::BlockDevice {
+            return Ok(None);
+        }
+        let left = written_zeros::free_space(&self.file).await;
+        left.map(Some).map_err(|error| self.error("cannot find the free space", error))
+    }
+
     async fn discard(&self, range: ByteRange) -> Result<()> {
         match self.kind {
             FileKind::Regular => {
@@ -462,7 +514,8 @@ impl Storage for HostFile {
             return;
         }
         let range = ByteRange::between(size.saturating_sub(512), size);
-        let operation = Operation::Allocate { file: Arc::clone(&self.file), mode: 0, range };
+        let file = Arc::clone(&self.file);
+        let operation = Operation::Allocate { file, mode: 0, range, held: None };
         match submit(operation).await.0 {
             Ok(_) => {
                 self.size.fetch_max(size, Relaxed);

@@ -263,6 +263,7 @@ impl HostFile {
             zero_range: (device.write_zeroes == Offload::Unavailable).into(),
             discard: (device.discard == Offload::Unavailable).into(),
             extend: (kind == FileKind::BlockDevice).into(),
+            prepare_zeroes: (device.prepare_zeroes == Offload::Unavailable).into(),
         };
         let (file, size) = (Arc::new(file), size.into());
         let flushed = match &tail {

@@ -122,7 +122,7 @@ impl Uring {
                 };
                 self.ring.on_file(file, |file| opcode::Fsync::new(file).flags(flags).build())
             }
-            Operation::Allocate { file, mode, range } => self.ring.on_file(file, |file| {
+            Operation::Allocate { file, mode, range, .. } => self.ring.on_file(file, |file| {
                 opcode::Fallocate::new(file, range.length())
                     .offset(range.offset())
                     .mode(*mode)

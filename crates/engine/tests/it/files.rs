@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use blockhouse_core::{
-    Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, FuaCost, GroupCommit,
+    Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, FuaCost, GroupCommit, Offload,
     ReadAfterDiscard, Storage, SyncMode, Unmap, errno,
 };
 use blockhouse_engine::{Engine, HostFile, OpenMode, PageCache};
@@ -197,6 +197,42 @@ fn a_lengthened_file_keeps_what_it_has() {
             read(file, file.size() - 4096, 4096).await,
             vec![if file.size() > size { 0 } else { 7 }; 4096]
         );
+    });
+}
+
+/// Zeros where the host has the call; where it has not, a refusal that is remembered and changes nothing.
+#[test]
+fn zeros_are_prepared_or_refused_for_good() {
+    on_every_file(async |file| {
+        let size = file.size();
+        write(file, 0, 7, 4096, Durability::None).await;
+        let range = ByteRange::between(0, size + MIB);
+        match file.prepare_zeroes(range, Buffer::new(0).lend()).await {
+            Ok(()) => {
+                assert_eq!((file.size(), file.query_size().unwrap()), (size + MIB, size + MIB));
+                file.flush(SyncMode::Full).await.unwrap();
+                assert_eq!(read(file, 0, 4096).await, vec![0; 4096], "also where data was");
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                assert_eq!(file.capabilities().prepare_zeroes, Offload::Unavailable);
+                assert_eq!((file.size(), file.query_size().unwrap()), (size, size));
+                assert_eq!(read(file, 0, 4096).await, vec![7; 4096]);
+                let again = file.prepare_zeroes(range, Buffer::new(0).lend()).await;
+                assert_eq!(again.unwrap_err().kind(), ErrorKind::Unsupported);
+            }
+        }
+    });
+}
+
+/// The guards of a refused or finished operation are gone with it.
+#[test]
+fn an_operation_gives_its_guards_back() {
+    on_every_file(async |file| {
+        let guard = std::sync::Arc::new(());
+        let held = Buffer::new(0).lend().with_guard(std::sync::Arc::clone(&guard));
+        let _ = file.prepare_zeroes(ByteRange::between(0, MIB), held).await;
+        assert_eq!(std::sync::Arc::strong_count(&guard), 1);
     });
 }
 

@@ -212,6 +212,7 @@ impl Storage for NbdStorage {
             },
             alignment: Alignment { offset: self.export().minimum_block, memory: 1 },
             write_zeroes: offload(TransmissionFlags::SEND_WRITE_ZEROES),
+            prepare_zeroes: Offload::Unavailable,
             discard: offload(TransmissionFlags::SEND_TRIM),
             read_after_discard: ReadAfterDiscard::Undefined,
         }

@@ -145,6 +145,7 @@ impl Storage for RbdStorage {
             group_commit,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
             // librbd leaves out what is smaller than a part of an object.
             read_after_discard: ReadAfterDiscard::Undefined,

@@ -47,6 +47,7 @@ impl Storage for FileStorage {
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Unavailable,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Unavailable,
             read_after_discard: ReadAfterDiscard::Undefined,
         }

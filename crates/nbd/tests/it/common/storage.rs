@@ -138,6 +138,7 @@ impl Storage for Memory {
             group_commit: GroupCommit::Never,
             alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
+            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
             read_after_discard: ReadAfterDiscard::Undefined,
         }
