@@ -154,6 +154,8 @@ bitflags::bitflags! {
         const ZEROED = 8;
         /// The place is the same for ever, and no change of it concerns the format: linking and aborting do nothing.
         const FIXED = 16;
+        /// With `ZEROED`: these zeros are written and durable, so that a durable write may leave the rest, too.
+        const PREPARED = 32;
     }
 }
 

@@ -1,7 +1,7 @@
 //! Space for bytes that will be written later, so that writing them cannot fail for want of it.
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, ToolProgress, Unmap,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Offload, Result, Storage, ToolProgress, Unmap,
 };
 
 /// How space is taken.
@@ -9,12 +9,14 @@ use blockhouse_core::{
 pub enum SpaceMode {
     /// The host's file system sets it aside (`fallocate`): quick.
     Falloc,
-    /// Zeros are written: slow, and works everywhere.
+    /// Zeros are written: slow, and works everywhere. Where the storage writes them without being sent them, it does
+    /// so, which is quick.
     Full,
 }
 
-/// Bytes of one write of zeros, and of one request for space.
+/// Bytes of one write of zeros, of one request for zeros that are not sent, and of one for space.
 const WRITE_SIZE: u64 = 1 << 20;
+const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
 
 /// Takes the space of `range`, which lies in whole blocks of the storage and reads as zeros before and
@@ -31,6 +33,10 @@ pub async fn preallocate<S: Storage>(
     if range.is_empty() {
         return Ok(());
     }
+    let range = match mode {
+        SpaceMode::Falloc => range,
+        SpaceMode::Full => prepare(storage, range, progress).await?,
+    };
     let (size, mut zeros) = match mode {
         SpaceMode::Falloc => (RESERVE_SIZE, Buffer::new(0)),
         SpaceMode::Full => (WRITE_SIZE, Buffer::new(range.length().min(WRITE_SIZE) as usize)),
@@ -50,6 +56,25 @@ pub async fn preallocate<S: Storage>(
         rest = rest.skip(chunk.length());
     }
     Ok(())
+}
+
+/// Fills what it can with zeros that are written without being sent; the rest is for the caller.
+async fn prepare<S: Storage>(
+    storage: &S,
+    range: ByteRange,
+    progress: &ToolProgress,
+) -> Result<ByteRange> {
+    let mut rest = range;
+    while !rest.is_empty() && storage.capabilities().prepare_zeroes == Offload::Available {
+        let chunk = rest.truncate(PREPARE_SIZE);
+        match storage.prepare_zeroes(chunk, Buffer::new(0).lend()).await {
+            Err(error) if error.kind() == ErrorKind::Unsupported => break,
+            outcome => outcome?,
+        }
+        progress.advance(chunk.length());
+        rest = rest.skip(chunk.length());
+    }
+    Ok(rest)
 }
 
 async fn reserve<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {

@@ -176,6 +176,23 @@ impl<S: Storage> Disk<S> {
         Ok(result)
     }
 
+    /// Gives `range`, which reads as zeros before and after, space of its own with zeros that are written without being
+    /// sent, as far as the storage can; what is left of it, from where it could not on. Durable with the next flush.
+    ///
+    /// # Errors
+    /// As a write.
+    pub(crate) async fn prepare_zeroes(&self, range: ByteRange) -> Result<ByteRange> {
+        let turn = self.begin_turn(Operation::WriteZeroes, range.offset(), range.length()).await;
+        self.check_access(range.offset())?;
+        self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
+        let claim = self.begin_claim(Operation::WriteZeroes, range).await;
+        let left = self.writer().prepare_zeroes(range).await?;
+        drop(claim);
+        let waits = turn.end();
+        end_change(self.begin_sync(Durability::None), waits).await?;
+        Ok(left)
+    }
+
     /// What the request takes of the disk's limits.
     fn cost(&self, request: &Request) -> Option<RequestCost> {
         RequestCost::of(request, self.options().durability, self.capabilities().write_zeroes)

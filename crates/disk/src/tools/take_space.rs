@@ -8,8 +8,9 @@ use blockhouse_format::SpaceMode;
 
 use crate::disk::Disk;
 
-/// Bytes of one write of zeros, and of one request for space.
+/// Bytes of one write of zeros, of one request for zeros that are not sent, and of one for space.
 const WRITE_SIZE: u64 = 1 << 20;
+const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
 
 /// Takes the space of `range`, which reads as zeros before and after: in a qcow2 image each of its clusters has its
@@ -31,7 +32,10 @@ pub async fn take_space<S: Storage>(
     };
     let mut zeros = Buffer::new(if mode == SpaceMode::Full { size as usize } else { 0 });
     zeros.bytes_mut().fill(0);
-    let mut rest = range;
+    let mut rest = match mode {
+        SpaceMode::Falloc => range,
+        SpaceMode::Full => prepare(disk, range, progress).await?,
+    };
     while !rest.is_empty() {
         // Up to whole units of the disk: the last cluster before the range is in use.
         let chunk = rest.truncate(size - rest.offset() % size);
@@ -54,4 +58,23 @@ pub async fn take_space<S: Storage>(
         progress.reach(range.length() - rest.length());
     }
     Ok(())
+}
+
+/// Takes as written zeros that are not sent what the storage can; the rest is for the caller.
+async fn prepare<S: Storage>(
+    disk: &Disk<S>,
+    range: ByteRange,
+    progress: &ToolProgress,
+) -> Result<ByteRange> {
+    let mut rest = range;
+    while !rest.is_empty() {
+        let chunk = rest.truncate(PREPARE_SIZE - rest.offset() % PREPARE_SIZE);
+        let left = disk.prepare_zeroes(chunk).await?;
+        rest = rest.skip(chunk.length() - left.length());
+        progress.reach(range.length() - rest.length());
+        if !left.is_empty() {
+            break;
+        }
+    }
+    Ok(rest)
 }

@@ -16,6 +16,7 @@ mod compressed;
 mod copy_on_read;
 mod cow;
 mod populate;
+mod prepare_zeroes;
 mod prepared_extent;
 #[cfg(test)]
 mod tests;
@@ -181,8 +182,9 @@ impl<S: Storage> Writer<S> {
         };
         let reads_as_zeros =
             extent.flags.contains(ExtentFlags::ZEROED) && !self.layer.is_encrypted();
-        let can_leave_holes = plan.may_leave_holes() && reads_as_zeros;
-        if extent.alloc_range != extent.guest && !can_leave_holes {
+        let is_prepared = extent.flags.contains(ExtentFlags::PREPARED);
+        let can_leave_rest = reads_as_zeros && (is_prepared || plan.may_leave_holes());
+        if extent.alloc_range != extent.guest && !can_leave_rest {
             return Box::pin(self.write_with_cow(extent, host, from, plan)).await;
         }
         self.store(extent, host, from, plan).await

@@ -25,6 +25,7 @@ mod qcow2_full;
 mod qcow2_given_up;
 mod qcow2_model;
 mod qcow2_planted;
+mod qcow2_prepared;
 mod qcow2_read;
 mod qcow2_resize_crash;
 mod qcow2_table_moves;

@@ -5,6 +5,7 @@
 //! late is held back in memory, seen by reads, until after the flush or durable write that should have
 //! covered it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{
@@ -39,6 +40,8 @@ pub enum Policy {
     BitsLate,
     /// Bits of bitmaps are not written at all.
     BitsLost,
+    /// Zeros count as prepared before they are durable: for images with space to prepare, see `qcow2_prepared`.
+    PreparedEarly,
 }
 
 /// Which part of the image a cluster is.
@@ -60,12 +63,15 @@ pub struct Broken {
     policy: Policy,
     held: Mutex<Vec<(u64, Vec<u8>)>>,
     is_image: bool,
+    /// Whether the next full flush does nothing.
+    skips_full_flush: AtomicBool,
 }
 
 impl Broken {
     pub fn new(disk: SimDisk, policy: Policy) -> Self {
         let is_image = disk.content().starts_with(b"QFI\xfb");
-        Self { disk, policy, held: Mutex::default(), is_image }
+        let skips_full_flush = AtomicBool::new(false);
+        Self { disk, policy, held: Mutex::default(), is_image, skips_full_flush }
     }
 
     fn holds_back(&self, offset: u64) -> bool {
@@ -78,6 +84,7 @@ impl Broken {
             | Policy::PlainFua
             | Policy::NoFlush
             | Policy::CutTooFar
+            | Policy::PreparedEarly
             | Policy::BitsLost => false,
             Policy::BitsLate => part == Part::Bits,
             Policy::RefcountsLate => part == Part::Refcounts,
@@ -226,12 +233,32 @@ impl Storage for Broken {
         self.disk.write_zeroes(range, unmap).await
     }
 
+    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
+        self.let_go(None).await?;
+        let is_early = self.policy == Policy::PreparedEarly;
+        self.skips_full_flush.store(is_early, Ordering::Relaxed);
+        self.disk.prepare_zeroes(range, held).await
+    }
+
+    async fn free_space(&self) -> Result<Option<u64>> {
+        self.disk.free_space().await
+    }
+
+    /// What others are wrong about is easier to find where files grow by what is written.
+    async fn extend_hint(&self, size: u64) {
+        if self.policy == Policy::PreparedEarly {
+            self.disk.extend_hint(size).await;
+        }
+    }
+
     async fn discard(&self, range: ByteRange) -> Result<()> {
         self.disk.discard(range).await
     }
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
-        if self.policy == Policy::NoFlush {
+        let is_skipped =
+            sync == SyncMode::Full && self.skips_full_flush.swap(false, Ordering::Relaxed);
+        if self.policy == Policy::NoFlush || is_skipped {
             return Ok(());
         }
         self.disk.flush(sync).await?;

@@ -117,6 +117,7 @@ impl Allocator {
     /// The file was cut off after so many clusters.
     pub(crate) fn note_cut(&mut self, tables: &mut Tables, clusters: u64) {
         tables.file_mut().cut(clusters);
+        let _ = self.prepared.take_all();
         self.space.cut(clusters);
     }
 }

@@ -118,6 +118,13 @@ impl FreeSpace {
         }
     }
 
+    /// These clusters are free, which no run has yet and the cursor has not to pass.
+    pub(crate) fn free_range(&mut self, clusters: Range<u64>) {
+        if !clusters.is_empty() && self.free_runs.len() < MAX_RUNS {
+            self.free_runs.insert(clusters.start, clusters.end - clusters.start);
+        }
+    }
+
     /// Removes the first clusters of the run at `start`.
     pub(crate) fn take_from_run(&mut self, start: u64, count: u64) {
         if let Some(length) = self.free_runs.remove(&start)

@@ -15,9 +15,11 @@ impl Allocator {
         }
     }
 
-    /// The reserve at the end of the file is dropped, unused: other tables may take the space.
+    /// The reserve at the end of the file, and what is prepared there, is dropped, unused: other tables may take the
+    /// space.
     pub(crate) fn drop_end_reserve(&mut self) {
         let _ = self.reserve.take_at_end();
+        self.drop_prepared();
     }
 
     /// Takes a cluster for the L2 table of an L1 entry.

@@ -11,9 +11,9 @@
 //!  +------------------- reads that may have looked it up have ended, refcount 0 -----------+
 //! ```
 //!
-//! 1. [`Allocator::allocate`] looks in three places: runs of clusters that became free; a cursor that
-//!    passes once over the space that was there when the image was opened; the end of the file. So no
-//!    allocation looks at more than a few refcount slices.
+//! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; a cursor that
+//!    passes once over the space that was there when the image was opened; clusters that were prepared for
+//!    durable writes (`prepared`); the end of the file. So no allocation looks at more than a few refcount slices.
 //! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for L2
 //!    tables, come from the *reserve*: space that the host has allocated already, so that a writeback never
 //!    fails for want of space.
@@ -33,6 +33,7 @@ mod free_space;
 mod frees;
 mod gaps;
 mod host_space;
+mod prepared;
 mod reserve;
 
 use std::collections::HashSet;
@@ -50,15 +51,30 @@ pub(crate) use gaps::Gaps;
 
 use deferred_free::DeferredFrees;
 use free_space::FreeSpace;
+use prepared::Prepared;
 use reserve::Reserve;
 
 /// How many refcount slices one allocation looks at before it takes from the end.
 const SLICES_PER_ALLOCATION: u32 = 4;
 
+/// Clusters that were allocated.
+pub(crate) struct Allocated {
+    pub(crate) clusters: Range<u64>,
+    /// Whether all of them hold written zeros, durably.
+    pub(crate) is_prepared: bool,
+}
+
+impl Allocated {
+    fn unprepared(tables: &mut Tables, clusters: Range<u64>) -> Step<Self> {
+        mark_allocated(tables, clusters).map(|clusters| Self { clusters, is_prepared: false })
+    }
+}
+
 /// See the module's page.
 pub(crate) struct Allocator {
     space: FreeSpace,
     reserve: Reserve,
+    prepared: Prepared,
     frees: DeferredFrees,
     quarantined: HashSet<u64>,
     /// Where compressed data goes next: after the last of it. Its cluster is in use.
@@ -71,6 +87,7 @@ impl Allocator {
         Self {
             space: FreeSpace::new(clusters),
             reserve: Reserve::default(),
+            prepared: Prepared::default(),
             frees: DeferredFrees::new(min_waiting),
             quarantined: HashSet::new(),
             free_byte_offset: None,
@@ -80,11 +97,17 @@ impl Allocator {
     /// Other tables are the active ones: all that was known of free space is forgotten.
     pub(crate) fn replace_tables(&mut self, clusters: u64) {
         self.space = FreeSpace::new(clusters);
+        self.prepared = Prepared::default();
         self.free_byte_offset = None;
     }
 
     /// Allocates one to `limit` clusters in a row, each with a refcount of one.
     pub(crate) fn allocate(&mut self, tables: &mut Tables, limit: u64) -> Step<Range<u64>> {
+        self.allocate_for_data(tables, limit).map(|allocated| allocated.clusters)
+    }
+
+    /// As [`allocate`](Self::allocate); says what the clusters hold.
+    pub(crate) fn allocate_for_data(&mut self, tables: &mut Tables, limit: u64) -> Step<Allocated> {
         let mut slices = SLICES_PER_ALLOCATION;
         loop {
             let unscanned = self.space.unscanned();
@@ -100,7 +123,7 @@ impl Allocator {
                 match tables.scan(start, count.min(limit))? {
                     Scan::Free(clusters) => {
                         self.space.take_from_run(start, clusters.end - clusters.start);
-                        return mark_allocated(tables, clusters);
+                        return Allocated::unprepared(tables, clusters);
                     }
                     Scan::Allocated(_) | Scan::NoRefcountBlock => {
                         self.space.take_from_run(start, 1);
@@ -112,12 +135,17 @@ impl Allocator {
                 match tables.scan(cursor, limit.min(unscanned.end - cursor))? {
                     Scan::Free(clusters) => {
                         self.space.advance_cursor(clusters.end);
-                        return mark_allocated(tables, clusters);
+                        return Allocated::unprepared(tables, clusters);
                     }
                     Scan::Allocated(count) => self.space.advance_cursor(cursor + count),
                     // A gap in the middle is not worth a refcount block of its own.
                     Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
                 }
+            } else if let Some(clusters) = self.scan_prepared(tables, limit)? {
+                let clusters = mark_allocated(tables, clusters)?;
+                return Ok(Allocated { clusters, is_prepared: true });
+            } else if self.prepared.is_due(tables.file().end()) {
+                return Err(Blocked::NeedsReserve(ReserveRequest::WrittenZeros));
             } else {
                 let end = tables.file().end();
                 match tables.scan(end, limit)? {
@@ -129,7 +157,7 @@ impl Allocator {
                     }
                     Scan::Free(clusters) => {
                         tables.file_mut().advance(clusters.end);
-                        return mark_allocated(tables, clusters);
+                        return Allocated::unprepared(tables, clusters);
                     }
                     Scan::Allocated(count) => tables.file_mut().advance(end + count),
                     Scan::NoRefcountBlock => {

@@ -22,7 +22,7 @@ impl Mapper<'_> {
             DataPlacement::DataFile(_) => {
                 self.mapping.data.wait_for_cow_writes(&clusters)?;
                 let host = self.tables.geometry().offset_of(clusters.start);
-                Ok((clusters, Target { host, allocated: false, zeroed: false }))
+                Ok((clusters, Target { host, allocated: false, zeroed: false, prepared: false }))
             }
         }
     }

@@ -41,6 +41,8 @@ pub(super) struct Target {
     pub(super) allocated: bool,
     /// Reads as zeros, as does what is replaced.
     pub(super) zeroed: bool,
+    /// These zeros are written and durable.
+    pub(super) prepared: bool,
 }
 
 /// How a guest cluster can be written, as far as its entry tells.
@@ -101,7 +103,7 @@ impl Mapper<'_> {
                 self.check_room()?;
                 self.wait_for_overwrites(&clusters)?;
                 self.mapping.data.wait_for_cow_writes(&clusters)?;
-                let target = Target { host, allocated: false, zeroed: false };
+                let target = Target { host, allocated: false, zeroed: false, prepared: false };
                 self.prepare_write(slice, range, clusters, target, method)
             }
             WriteMethod::Allocate | WriteMethod::Cow(_) => {
@@ -175,12 +177,13 @@ impl Mapper<'_> {
         // Nothing was ever written past the end, where the file did not reach further before.
         let unused = self.tables.file().end();
         let count = clusters.end - clusters.start;
-        let hosts = self.allocator.allocate(self.tables, count)?;
+        let allocated = self.allocator.allocate_for_data(self.tables, count)?;
+        let (hosts, prepared) = (allocated.clusters, allocated.is_prepared);
         let clusters = clusters.start..clusters.start + (hosts.end - hosts.start);
         let is_unwritten = hosts.start >= unused && self.tables.file().is_unwritten(hosts.start);
-        let zeroed = is_unwritten && self.reads_as_zeros(slice, clusters.clone())?;
+        let zeroed = (is_unwritten || prepared) && self.reads_as_zeros(slice, clusters.clone())?;
         let host = self.tables.geometry().offset_of(hosts.start);
-        Ok((clusters, Target { host, allocated: true, zeroed }))
+        Ok((clusters, Target { host, allocated: true, zeroed, prepared }))
     }
 
     fn prepare_write(
@@ -206,6 +209,7 @@ impl Mapper<'_> {
         let mut flags = ExtentFlags::NEW;
         flags.set(ExtentFlags::SHARED, method == WriteMethod::Cow(CowReason::Shared));
         flags.set(ExtentFlags::ZEROED, target.zeroed);
+        flags.set(ExtentFlags::PREPARED, target.zeroed && target.prepared);
         let Target { host, allocated, .. } = target;
         self.mapping.changes.begin(clusters, Change::Write { host, allocated });
         let host = host + (guest.offset() - bytes.offset());

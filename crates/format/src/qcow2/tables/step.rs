@@ -41,6 +41,8 @@ pub(crate) enum ReserveRequest {
     AtEnd(u64),
     /// A file that is so many clusters long, if the storage can be made longer.
     Length(u64),
+    /// Clusters at the end that hold written zeros, if the storage can prepare them.
+    WrittenZeros,
     /// Clusters that are pending free or freeable: the host may have no others.
     Frees,
     /// A cluster with a refcount of one for the L2 table of this L1 entry.

@@ -95,6 +95,12 @@ impl<S: Storage> TableWriter<S> {
         Ok(())
     }
 
+    /// Fills a range with written zeros without sending them. Not durable before the next full flush.
+    pub(crate) async fn prepare_zeros(&self, range: ByteRange) -> Result<()> {
+        let held = Buffer::new(0).lend().with_guard(self.writes.enter());
+        self.storage.prepare_zeroes(range, held).await
+    }
+
     /// Changes the first sector, which holds all fields of the header that ever change. Durable with the
     /// next flush. One change at a time, so that none brings back what another has replaced.
     pub(crate) async fn write_header<T>(&self, patch: impl FnOnce(&mut [u8]) -> T) -> Result<T> {

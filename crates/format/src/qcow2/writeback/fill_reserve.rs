@@ -2,7 +2,7 @@
 //!
 //! Where the host has no space the request that needs it fails, and nothing has changed.
 
-use blockhouse_core::{ErrorKind, Result, Storage};
+use blockhouse_core::{ErrorKind, Result, Storage, SyncMode};
 
 use crate::qcow2::tables::ReserveRequest;
 
@@ -30,6 +30,7 @@ impl<S: Storage, C> Metadata<S, C> {
                 self.extend_file(clusters).await;
                 Ok(())
             }
+            ReserveRequest::WrittenZeros => self.prepare_zeros().await,
             ReserveRequest::Frees => self.reclaim_at_limit().await,
             ReserveRequest::L2Table(l1_index) => self.fill_reserve_for_l2(l1_index).await,
         }
@@ -48,6 +49,38 @@ impl<S: Storage, C> Metadata<S, C> {
         let size = self.storage().size();
         let mut state = self.state.lock();
         state.allocator.note_extended(self.geometry, length, needed, size);
+    }
+
+    /// Prepares clusters at the end for durable writes, where the storage can, and the host has enough space.
+    ///
+    /// A host that cannot is no failure: space is taken as without it. A flush that fails is one for all requests, as any
+    /// other.
+    async fn prepare_zeros(&self) -> Result<()> {
+        let _alone = self.end_lock.acquire().await;
+        // As for the reserve: a transaction that freezes the tables later waits for the guard.
+        let free = self.storage().free_space().await.unwrap_or(Some(0));
+        let claim = self.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            let claimed = state.allocator.claim_to_prepare(&mut state.tables, free)?;
+            Ok(claimed.map(|claimed| (claimed, self.writer.writes().enter())))
+        });
+        let Some((claimed, _writing)) = Box::pin(claim).await? else { return Ok(()) };
+        // Dropped in the middle, the clusters stay unused: they may be zeroed at any time.
+        let range = self.geometry.bytes_of(claimed.clone());
+        let outcome = self.writer.prepare_zeros(range).await;
+        let outcome = match outcome {
+            Ok(()) => self.sync(SyncMode::Full).await,
+            Err(error) => Err(error),
+        };
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        match outcome {
+            // A transaction that waits for the guard may take them: they are known to nobody from now on.
+            Ok(()) if !state.tables.freeze().is_active() => {}
+            Ok(()) => state.allocator.put_prepared(claimed),
+            Err(_) => state.allocator.give_up_preparing(&mut state.tables, claimed),
+        }
+        Ok(())
     }
 
     /// Frees what waits for it, unless the storage becomes longer with what is written to it: such a

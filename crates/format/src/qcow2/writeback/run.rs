@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use async_lock::SemaphoreGuard;
-use blockhouse_core::{Capabilities, Fua, FuaCost, Result, Storage, SyncMode};
+use blockhouse_core::{Capabilities, Fua, FuaCost, Offload, Result, Storage, SyncMode};
 use event_listener::EventListener;
 
 use crate::MetadataSync;
@@ -84,10 +84,14 @@ impl<S: Storage, C> Metadata<S, C> {
     /// where the file grows: one flush for data and refcounts is cheaper than one for each. `pending` is how
     /// many changes are.
     pub(crate) fn metadata_sync_mode(&self, pending: impl FnOnce(&C) -> usize) -> MetadataSync {
-        let Capabilities { fua, fua_cost, .. } = self.storage().capabilities();
-        let state = self.state.lock();
+        let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
+        let mut state = self.state.lock();
+        let pending = pending(&state.changes);
+        if prepare_zeroes == Offload::Available && pending > 0 {
+            state.allocator.want_prepared();
+        }
         let headers = state.tables.headers();
-        let is_crowd = pending(&state.changes) > MAX_FUA_WRITES;
+        let is_crowd = pending > MAX_FUA_WRITES;
         let is_resizing = headers.wanted().size != headers.disk().size;
         let fua_flushes =
             fua_cost == FuaCost::ExtraFlush || state.allocator.is_growing(&state.tables);

@@ -1,0 +1,171 @@
+//! Space that the storage has filled with written zeros ahead of durable writes (`Storage::prepare_zeroes`).
+//!
+//! The first durable write to space that a file system has not written costs its journal. So where durable writes take
+//! new clusters, and the storage can write zeros without sending them, the next clusters are prepared together.
+//!
+//! 1. A durable write that takes new space asks for it ([`Prepared::want`]).
+//! 2. The next allocation that would take a cluster from the end of the file is blocked, and claims a run there
+//!    ([`Allocator::claim_to_prepare`]). The end moves past the run, so nothing else takes it meanwhile.
+//! 3. `writeback/fill_reserve` has the run zeroed, and flushes. Only then is it known as prepared: a writer leaves the
+//!    rest of a cluster as it is, and an entry that is durable must not show what was there before.
+//! 4. Allocations take prepared clusters from the front.
+//!
+//! No refcount counts these clusters, and no table refers to them. So a crash leaves a file that is longer than its
+//! last cluster in use, as it always may be: the next process takes them as free clusters, and an orderly end cuts
+//! them off.
+
+use std::ops::Range;
+
+use crate::qcow2::layout::geometry::Geometry;
+use crate::qcow2::tables::{Scan, Step, Tables};
+
+use super::{Allocator, check_not_active};
+
+/// By how many clusters at least, and at most by how many bytes: as much as is taken from the host before it is used.
+const MIN_AHEAD: u64 = 64;
+const MAX_AHEAD: u64 = 64 << 20;
+/// Of smaller clusters, several share a block of the file system.
+const MIN_CLUSTER: u64 = 4096;
+/// The most of the host's free space that is taken ahead, as a fraction.
+const MAX_SHARE: u64 = 16;
+
+/// Clusters that hold written zeros, durably.
+#[derive(Default)]
+pub(crate) struct Prepared {
+    clusters: Range<u64>,
+    /// Whether durable writes have taken new space since the last preparation.
+    is_wanted: bool,
+    /// Not before the file has so many clusters: it failed, or the host was short of space.
+    not_before: u64,
+}
+
+impl Prepared {
+    /// A durable write takes new space.
+    pub(crate) fn want(&mut self) {
+        self.is_wanted = true;
+    }
+
+    pub(super) fn clusters(&self) -> Range<u64> {
+        self.clusters.clone()
+    }
+
+    /// Clusters up to `end` are prepared no more, or in use.
+    pub(super) fn advance(&mut self, end: u64) {
+        self.clusters.start = end.min(self.clusters.end);
+    }
+
+    pub(super) fn take_all(&mut self) -> Range<u64> {
+        std::mem::take(&mut self.clusters)
+    }
+
+    /// Whether a run has to be prepared before a cluster is taken from `end`.
+    pub(super) fn is_due(&self, end: u64) -> bool {
+        self.is_wanted && end >= self.not_before
+    }
+}
+
+/// How many clusters to prepare at the end of a file of `end` clusters, where the host has `free` bytes left; none where
+/// it is short of space.
+fn clusters_ahead(geometry: Geometry, end: u64, free: Option<u64>) -> u64 {
+    if geometry.has_data_file || geometry.cluster_size() < MIN_CLUSTER {
+        return 0;
+    }
+    let limit = (MAX_AHEAD >> geometry.cluster_bits).max(1);
+    let wanted = (end / 8).max(MIN_AHEAD).min(limit);
+    let may_take = free.map_or(u64::MAX, |free| (free / MAX_SHARE) >> geometry.cluster_bits);
+    if may_take < wanted { 0 } else { wanted }
+}
+
+impl Allocator {
+    /// A durable write takes new space: the next is prepared, if the storage can do that.
+    pub(crate) fn want_prepared(&mut self) {
+        self.prepared.want();
+    }
+
+    /// Claims a run of free clusters at the end, to be prepared; `None` where that is not to be. `free` are the bytes
+    /// that the host has left, if that is known.
+    pub(crate) fn claim_to_prepare(
+        &mut self,
+        tables: &mut Tables,
+        free: Option<u64>,
+    ) -> Step<Option<Range<u64>>> {
+        let end = tables.file().end();
+        if !self.prepared.is_due(end) || !self.prepared.clusters().is_empty() {
+            return Ok(None);
+        }
+        let wanted = clusters_ahead(tables.geometry(), end, free);
+        if wanted == 0 || self.space.limit().is_some() {
+            self.stop_preparing(end);
+            return Ok(None);
+        }
+        loop {
+            let end = tables.file().end();
+            let in_file = self.space.length().saturating_sub(end);
+            // A device never has more than it has now.
+            let count = if free.is_none() && in_file > 0 { wanted.min(in_file) } else { wanted };
+            match tables.scan(end, count)? {
+                Scan::Free(clusters) => {
+                    check_not_active(tables, clusters.clone())?;
+                    tables.file_mut().advance(clusters.end);
+                    self.prepared.is_wanted = false;
+                    return Ok(Some(clusters));
+                }
+                Scan::Allocated(count) => tables.file_mut().advance(end + count),
+                // The allocation places it, and takes what follows as without preparation.
+                Scan::NoRefcountBlock => {
+                    self.prepared.not_before = end + 1;
+                    return Ok(None);
+                }
+            }
+        }
+    }
+
+    /// The claimed clusters hold written zeros, durably.
+    pub(crate) fn put_prepared(&mut self, clusters: Range<u64>) {
+        self.space.note_written(clusters.end);
+        self.space.set_length(clusters.end);
+        self.prepared.clusters = clusters;
+    }
+
+    /// The claimed clusters could not be prepared. They are free as before, and it is not tried again soon.
+    pub(crate) fn give_up_preparing(&mut self, tables: &mut Tables, clusters: Range<u64>) {
+        tables.file_mut().unreserve(clusters.end, clusters.start);
+        if tables.file().end() > clusters.start {
+            self.space.free_range(clusters.clone());
+        }
+        self.stop_preparing(clusters.start);
+    }
+
+    fn stop_preparing(&mut self, end: u64) {
+        self.prepared.is_wanted = false;
+        self.prepared.not_before = end + MIN_AHEAD;
+    }
+
+    /// Prepared clusters are nothing but free from now on: other tables may take them.
+    pub(crate) fn drop_prepared(&mut self) {
+        let clusters = self.prepared.take_all();
+        self.space.free_range(clusters);
+    }
+
+    /// Takes up to `limit` prepared clusters; `None` where there are none.
+    pub(super) fn scan_prepared(
+        &mut self,
+        tables: &mut Tables,
+        limit: u64,
+    ) -> Step<Option<Range<u64>>> {
+        loop {
+            let prepared = self.prepared.clusters();
+            if prepared.is_empty() {
+                return Ok(None);
+            }
+            match tables.scan(prepared.start, limit.min(prepared.end - prepared.start))? {
+                Scan::Free(clusters) => {
+                    self.prepared.advance(clusters.end);
+                    return Ok(Some(clusters));
+                }
+                Scan::Allocated(count) => self.prepared.advance(prepared.start + count),
+                Scan::NoRefcountBlock => self.prepared.advance(prepared.end),
+            }
+        }
+    }
+}
