@@ -16,7 +16,7 @@ use lab_tools::build::{Profile, build_binary};
 use lab_tools::workspace::Workspace;
 
 /// Changes whenever the content of the cached archive does.
-const VERSION: &str = "5";
+const VERSION: &str = "6";
 
 /// The modules of the newer kernel.
 const MODULES_FILE: &str = "modules.cpio";

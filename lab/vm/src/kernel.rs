@@ -28,6 +28,7 @@ const USED: &[&str] = &[
     "nbd",
     "null_blk",
     "nvme",
+    "nvme-loop",
     "nvme-tcp",
     "nvme_core",
     "nvmet-tcp",

@@ -65,6 +65,8 @@ enum Hidden {
 pub enum Scenario {
     /// Requests to the disk for each durable write, beside the bare kernel's
     Fua,
+    /// Requests to the disk for first durable writes to space that was prepared as written zeros, on two kernels
+    FirstWrites,
     /// What is left of acknowledged writes after a loss of power
     Power,
     /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills and upgrades of the server, reboot,
@@ -127,6 +129,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
         println!("vm: {scenario:?} ...");
         let result = match scenario {
             Scenario::Fua => scenarios::fua(&base),
+            Scenario::FirstWrites => scenarios::first_writes(&base),
             Scenario::Power => power::scenario::run(&base),
             Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4, changes),
             Scenario::GuestVhostUser => {

@@ -53,6 +53,17 @@ fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
     machine.run(&job, TIMEOUT)
 }
 
+/// First durable writes to prepared space, on both kernels: one with the kernel's call for that, one without.
+pub fn first_writes(base: &Base) -> Result<()> {
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        let mut machine = Machine::new(base, 1536)?;
+        machine.kernel(kernel);
+        passed(machine.run("lab-vm in-guest first-writes", PROGRAMS_TIMEOUT)?)?;
+    }
+    Ok(())
+}
+
 /// The kernel's NBD client on our server, and what reaches the disk below.
 pub fn nbd(base: &Base) -> Result<()> {
     let disks = Disks::new(base)?;

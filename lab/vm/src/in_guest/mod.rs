@@ -9,6 +9,7 @@ pub mod client;
 pub mod direct;
 pub mod disk;
 pub mod fio;
+pub mod first_writes;
 pub mod fua;
 pub mod guest;
 pub mod images;
@@ -39,6 +40,8 @@ pub enum Task {
         /// On which disks
         disks: Vec<disk::Kind>,
     },
+    /// Count the requests that first durable writes become, to space that was prepared
+    FirstWrites,
     /// Make a file system on a disk and use it, while the host does things to the disk
     GuestFirst {
         /// The disk's serial number
@@ -128,6 +131,7 @@ pub enum Task {
 pub fn run(task: Task) -> Result<()> {
     match task {
         Task::Fua { disks } => fua::run(&disks),
+        Task::FirstWrites => first_writes::run(),
         Task::GuestFirst { disk, killed, changes, file_system } => {
             guest::first(&disk, &killed, changes, file_system)
         }

@@ -44,6 +44,8 @@ impl Counts {
         let operation = ahead.unwrap_or(letters);
         match operation.chars().next() {
             Some('R') => {}
+            // Zeros that are not sent.
+            Some('W') if operation[1..].starts_with('Z') => self.other += 1,
             Some('W') if operation.contains('M') => self.metadata += 1,
             Some('W') => {
                 self.bytes += bytes;
@@ -169,11 +171,12 @@ mod tests {
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 FF 0 () 0 + 0 be,0,4 [x]\n\
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 FN 0 () 0 + 0 be,0,4 [x]\n\
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 RA 0 () 0 + 8 be,0,4 [x]\n\
+            x-1 [000] ..... 1.0: block_rq_issue: 259,0 WZS 524288 () 0 + 1024 be,0,4 [x]\n\
             x-1 [000] ..... 1.0: block_rq_issue: 259,0 DS 0 () 0 + 8 be,0,4 [x]\n";
-        let counts = Counts { fua: 1, plain: 1, metadata: 1, flushes: 2, other: 1, bytes: 8192 };
+        let counts = Counts { fua: 1, plain: 1, metadata: 1, flushes: 2, other: 2, bytes: 8192 };
         assert_eq!(parse(trace, "259,0"), counts);
-        assert_eq!(counts.total(), 6);
-        assert_eq!(counts.to_string(), "1 FUA + 1 write + 1 metadata + 2 flush + 1 other");
+        assert_eq!(counts.total(), 7);
+        assert_eq!(counts.to_string(), "1 FUA + 1 write + 1 metadata + 2 flush + 2 other");
         assert_eq!(Counts::default().to_string(), "nothing");
     }
 }

@@ -1,0 +1,252 @@
+//! First durable writes to space that was prepared as written zeros: what they cost the disk, on kernels with and
+//! without `FALLOC_FL_WRITE_ZEROES`, and what is left of the prepared space after a kill.
+//!
+//! The disk is NVMe as the kernel's target offers it over a SCSI disk in memory, which makes zeros without being sent
+//! them; FUA and flushes are counted at the NVMe side.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::client::{Change, Client};
+use super::direct::{BLOCK, STRIDE, WRITES};
+use super::images::{SIZE, TABLES};
+use super::serve::{serve, serve_without_state};
+use super::system::{self, FileSystem, Mount, tool};
+use super::trace::{self, Counts};
+use crate::server::Server;
+
+const CONFIG: &str = "/sys/kernel/config";
+const SUBSYSTEM: &str = "first";
+
+/// What the kernel and the disk have.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum WrittenZeros {
+    Yes,
+    No,
+}
+
+/// Counts and prints everything.
+pub fn run() -> Result<()> {
+    for module in ["crc32c_generic", "ext4", "xfs"] {
+        system::load(module, "")?;
+    }
+    system::stop_background_writes()?;
+    trace::prepare()?;
+    let disk = nvme_disk()?;
+    ensure!(system::has_fua(&disk)?, "the disk has no FUA");
+    let zeros = written_zeros(&disk)?;
+    println!(
+        "NVMe over scsi_debug: {} zeros without being sent them",
+        if zeros == WrittenZeros::Yes { "writes" } else { "writes no" }
+    );
+    for file_system in [FileSystem::Ext4, FileSystem::Xfs] {
+        on_file_system(&disk, file_system, zeros)?;
+    }
+    Ok(())
+}
+
+/// A disk of the kernel's NVMe target, over a SCSI disk in memory.
+fn nvme_disk() -> Result<PathBuf> {
+    system::load("sd_mod", "")?;
+    system::load("scsi_debug", "dev_size_mb=384 delay=0 lbpu=1 lbpws=1 lbprz=1")?;
+    let below = system::scsi_disk("Linux")?;
+    system::load("nvme_core", "multipath=N")?;
+    system::load("nvme-loop", "")?;
+    if !Path::new(CONFIG).join("nvmet").exists() {
+        tool("mount", &["-t", "configfs", "config", CONFIG])?;
+    }
+    let target = Path::new(CONFIG).join("nvmet");
+    let subsystem = target.join("subsystems").join(SUBSYSTEM);
+    let namespace = subsystem.join("namespaces/1");
+    let port = target.join("ports/1");
+    for folder in [&subsystem, &namespace, &port] {
+        std::fs::create_dir(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    system::write(subsystem.join("attr_allow_any_host"), "1")?;
+    system::write(namespace.join("device_path"), below.to_str().context("a nameless disk")?)?;
+    system::write(namespace.join("enable"), "1")?;
+    system::write(port.join("addr_trtype"), "loop")?;
+    std::os::unix::fs::symlink(&subsystem, port.join("subsystems").join(SUBSYSTEM))?;
+    system::write("/dev/nvme-fabrics", &format!("transport=loop,nqn={SUBSYSTEM}"))?;
+    let disk = system::disk("nvme0n1")?;
+    // The node is there before the attributes of its queue are.
+    system::wait_for("the disk's queue", || system::has_fua(&disk).ok())?;
+    Ok(disk)
+}
+
+/// What the disk's queue says; older kernels have no such attribute.
+fn written_zeros(disk: &Path) -> Result<WrittenZeros> {
+    let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
+    let limit = format!("/sys/block/{name}/queue/write_zeroes_unmap_max_bytes");
+    let has_limit = system::read(Path::new(&limit)).is_ok_and(|limit| limit != "0");
+    Ok(if has_limit { WrittenZeros::Yes } else { WrittenZeros::No })
+}
+
+fn on_file_system(disk: &Path, file_system: FileSystem, zeros: WrittenZeros) -> Result<()> {
+    println!("{}:", file_system.name());
+    file_system.make(disk)?;
+    let mount = Mount::new(file_system, disk)?;
+    let folder = mount.place();
+    preallocated(disk, folder, "raw", zeros)?;
+    preallocated(disk, folder, "qcow2", zeros)?;
+    set_aside(disk, folder)?;
+    longer(disk, folder)?;
+    allocating(disk, folder, zeros)?;
+    killed(folder, zeros)?;
+    mount.unmount()
+}
+
+/// An image of `preallocation=full`: written space, whichever way.
+fn preallocated(disk: &Path, folder: &Path, format: &str, zeros: WrittenZeros) -> Result<()> {
+    let image = folder.join(format!("full.{format}"));
+    rustix::fs::sync();
+    let made = trace::count(disk, || create(&image, format, "preallocation=full"))?;
+    let is_sent = made.bytes >= SIZE;
+    ensure!(
+        is_sent == (zeros == WrittenZeros::No),
+        "preallocation=full costs {made}: {} B",
+        made.bytes
+    );
+    row(&format!("{format}, making it with preallocation=full"), made);
+    let written = of_new_server(disk, &image, format, 0)?;
+    row(&format!("{format}, preallocation=full"), written);
+    ensure!(is_fua_alone(written, 1), "{written} for {WRITES} writes");
+    let said = tool("blockhouse", &["info", "--format", format, name(&image)?])?;
+    let line = said.lines().find(|line| line.starts_with("written zeroes ahead: "));
+    let expected = if zeros == WrittenZeros::Yes { "yes" } else { "no" };
+    ensure!(line.is_some_and(|line| line.ends_with(expected)), "info says {line:?}");
+    Ok(())
+}
+
+/// An image of `preallocation=falloc`, for comparison: space that the file system knows as unwritten.
+fn set_aside(disk: &Path, folder: &Path) -> Result<()> {
+    let image = folder.join("falloc.raw");
+    create(&image, "raw", "preallocation=falloc")?;
+    let written = of_new_server(disk, &image, "raw", 0)?;
+    row("raw, preallocation=falloc", written);
+    ensure!(written.metadata >= WRITES as u32, "{written}: unwritten extents cost the journal");
+    Ok(())
+}
+
+/// What `resize --preallocation=full` has added.
+fn longer(disk: &Path, folder: &Path) -> Result<()> {
+    for format in ["raw", "qcow2"] {
+        let image = folder.join(format!("longer.{format}"));
+        tool("blockhouse", &["create", "--format", format, name(&image)?, &TABLES.to_string()])?;
+        let words = ["resize", "--format", format, "--preallocation=full", name(&image)?];
+        tool("blockhouse", &[&words[..], &[&SIZE.to_string()]].concat())?;
+        let written = of_new_server(disk, &image, format, TABLES)?;
+        row(&format!("{format}, resize --preallocation=full"), written);
+        ensure!(is_fua_alone(written, 1), "{written} for {WRITES} writes");
+    }
+    Ok(())
+}
+
+/// New clusters, one by one.
+fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
+    let image = folder.join("new.qcow2");
+    create(&image, "qcow2", "preallocation=off")?;
+    let server = serve(&image, &["--format", "qcow2"])?;
+    write(&server, TABLES, 1)?;
+    rustix::fs::sync();
+    let second = trace::count(disk, || write(&server, TABLES + STRIDE, 1))?;
+    rustix::fs::sync();
+    let written = trace::count(disk, || write(&server, 0, WRITES))?;
+    server.stop()?;
+    row("qcow2, the second new cluster, with what is prepared", second);
+    row("qcow2, new clusters", written);
+    match zeros {
+        WrittenZeros::Yes => {
+            ensure!(second.other > 0, "nothing was prepared: {second}");
+            ensure!(is_fua_alone(written, 3), "{written} for {WRITES} new clusters");
+            // Data, refcounts and entries of a block each.
+            ensure!(written.bytes <= 3 * WRITES * BLOCK as u64, "{} bytes", written.bytes);
+        }
+        WrittenZeros::No => {
+            let Counts { fua, plain, metadata, flushes, other, .. } = written;
+            let writes = WRITES as u32;
+            let is_as_before = (fua, plain, flushes, other) == (writes, 2 * writes, writes, 0);
+            ensure!(is_as_before && metadata >= writes, "{written}: not as without the call");
+        }
+    }
+    check(&image)
+}
+
+/// What a killed server leaves of prepared space is no error and no leak, is used by the next one, and is given back.
+fn killed(folder: &Path, zeros: WrittenZeros) -> Result<()> {
+    let image = folder.join("killed.qcow2");
+    create(&image, "qcow2", "preallocation=off")?;
+    let server = serve_without_state(&image, &["--format", "qcow2"])?;
+    write(&server, TABLES, 2)?;
+    server.kill()?;
+    let left = length(&image)?;
+    check(&image)?;
+    // The file is longer than needed in any case; space is what was prepared.
+    let taken = image.metadata()?.blocks() * 512;
+    let is_prepared = taken > left / 2;
+    ensure!(is_prepared == (zeros == WrittenZeros::Yes), "{taken} of {left} bytes have space");
+    let server = serve_without_state(&image, &["--format", "qcow2"])?;
+    write(&server, 0, WRITES)?;
+    ensure!(length(&image)? == left, "the space that was left is not used");
+    server.stop()?;
+    check(&image)?;
+    let after = length(&image)?;
+    ensure!(after < SIZE, "{after} bytes after an orderly end");
+    println!(
+        "  killed: {left} bytes, {taken} of them with space, no error and no leak; {after} after the next server's end"
+    );
+    Ok(())
+}
+
+fn create(image: &Path, format: &str, option: &str) -> Result<()> {
+    let words = ["create", "--format", format, "-o", option, name(image)?, &SIZE.to_string()];
+    tool("blockhouse", &words)?;
+    Ok(File::open(image)?.sync_all()?)
+}
+
+/// Without any problem, leaks included.
+fn check(image: &Path) -> Result<()> {
+    tool("blockhouse", &["check", "--format", "qcow2", name(image)?]).map(drop)
+}
+
+fn name(path: &Path) -> Result<&str> {
+    path.to_str().context("a folder without a name")
+}
+
+fn length(image: &Path) -> Result<u64> {
+    Ok(image.metadata().context("the image is gone")?.len())
+}
+
+/// The writes of a server of its own, from `start` on. The mark of its session is not counted.
+fn of_new_server(disk: &Path, image: &Path, format: &str, start: u64) -> Result<Counts> {
+    let server = serve(image, &["--format", format])?;
+    if format == "qcow2" {
+        write(&server, if start == 0 { TABLES } else { 0 }, 1)?;
+    }
+    rustix::fs::sync();
+    let counts = trace::count(disk, || write(&server, start, WRITES))?;
+    server.stop()?;
+    Ok(counts)
+}
+
+/// Durable writes of a block each, one for each cluster.
+fn write(server: &Server, start: u64, count: u64) -> Result<()> {
+    let mut client = Client::connect(server.socket())?;
+    for index in 0..count {
+        let (offset, data) = (start + index * STRIDE, vec![0x5a; BLOCK]);
+        client.change(&Change::WriteFua { offset, data })?;
+    }
+    client.close()
+}
+
+/// Whether it is so many FUA writes for each, and nothing else: no flush, no journal.
+fn is_fua_alone(counts: Counts, each: u32) -> bool {
+    counts.fua == each * WRITES as u32 && counts.total() == counts.fua
+}
+
+fn row(name: &str, counts: Counts) {
+    println!("  {name:56} {counts}");
+}
