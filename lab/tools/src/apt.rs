@@ -84,6 +84,10 @@ pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
 /// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
 pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
 
+/// What `cargo xtask vm services` needs beside that.
+pub const FOR_SYSTEMS: &[Package] =
+    &[Package { name: "mmdebstrap", probe: Probe::Programs(&["mmdebstrap"]) }];
+
 /// What `cargo xtask kill` needs.
 pub const FOR_KILLS: &[Package] = &[QEMU_UTILS, PYTHON_LIBNBD];
 

@@ -22,7 +22,8 @@ const VERSION: &str = "6";
 const MODULES_FILE: &str = "modules.cpio";
 
 /// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
-/// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100.
+/// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100. A job that leaves /next behind has
+/// prepared a system at /mnt that is started instead, and tells the status itself (`in_guest::debian`).
 const INIT: &str = r#"#!/bin/sh
 export PATH=/bin DM_DISABLE_UDEV=1 RUST_BACKTRACE=0
 mount -t proc proc /proc
@@ -35,6 +36,7 @@ stty -F /dev/ttyS1 -opost -echo
 echo guest is up >/dev/ttyS1
 sh /job </dev/null >/dev/ttyS1 2>&1
 status=$?
+if [ $status = 0 ] && [ -e /next ]; then exec switch_root /mnt /sbin/init </dev/null >/dev/ttyS0 2>&1; fi
 if [ $status -gt 100 ]; then status=100; fi
 printf "\\$(printf %o $((status + 1)))" | dd of=/dev/port bs=1 seek=244 2>/dev/null
 "#;

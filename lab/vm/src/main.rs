@@ -9,6 +9,7 @@
 
 mod archive;
 mod base;
+mod debian;
 mod disks;
 mod guest;
 mod in_guest;
@@ -41,7 +42,7 @@ use server::Export;
 #[derive(Parser)]
 #[command(bin_name = "cargo xtask vm", args_conflicts_with_subcommands = true)]
 struct Cli {
-    /// Which scenarios to run; without any, all
+    /// Which scenarios to run; without any, all but `services`, which needs most
     scenarios: Vec<Scenario>,
     /// How often the server of a disk of `guest`, `guest-vhost-user` and `ublk` is killed
     #[arg(long, default_value_t = 10)]
@@ -86,6 +87,8 @@ pub enum Scenario {
     IoPoll,
     /// Writes that a full thin pool loses behind the page cache
     LostWrites,
+    /// Our package on a Debian system: installed, its services under systemd, and removed
+    Services,
 }
 
 fn main() -> ExitCode {
@@ -119,9 +122,10 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
     };
     let all_started = Instant::now();
     let base = Base::prepare(workspace, packages, cache)?;
-    let chosen = match &cli.scenarios[..] {
-        [] => Scenario::value_variants(),
-        chosen => chosen,
+    let all = Scenario::value_variants().iter().filter(|one| **one != Scenario::Services);
+    let chosen: Vec<_> = match &cli.scenarios[..] {
+        [] => all.collect(),
+        chosen => chosen.iter().collect(),
     };
     let changes = Changes { kills: cli.kills, upgrades: cli.upgrades };
     for scenario in chosen {
@@ -141,6 +145,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
             Scenario::AttachNbd => scenarios::attach_nbd(&base),
             Scenario::IoPoll => scenarios::io_poll(&base),
             Scenario::LostWrites => scenarios::lost_writes(&base),
+            Scenario::Services => scenarios::services(&base),
         };
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());

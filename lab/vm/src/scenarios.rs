@@ -1,11 +1,13 @@
 //! The scenarios that need no more of the host than machines: which disks, which job.
 
+use std::fs::File;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Result;
 
-use super::base::{Base, Tools};
+use super::base::{Base, Tools, must_have_everything};
+use super::debian;
 use super::disks::Disks;
 use super::guest::Changes;
 use super::in_guest::disk::Kind;
@@ -13,6 +15,11 @@ use super::machine::{Bus, Machine, Outcome, TIMEOUT};
 
 /// The same for jobs that start programs over and over, which takes most of their time.
 const PROGRAMS_TIMEOUT: Duration = Duration::from_secs(3 * TIMEOUT.as_secs());
+/// The same for a whole system that starts, and what is done in it.
+const SYSTEM_TIMEOUT: Duration = PROGRAMS_TIMEOUT;
+/// Room for that system; it takes none before it is written to.
+const SYSTEM_DISK: u64 = 2 << 30;
+const SECTOR: u64 = 512;
 /// Room for a file system of either kind.
 const DISK: u64 = 320 << 20;
 /// The disks of each of the guests that count side by side: those that take longest are in different
@@ -117,6 +124,32 @@ pub fn lost_writes(base: &Base) -> Result<()> {
     let mut machine = Machine::new(base, 1024)?;
     machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
     passed(machine.run("lab-vm in-guest lost-writes disk", TIMEOUT)?)
+}
+
+/// Our package on a Debian system, whose init is systemd.
+pub fn services(base: &Base) -> Result<()> {
+    let system = match debian::system(base.cache()) {
+        Ok(system) => system,
+        Err(error) if must_have_everything() => {
+            return Err(error.context("must not be skipped here"));
+        }
+        Err(error) => {
+            println!("vm: skipped: no Debian system: {error:#}");
+            return Ok(());
+        }
+    };
+    let disks = Disks::new(base)?;
+    let package = debian::package(base.blockhouse(), &disks.path("packages"))?;
+    let size = package.metadata()?.len();
+    // A disk has whole sectors.
+    File::options().write(true).open(&package)?.set_len(size.next_multiple_of(SECTOR))?;
+    let mut machine = Machine::new(base, 1536)?;
+    let system = format!("format=raw,readonly=on,file={}", system.display());
+    machine.drive(Bus::Virtio, "system", &system);
+    machine.disk(Bus::Virtio, "root", &disks.empty("root", SYSTEM_DISK)?);
+    machine.disk(Bus::Virtio, "package", &package);
+    let job = format!("lab-vm in-guest debian system root package {size}");
+    passed(machine.run(&job, SYSTEM_TIMEOUT)?)
 }
 
 /// Prints what the job said; anything but an exit status of 0 is an error.

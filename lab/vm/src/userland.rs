@@ -17,8 +17,24 @@ const TOOLS: &[&str] =
     &["blkdiscard", "dmsetup", "e2fsck", "mkfs.ext4", "mkfs.xfs", "nbd-client", "xfs_repair"];
 /// Names under which busybox is called.
 const BUSYBOX: &[&str] = &[
-    "blockdev", "cat", "dd", "fsfreeze", "fstrim", "insmod", "ip", "losetup", "ls", "mkdir",
-    "mount", "printf", "sh", "stty", "umount",
+    "blockdev",
+    "cat",
+    "cp",
+    "dd",
+    "fsfreeze",
+    "fstrim",
+    "insmod",
+    "ip",
+    "losetup",
+    "ls",
+    "mkdir",
+    "mount",
+    "printf",
+    "sh",
+    "stty",
+    "switch_root",
+    "tar",
+    "umount",
 ];
 const LOADER: &str = "lib64/ld-linux-x86-64.so.2";
 const LIBRARIES: &str = "lib/x86_64-linux-gnu";

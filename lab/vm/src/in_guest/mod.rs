@@ -6,6 +6,7 @@
 pub mod attach_nbd;
 pub mod cache;
 pub mod client;
+pub mod debian;
 pub mod direct;
 pub mod disk;
 pub mod fio;
@@ -19,12 +20,15 @@ pub mod nbd;
 pub mod power;
 pub mod report;
 pub mod serve;
+pub mod services;
+pub mod services_kept;
 pub mod system;
 pub mod trace;
 pub mod ublk;
 pub mod ublk_hostile;
 pub mod ublk_size;
 pub mod ublk_user;
+pub mod units;
 
 use anyhow::{Context, Result};
 
@@ -105,6 +109,19 @@ pub enum Task {
         /// The disk for the pool
         disk: String,
     },
+    /// Become a Debian system, which runs `services`
+    Debian {
+        /// The disk that has its files as an archive
+        archive: String,
+        /// The disk for them
+        disk: String,
+        /// The disk that has our package
+        package: String,
+        /// The package's size in bytes
+        size: u64,
+    },
+    /// Install our package on that system, use its services, and remove it
+    Services,
     /// Let a server write to a disk that logs, and mark each acknowledgement
     PowerRecord {
         /// What serves what: its place among all configurations
@@ -147,6 +164,10 @@ pub fn run(task: Task) -> Result<()> {
         Task::UblkHostile => ublk_hostile::run(),
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
         Task::LostWrites { disk } => lost_writes::run(&disk),
+        Task::Debian { archive, disk, package, size } => {
+            debian::prepare(&archive, &disk, (&package, size))
+        }
+        Task::Services => services::run(),
         Task::PowerRecord { configuration, disk, log } => {
             let configuration = CONFIGURATIONS.get(configuration).context("no such thing")?;
             power::record(*configuration, &disk, &log)

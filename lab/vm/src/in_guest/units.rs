@@ -1,0 +1,102 @@
+//! Units of our package in the guest, and the sockets and images of services.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+use super::client::{Change, Client};
+use super::system::tool;
+
+/// A busy host emulates slowly; beyond that something hangs.
+const TIMEOUT: Duration = Duration::from_secs(300);
+const RETRY_DELAY: Duration = Duration::from_millis(200);
+/// Where services have their images.
+pub const IMAGES: &str = "/var/lib/blockhouse";
+/// Where a service of one image has its sockets, below the image's name.
+const RUNTIME: &str = "/run/blockhouse-images";
+
+/// A unit of ours.
+#[derive(Clone, Copy)]
+pub struct Unit(pub &'static str);
+
+impl Unit {
+    /// A property, as systemctl shows it.
+    pub fn property(self, name: &str) -> Result<String> {
+        tool("systemctl", &["show", "--value", "--property", name, self.0])
+    }
+
+    /// Waits until a property has this value.
+    pub fn wait_for(self, name: &str, value: &str) -> Result<()> {
+        let is_it = || Ok((self.property(name)? == value).then_some(()));
+        until(&format!("{name}={value} of {}", self.0), is_it)
+    }
+
+    /// The process of a service that runs.
+    pub fn process(self) -> Result<i32> {
+        let id: i32 = self.property("MainPID")?.parse()?;
+        ensure!(id != 0, "{} does not run", self.0);
+        Ok(id)
+    }
+
+    /// Kills its process, which is not told before.
+    pub fn kill(self) -> Result<()> {
+        self.signal("KILL")
+    }
+
+    /// Sends its process a signal.
+    pub fn signal(self, signal: &str) -> Result<()> {
+        tool("systemctl", &["kill", "--kill-whom=main", "--signal", signal, self.0]).map(drop)
+    }
+
+    /// What is different from the unit in the package, until the package is removed.
+    pub fn override_with(self, text: &str) -> Result<()> {
+        let folder = Path::new("/run/systemd/system").join(format!("{}.d", self.0));
+        std::fs::create_dir_all(&folder)?;
+        std::fs::write(folder.join("scene.conf"), text)?;
+        tool("systemctl", &["daemon-reload"]).map(drop)
+    }
+}
+
+/// Waits until `found` is there.
+pub fn until<T>(what: &str, mut found: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let end = Instant::now() + TIMEOUT;
+    loop {
+        if let Some(found) = found()? {
+            return Ok(found);
+        }
+        ensure!(Instant::now() < end, "{what} did not come within {} s", TIMEOUT.as_secs());
+        std::thread::sleep(RETRY_DELAY);
+    }
+}
+
+/// Makes an image as the user of services.
+pub fn make_image(name: &str) -> Result<PathBuf> {
+    let path = Path::new(IMAGES).join(name);
+    let words =
+        ["-u", "blockhouse", "--", "blockhouse", "create", path.to_str().unwrap_or_default()];
+    tool("runuser", &[&words[..], &["64M"]].concat())?;
+    Ok(path)
+}
+
+/// Where a service of an image has a socket.
+pub fn socket(image: &str, name: &str) -> PathBuf {
+    Path::new(RUNTIME).join(image).join(name)
+}
+
+/// What `blockhouse ctl SOCKET` says.
+pub fn ctl(socket: &Path, words: &[&str]) -> Result<String> {
+    tool("blockhouse", &[&["ctl", socket.to_str().unwrap_or_default()], words].concat())
+}
+
+/// Writes a block without making it durable.
+pub fn write(client: &mut Client, offset: u64, byte: u8) -> Result<()> {
+    client.change(&Change::Write { offset, data: vec![byte; 4096] })
+}
+
+/// Fails unless a block is full of this byte.
+pub fn has(client: &mut Client, offset: u64, byte: u8) -> Result<()> {
+    let found = client.read(offset, 4096)?;
+    ensure!(found == vec![byte; 4096], "{byte} was written at {offset}, {} is there", found[0]);
+    Ok(())
+}
