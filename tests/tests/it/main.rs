@@ -81,6 +81,7 @@ mod top;
 mod ublk;
 mod upgrades;
 mod upgrades_changed;
+mod upgrades_refused;
 mod upgrades_vhost_user;
 mod vhdx_logs;
 mod vhost_user;

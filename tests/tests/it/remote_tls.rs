@@ -229,7 +229,7 @@ fn a_client_whom_the_server_refuses_says_why() {
 }
 
 /// A server at a Unix socket with TLS by keys, and how it is reached.
-fn keeper(host: &Host, scratch: &Scratch, image: &Path) -> (Server, String) {
+pub(crate) fn keeper(host: &Host, scratch: &Scratch, image: &Path) -> (Server, String) {
     let socket = scratch.socket("keeper");
     let server = Serve::bare(scratch, image)
         .option("--tls-psk", &host.keys)

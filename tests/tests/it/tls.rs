@@ -407,7 +407,11 @@ fn clients_of_tls_1_2_are_served_and_those_of_tls_1_1_are_not() {
 }
 
 /// A client of TLS 1.2 by the key of a user, where the server waits for options.
-fn by_hand(server: &Server, host: &Host, user: &str) -> Tls12<impl Read + Write + use<>> {
+pub(crate) fn by_hand(
+    server: &Server,
+    host: &Host,
+    user: &str,
+) -> Tls12<impl Read + Write + use<>> {
     let mut client = Greeted::new(&server.address());
     assert_eq!(client.outcome(option::STARTTLS, &[]), reply::ACK);
     let keys = fs::read_to_string(&host.keys).expect("keys");

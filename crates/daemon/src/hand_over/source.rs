@@ -386,7 +386,13 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
         );
     }
     let (mut files, mut descriptors) = (Vec::new(), Vec::new());
-    for file in disk.chain_files()? {
+    let chain = disk.chain_files().map_err(|error| {
+        anyhow::anyhow!(
+            "{error}; close the disk {:?} first ('blockhouse ctl SOCKET close'), or stop this server and start the new one",
+            running.name()
+        )
+    })?;
+    for file in chain {
         let open = file.open_files();
         files.push(File {
             path: blockhouse_core::Storage::name(file).to_owned(),
