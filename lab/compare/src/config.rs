@@ -30,6 +30,9 @@ pub struct Options {
     /// Measure what a bitmap, and a backup that goes on, leave of the rate of writes, on a disk of --format
     #[arg(long)]
     pub backup: bool,
+    /// Compare reads over TLS, by nbdcopy, with qemu-nbd
+    #[arg(long)]
+    pub tls: bool,
     /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
     #[arg(long)]
     pub quick: bool,

@@ -10,6 +10,7 @@
 //! - [`backup`]: what bitmaps and backups leave of a rate
 //! - [`growth`]: what becomes of a figure when something grows
 //! - [`vmstate`]: saving and loading a machine's state
+//! - [`tls`]: reads over TLS
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
 //! - [`report`]: rates, ratios and their output
@@ -31,6 +32,7 @@ mod results;
 mod rows;
 mod servers;
 mod storage;
+mod tls;
 mod vhost_user;
 mod vmstate;
 
@@ -87,6 +89,9 @@ fn compare(options: &Options) -> Result<()> {
     let workspace = Workspace::find()?;
     if options.vmstate {
         return vmstate::run(&workspace, options);
+    }
+    if options.tls {
+        return tls::run(&workspace, options);
     }
     apt::require(apt::FOR_COMPARISON)?;
     if options.backup {

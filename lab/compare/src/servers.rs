@@ -310,10 +310,18 @@ impl Server {
         interrupt: &Interrupt,
     ) -> Result<Self> {
         let name = start.kind.name();
-        let socket = folder.join(format!("{name}.sock"));
-        remove_leftover(&socket)?;
-        let log = folder.join(format!("{name}.log"));
-        let mut command = start.kind.command(start, programs, image, &socket);
+        let socket = socket_in(folder, name)?;
+        let command = start.kind.command(start, programs, image, &socket);
+        Self::spawn(command, socket, folder.join(format!("{name}.log")), interrupt)
+    }
+
+    /// Starts this command and waits until it listens at `socket`.
+    pub fn spawn(
+        mut command: Command,
+        socket: PathBuf,
+        log: PathBuf,
+        interrupt: &Interrupt,
+    ) -> Result<Self> {
         let what = line(&command);
         let output = File::create(&log).context("cannot create the server's log")?;
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);
@@ -392,6 +400,13 @@ impl Drop for Server {
 
 fn pid(child: &Child) -> Result<rustix::process::Pid> {
     rustix::process::Pid::from_raw(child.id().cast_signed()).context("a child without a pid")
+}
+
+/// Where a server of this name listens that has its socket in `folder`.
+pub fn socket_in(folder: &Path, name: &str) -> Result<PathBuf> {
+    let socket = folder.join(format!("{name}.sock"));
+    remove_leftover(&socket)?;
+    Ok(socket)
 }
 
 fn remove_leftover(socket: &Path) -> Result<()> {

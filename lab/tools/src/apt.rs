@@ -37,13 +37,15 @@ const NBDKIT: Package = Package { name: "nbdkit", probe: Probe::Programs(&["nbdk
 const STRACE: Package = Package { name: "strace", probe: Probe::Programs(&["strace"]) };
 const PYTHON_LIBNBD: Package =
     Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") };
+const LIBNBD: Package =
+    Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
 /// What `cargo xtask test` needs.
 pub const FOR_TESTS: &[Package] = &[
     QEMU_UTILS,
     QEMU_SYSTEM,
-    Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) },
+    LIBNBD,
     PYTHON_LIBNBD,
     Package { name: "python3-jsonschema", probe: Probe::PythonModule("jsonschema") },
     Package { name: "python3-prometheus-client", probe: Probe::PythonModule("prometheus_client") },
@@ -77,6 +79,9 @@ pub const FOR_CEPH: &[Package] = &[
 
 /// What `cargo xtask compare` needs.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
+
+/// What `cargo xtask compare --tls` needs.
+pub const FOR_TLS: &[Package] = &[QEMU_UTILS, LIBNBD];
 
 /// What `cargo xtask compare --vmstate` needs.
 pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
