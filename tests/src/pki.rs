@@ -91,7 +91,7 @@ impl Pki {
         let template = format!("cn = \"{name}\"\nsigning_key\nencryption_key\n{more}{time}");
         self.write("sign.tmpl", &template);
         let [key, certificate] = ["key", "cert"].map(|what| format!("{role}-{what}.pem"));
-        self.certtool(&["--generate-privkey", "--key-type=ecdsa", "--outfile", &key]);
+        self.certtool(&["--generate-privkey", "--key-type=rsa", "--bits=2048", "--outfile", &key]);
         self.certtool(&[
             "--generate-certificate",
             "--load-ca-certificate=ca-cert.pem",
