@@ -8,9 +8,9 @@ use std::task::Context;
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList};
 use blockhouse_engine::{Stream, yield_now};
-use blockhouse_tls::{TlsSession, names_of};
+use blockhouse_tls::{SEND_LIMIT, TlsSession, names_of};
 use openssl::ssl::Ssl;
-use rustix::net::SendFlags;
+use rustix::net::{AddressFamily, SendFlags, sockopt};
 
 use super::refusal::{self, Note, describe};
 use super::{ClientIdentity, TlsServer};
@@ -79,6 +79,7 @@ impl TlsChannel {
             }
         }
         let identity = identity_of(&session, note);
+        make_room(stream);
         Ok(Self { session: RefCell::new(session), identity })
     }
 
@@ -159,6 +160,15 @@ fn identity_of(session: &TlsSession, note: Note) -> ClientIdentity {
     let names = certificate
         .map_or_else(|| note.identity.into_iter().collect(), |certificate| names_of(&certificate));
     ClientIdentity { names }
+}
+
+/// Lets a Unix socket take a batch while the client has the one before: by itself it has room for less than one, and both
+/// sides wait for each other. TCP makes room by itself.
+fn make_room(stream: &Stream) {
+    if sockopt::socket_domain(stream) == Ok(AddressFamily::UNIX) {
+        // The kernel doubles it, and takes less where the host's limit is lower.
+        let _ = sockopt::set_socket_send_buffer_size(stream, SEND_LIMIT);
+    }
 }
 
 async fn send(stream: &Stream, output: Option<Buffer>) -> io::Result<()> {
