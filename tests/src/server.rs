@@ -371,7 +371,9 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("the server's standard error: {}", self.log());
+            // What it was in may be gone already, and to panic again would end all tests.
+            let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+            eprintln!("the server's standard error: {log}");
         }
         // Both fail only when it has ended, as it should have.
         let _ = self.child.kill();

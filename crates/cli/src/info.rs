@@ -43,6 +43,8 @@ struct Facts {
     virtual_size: u64,
     /// In bytes; `None` where another server has the image.
     actual_size: Option<u64>,
+    /// Bytes of the file or device itself; `None` where another server has it.
+    file_size: Option<u64>,
     encryption: Option<Encryption>,
     capabilities: Capabilities,
     engine: EngineReport,
@@ -126,6 +128,7 @@ fn facts_of(
         data_file: disk.data_file().cloned(),
         virtual_size: disk.size(),
         actual_size,
+        file_size: disk.file().map(|_| size_of(&image)).transpose()?,
         encryption: event_loop.block_on(disk.read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
@@ -153,6 +156,15 @@ fn told<T>(listed: blockhouse_core::Result<Vec<T>>) -> Vec<T> {
 fn blocks_of(image: &Path) -> Result<u64> {
     let metadata = std::fs::metadata(image);
     Ok(metadata.with_context(|| format!("{}: cannot examine", image.display()))?.blocks())
+}
+
+/// The bytes of a file or block device.
+fn size_of(image: &Path) -> Result<u64> {
+    let size = || {
+        let mut file = std::fs::File::open(image)?;
+        std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0))
+    };
+    size().with_context(|| format!("{}: cannot find its size", image.display()))
 }
 
 fn as_text(facts: &Facts) -> String {
@@ -252,6 +264,9 @@ fn as_json(facts: &Facts) -> Value {
     if let Some(actual_size) = actual_size {
         value["actual-size"] = (*actual_size).into();
     }
+    if let Some(size) = facts.file_size {
+        value["children"] = json!([{ "name": "file", "info": file_data(facts, size) }]);
+    }
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         value["blockhouse"]["cut-off"] =
             json!({ "offset": truncation.offset, "file-size": truncation.file_size });
@@ -316,6 +331,24 @@ fn available(offload: Offload) -> &'static str {
         Offload::Available => "yes",
         Offload::Unavailable => "no",
     }
+}
+
+/// The file or device below the image, by the keys of `qemu-img info` (QEMU 8.0 and later).
+fn file_data(facts: &Facts, size: u64) -> Value {
+    let format = match std::fs::metadata(&facts.image).is_ok_and(|file| file.is_file()) {
+        true => "file",
+        false => "host_device",
+    };
+    json!({
+        "children": [],
+        "filename": facts.image.display().to_string(),
+        "format": format,
+        // In sectors, as everything that QEMU opens.
+        "virtual-size": size.next_multiple_of(512),
+        "actual-size": facts.actual_size,
+        "dirty-flag": false,
+        "format-specific": { "type": format, "data": {} },
+    })
 }
 
 /// The `format-specific` data of `qemu-img info`, by its keys.

@@ -400,6 +400,9 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
     let mut control = bench.control();
     let raw = bench.scratch.image("raw.img", MIB);
     control.get("disk.open", json!({ "path": raw.path() }));
+    // Where its bitmaps would be is something else.
+    let sidecar = raw.path().with_extension("img.bitmaps");
+    std::fs::create_dir(&sidecar).expect("a folder");
     let export = bench.export();
     let begin = |extra: Value| {
         let mut params = json!({ "disks": ["disk.qcow2", "raw.img"], "export": export });
@@ -409,7 +412,7 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
     let none = json!({ "disk": "disk.qcow2" });
     let before = control.get("disk.list", json!({}));
     for (extra, words) in [
-        (json!({ "bitmap": "new" }), &["raw image has no bitmaps"][..]),
+        (json!({ "bitmap": "new" }), &["raw.img"][..]),
         (json!({ "since": "old" }), &["no bitmap \"old\""]),
         (json!({ "disks": ["disk.qcow2", "x"] }), &["no disk is called \"x\""]),
         (json!({ "disks": ["raw.img", "raw.img"] }), &["named twice"]),
@@ -433,6 +436,7 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
             before.as_array().map(Vec::len)
         );
     }
+    std::fs::remove_dir(&sidecar).expect("it is empty");
     bench.write(20);
     let began = control.get("backup.begin", begin(json!({ "backup": "b" })));
     assert_eq!(began["disks"].as_array().map(Vec::len), Some(2));

@@ -242,7 +242,7 @@ fn disks_without_bitmaps_and_those_that_are_only_read_say_so() {
         "disk.open",
         json!({ "path": scratch.image("only.img", 1 << 20).path(), "read-only": true }),
     );
-    control.refused("bitmap.add", add("only.img"), FAILED, &["raw image has no bitmaps"]);
+    control.refused("bitmap.add", add("only.img"), FAILED, &["for reading only"]);
     control.refused("bitmap.add", add("other.qcow2"), FAILED, &["for reading only"]);
     let listed = control.get("bitmap.list", json!({ "disk": "other.qcow2" }));
     assert_eq!(listed[0]["count"], 0);
