@@ -10,7 +10,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use blockhouse_figures::Spread;
+use blockhouse_figures::{Spread, median_interval};
 use lab_nbd::{Client, Framing, handshake};
 use lab_tools::process::stdout_of;
 use lab_tools::workspace::Workspace;
@@ -106,11 +106,14 @@ fn print(figures: &[Figures]) {
     let spread = |values: &[f64]| Spread::of(values.iter().copied());
     for ((_, name), one) in WAYS.iter().zip(figures) {
         let ratio = Spread::of_ratios(&one.rates, &figures[0].rates);
+        let interval = median_interval(one.rates.iter().zip(&figures[0].rates).map(|(a, b)| a / b));
+        let interval = interval
+            .map_or_else(String::new, |(from, to)| format!(" (95 %: {from:.3}..{to:.3})"));
         let [rate, cpu] = [(&one.rates, 1), (&one.cpu, 2)].map(|(values, digits)| {
             spread(values).map_or_else(String::new, |spread| format!("{spread:.digits$}"))
         });
         let ratio = ratio.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
-        println!("  {name:20} {rate:28} k/s {cpu:28} us of CPU  {ratio} of alone");
+        println!("  {name:20} {rate:28} k/s {cpu:28} us of CPU  {ratio}{interval} of alone");
     }
 }
 
@@ -146,7 +149,8 @@ impl Config {
         let start = Start { kind: Kind::Blockhouse, export: row.client.export(), queues: 1 };
         let folder = self.folder.path().to_owned();
         let image = Image { storage, format };
-        let server = Server::start(start, &self.programs, image, &folder, &self.interrupt)?;
+        let mut server = Server::start(start, &self.programs, image, &folder, &self.interrupt)?;
+        server.wait_until_it_listens(control, &self.interrupt)?;
         let ctl = |words: &[&str]| {
             let mut command = Command::new(&self.programs.blockhouse);
             command.arg("ctl").arg(control).args(words);

@@ -330,7 +330,8 @@ impl Server {
         let clock = clock_getcpuclockid(Pid::from_raw(child.id().cast_signed()))
             .context("cannot find the server's clock")?;
         let mut server = Self { child, clock, socket, what, ready: Duration::ZERO };
-        server.wait_until_ready(interrupt).map_err(|error| {
+        let socket = server.socket.clone();
+        server.wait_until_it_listens(&socket, interrupt).map_err(|error| {
             let said = std::fs::read_to_string(&log).unwrap_or_default();
             anyhow!("{}: {error:#}; it said: {}", server.what, said.trim())
         })?;
@@ -343,16 +344,18 @@ impl Server {
         self.ready
     }
 
-    fn wait_until_ready(&mut self, interrupt: &Interrupt) -> Result<()> {
+    /// Waits until it listens at `socket`, be it another one than requests come to.
+    pub fn wait_until_it_listens(&mut self, socket: &Path, interrupt: &Interrupt) -> Result<()> {
         let started = Instant::now();
         // The connection that succeeds is closed at once: servers must bear that.
-        while UnixStream::connect(&self.socket).is_err() {
+        while UnixStream::connect(socket).is_err() {
             interrupt.check()?;
             if let Some(status) = self.child.try_wait()? {
                 bail!("ended at once with {status}");
             }
             if started.elapsed() > START_PATIENCE {
-                bail!("does not listen after {} s", START_PATIENCE.as_secs());
+                let (socket, seconds) = (socket.display(), START_PATIENCE.as_secs());
+                bail!("does not listen at {socket} after {seconds} s");
             }
             std::thread::sleep(LISTEN_PAUSE);
         }
