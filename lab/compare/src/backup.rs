@@ -107,8 +107,8 @@ fn print(figures: &[Figures]) {
     for ((_, name), one) in WAYS.iter().zip(figures) {
         let ratio = Spread::of_ratios(&one.rates, &figures[0].rates);
         let interval = median_interval(one.rates.iter().zip(&figures[0].rates).map(|(a, b)| a / b));
-        let interval = interval
-            .map_or_else(String::new, |(from, to)| format!(" (95 %: {from:.3}..{to:.3})"));
+        let interval =
+            interval.map_or_else(String::new, |(from, to)| format!(" (95 %: {from:.3}..{to:.3})"));
         let [rate, cpu] = [(&one.rates, 1), (&one.cpu, 2)].map(|(values, digits)| {
             spread(values).map_or_else(String::new, |spread| format!("{spread:.digits$}"))
         });
