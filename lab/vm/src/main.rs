@@ -79,7 +79,9 @@ pub enum Scenario {
     Nbd,
     /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
-    /// The same driver in the hands of users who do what they should not, a size that changes
+    /// A ublk device that the kernel serves by NVMe/TCP, on two kernels
+    UblkNvme,
+    /// The ublk driver in the hands of users who do what they should not, a size that changes
     UblkHostile,
     /// `attach` where the kernel has no ublk driver, but an NBD client
     AttachNbd,
@@ -141,6 +143,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
             }
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::Ublk => scenarios::ublk(&base, changes),
+            Scenario::UblkNvme => scenarios::ublk_nvme(&base),
             Scenario::UblkHostile => scenarios::ublk_hostile(&base),
             Scenario::AttachNbd => scenarios::attach_nbd(&base),
             Scenario::IoPoll => scenarios::io_poll(&base),

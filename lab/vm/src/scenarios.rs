@@ -93,6 +93,17 @@ pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     Ok(())
 }
 
+/// A ublk device that the kernel serves by NVMe/TCP to the same guest, on both kernels.
+pub fn ublk_nvme(base: &Base) -> Result<()> {
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        let mut machine = Machine::new(base, 1536)?;
+        machine.kernel(kernel).tools(Tools::WithFio);
+        passed(machine.run("lab-vm in-guest ublk-nvme", TIMEOUT)?)?;
+    }
+    Ok(())
+}
+
 /// Devices of the kernel's ublk driver in the hands of users who do what they should not, on both kernels.
 pub fn ublk_hostile(base: &Base) -> Result<()> {
     for kernel in base.kernels()? {

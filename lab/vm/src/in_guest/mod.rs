@@ -26,6 +26,7 @@ pub mod system;
 pub mod trace;
 pub mod ublk;
 pub mod ublk_hostile;
+pub mod ublk_nvme;
 pub mod ublk_size;
 pub mod ublk_user;
 pub mod units;
@@ -93,6 +94,8 @@ pub enum Task {
         /// How often it is upgraded
         upgrades: u64,
     },
+    /// Serve ublk devices by NVMe/TCP
+    UblkNvme,
     /// Attach an image where the kernel has no ublk driver
     AttachNbd,
     /// Do to ublk devices what users should not
@@ -160,6 +163,7 @@ pub fn run(task: Task) -> Result<()> {
         Task::Ublk { disk, format, kills, upgrades } => {
             ublk::run(&disk, &format, Changes { kills, upgrades })
         }
+        Task::UblkNvme => ublk_nvme::run(),
         Task::AttachNbd => attach_nbd::run(),
         Task::UblkHostile => ublk_hostile::run(),
         Task::IoPoll { nvme, virtio } => io_poll::run(&nvme, &virtio),
