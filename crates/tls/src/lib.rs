@@ -14,3 +14,6 @@ mod session;
 pub use context::{CipherKind, context, use_identity, use_revoked};
 pub use files::{TlsError, check_readable, file_error, names_of, read_keys, unfit};
 pub use session::{ReadError, SEND_LIMIT, TlsSession};
+
+/// Whether OpenSSL was built from source for this binary, so that it knows no distribution's folders.
+pub const IS_VENDORED: bool = cfg!(feature = "vendored");

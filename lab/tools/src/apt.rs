@@ -17,6 +17,8 @@ enum Probe {
     Programs(&'static [&'static str]),
     /// The system's Python can import this module.
     PythonModule(&'static str),
+    /// Perl has this module. Its smallest package has not all that belong to it.
+    PerlModule(&'static str),
     /// QEMU's programs have this driver of its block layer.
     QemuDriver(&'static str),
 }
@@ -39,6 +41,9 @@ const PYTHON_LIBNBD: Package =
     Package { name: "python3-libnbd", probe: Probe::PythonModule("nbd") };
 const LIBNBD: Package =
     Package { name: "libnbd-bin", probe: Probe::Programs(&["nbdinfo", "nbdcopy"]) };
+const GNUTLS: Package =
+    Package { name: "gnutls-bin", probe: Probe::Programs(&["certtool", "psktool"]) };
+const OPENSSL: Package = Package { name: "openssl", probe: Probe::Programs(&["openssl"]) };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
 /// What `cargo xtask test` needs.
@@ -54,7 +59,8 @@ pub const FOR_TESTS: &[Package] = &[
     FIO,
     STRACE,
     Package { name: "tmux", probe: Probe::Programs(&["tmux"]) },
-    Package { name: "gnutls-bin", probe: Probe::Programs(&["certtool", "psktool"]) },
+    GNUTLS,
+    OPENSSL,
     Package {
         name: "systemd",
         probe: Probe::Programs(&["systemd-analyze", "systemd-socket-activate"]),
@@ -76,6 +82,17 @@ pub const FOR_CEPH: &[Package] = &[
     Package { name: "ceph-common", probe: Probe::Programs(&["ceph", "rbd", "ceph-authtool"]) },
     Package { name: "qemu-block-extra", probe: Probe::QemuDriver("rbd") },
 ];
+
+/// What the static binary of `cargo xtask dist` needs: OpenSSL is built from source for it.
+pub const FOR_STATIC_BINARY: &[Package] = &[
+    Package { name: "perl", probe: Probe::PerlModule("IPC::Cmd") },
+    Package { name: "make", probe: Probe::Programs(&["make"]) },
+    Package { name: "gcc", probe: Probe::Programs(&["cc"]) },
+];
+
+/// What `cargo xtask dist --test` needs: the other side of TLS.
+pub const FOR_TLS_TESTS: &[Package] =
+    &[QEMU_UTILS, LIBNBD, PYTHON_LIBNBD, NBDKIT, FIO, GNUTLS, OPENSSL];
 
 /// What `cargo xtask compare` needs.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
@@ -189,6 +206,11 @@ fn present(probe: &Probe) -> bool {
             let mut python = Command::new("/usr/bin/python3");
             python.args(["-c", &format!("import {module}")]);
             succeeds(python)
+        }
+        Probe::PerlModule(module) => {
+            let mut perl = Command::new("perl");
+            perl.arg(format!("-M{module}")).args(["-e", "1"]);
+            succeeds(perl)
         }
         Probe::QemuDriver(driver) => {
             let mut help = Command::new("qemu-img");

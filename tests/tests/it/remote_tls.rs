@@ -3,11 +3,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_io, str};
 use blockhouse_tests::pki::{Pki, Validity, psk_file};
-use blockhouse_tests::{Scratch, Serve, Server, need, require};
+use blockhouse_tests::{Outcome, Scratch, Serve, Server, blockhouse, need, require, run};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -89,8 +90,12 @@ fn read_and_write(host: &mut Host, uri: &str) {
 
 /// What a command says of this URI: one line, with these words.
 #[track_caller]
-fn refused(uri: &str, words: &[&str]) -> blockhouse_tests::Outcome {
-    let outcome = command(&["info", uri]);
+fn refused(uri: &str, words: &[&str]) -> Outcome {
+    failed(command(&["info", uri]), words)
+}
+
+#[track_caller]
+fn failed(outcome: Outcome, words: &[&str]) -> Outcome {
     assert_eq!(outcome.status.code(), Some(1), "{}", outcome.describe("must fail"));
     let is_good = words.iter().all(|word| outcome.stderr.contains(word));
     assert!(is_good, "{}", outcome.describe(&format!("must say {words:?}")));
@@ -196,6 +201,38 @@ fn a_server_that_is_not_who_it_has_to_be_is_refused() {
     server.stop();
     let server = host.serve().export("nbd://localhost:0/disk").start();
     refused(&by_certificate(&server, &host.client), &["the server has no TLS", "nbd://"]);
+    server.stop();
+}
+
+/// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name, one that was built from source
+/// in the file that has all.
+#[test]
+fn authorities_of_the_environment_or_else_of_the_system_are_trusted() {
+    require!(need::tools(&[&TOOLS[..], &["openssl"]].concat()));
+    let folder = Path::new("/etc/ssl/certs");
+    let in_own_folder = require!(need::private_tmpfs(folder, 1 << 20));
+    let host = Host::new();
+    // The server checks nobody, because the client shows nothing.
+    fs::remove_file(host.pki.folder().join("ca-cert.pem")).unwrap();
+    let authority = host.client.join("ca-cert.pem");
+    let server = host.x509("required");
+    let uri = by_certificate(&server, &host.client);
+    let (uri, _) = uri.split_once('?').unwrap();
+    let words = ["the server's certificate (localhost)", "add tls-certificates=DIR"];
+    refused(uri, &words);
+    let info = |file: &Path| {
+        let mut info = Command::new(blockhouse());
+        run(info.args(["info", uri]).env("SSL_CERT_FILE", file))
+    };
+    info(&authority).success();
+    let stranger = Pki::new(&host.scratch.path("stranger"));
+    failed(info(&stranger.folder().join("ca-cert.pem")), &words);
+    let install = r#"cp "$1" /etc/ssl/certs/ca-certificates.crt && cd /etc/ssl/certs &&
+        ln -s ca-certificates.crt $(openssl x509 -noout -hash -in "$1").0 && exec "$2" info "$3""#;
+    let mut installed = Command::new(&in_own_folder[0]);
+    installed.args(&in_own_folder[1..]).args(["sh", "-c", install, "sh"]);
+    installed.arg(&authority).arg(blockhouse()).arg(uri).env_remove("SSL_CERT_FILE");
+    run(&mut installed).success();
     server.stop();
 }
 

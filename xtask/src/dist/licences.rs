@@ -15,13 +15,21 @@ use lab_tools::process::{cargo, stdout_of};
 use lab_tools::workspace::Workspace;
 
 use super::files;
+use super::static_binary;
 
 /// Texts of the licences of such crates are in the packages at most this many folders deep: zstd-sys has C sources.
 const DEPTH: usize = 2;
 
+/// Whether one of the packages contains OpenSSL.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum OpenSsl {
+    Contained,
+    OfTheSystem,
+}
+
 /// Writes the page.
-pub(super) fn write(workspace: &Workspace, path: &Path) -> Result<()> {
-    let metadata = metadata(workspace)?;
+pub(super) fn write(workspace: &Workspace, openssl: OpenSsl, path: &Path) -> Result<()> {
+    let metadata = metadata(workspace, openssl)?;
     let mut list = String::new();
     let mut texts: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for package in linked(&metadata)? {
@@ -43,7 +51,8 @@ pub(super) fn write(workspace: &Workspace, path: &Path) -> Result<()> {
         "blockhouse contains the following software of others, each under its licence.\n\
          \n{list}\n\
          It contains parts of the Rust standard library (Apache-2.0 OR MIT; https://github.com/rust-lang/rust). The\n\
-         static binary also contains parts of the GNU C Library (LGPL-2.1-or-later; https://sourceware.org/glibc);\n\
+         static binary also contains OpenSSL, which the Debian package takes from the system, and parts of the GNU C\n\
+         Library (LGPL-2.1-or-later; https://sourceware.org/glibc);\n\
          the sources of blockhouse are public, so it can be linked with another version of that library.\n"
     );
     for (text, crates) in texts {
@@ -54,7 +63,7 @@ pub(super) fn write(workspace: &Workspace, path: &Path) -> Result<()> {
 }
 
 /// What cargo says about all packages of this platform, with their dependencies resolved.
-fn metadata(workspace: &Workspace) -> Result<Value> {
+fn metadata(workspace: &Workspace, openssl: OpenSsl) -> Result<Value> {
     let mut version = std::process::Command::new("rustc");
     version.arg("-vV");
     let version = stdout_of(version)?;
@@ -63,6 +72,9 @@ fn metadata(workspace: &Workspace) -> Result<Value> {
     let mut metadata =
         cargo(["metadata", "--format-version", "1", "--locked", "--filter-platform"]);
     metadata.arg(host).current_dir(workspace.root());
+    if openssl == OpenSsl::Contained {
+        metadata.args(["--features", &format!("blockhouse/{}", static_binary::FEATURE)]);
+    }
     serde_json::from_str(&stdout_of(metadata)?).context("cannot read the output of cargo metadata")
 }
 
@@ -82,10 +94,12 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
         let node = &nodes[by_id(nodes, id).with_context(|| format!("{id} is not resolved"))?];
         for dependency in node["deps"].as_array().into_iter().flatten() {
             let mut kinds = dependency["dep_kinds"].as_array().into_iter().flatten();
-            if let Some(id) = dependency["pkg"].as_str()
-                && kinds.any(|kind| kind["kind"].is_null())
-                && seen.insert(id)
-            {
+            let Some(id) = dependency["pkg"].as_str() else { continue };
+            let is_linked = kinds.any(|kind| kind["kind"].is_null());
+            if is_openssl(id) {
+                // What it depends on is for building.
+                seen.insert(id);
+            } else if is_linked && seen.insert(id) {
                 rest.push(id);
             }
         }
@@ -97,6 +111,11 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
     let mut linked: Vec<_> = packages.iter().filter(is_linked).collect();
     linked.sort_by_key(|package| (package["name"].as_str(), package["version"].as_str()));
     Ok(linked)
+}
+
+/// Whether a package has the sources of OpenSSL. It is one that builds, and what it builds is linked.
+fn is_openssl(id: &str) -> bool {
+    id.contains("#openssl-src@")
 }
 
 /// The files of a package that are licences or notices, by their names.

@@ -20,6 +20,7 @@ use anyhow::{Context, Result};
 use lab_tools::build::{Profile, build_binary};
 use lab_tools::workspace::Workspace;
 
+use self::licences::OpenSsl;
 use self::parts::{Parts, commit_time};
 
 /// What to make.
@@ -34,6 +35,12 @@ pub struct Options {
     /// Make the Debian package alone, of this binary, which is not built
     #[arg(long, value_name = "BINARY")]
     deb_of: Option<PathBuf>,
+    /// Make the archive and the image's file tree of the static binary alone
+    #[arg(long, conflicts_with = "deb_of")]
+    static_only: bool,
+    /// Run the black-box tests of TLS with the static binary, too: what of it is not the package's
+    #[arg(long, conflicts_with = "deb_of")]
+    test: bool,
 }
 
 /// Makes everything, or the Debian package alone.
@@ -49,15 +56,27 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     };
     files::make_anew(&parts.staging)?;
     files::make(&parts.output)?;
-    let binary = match &options.deb_of {
-        Some(binary) => binary.clone(),
-        None => build_binary(workspace, if options.quick { Profile::Dev } else { Profile::Dist })?,
+    let openssl = match &options.deb_of {
+        Some(_) => OpenSsl::OfTheSystem,
+        None => OpenSsl::Contained,
     };
-    parts.generate(&binary)?;
-    licences::write(workspace, &parts.staging.join("THIRD-PARTY.txt"))?;
-    deb::make(&parts, &binary)?;
+    licences::write(workspace, openssl, &parts.staging.join("THIRD-PARTY.txt"))?;
+    if !options.static_only {
+        let binary = match &options.deb_of {
+            Some(binary) => binary.clone(),
+            None => {
+                build_binary(workspace, if options.quick { Profile::Dev } else { Profile::Dist })?
+            }
+        };
+        parts.generate(&binary)?;
+        deb::make(&parts, &binary)?;
+    }
     if options.deb_of.is_none() {
         let binary = static_binary::build(&parts)?;
+        if options.test {
+            static_binary::test(&parts, &binary)?;
+        }
+        parts.generate(&binary)?;
         archive::make(&parts, &binary)?;
         oci::make(&parts, &binary)?;
     }

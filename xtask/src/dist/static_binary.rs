@@ -1,30 +1,52 @@
 //! The binary for every Linux of its architecture: it needs no library of the host.
 //!
+//! Guarantee: it has TLS as the Debian package's has. OpenSSL is built from source and linked in (feature `vendored`),
+//! whatever this machine has of it, so that there is one version of it, and it is there for musl, too.
+//!
 //! With the target of musl installed (`rustup target add x86_64-unknown-linux-musl`) and its C compiler (`musl-gcc`, for
 //! zstd) it is linked with musl, else statically with the C library of this machine. Then names of hosts in `nbd://`
 //! URIs and of groups need that machine's version of the C library where it runs, because it loads modules (NSS) for them;
 //! addresses in numbers need nothing.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use lab_tools::process::{cargo, executables, find_program, stdout_of};
+use lab_tools::apt;
+use lab_tools::process::{cargo, executables, find_program, run, stdout_of};
 
 use super::parts::Parts;
 
+/// Tests of what OpenSSL does, by their names: servers with certificates and keys for nbdinfo and qemu-img, and clients.
+const TESTS: &str = "tls::";
+
+/// OpenSSL from source.
+pub(super) const FEATURE: &str = "vendored";
+
 /// Builds it and returns its path.
 pub(super) fn build(parts: &Parts<'_>) -> Result<PathBuf> {
+    apt::require(apt::FOR_STATIC_BINARY)?;
     let target = target()?;
     println!("xtask: the static binary is for {target}");
     let mut build = cargo(["build", "--package", "blockhouse", "--bin", "blockhouse", "--locked"]);
     let profile = if parts.is_quick { "dev" } else { "dist" };
     build.args(["--profile", profile, "--target", &target]).current_dir(parts.workspace.root());
+    build.args(["--features", FEATURE]);
     // With --target this concerns the binary alone, and not the build scripts.
     build.env("RUSTFLAGS", "-C target-feature=+crt-static");
     let built = executables(build)?.into_iter().find(|(name, _)| name == "blockhouse");
     Ok(built.context("cargo built package blockhouse without naming its binary")?.1)
+}
+
+/// Runs the black-box tests of TLS with the binary.
+pub(super) fn test(parts: &Parts<'_>, binary: &Path) -> Result<()> {
+    apt::require(apt::FOR_TLS_TESTS)?;
+    let mut test =
+        cargo(["test", "--locked", "--package", "blockhouse-tests", "--test", "it", "--"]);
+    test.arg(TESTS).current_dir(parts.workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    test.env("BLOCKHOUSE_TESTS_SKIP", "never");
+    run(test)
 }
 
 /// That of musl if it can be built here, or this machine's own.

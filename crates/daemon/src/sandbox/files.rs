@@ -30,7 +30,7 @@ const VERSION: ABI = ABI::V5;
 const DNS: u16 = 53;
 /// What looking up a name, finding the servers of a cluster, and judging a certificate without a folder of one's own
 /// reads.
-const LOOK_UP: [&str; 13] = [
+const LOOK_UP: [&str; 15] = [
     "/etc/resolv.conf",
     "/etc/hosts",
     "/etc/host.conf",
@@ -40,8 +40,10 @@ const LOOK_UP: [&str; 13] = [
     "/etc/ceph",
     "/run/systemd/resolve",
     "/etc/ssl/certs",
+    "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/openssl.cnf",
     "/etc/pki/ca-trust/extracted",
+    "/etc/ca-certificates/extracted",
     "/usr/share/ca-certificates",
     "/usr/local/share/ca-certificates",
 ];

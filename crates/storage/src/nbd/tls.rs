@@ -22,6 +22,13 @@ use parking_lot::Mutex;
 
 use super::refusal::Refusal;
 
+/// Where distributions have the authorities that the system trusts: Debian, Alpine and Arch, then Fedora, then openSUSE.
+const BUNDLES: [&str; 3] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/ca-bundle.pem",
+];
+
 /// How connections to a server are secured.
 pub(super) struct ClientTls {
     parameters: TlsParameters,
@@ -181,9 +188,23 @@ fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
     } else if let Some(folder) = parameters.certificates() {
         use_certificates(&mut builder, folder)?;
     } else {
-        builder.set_default_verify_paths()?;
+        trust_system(&mut builder)?;
     }
     Ok(builder.build())
+}
+
+/// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, else those that the system trusts. A distribution's
+/// OpenSSL knows where they are; one that was built from source does not.
+fn trust_system(builder: &mut SslContextBuilder) -> Result<(), TlsError> {
+    let is_named =
+        ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());
+    let mut bundles = BUNDLES.iter().map(Path::new);
+    match bundles.find(|bundle| bundle.exists()) {
+        Some(bundle) if blockhouse_tls::IS_VENDORED && !is_named => {
+            Ok(builder.set_ca_file(bundle).map_err(unfit(bundle, "is no certificate in PEM"))?)
+        }
+        _ => Ok(builder.set_default_verify_paths()?),
+    }
 }
 
 /// Trusts the authority in the folder, and shows the client's certificate if there is one.
