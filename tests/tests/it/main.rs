@@ -70,6 +70,7 @@ mod sandbox;
 mod served_bitmaps;
 mod served_snapshots;
 mod service;
+mod shared_bitmaps;
 mod shutdown;
 mod sigkill;
 mod snapshots;
