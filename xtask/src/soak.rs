@@ -6,21 +6,21 @@
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use lab_tools::build::{Profile, build_binary};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
-/// Packages whose tests crash simulated disks.
-const CRASHED: &[&str] = &["blockhouse-disk", "blockhouse-format", "blockhouse-jobs"];
-
-/// What the names of those tests have in common.
-const CRASH_TESTS: &str = "crash_at_every";
+/// Crates whose tests crash simulated disks, and what the names of these tests have in common; of jobs, all tests, because those
+/// that crash nothing have errors, delays and guests that race.
+const CRASHED: &[(&str, &str)] =
+    &[("disk", "crash_at_every"), ("format", "crash_at_every"), ("jobs", "")];
 
 /// Hostile parties and their neighbours, against the binary itself: a package and its tests.
 const PARTIES: (&str, &str) = ("blockhouse-tests", "hostile_parties::");
@@ -38,26 +38,31 @@ pub struct Options {
     #[arg(long, default_value_t = 10)]
     minutes: u64,
 
-    /// Run these seeds of the crash tests once, and nothing else
+    /// Run these seeds of the crash tests once, and nothing else; the line of each some hundred says how far it is
     #[arg(long, value_name = "FIRST..END", conflicts_with = "minutes")]
     seeds: Option<String>,
 
     /// Of the crash tests, run only those with this in their name, such as `restarts` for servers that die
     #[arg(long, value_name = "NAME", requires = "seeds")]
     only: Option<String>,
+
+    /// Of the crash tests, run only those of this crate: disk, format or jobs
+    #[arg(long = "crate", value_name = "NAME", requires = "seeds")]
+    of_crate: Option<String>,
 }
 
 /// Runs rounds until the time is over.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    let tests = CRASHED.iter().map(|package| build(workspace, package));
+    let is_wanted = |name: &str| options.of_crate.as_ref().is_none_or(|wanted| wanted == name);
+    let wanted = CRASHED.iter().filter(|(name, _)| is_wanted(name));
+    let tests = wanted.map(|(name, filter)| {
+        let filter = options.only.as_deref().unwrap_or(filter);
+        Ok((build(workspace, &format!("blockhouse-{name}"))?, filter))
+    });
     let tests = tests.collect::<Result<Vec<_>>>()?;
+    ensure!(!tests.is_empty(), "no crate of that name has crash tests: disk, format, jobs");
     if let Some(seeds) = &options.seeds {
-        let only = options.only.as_deref().unwrap_or(CRASH_TESTS);
-        for test in &tests {
-            let crashes = crash(workspace, test, only, seeds)?;
-            println!("soak: seeds {seeds} of {}: fine; {crashes} crashes", test.display());
-        }
-        return Ok(());
+        return run_seeds(workspace, &tests, parse_seeds(seeds)?);
     }
     let parties = build(workspace, PARTIES.0)?;
     let binary = build_binary(workspace, Profile::Dev)?;
@@ -66,11 +71,39 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     while Instant::now() < until {
         let first = RandomState::new().build_hasher().finish() >> 32;
         let seeds = format!("{first}..{}", first + SEEDS_A_TIME);
-        for test in &tests {
-            crashes += crash(workspace, test, CRASH_TESTS, &seeds)?;
+        for (test, filter) in &tests {
+            crashes += crash(workspace, test, filter, &seeds)?;
         }
         misbehave(workspace, &parties, &binary)?;
         println!("soak: seeds {seeds}: fine; {crashes} crashes so far");
+    }
+    Ok(())
+}
+
+fn parse_seeds(text: &str) -> Result<Range<u64>> {
+    let parsed = text
+        .split_once("..")
+        .and_then(|(first, end)| Some(first.trim().parse().ok()?..end.trim().parse().ok()?));
+    parsed.filter(|seeds: &Range<u64>| !seeds.is_empty()).with_context(|| {
+        format!("--seeds {text}: two numbers are expected, the first and the end, such as 0..1000")
+    })
+}
+
+/// Runs these seeds, some of each test at a time.
+fn run_seeds(workspace: &Workspace, tests: &[(PathBuf, &str)], seeds: Range<u64>) -> Result<()> {
+    let (mut first, mut crashes) = (seeds.start, 0);
+    let began = Instant::now();
+    while first < seeds.end {
+        let end = seeds.end.min(first + SEEDS_A_TIME);
+        for (test, filter) in tests {
+            crashes += crash(workspace, test, filter, &format!("{first}..{end}"))?;
+        }
+        let minutes = began.elapsed().as_secs_f64() / 60.0;
+        println!(
+            "soak: seeds {}..{end} fine after {minutes:.1} min; {crashes} crashes",
+            seeds.start
+        );
+        first = end;
     }
     Ok(())
 }
@@ -123,6 +156,12 @@ fn crashes_in(said: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn seeds_are_two_numbers() {
+        assert_eq!(parse_seeds("3..7").unwrap(), 3..7);
+        assert!(parse_seeds("7").is_err() && parse_seeds("7..7").is_err());
+    }
 
     #[test]
     fn crashes_of_all_reports_count() {
