@@ -101,6 +101,17 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// As [`map`](Self::map), for a change after which the disk reads what it did before: bitmaps do not record it.
+    ///
+    /// # Errors
+    /// As [`map`](Self::map).
+    pub async fn map_same_content(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        match self {
+            Self::Qcow2(qcow2) => qcow2.map_same_content(range, intent).await,
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => self.map(range, intent).await,
+        }
+    }
+
     /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not begun. `None` where it would
     /// have to wait until others hand their extents back: they may be waiting for those of this request.
     ///

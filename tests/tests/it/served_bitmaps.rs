@@ -63,6 +63,41 @@ fn a_served_disk_records_changes_as_qemu_does() {
     }
 }
 
+/// The disk reads the same before and after: QEMU records none of it either.
+#[test]
+fn what_is_fetched_from_a_base_is_no_change() {
+    require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));
+    let scratch = Scratch::new();
+    for options in ["cluster_size=64K", "cluster_size=4K", "extended_l2=on"] {
+        let paths = ["base.img", "disk.qcow2", "theirs.qcow2"].map(|name| scratch.path(name));
+        let [base, image, theirs] = paths.each_ref().map(|path| str(path));
+        qemu_img(&["create", "-q", "-f", "raw", base, "64M"]).success();
+        change(base, "raw", &["write -P 9 0 9M", "write -P 8 20M 10M"]);
+        for overlay in [image, theirs] {
+            let words = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", base, "-o", options];
+            qemu_img(&[&words[..], &[overlay]].concat()).success();
+            qemu_img(&["bitmap", "--add", overlay, "changes"]).success();
+        }
+        let changes = ["write -P 1 24M 4K", "write -P 2 2M 4K", "write -z 60M 128K"];
+        change(theirs, "qcow2", &changes);
+        let control = scratch.socket("control");
+        let serve = Serve::new(&scratch, &paths[1]).option("--control", &control);
+        let server = serve.flag("--copy-on-read").start();
+        change(server.uri(), "raw", &["read -P 9 1M 3M", "read -P 0 40M 3M"]);
+        change(server.uri(), "raw", &changes[..1]);
+        let ctl = |words: &[&str]| command(&[&["ctl", str(&control)], words].concat()).success();
+        ctl(&["stream", "disk.qcow2", "--job", "s"]);
+        ctl(&["job", "s", "complete"]);
+        change(server.uri(), "raw", &changes[1..]);
+        server.stop();
+        assert!(info(image)["backing-filename"].is_null());
+        check(image);
+        assert_eq!(dirty(image, "changes"), dirty(theirs, "changes"), "{options}");
+        qemu_img(&["compare", "-f", "qcow2", "-F", "qcow2", image, theirs]).success();
+        paths.iter().for_each(|path| std::fs::remove_file(path).expect("it is there"));
+    }
+}
+
 #[test]
 fn a_killed_server_leaves_all_changes_in_a_bitmap() {
     require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));

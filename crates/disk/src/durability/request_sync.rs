@@ -1,4 +1,4 @@
-//! The durability of one request, from its first write to its end.
+//! The durability of one request, from its first write to its end; and whether it changes what the disk reads.
 //!
 //! Made once per request with what was asked for. Each write asks it for a plan, which also notes the sync
 //! that the plan requires afterwards, so no write can forget it. [`RequestSync::complete`] carries out
@@ -16,18 +16,29 @@ use super::flush_tracker::FlushTracker;
 pub(crate) struct RequestSync<'a, S: Storage> {
     format: &'a Format<FlushTracker<S>>,
     asked: Durability,
+    changes_content: bool,
     required: Cell<RequiredSync>,
 }
 
 impl<'a, S: Storage> RequestSync<'a, S> {
     /// For a request that asks for `asked`, the disk's options included.
     pub(crate) fn new(format: &'a Format<FlushTracker<S>>, asked: Durability) -> Self {
-        Self { format, asked, required: Cell::default() }
+        Self { format, asked, changes_content: true, required: Cell::default() }
     }
 
     /// For writes that the caller makes durable by other means.
     pub(crate) fn not_required(format: &'a Format<FlushTracker<S>>) -> Self {
         Self::new(format, Durability::None)
+    }
+
+    /// For writes after which the disk reads what it did before, and which need not be durable.
+    pub(crate) fn of_same_content(format: &'a Format<FlushTracker<S>>) -> Self {
+        Self { changes_content: false, ..Self::not_required(format) }
+    }
+
+    /// Whether the disk may read otherwise when the request was carried out.
+    pub(crate) fn changes_content(&self) -> bool {
+        self.changes_content
     }
 
     /// The plan for writes of data to prepared extents.

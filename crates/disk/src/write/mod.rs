@@ -104,7 +104,7 @@ impl<S: Storage> Writer<S> {
         from: IoVector,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
-        let first = self.prepare(first_part(range), Intent::Write).await?;
+        let first = self.prepare_for(sync, first_part(range), Intent::Write).await?;
         if first.guest == range {
             let plan = sync.plan_data([&*first].into_iter(), Writes::Counted(1));
             return self.write_extent(first, from, plan).await;
@@ -122,7 +122,8 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         let mut rest = range.skip(first.guest.length());
         let mut known = vec![first];
-        while !rest.is_empty() && known.len() < MAX_IN_FLIGHT {
+        // Others are prepared one by one.
+        while sync.changes_content() && !rest.is_empty() && known.len() < MAX_IN_FLIGHT {
             let Some(extent) = self.layer.format().map_next(first_part(rest)).await? else { break };
             let extent = self.prepared(extent);
             rest = rest.skip(extent.guest.length());
@@ -149,7 +150,7 @@ impl<S: Storage> Writer<S> {
                 if is_over {
                     return None;
                 }
-                let extent = self.prepare(first_part(rest), Intent::Write).await;
+                let extent = self.prepare_for(sync, first_part(rest), Intent::Write).await;
                 let length = extent.as_ref().map_or(rest.length(), |one| one.guest.length());
                 Some((extent, rest.skip(length)))
             }
@@ -209,6 +210,19 @@ impl<S: Storage> Writer<S> {
         // may begin between the two: then one more follows.
         drop(data_write);
         extent.complete(outcome, durability).await
+    }
+
+    /// Prepares the first bytes of `range` for a change of the request that `sync` belongs to.
+    async fn prepare_for(
+        &self,
+        sync: &RequestSync<'_, S>,
+        range: ByteRange,
+        intent: Intent,
+    ) -> Result<PreparedExtent<'_, S>> {
+        match sync.changes_content() {
+            true => self.prepare(range, intent).await,
+            false => Ok(self.prepared(self.layer.format().map_same_content(range, intent).await?)),
+        }
     }
 
     /// Prepares the first bytes of `range` for a change.

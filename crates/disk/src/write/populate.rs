@@ -3,7 +3,7 @@
 //! Guarantees: the content of the disk does not change, at any moment. A change of the same clusters comes before or after,
 //! never between the read of the backing file and the write to the image: the claim is exclusive, and covers whole clusters.
 //! What the image has already is not written again, but for the rest of a cluster some subclusters of which it has. Zeros take
-//! no space where the format has a flag for them. Data is linked after it is written, as every write's, so a crash leaves a
+//! no space where the format has a flag for them, and bitmaps record no change. Data is linked after it is written, as every write's, so a crash leaves a
 //! cluster as it was, or filled.
 
 use blockhouse_core::{
@@ -177,7 +177,7 @@ impl<S: Storage> Writer<S> {
         from: Option<IoVector>,
         claim: &Claim<'_>,
     ) -> Result<()> {
-        let sync = RequestSync::not_required(self.layer.format());
+        let sync = RequestSync::of_same_content(self.layer.format());
         match from {
             Some(from) => self.write_aligned(range, claim.attach_to(from), &sync).await,
             None => {

@@ -59,7 +59,7 @@ impl<S: Storage> Writer<S> {
         let budget = WorkBudget::new();
         let mut rest = range;
         while !rest.is_empty() {
-            let extent = self.prepare(rest, Intent::Zero(how.unmap)).await?;
+            let extent = self.prepare_for(sync, rest, Intent::Zero(how.unmap)).await?;
             rest = rest.skip(extent.guest.length());
             self.zero_extent(extent, how, sync).await?;
             // Something has changed: it is too late to refuse.

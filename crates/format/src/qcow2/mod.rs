@@ -221,6 +221,19 @@ impl<S: Storage> Qcow2<S> {
             return self.within_data_file(self.metadata.marking(mapped).await?);
         }
         let range = self.begin_change(range).await?;
+        self.map_change(range, intent).await
+    }
+
+    /// As [`Format::map_same_content`](crate::Format::map_same_content).
+    pub async fn map_same_content(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        self.check_data_file()?;
+        self.begin_changes().await?;
+        self.bitmaps.begin_session(&self.metadata).await?;
+        self.map_change(range, intent).await
+    }
+
+    /// Prepares a change that bitmaps know of.
+    async fn map_change(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if let Some(extent) = self.fixed_extent(range) {
             return Ok(extent);
         }
@@ -249,15 +262,21 @@ impl<S: Storage> Qcow2<S> {
 
     /// What comes before a change of `range` is prepared; the part of it that may be prepared then.
     async fn begin_change(&self, range: ByteRange) -> Result<ByteRange> {
+        self.begin_changes().await?;
+        match self.bitmaps.try_record(range) {
+            Some(range) => Ok(range),
+            None => Box::pin(self.bitmaps.record(&self.metadata, range)).await,
+        }
+    }
+
+    /// What comes before changes.
+    async fn begin_changes(&self) -> Result<()> {
         self.metadata.check_writable()?;
         self.metadata.check_intact()?;
         if self.metadata.needs_begin_changes() {
             Box::pin(self.metadata.begin_changes()).await?;
         }
-        match self.bitmaps.try_record(range) {
-            Some(range) => Ok(range),
-            None => Box::pin(self.bitmaps.record(&self.metadata, range)).await,
-        }
+        Ok(())
     }
 
     /// As [`Format::map_compressed`](crate::Format::map_compressed).

@@ -319,18 +319,30 @@ impl LiveBitmaps {
             return Ok(range);
         }
         let range = first_recorded(range);
-        if !self.has_begun.load(Ordering::Acquire) {
-            self.begin(metadata).await?;
-            // They may have been found to be damaged just now.
-            metadata.begin_changes().await?;
-        }
+        self.begin_session(metadata).await?;
         let set = self.set();
         run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.record(metadata, range)))
             .await?;
         Ok(range)
     }
 
-    /// Begins the session.
+    /// Begins the session, unless it has begun or no bitmap is enabled: comes before any change.
+    ///
+    /// # Errors
+    /// As [`record`](Self::record).
+    pub(crate) async fn begin_session<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+    ) -> Result<()> {
+        if self.has_live.load(Ordering::Acquire) && !self.has_begun.load(Ordering::Acquire) {
+            self.begin(metadata).await?;
+            // They may have been found to be damaged just now.
+            metadata.begin_changes().await?;
+        }
+        Ok(())
+    }
+
+    /// Begins the session, if it has not begun meanwhile.
     async fn begin<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
         let _alone = self.begin_lock.acquire().await;
         if self.has_begun.load(Ordering::Acquire) {
