@@ -3,7 +3,7 @@
 //! Each run makes an image, puts a server's disk under load over NBD, vhost-user-blk or both, kills the
 //! server at a random moment, starts it again with the same options, and reads everything back. A model of
 //! the disk knows what was answered. Nothing is flushed in most runs, so only what outlives the process can
-//! tell the next server.
+//! tell the next server. Others kill servers whose disk is being mirrored to another image.
 //!
 //! A run that finds a loss prints the line that replays it, and keeps image, state and log.
 #![forbid(unsafe_code)]
@@ -14,6 +14,7 @@ mod combination;
 mod folders;
 mod guest;
 mod load;
+mod mirror;
 mod model;
 mod nbd_client;
 mod reconnect;
@@ -41,6 +42,10 @@ use parking_lot::Mutex;
 use report::{Counts, Report};
 use template::Template;
 
+/// Runs of mirrors, where nothing else is said: two of each kind of target.
+const MIRRORS: usize = 10;
+/// So many of them come first.
+const FIRST_MIRRORS: usize = 2;
 /// The folders of so many findings are kept.
 const MAX_KEPT: u32 = 20;
 
@@ -86,6 +91,8 @@ enum Scenario {
     Changed,
     /// Clients of QEMU and libnbd that reconnect see no error
     Reconnect,
+    /// After a kill while a disk is mirrored, what is beside the images says which one is the disk, and it has what was answered
+    Mirror,
 }
 
 /// One thing to do.
@@ -94,6 +101,7 @@ enum Task {
     Load(Combination),
     Changed(Image),
     Reconnect { is_held: bool },
+    Mirror,
 }
 
 fn main() -> ExitCode {
@@ -153,16 +161,26 @@ fn run_all(cli: &Cli) -> Result<()> {
     runs.finish(started.elapsed())
 }
 
-/// What is to be done: reconnects first, then loads and changes evenly mixed, so that a short time has some of
-/// each.
+/// What is to be done: reconnects and two mirrors first, then loads and changes evenly mixed, so that a short time has some
+/// of each; the other mirrors at the end.
 fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     let only = cli.only.clone().unwrap_or_default();
-    let has = |scenario| cli.scenarios.is_empty() || cli.scenarios.contains(&scenario);
+    let is_named = |scenario| cli.scenarios.contains(&scenario);
+    let has = |scenario| cli.scenarios.is_empty() || is_named(scenario);
     let mut random = Rng::with_seed(seed);
     let mut tasks = Vec::new();
     // It has an image of its own.
     if has(Scenario::Reconnect) && (cli.only.is_none() || !cli.scenarios.is_empty()) {
         tasks.extend([true, false].map(|is_held| Task::Reconnect { is_held }));
+    }
+    let mut mirrors = Vec::new();
+    // What they need of the next server is in its state.
+    if has(Scenario::Mirror)
+        && (cli.only.is_none() && !cli.without_state || is_named(Scenario::Mirror))
+    {
+        let count = cli.runs.map_or(MIRRORS, |runs| runs as usize);
+        mirrors.resize(count, Task::Mirror);
+        tasks.extend(mirrors.drain(..count.min(FIRST_MIRRORS)));
     }
     let mut images = Image::all();
     images
@@ -179,11 +197,13 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
         tasks.extend(loads.by_ref().take(between));
     }
     tasks.extend(loads);
+    tasks.append(&mut mirrors);
     // The first of each kind has the given seed, so that a run can be done again alone.
-    let (mut loads, mut changes) = (seed.., seed..);
+    let (mut loads, mut changes, mut mirrors) = (seed.., seed.., seed..);
     let seed_of = |task: &Task| match task {
         Task::Load(_) => loads.next().unwrap_or(seed),
         Task::Changed(_) => changes.next().unwrap_or(seed),
+        Task::Mirror => mirrors.next().unwrap_or(seed),
         Task::Reconnect { .. } => seed,
     };
     let seeds: Vec<u64> = tasks.iter().map(seed_of).collect();
@@ -221,6 +241,15 @@ impl Runs<'_> {
                 let (kills, finding) = reconnect::run(setting, is_held, seed)?;
                 (Counts::of_scenario("qcow2".into(), "reconnect", kills), finding)
             }
+            Task::Mirror => {
+                let (counts, finding) = mirror::run(setting, seed)?;
+                let mut report = self.report.lock();
+                counts.iter().for_each(|counts| report.add(counts, false));
+                if finding.is_some() {
+                    report.add(&Counts::of_scenario("mirrored".into(), "mirror", 0), true);
+                }
+                return Ok(finding);
+            }
         };
         self.report.lock().add(&counts, finding.is_some());
         Ok(finding)
@@ -248,6 +277,7 @@ impl Runs<'_> {
                 ("load", format!("--only '{combination}' --runs 1 --kills {kills}"))
             }
             Task::Changed(image) => ("changed", format!("--only '{image}'")),
+            Task::Mirror => ("mirror", format!("--runs 1 --kills {kills}")),
             Task::Reconnect { .. } => ("reconnect", String::new()),
         };
         format!("cargo xtask kill {scenario} --seed {seed} {only}").trim_end().to_owned()

@@ -312,7 +312,7 @@ impl Run<'_> {
 }
 
 /// What a client's thread ended with.
-fn outcome_of(worker: ScopedJoinHandle<'_, Result<()>>) -> Result<()> {
+pub fn outcome_of(worker: ScopedJoinHandle<'_, Result<()>>) -> Result<()> {
     worker.join().unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");

@@ -5,11 +5,13 @@
 //! - [`build`]: the binary under test
 //! - [`apt`]: packages of the system
 //! - [`block_device`]: the disk below a folder
+//! - [`control`]: a server's control socket
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 
 pub mod apt;
 pub mod block_device;
 pub mod build;
+pub mod control;
 pub mod process;
 pub mod workspace;
