@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use blockhouse_core::{ByteRange, Result, Storage};
 use blockhouse_disk::{Disk, RangeCopy};
-use futures_util::future::select;
-use futures_util::stream::FuturesUnordered;
+use futures_util::future::{FutureExt, select};
+use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::clock::JobClock;
 use crate::control::{JobControl, JobEnd};
@@ -142,10 +142,10 @@ impl<S: Storage> Copier<S> {
         self.meter.borrow().is_losing()
     }
 
-    /// Bytes that are dirty or being copied.
+    /// Bytes that are dirty or being copied, or that the target is getting.
     pub(crate) fn remaining(&self) -> u64 {
         let in_flight: u64 = self.in_flight.borrow().iter().map(|range| range.length()).sum();
-        self.tracker.dirty().dirty_bytes() + in_flight
+        self.tracker.dirty().dirty_bytes() + in_flight + self.tracker.backlog()
     }
 
     /// Whether both disks are equal, as far as changes have ended.
@@ -197,8 +197,8 @@ impl<S: Storage> Copier<S> {
                 return outcome;
             }
             let sleep = later.map(|time| self.clock.sleep(time));
-            let ended = next_event(&mut works, async { drop(news.await) }, sleep).await;
-            if let Some(ended) = ended {
+            let mut next = next_event(&mut works, async { drop(news.await) }, sleep).await;
+            while let Some(ended) = next {
                 self.tell_news(works.is_empty());
                 if let Err(error) = &ended {
                     // Other copies may be in flight for long yet.
@@ -206,6 +206,8 @@ impl<S: Storage> Copier<S> {
                     self.tracker.release_writes();
                 }
                 outcome = outcome.and(ended);
+                // Others that have ended, too.
+                next = works.next().now_or_never().flatten();
             }
         }
     }
@@ -299,10 +301,10 @@ impl<S: Storage> Copier<S> {
             return None;
         }
         let granule = dirty.granularity();
-        let live = self.tracker.live_ranges();
         let in_flight = self.in_flight.borrow();
         loop {
             let range = self.dirty_run(limit)?;
+            let live = self.tracker.first_live(range);
             // All granules that a copy in flight touches: they are made clean as a whole.
             let busy = in_flight.iter().chain(&live).map(|busy| busy.align_outward(granule));
             let first = busy.filter(|busy| busy.overlaps(range)).min_by_key(|busy| busy.offset());

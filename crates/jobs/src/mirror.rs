@@ -41,6 +41,8 @@ const MAX_GAP: u64 = 16 << 10;
 const MAX_GRANULES: u64 = 128 << 20;
 /// What may be left when changes are held off: it is copied in a few milliseconds.
 const MAX_LEFT: u64 = 1 << 20;
+/// The same where changes wait for the target, so that what is left only becomes less.
+const MAX_BLOCKING_LEFT: u64 = 256 << 10;
 /// A mirror of which no more is left can be completed soon.
 const MAX_READY_LEFT: u64 = 64 << 20;
 /// Reads of the target that would be seen at the source if both were the same.
@@ -74,12 +76,15 @@ pub struct MirrorOptions {
     /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27 units has larger ones:
     /// their two maps take 16 MiB each at most.
     pub granularity: u64,
+    /// Where changes wait for the target: only if it is behind by so many bytes.
+    pub backlog: u64,
 }
 
 impl Default for MirrorOptions {
-    /// Automatic, in units of 4 KiB, as guests write them; the target may hold anything.
+    /// Automatic, in units of 4 KiB, as guests write them; the target may hold anything, and be behind by 4 MiB.
     fn default() -> Self {
-        Self { is_target_zero: false, mode: CopyMode::Auto, granularity: 4 << 10 }
+        let (mode, granularity, backlog) = (CopyMode::Auto, 4 << 10, 4 << 20);
+        Self { is_target_zero: false, mode, granularity, backlog }
     }
 }
 
@@ -184,7 +189,7 @@ impl<S: Storage> Mirror<S> {
         source.check_successor(&target)?;
         let size = source.size();
         let granularity = size.div_ceil(MAX_GRANULES).next_power_of_two().max(options.granularity);
-        let tracker = Tracker::new(DirtyMap::new(size, granularity)?);
+        let tracker = Tracker::new(DirtyMap::new(size, granularity)?, options.backlog);
         let (from, to) = (Arc::clone(&source), Arc::clone(&target));
         let copy = RangeCopy::new(from, to, granularity, options.is_target_zero)?;
         let (from, tracked) = (Arc::clone(&source), Arc::clone(&tracker));
@@ -316,7 +321,12 @@ impl<S: Storage> Mirror<S> {
         self.control.set_stage(JobStage::Ready);
         let completion = self.keep_up(MAX_READY_LEFT, || self.control.completion()).await?;
         self.control.set_stage(JobStage::Completing);
-        let is_little = || (self.copier.remaining() <= MAX_LEFT).then_some(());
+        // What is on its way then is waited for while changes are held off.
+        self.tracker.limit_backlog(self.options.backlog.min(MAX_BLOCKING_LEFT / 2));
+        let is_little = || {
+            let limit = if self.tracker.is_blocking() { MAX_BLOCKING_LEFT } else { MAX_LEFT };
+            (self.copier.remaining() <= limit).then_some(())
+        };
         self.keep_up(MAX_LEFT, is_little).await?;
         // Little is left to flush then while changes are held off.
         self.unless_ending(self.target.submit_unlimited(Request::Flush)).await??;

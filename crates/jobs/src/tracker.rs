@@ -1,19 +1,21 @@
 //! What the guest changes while its disk is copied.
 //!
 //! In the background mode a change makes its granules dirty, after it was carried out. In the write-blocking mode the bytes
-//! of a write are *forwarded*: the copier writes them to the target while the guest's request writes them to the source, and
-//! the request waits for both. All other changes (zeros, discards, long writes, writes that overlap one that is forwarded)
-//! wait until the copier has copied their range. So what is dirty only becomes less, but for what waits.
+//! of a write are *forwarded*: the copier writes a copy of them to the target, from memory. The request does not wait for that;
+//! but where the target is behind by the *backlog* that it may have, changes wait before they begin. Zeros, discards and long
+//! writes wait until the copier has copied their range. A write that overlaps one that is forwarded still makes its granules
+//! dirty. So what is dirty, and what is on its way, does not become more than the backlog and what a guest writes twice
+//! within it.
 //!
 //! Guarantees: while a forwarded write is *live*, from before it is begun at the source until both writes have ended, no copy
 //! of its range begins; it is written to the target after those that were begun before. So the target gets its bytes last, as
 //! the source does. The guest's request touches nothing but its own disk: the copier alone writes to the target, and its
 //! errors are not the guest's. The bytes of forwarded writes take `MAX_FORWARDED_BYTES` at most.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::sync::Condvar;
 use blockhouse_core::{BufferPool, ByteRange, IoVector};
@@ -22,12 +24,17 @@ use futures_channel::oneshot;
 use futures_util::future::select;
 use parking_lot::Mutex;
 
-/// Bytes of forwarded writes whose write to the target has not ended.
+/// Bytes of forwarded writes whose write to the target has not ended: more than a backlog, because those that have waited for
+/// it begin together.
 const MAX_FORWARDED_BYTES: u64 = 16 << 20;
-/// Writes that are live together. Each new one is compared with all of them.
-const MAX_LIVE: usize = 1024;
+/// A short forwarded write counts as so many bytes, because each is an operation.
+const MIN_FORWARDED_BYTES: u64 = 4 << 10;
+/// Changes that wait for the backlog go on when it is shorter by this part of it.
+const BACKLOG_STEPS: u64 = 16;
 /// The name of a change that is not forwarded.
 const NOT_FORWARDED: ChangeId = 0;
+/// The name of a write that is not forwarded because it overlaps one that is.
+const OVERLAPPING: ChangeId = ChangeId::MAX;
 
 /// Observes the disk that is copied.
 pub(crate) struct Tracker {
@@ -36,8 +43,19 @@ pub(crate) struct Tracker {
     work_added: Condvar,
     buffers: BufferPool,
     is_blocking: AtomicBool,
+    backlog: Arc<Backlog>,
     release: Arc<Release>,
     state: Mutex<State>,
+}
+
+/// How far the target is behind.
+struct Backlog {
+    /// Bytes of forwarded writes that it does not have.
+    bytes: AtomicU64,
+    /// How many of them changes wait for.
+    limit: AtomicU64,
+    /// Notified when it is shorter.
+    shortened: Condvar,
 }
 
 /// Lets all requests go that wait, whatever they wait for.
@@ -52,8 +70,8 @@ struct State {
     is_blocking: bool,
     copies: VecDeque<UrgentCopy>,
     forwarded: VecDeque<ForwardedWrite>,
-    live: Vec<LiveWrite>,
-    forwarded_bytes: u64,
+    /// By their offsets. No two overlap.
+    live: BTreeMap<u64, LiveWrite>,
     last_id: ChangeId,
 }
 
@@ -63,8 +81,6 @@ struct LiveWrite {
     range: ByteRange,
     has_source_ended: bool,
     has_target_ended: bool,
-    /// Resolves when the target has it.
-    stored: Option<oneshot::Receiver<()>>,
 }
 
 /// What a guest's request waits for.
@@ -84,14 +100,12 @@ pub(crate) struct ForwardedWrite {
     id: ChangeId,
     pub(crate) range: ByteRange,
     pub(crate) from: IoVector,
-    /// Dropped: the request goes on.
-    stored: oneshot::Sender<()>,
 }
 
 impl ForwardedWrite {
     /// The bytes, and what is left of it to be [ended](Tracker::end_forwarded).
     pub(crate) fn into_parts(self) -> (IoVector, ForwardedEnd) {
-        (self.from, ForwardedEnd { id: self.id, range: self.range, _stored: self.stored })
+        (self.from, ForwardedEnd { id: self.id, range: self.range })
     }
 }
 
@@ -99,15 +113,16 @@ impl ForwardedWrite {
 pub(crate) struct ForwardedEnd {
     id: ChangeId,
     range: ByteRange,
-    _stored: oneshot::Sender<()>,
 }
 
 impl Tracker {
-    pub(crate) fn new(dirty: DirtyMap) -> Arc<Self> {
+    /// Changes wait where the target is behind by `backlog` bytes.
+    pub(crate) fn new(dirty: DirtyMap, backlog: u64) -> Arc<Self> {
         let buffers = BufferPool::new(MAX_FORWARDED_BYTES as usize);
         let (is_blocking, work_added) = (AtomicBool::new(false), Condvar::new());
         let (release, state) = Default::default();
-        Arc::new(Self { dirty, work_added, buffers, is_blocking, release, state })
+        let backlog = Arc::new(Backlog::new(backlog));
+        Arc::new(Self { dirty, work_added, buffers, is_blocking, backlog, release, state })
     }
 
     /// What is to be copied.
@@ -130,6 +145,16 @@ impl Tracker {
         self.is_blocking.load(Ordering::SeqCst)
     }
 
+    /// Bytes of forwarded writes that the target does not have.
+    pub(crate) fn backlog(&self) -> u64 {
+        self.backlog.bytes.load(Ordering::SeqCst)
+    }
+
+    /// Has changes wait where the target is behind by so many bytes.
+    pub(crate) fn limit_backlog(&self, bytes: u64) {
+        self.backlog.limit.store(bytes, Ordering::SeqCst);
+    }
+
     /// Has no change wait any more, for ever: those that do go on at once, whatever the target does, and what they wait for
     /// is dirty.
     pub(crate) fn release_writes(&self) {
@@ -139,11 +164,12 @@ impl Tracker {
         let (copies, live) = {
             let state = &mut *self.state.lock();
             state.is_blocking = false;
-            state.forwarded.clear();
+            let dropped = state.forwarded.drain(..).map(|write| counted(write.range)).sum();
+            self.backlog.shorten(dropped);
             (std::mem::take(&mut state.copies), std::mem::take(&mut state.live))
         };
         copies.iter().for_each(|copy| _ = self.dirty.mark(copy.range));
-        live.iter().for_each(|write| _ = self.dirty.mark(write.range));
+        live.values().for_each(|write| _ = self.dirty.mark(write.range));
     }
 
     /// The next work that a change waits for and that `is_free` of other copies admits: at most `limit` bytes of a copy.
@@ -159,9 +185,9 @@ impl Tracker {
         if let Some(index) = state.forwarded.iter().position(|write| is_free(write.range)) {
             return state.forwarded.remove(index).map(UrgentWork::Write);
         }
-        let is_live = |range: ByteRange| state.live.iter().any(|write| write.range.overlaps(range));
         let first = |copy: &UrgentCopy| copy.range.truncate(limit.min(copy.range.length()));
-        let is_ready = |copy: &UrgentCopy| is_free(first(copy)) && !is_live(first(copy));
+        let is_ready =
+            |copy: &UrgentCopy| is_free(first(copy)) && state.first_live(first(copy)).is_none();
         let index = state.copies.iter().position(is_ready)?;
         let copy = &mut state.copies[index];
         let part = UrgentCopy { range: first(copy), waiter: Arc::clone(&copy.waiter) };
@@ -174,20 +200,13 @@ impl Tracker {
 
     /// A forwarded write has ended at the target, or failed there: then the job fails.
     pub(crate) fn end_forwarded(&self, end: ForwardedEnd) {
-        let state = &mut *self.state.lock();
-        state.forwarded_bytes = state.forwarded_bytes.saturating_sub(end.range.length());
-        if let Some(index) = state.live.iter().position(|write| write.id == end.id) {
-            state.live[index].has_target_ended = true;
-            state.remove_ended(index);
-        }
+        self.state.lock().end_live(end.id, end.range, |write| write.has_target_ended = true);
+        self.backlog.shorten(counted(end.range));
     }
 
-    /// The ranges that are not to be copied now.
-    pub(crate) fn live_ranges(&self) -> Vec<ByteRange> {
-        match self.is_blocking() {
-            true => self.state.lock().live.iter().map(|write| write.range).collect(),
-            false => Vec::new(),
-        }
+    /// The first part of `range` that is not to be copied now.
+    pub(crate) fn first_live(&self, range: ByteRange) -> Option<ByteRange> {
+        if self.is_blocking() { self.state.lock().first_live(range) } else { None }
     }
 
     /// Whether no change waits, and no forwarded one is live.
@@ -197,44 +216,52 @@ impl Tracker {
     }
 
     /// Takes a write to be forwarded, if it can be: its name.
-    fn forward(&self, range: ByteRange, bytes: &IoVector) -> Option<ChangeId> {
-        let mut buffer = self.buffers.get(bytes.len()).ok()?;
+    fn forward(&self, range: ByteRange, bytes: &IoVector) -> ChangeId {
+        let length = counted(range);
+        let is_full = || self.backlog() + length > MAX_FORWARDED_BYTES;
+        if is_full() {
+            return NOT_FORWARDED;
+        }
+        let Ok(mut buffer) = self.buffers.get(bytes.len()) else { return NOT_FORWARDED };
         bytes.copy_to(buffer.bytes_mut());
-        let (stored, receiver) = oneshot::channel();
-        let state = &mut *self.state.lock();
-        let is_admitted = state.is_blocking
-            && state.live.len() < MAX_LIVE
-            && state.forwarded_bytes + range.length() <= MAX_FORWARDED_BYTES
-            && !state.live.iter().any(|write| write.range.overlaps(range));
-        if !is_admitted {
-            return None;
+        let from = buffer.lend();
+        let mut state = self.state.lock();
+        // It is added to under this lock alone.
+        if !state.is_blocking || is_full() {
+            return NOT_FORWARDED;
+        }
+        if state.first_live(range).is_some() {
+            return OVERLAPPING;
         }
         state.last_id += 1;
-        state.forwarded_bytes += range.length();
-        state.live.push(LiveWrite::new(state.last_id, range, receiver));
-        let from = buffer.lend();
-        state.forwarded.push_back(ForwardedWrite { id: state.last_id, range, from, stored });
+        let id = state.last_id;
+        self.backlog.bytes.fetch_add(length, Ordering::SeqCst);
+        state.live.insert(range.offset(), LiveWrite::new(id, range));
+        state.forwarded.push_back(ForwardedWrite { id, range, from });
         // Both disks are going to have these bytes, or the change is abandoned and marks them again.
         let granule = self.dirty.granularity();
         let (first, end) = (range.offset().next_multiple_of(granule), range.end() & !(granule - 1));
         if first < end {
             self.dirty.clear(ByteRange::between(first, end));
         }
-        Some(state.last_id)
+        let is_first = state.forwarded.len() == 1;
+        drop(state);
+        // The copier takes all that there is, or has them wait for what is in flight.
+        if is_first {
+            self.work_added.notify_all();
+        }
+        id
     }
 
-    /// A forwarded change has ended at the source: what its request waits for, if it was not released meanwhile.
-    fn end_at_source(&self, change: ChangeId) -> Option<Option<oneshot::Receiver<()>>> {
-        let state = &mut *self.state.lock();
-        let index = state.live.iter().position(|write| write.id == change)?;
-        state.live[index].has_source_ended = true;
-        let stored = state.live[index].stored.take();
-        let is_over = state.remove_ended(index);
-        if is_over {
+    /// A forwarded change has ended at the source. Whether it was not released meanwhile.
+    fn end_at_source(&self, change: ChangeId, range: ByteRange) -> bool {
+        let ended =
+            self.state.lock().end_live(change, range, |write| write.has_source_ended = true);
+        if ended == Some(true) {
             // A copy may have waited for it.
             self.work_added.notify_all();
         }
-        Some(stored.filter(|_| !is_over))
+        ended.is_some()
     }
 
     /// The sender is dropped when the work is done. The request goes on then, or when all are let go.
@@ -263,22 +290,66 @@ impl Tracker {
     }
 }
 
+/// What a forwarded write counts as.
+fn counted(range: ByteRange) -> u64 {
+    range.length().max(MIN_FORWARDED_BYTES)
+}
+
+impl Backlog {
+    fn new(limit: u64) -> Self {
+        let (bytes, limit) = (AtomicU64::new(0), AtomicU64::new(limit));
+        Self { bytes, limit, shortened: Condvar::new() }
+    }
+
+    fn is_full(&self) -> bool {
+        self.bytes.load(Ordering::SeqCst) >= self.limit.load(Ordering::SeqCst)
+    }
+
+    /// The target has got a write of so many bytes.
+    fn shorten(&self, bytes: u64) {
+        let before = self.bytes.fetch_sub(bytes, Ordering::SeqCst);
+        let enough = self.enough();
+        if before > enough && before - bytes <= enough {
+            self.shortened.notify_all();
+        }
+    }
+
+    /// With so many bytes changes go on that have waited: some of them together.
+    fn enough(&self) -> u64 {
+        let limit = self.limit.load(Ordering::SeqCst);
+        (limit - limit / BACKLOG_STEPS).saturating_sub(1)
+    }
+}
+
 impl State {
-    /// Removes a write that has ended at both disks. Whether it has.
-    fn remove_ended(&mut self, index: usize) -> bool {
-        let write = &self.live[index];
+    /// The first live write that overlaps `range`.
+    fn first_live(&self, range: ByteRange) -> Option<ByteRange> {
+        let before = self.live.range(..range.offset()).next_back();
+        let before = before.filter(|(_, write)| write.range.overlaps(range));
+        let first = before.or_else(|| self.live.range(range.offset()..range.end()).next());
+        first.map(|(_, write)| write.range)
+    }
+
+    /// A live write has ended at one disk, as `ended` notes. Whether it has at both; `None` where it was released.
+    fn end_live(
+        &mut self,
+        id: ChangeId,
+        range: ByteRange,
+        ended: impl FnOnce(&mut LiveWrite),
+    ) -> Option<bool> {
+        let write = self.live.get_mut(&range.offset()).filter(|write| write.id == id)?;
+        ended(write);
         let has_ended = write.has_source_ended && write.has_target_ended;
         if has_ended {
-            self.live.swap_remove(index);
+            self.live.remove(&range.offset());
         }
-        has_ended
+        Some(has_ended)
     }
 }
 
 impl LiveWrite {
-    fn new(id: ChangeId, range: ByteRange, stored: oneshot::Receiver<()>) -> Self {
-        let (has_source_ended, has_target_ended) = (false, false);
-        Self { id, range, has_source_ended, has_target_ended, stored: Some(stored) }
+    fn new(id: ChangeId, range: ByteRange) -> Self {
+        Self { id, range, has_source_ended: false, has_target_ended: false }
     }
 }
 
@@ -291,34 +362,45 @@ impl ChangeObserver for Tracker {
         true
     }
 
+    fn hold_off(&self, _range: ByteRange) -> Option<ChangeWait> {
+        if !self.is_blocking() || !self.backlog.is_full() {
+            return None;
+        }
+        let (backlog, release) = (Arc::clone(&self.backlog), Arc::clone(&self.release));
+        Some(Box::pin(async move {
+            let is_short =
+                || (backlog.bytes.load(Ordering::SeqCst) <= backlog.enough()).then_some(());
+            let is_released = || release.is_released.load(Ordering::SeqCst).then_some(());
+            let shortened = pin!(backlog.shortened.wait_until(is_short));
+            select(shortened, pin!(release.released.wait_until(is_released))).await;
+        }))
+    }
+
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId {
         // One past the end is going to be refused.
         let is_inside = !range.is_empty() && range.end() <= self.dirty.size();
         let Some(bytes) = bytes.filter(|_| is_inside && self.is_blocking()) else {
             return NOT_FORWARDED;
         };
-        let Some(change) = self.forward(range, bytes) else { return NOT_FORWARDED };
-        self.work_added.notify_all();
-        change
+        self.forward(range, bytes)
     }
 
     fn completed(&self, change: ChangeId, range: ByteRange) -> Option<ChangeWait> {
         if range.is_empty() {
             return None;
         }
-        if change != NOT_FORWARDED
-            && let Some(stored) = self.end_at_source(change)
-        {
-            return stored.map(|stored| self.wait_for(stored));
+        if change != NOT_FORWARDED && change != OVERLAPPING && self.end_at_source(change, range) {
+            return None;
         }
         self.dirty.mark(range);
-        if self.is_blocking() { self.wait_for_copy(range) } else { None }
+        let waits = change == NOT_FORWARDED && self.is_blocking();
+        if waits { self.wait_for_copy(range) } else { None }
     }
 
     fn abandoned(&self, change: ChangeId, range: ByteRange) {
         self.dirty.mark(range);
-        if change != NOT_FORWARDED {
-            self.end_at_source(change);
+        if change != NOT_FORWARDED && change != OVERLAPPING {
+            self.end_at_source(change, range);
         }
     }
 }

@@ -14,6 +14,9 @@ use crate::scene::clock;
 
 const MARK: &[u8] = b"blockhouse: mirror not complete\n";
 const SIZE: usize = 64 << 10;
+const BLOCK: u64 = 4096;
+/// Two blocks.
+const BACKLOG: u64 = 2 * BLOCK;
 
 struct Slow {
     sim: Sim,
@@ -25,8 +28,8 @@ struct Slow {
     is_kept: Rc<Cell<bool>>,
 }
 
-/// A mirror to a disk whose operations take so many microseconds.
-fn slow(seed: u64, latency: u64, mode: CopyMode) -> Slow {
+/// A mirror to a disk whose operations take so many microseconds, and which may be behind by so many bytes.
+fn slow(seed: u64, latency: u64, mode: CopyMode, backlog: u64) -> Slow {
     let sim = Sim::new(seed);
     let from = SimDisk::new(&sim, Config::default(), vec![7; SIZE]);
     let config = Config { latency: Latency::fixed(latency, 0), ..Config::default() };
@@ -34,7 +37,7 @@ fn slow(seed: u64, latency: u64, mode: CopyMode) -> Slow {
     let source = Arc::new(Disk::raw(from, Options::default()).expect("a disk"));
     let to = Arc::new(Disk::raw(target.clone(), Options::default()).expect("a disk"));
     let control = Arc::new(JobControl::default());
-    let (options, is_kept) = (MirrorOptions { mode, ..Default::default() }, Rc::default());
+    let (options, is_kept) = (MirrorOptions { mode, backlog, ..Default::default() }, Rc::default());
     let kept: Rc<Cell<bool>> = Rc::clone(&is_kept);
     let mirror = Mirror::new(Arc::clone(&source), to, options, Arc::clone(&control), clock(&sim));
     let mirror = mirror.expect("they fit").source_kept(move || kept.set(true));
@@ -43,13 +46,13 @@ fn slow(seed: u64, latency: u64, mode: CopyMode) -> Slow {
 }
 
 impl Slow {
-    /// Writes a block as a guest does; how long that took.
-    async fn write(sim: Sim, disk: Arc<Disk<SimDisk>>) -> Duration {
+    /// Writes this block as a guest does; how long that took.
+    async fn write(sim: Sim, disk: Arc<Disk<SimDisk>>, block: u64) -> Duration {
         let began = sim.clock().now();
-        let mut buffer = Buffer::new(4096);
+        let mut buffer = Buffer::new(BLOCK as usize);
         buffer.bytes_mut().fill(9);
         let (from, durability) = (buffer.lend(), Durability::None);
-        let request = Request::Write { offset: 0, from, durability };
+        let request = Request::Write { offset: block * BLOCK, from, durability };
         disk.submit_from(ExportKind::Nbd, request).await.expect("no error of the target");
         sim.clock().now() - began
     }
@@ -58,7 +61,7 @@ impl Slow {
 /// Completes a mirror whose last write is late. Whether it failed: the simulation may have the process stand still until the
 /// write has ended, and then it was not late.
 fn complete_late(seed: u64) -> bool {
-    let slow = slow(seed, 1_500_000, CopyMode::Background);
+    let slow = slow(seed, 1_500_000, CopyMode::Background, BACKLOG);
     let Slow { sim, source, target, control, job, is_kept } = slow;
     let (own, asked, kept) = (sim.clone(), Arc::clone(&control), Rc::clone(&is_kept));
     sim.block_on(async move {
@@ -66,7 +69,7 @@ fn complete_late(seed: u64) -> bool {
         assert!(asked.complete(Completion::Switch));
         // While changes are held off.
         own.sleep(Duration::from_millis(100)).await;
-        let waited = Slow::write(own, Arc::clone(&source)).await;
+        let waited = Slow::write(own, Arc::clone(&source), 0).await;
         // Otherwise it came before changes were held off.
         let has_waited = waited > Duration::from_millis(500);
         let is_known = kept.get() || source.is_replaced();
@@ -90,20 +93,34 @@ fn a_last_write_that_comes_too_late_is_undone_when_it_has_come() {
     assert!(late > 10, "{late} of 20 were late");
 }
 
-#[test]
-fn a_cancelled_job_lets_the_guest_go_whatever_the_target_does() {
-    // A minute for each operation: the first copies are in flight when it is cancelled.
-    let Slow { sim, source, control, job, .. } = slow(1, 60_000_000, CopyMode::WriteBlocking);
+/// Cancels a mirror whose target is behind, a minute for each operation. Whether writes waited when they had to, and not
+/// otherwise: the simulation may have the process stand still meanwhile.
+fn cancel_behind(seed: u64) -> bool {
+    let Slow { sim, source, control, job, .. } =
+        slow(seed, 60_000_000, CopyMode::WriteBlocking, BACKLOG);
     let own = sim.clone();
     sim.block_on(async move { own.sleep(Duration::from_secs(400)).await });
-    let writing = sim.spawn(Slow::write(sim.clone(), Arc::clone(&source)));
+    // Those that are within the backlog do not wait.
+    let within = (1..=BACKLOG / BLOCK).map(|block| {
+        let (own, source) = (sim.clone(), Arc::clone(&source));
+        sim.block_on(async move { Slow::write(own, source, block).await })
+    });
+    let longest = within.max().expect("a write");
+    let writing = sim.spawn(Slow::write(sim.clone(), Arc::clone(&source), 7));
     let own = sim.clone();
     sim.block_on(async move { own.sleep(Duration::from_secs(1)).await });
-    assert!(writing.output().is_none(), "it waits for the target");
+    let early = writing.output();
     assert!(control.cancel());
-    let waited = sim.block_on(async move { writing.join().await });
-    assert!(waited < Duration::from_secs(2), "the guest waited {waited:?}");
+    let has_waited = early.is_none();
+    let waited = early.unwrap_or_else(|| sim.block_on(async move { writing.join().await }));
     let known = Arc::clone(&control);
     assert_eq!(sim.block_on(async move { known.decided().await }), JobEnd::Cancelled);
     assert_eq!(sim.block_on(async move { job.join().await }), JobEnd::Cancelled);
+    has_waited && longest < Duration::from_secs(1) && waited < Duration::from_secs(2)
+}
+
+#[test]
+fn writes_wait_only_while_the_target_is_behind_and_the_job_not_cancelled() {
+    let count = (0..20).filter(|seed| cancel_behind(*seed)).count();
+    assert!(count > 10, "{count} of 20 were so");
 }

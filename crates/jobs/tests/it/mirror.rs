@@ -52,7 +52,8 @@ fn case(seed: u64) -> Case {
     let plan = [Plan::Complete, Plan::Complete, Plan::Fail, Plan::Cancel][random.usize(..4)];
     let mode = [CopyMode::Auto, CopyMode::Background, CopyMode::WriteBlocking][random.usize(..3)];
     let granularity = [4096, 8192, 65536][random.usize(..3)];
-    let options = MirrorOptions { is_target_zero, mode, granularity };
+    let backlog = [1, 4096, 16 << 10, 4 << 20][random.usize(..4)];
+    let options = MirrorOptions { is_target_zero, mode, granularity, backlog };
     let completion = [Completion::Switch, Completion::HandOver][random.usize(..2)];
     let (mut making, own) = (random.fork(), sim.clone());
     let empty = before.clone();

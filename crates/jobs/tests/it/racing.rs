@@ -51,7 +51,8 @@ fn race(seed: u64) -> Result<Report, String> {
     });
     let mode = [CopyMode::Auto, CopyMode::Background, CopyMode::WriteBlocking][random.usize(..3)];
     let granularity = [4096, 8192][random.usize(..2)];
-    let options = MirrorOptions { is_target_zero: true, mode, granularity };
+    let backlog = [1, 16 << 10, 4 << 20][random.usize(..3)];
+    let options = MirrorOptions { is_target_zero: true, mode, granularity, backlog };
     let (control, clock) = (Arc::new(JobControl::default()), clock(&sim));
     let (from, to) = (Arc::clone(&source.disk), Arc::clone(&target.disk));
     let mirror = Mirror::new(from, to, options, Arc::clone(&control), Rc::clone(&clock));
