@@ -23,6 +23,7 @@ mod qcow2_durability;
 mod qcow2_features;
 mod qcow2_full;
 mod qcow2_given_up;
+mod qcow2_mapped_ahead;
 mod qcow2_model;
 mod qcow2_planted;
 mod qcow2_prepared;

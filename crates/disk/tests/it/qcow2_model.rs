@@ -85,8 +85,10 @@ fn config() -> impl Strategy<Value = Config> {
     let block = prop_oneof![Just(1_u32), Just(512), Just(4096)];
     let support = || prop_oneof![Just(Support::Yes), Just(Support::No)];
     let group_commit = prop_oneof![Just(GroupCommit::Never), Just(GroupCommit::From(2))];
-    (block, support(), support(), any::<bool>(), any::<bool>(), group_commit).prop_map(
-        |(block, write_zeroes, discard, zeros, native, group_commit)| Config {
+    (block, [support(), support(), support()], any::<bool>(), any::<bool>(), group_commit).prop_map(
+        |(block, [write_zeroes, prepare_zeroes, discard], zeros, native, group_commit)| Config {
+            prepare_zeroes,
+            free_space: Some(1 << 40),
             alignment: Alignment { offset: block, memory: block.min(512) },
             write_zeroes,
             discard,

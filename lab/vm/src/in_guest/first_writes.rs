@@ -21,6 +21,10 @@ use crate::server::Server;
 const CONFIG: &str = "/sys/kernel/config";
 const SUBSYSTEM: &str = "first";
 
+/// Bytes of an image with room for a long run of new clusters; where those begin that are no run.
+const LONG_SIZE: u64 = 40 * WRITES * STRIDE;
+const SCATTERED: u64 = LONG_SIZE / 2;
+
 /// What the kernel and the disk have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WrittenZeros {
@@ -148,22 +152,19 @@ fn longer(disk: &Path, folder: &Path) -> Result<()> {
 /// New clusters, one by one.
 fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
     let image = folder.join("new.qcow2");
-    create(&image, "qcow2", "preallocation=off")?;
+    tool("blockhouse", &["create", "--format", "qcow2", name(&image)?, &LONG_SIZE.to_string()])?;
     let server = serve(&image, &["--format", "qcow2"])?;
-    write(&server, TABLES, 1)?;
+    write(&server, SCATTERED, 1)?;
     rustix::fs::sync();
-    let second = trace::count(disk, || write(&server, TABLES + STRIDE, 1))?;
+    let second = trace::count(disk, || write(&server, SCATTERED + 2 * STRIDE, 1))?;
     rustix::fs::sync();
     let written = trace::count(disk, || write(&server, 0, WRITES))?;
-    server.stop()?;
     row("qcow2, the second new cluster, with what is prepared", second);
-    row("qcow2, new clusters", written);
+    row("qcow2, new clusters in a row, the first of them", written);
     match zeros {
         WrittenZeros::Yes => {
             ensure!(second.other > 0, "nothing was prepared: {second}");
-            ensure!(is_fua_alone(written, 3), "{written} for {WRITES} new clusters");
-            // Data, refcounts and entries of a block each.
-            ensure!(written.bytes <= 3 * WRITES * BLOCK as u64, "{} bytes", written.bytes);
+            mapped_ahead(disk, &server, written)?;
         }
         WrittenZeros::No => {
             let Counts { fua, plain, metadata, flushes, other, .. } = written;
@@ -172,7 +173,41 @@ fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
             ensure!(is_as_before && metadata >= writes, "{written}: not as without the call");
         }
     }
+    server.stop()?;
     check(&image)
+}
+
+/// A run of new clusters goes on after these: a few of the writes to them bring refcounts and entries of many with
+/// them. New clusters that are no run bring their own.
+fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
+    // What is mapped ahead doubles: the first, second, fifth and eleventh write map more.
+    ensure!(is_fua_alone_and(first, 4), "{first} for the first {WRITES} of a run");
+    ensure!(first.bytes <= 28 * BLOCK as u64, "{} bytes: each is a block", first.bytes);
+    let next = trace::count(disk, || write(server, WRITES * STRIDE, WRITES))?;
+    row("qcow2, the next of them", next);
+    ensure!(is_fua_alone_and(next, 1), "{next} for the next {WRITES}");
+    write(server, 2 * WRITES * STRIDE, 2 * WRITES)?;
+    rustix::fs::sync();
+    let later = trace::count(disk, || write(server, 4 * WRITES * STRIDE, WRITES))?;
+    row("qcow2, of those where 64 are mapped at once", later);
+    ensure!(is_fua_alone(later, 1), "{later} for {WRITES} that are mapped");
+    let many = trace::count(disk, || write(server, 5 * WRITES * STRIDE, 10 * WRITES))?;
+    row("qcow2, ten times as many, with what they prepare", many);
+    let Counts { fua, plain, .. } = many;
+    let limit = 10 * WRITES as u32 + 2 * 5;
+    ensure!(fua <= limit && plain == 0, "{many}: more than two for 64 beside their own");
+    write(server, SCATTERED + 4 * STRIDE, 1)?;
+    rustix::fs::sync();
+    let scattered = trace::count(disk, || {
+        let offsets = (3..).map(|index| SCATTERED + 2 * index * STRIDE);
+        write_at(server, offsets.take(WRITES as usize))
+    })?;
+    row("qcow2, new clusters, none after another", scattered);
+    ensure!(is_fua_alone(scattered, 3), "{scattered} for {WRITES} new clusters");
+    // Data, refcounts and entries of a block each.
+    let bytes = scattered.bytes;
+    ensure!(bytes <= 3 * WRITES * BLOCK as u64, "{bytes} bytes");
+    Ok(())
 }
 
 /// What a killed server leaves of prepared space is no error and no leak, is used by the next one, and is given back.
@@ -234,9 +269,13 @@ fn of_new_server(disk: &Path, image: &Path, format: &str, start: u64) -> Result<
 
 /// Durable writes of a block each, one for each cluster.
 fn write(server: &Server, start: u64, count: u64) -> Result<()> {
+    write_at(server, (0..count).map(|index| start + index * STRIDE))
+}
+
+fn write_at(server: &Server, offsets: impl Iterator<Item = u64>) -> Result<()> {
     let mut client = Client::connect(server.socket())?;
-    for index in 0..count {
-        let (offset, data) = (start + index * STRIDE, vec![0x5a; BLOCK]);
+    for offset in offsets {
+        let data = vec![0x5a; BLOCK];
         client.change(&Change::WriteFua { offset, data })?;
     }
     client.close()
@@ -245,6 +284,11 @@ fn write(server: &Server, start: u64, count: u64) -> Result<()> {
 /// Whether it is so many FUA writes for each, and nothing else: no flush, no journal.
 fn is_fua_alone(counts: Counts, each: u32) -> bool {
     counts.fua == each * WRITES as u32 && counts.total() == counts.fua
+}
+
+/// Whether it is a FUA write for each, two more for so many batches of metadata, and nothing else.
+fn is_fua_alone_and(counts: Counts, batches: u32) -> bool {
+    counts.fua == WRITES as u32 + 2 * batches && counts.total() == counts.fua
 }
 
 fn row(name: &str, counts: Counts) {

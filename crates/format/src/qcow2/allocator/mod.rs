@@ -103,11 +103,16 @@ impl Allocator {
 
     /// Allocates one to `limit` clusters in a row, each with a refcount of one.
     pub(crate) fn allocate(&mut self, tables: &mut Tables, limit: u64) -> Step<Range<u64>> {
-        self.allocate_for_data(tables, limit).map(|allocated| allocated.clusters)
+        self.allocate_for_data(tables, limit, 0).map(|allocated| allocated.clusters)
     }
 
-    /// As [`allocate`](Self::allocate); says what the clusters hold.
-    pub(crate) fn allocate_for_data(&mut self, tables: &mut Tables, limit: u64) -> Step<Allocated> {
+    /// As [`allocate`](Self::allocate); says what the clusters hold. Up to `ahead` more where that is prepared.
+    pub(crate) fn allocate_for_data(
+        &mut self,
+        tables: &mut Tables,
+        limit: u64,
+        ahead: u64,
+    ) -> Step<Allocated> {
         let mut slices = SLICES_PER_ALLOCATION;
         loop {
             let unscanned = self.space.unscanned();
@@ -141,7 +146,7 @@ impl Allocator {
                     // A gap in the middle is not worth a refcount block of its own.
                     Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
                 }
-            } else if let Some(clusters) = self.scan_prepared(tables, limit)? {
+            } else if let Some(clusters) = self.scan_prepared(tables, limit + ahead)? {
                 let clusters = mark_allocated(tables, clusters)?;
                 return Ok(Allocated { clusters, is_prepared: true });
             } else if self.prepared.is_due(tables.file().end()) {

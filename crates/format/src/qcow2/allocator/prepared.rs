@@ -82,6 +82,11 @@ impl Allocator {
         self.prepared.want();
     }
 
+    /// Whether any cluster is prepared.
+    pub(crate) fn has_prepared(&self) -> bool {
+        !self.prepared.clusters.is_empty()
+    }
+
     /// Claims a run of free clusters at the end, to be prepared; `None` where that is not to be. `free` are the bytes
     /// that the host has left, if that is known.
     pub(crate) fn claim_to_prepare(

@@ -21,11 +21,13 @@ mod data_file;
 mod data_placement;
 mod l2_tables;
 mod link;
+mod map_ahead;
 mod pending_changes;
 mod preallocated;
 mod read;
 mod redo;
 mod resize;
+mod runs_ahead;
 mod unmap;
 mod write;
 
@@ -40,11 +42,13 @@ pub(crate) use read::map_read;
 
 use data_placement::DataPlacement;
 use pending_changes::PendingChanges;
+use runs_ahead::RunsAhead;
 
 /// See the module's page.
 pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
+    runs: RunsAhead,
     /// Where the bytes of the backing file end: 0 for none, the largest number while that is not known.
     backing_end: u64,
 }
@@ -62,6 +66,7 @@ impl Mapping {
         Self {
             changes: PendingChanges::default(),
             data: DataPlacement::new(header),
+            runs: RunsAhead::default(),
             backing_end: if header.backing.is_some() { u64::MAX } else { 0 },
         }
     }

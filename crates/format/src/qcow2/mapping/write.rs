@@ -163,6 +163,7 @@ impl Mapper<'_> {
         if clusters.clone().any(|cluster| self.tables.is_entry_dirty(cluster)) {
             flags |= ExtentFlags::DIRTY;
         }
+        self.mapping.runs.note_overwrite(&clusters);
         self.mapping.changes.begin_overwrite(clusters);
         let host = host + guest.offset() % geometry.cluster_size();
         Extent { guest, alloc_range: guest, state: ExtentState::Mapped { host }, flags }
@@ -177,12 +178,17 @@ impl Mapper<'_> {
         // Nothing was ever written past the end, where the file did not reach further before.
         let unused = self.tables.file().end();
         let count = clusters.end - clusters.start;
-        let allocated = self.allocator.allocate_for_data(self.tables, count)?;
-        let (hosts, prepared) = (allocated.clusters, allocated.is_prepared);
+        let ahead = self.clusters_ahead(slice, &clusters)?;
+        let allocated = self.allocator.allocate_for_data(self.tables, count, ahead)?;
+        let (all, prepared) = (allocated.clusters, allocated.is_prepared);
+        let hosts = all.start..all.end.min(all.start + count);
         let clusters = clusters.start..clusters.start + (hosts.end - hosts.start);
         let is_unwritten = hosts.start >= unused && self.tables.file().is_unwritten(hosts.start);
         let zeroed = (is_unwritten || prepared) && self.reads_as_zeros(slice, clusters.clone())?;
         let host = self.tables.geometry().offset_of(hosts.start);
+        if prepared {
+            self.map_ahead(slice, clusters.clone(), hosts.end..all.end);
+        }
         Ok((clusters, Target { host, allocated: true, zeroed, prepared }))
     }
 

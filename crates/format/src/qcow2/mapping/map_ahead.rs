@@ -1,0 +1,68 @@
+//! Mapping clusters ahead of a run of first writes (`runs_ahead`) to prepared space.
+//!
+//! Only in the step that allocates for the first write itself, so the same writeback brings both to the disk. The zeros
+//! in the host clusters are durable before any entry refers to them, and the entries are changed like all others: after
+//! the refcounts, dirty, and noted for the next process. A first write that fails leaves them: they read as before.
+
+use std::ops::Range;
+
+use crate::qcow2::layout::entry::{Entry, Reference, SubclusterBitmap};
+use crate::qcow2::tables::{DataStability, RedoChange, RedoRecord, SliceId, Step};
+
+use super::Mapper;
+
+impl Mapper<'_> {
+    /// How many clusters after these, which all lie in one slice, may be mapped ahead: clusters of that slice that read
+    /// as zeros without a host cluster, and that nothing changes now.
+    pub(super) fn clusters_ahead(&mut self, slice: SliceId, clusters: &Range<u64>) -> Step<u64> {
+        if !self.allocator.has_prepared() {
+            return Ok(0);
+        }
+        let geometry = self.tables.geometry();
+        let header = self.tables.header();
+        let wanted = self.mapping.runs.wanted(clusters.start, geometry.cluster_bits);
+        // Zeros of the file have to be zeros of the disk, and clusters are mapped as a whole.
+        if wanted == 0 || header.encryption.is_some() || geometry.extended_l2 {
+            return Ok(0);
+        }
+        let reads_backing = header.backing.is_some();
+        let in_slice = geometry.slice_l2_entries() - geometry.l2_index(clusters.start).index as u64;
+        let end = (clusters.end + wanted).min(clusters.start + in_slice);
+        let end = end.min(geometry.clusters_for(header.size));
+        let Ok(end) = self.mapping.changes.unlocked_until(clusters.end, end) else { return Ok(0) };
+        let mut found = clusters.end;
+        while found < end {
+            match self.tables.entry(slice, geometry.l2_index(found).index)? {
+                Entry::Standard { host: None, subclusters }
+                    if !reads_backing || subclusters == SubclusterBitmap::ZERO => {}
+                _ => break,
+            }
+            found += 1;
+        }
+        // A record of their own is noted, before those of the changes that are pending.
+        let pending = self.mapping.changes.len() + 1;
+        let has_room = found > clusters.end && self.tables.redo_mut().check_room(pending).is_ok();
+        Ok(if has_room { found - clusters.end } else { 0 })
+    }
+
+    /// Maps the clusters that follow `clusters` to these host clusters, which hold written zeros, durably. All is as if
+    /// they had been written: their entries are dirty, and noted in the redo log.
+    pub(super) fn map_ahead(&mut self, slice: SliceId, clusters: Range<u64>, hosts: Range<u64>) {
+        let geometry = self.tables.geometry();
+        let ahead = clusters.end..clusters.end + (hosts.end - hosts.start);
+        self.mapping.runs.note_first(clusters, hosts.end - hosts.start);
+        let entry_of = |host: u64| Entry::Standard {
+            host: Some(Reference::with_copied(geometry.offset_of(host))),
+            subclusters: SubclusterBitmap::DATA,
+        };
+        for (cluster, host) in ahead.clone().zip(hosts.clone()) {
+            let index = geometry.l2_index(cluster).index;
+            self.tables.set_entry(slice, index, entry_of(host), DataStability::Stable);
+        }
+        if !ahead.is_empty() {
+            let change = RedoChange::Set(entry_of(hosts.start));
+            self.tables.append_redo(&RedoRecord { clusters: ahead, change });
+            self.tables.note_change();
+        }
+    }
+}
