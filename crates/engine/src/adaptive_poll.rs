@@ -15,7 +15,9 @@
 //! beyond a short burst. A loop without events costs nothing, since only an event ends its sleep.
 
 use std::os::fd::RawFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use blockhouse_core::metrics::Timestamp;
 
 use crate::operation::Operation;
 
@@ -109,7 +111,7 @@ pub(crate) struct PollGovernor {
     /// Waits in which the estimate was against polling.
     declined: u32,
     budget: u64,
-    refilled: Option<Instant>,
+    refilled: Option<Timestamp>,
 }
 
 /// How a wait ended.
@@ -141,7 +143,7 @@ impl PollGovernor {
     }
 
     /// How long to poll in a wait that begins `now`; `None` to sleep at once.
-    pub(crate) fn poll_time(&mut self, now: Instant) -> Option<Duration> {
+    pub(crate) fn poll_time(&mut self, now: Timestamp) -> Option<Duration> {
         if self.max_poll_time == 0 {
             return None;
         }
@@ -166,8 +168,8 @@ impl PollGovernor {
         self.declined == 0
     }
 
-    fn refill(&mut self, now: Instant) {
-        let since = self.refilled.replace(now).map_or(0, |then| nanoseconds(now - then));
+    fn refill(&mut self, now: Timestamp) {
+        let since = self.refilled.replace(now).map_or(0, |then| now.nanoseconds_since(then));
         self.budget = self.budget.saturating_add(since / WASTE_SHARE).min(MAX_BUDGET);
     }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::time::Instant;
+use std::time::Duration;
 
 use crate::fixed_files::{FileId, FixedFiles};
 use crate::io_poll::IoPoll;
@@ -92,17 +92,17 @@ pub(crate) enum Wait {
     Never,
     /// Until something happens.
     Event,
-    /// Until something happens or the time has come.
-    Until(Instant),
+    /// Until something happens, or for so long.
+    AtMost(Duration),
 }
 
 impl Wait {
-    /// The same, but not beyond `time`.
-    pub(crate) fn not_beyond(self, time: Instant) -> Self {
+    /// The same, but not longer than `time`.
+    pub(crate) fn not_longer(self, time: Duration) -> Self {
         match self {
             Self::Never => Self::Never,
-            Self::Event => Self::Until(time),
-            Self::Until(due) => Self::Until(due.min(time)),
+            Self::Event => Self::AtMost(time),
+            Self::AtMost(limit) => Self::AtMost(limit.min(time)),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -124,8 +124,7 @@ impl Epoll {
             _ if !self.ready.is_empty() => Some(now),
             Wait::Never => Some(now),
             Wait::Event => None,
-            Wait::Until(until) => {
-                let left = until.saturating_duration_since(Instant::now());
+            Wait::AtMost(left) => {
                 let (tv_sec, tv_nsec) = (left.as_secs() as i64, i64::from(left.subsec_nanos()));
                 Some(Timespec { tv_sec, tv_nsec })
             }
@@ -246,7 +245,7 @@ impl Driver for Epoll {
             aio.submit(&mut self.ready);
             aio.reap(&mut self.ready);
             if aio.is_stuck() {
-                wait = wait.not_beyond(Instant::now() + AIO_RETRY);
+                wait = wait.not_longer(AIO_RETRY);
             }
         }
         self.wait(wait);

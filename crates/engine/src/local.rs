@@ -6,9 +6,9 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use blockhouse_core::metrics::clock;
+use blockhouse_core::metrics::{Timestamp, clock};
 
 use crate::adaptive_poll::{DEFAULT_POLLING, EventSource, Phase, PollGovernor, PollResult};
 use crate::driver::{Completion, Driver, Wait};
@@ -225,8 +225,6 @@ impl Local {
             true => self.run_driver(Wait::Never, done),
             false => self.wait(done),
         }
-        // What completed counts as completed now; requests that begin in this iteration begin now.
-        clock::renew();
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);
         }
@@ -251,7 +249,7 @@ impl Local {
     /// Waits until something happens: busy-polls if that is likely to pay, then sleeps.
     fn wait(&self, done: &mut Vec<Completion>) {
         let due = self.timers.next();
-        let began = Instant::now();
+        let began = clock::read_now();
         let poll_time = self.governor.borrow_mut().poll_time(began);
         let mut wasted = Duration::ZERO;
         if let Some(poll_time) = poll_time {
@@ -262,18 +260,19 @@ impl Local {
             }
             let until = due.map_or(began + poll_time, |due| due.min(began + poll_time));
             if self.busy_poll(until, done) {
-                self.governor.borrow_mut().update(began.elapsed(), PollResult::Hit);
+                self.governor.borrow_mut().update(clock::now().since(began), PollResult::Hit);
                 return;
             }
             wasted = poll_time;
         }
         self.sleep(due, done);
-        self.governor.borrow_mut().update(began.elapsed(), PollResult::Slept { wasted });
+        let interval = clock::now().since(began);
+        self.governor.borrow_mut().update(interval, PollResult::Slept { wasted });
     }
 
     /// Says whether something happened before the time came.
-    fn busy_poll(&self, until: Instant, done: &mut Vec<Completion>) -> bool {
-        while Instant::now() < until {
+    fn busy_poll(&self, until: Timestamp, done: &mut Vec<Completion>) -> bool {
+        while clock::read_now() < until {
             if self.driver.borrow_mut().may_have_events() {
                 self.run_driver(Wait::Never, done);
             }
@@ -285,7 +284,7 @@ impl Local {
         false
     }
 
-    fn sleep(&self, due: Option<Instant>, done: &mut Vec<Completion>) {
+    fn sleep(&self, due: Option<Timestamp>, done: &mut Vec<Completion>) {
         if let Some(source) = self.watches.enable_notify() {
             self.note_event(Some(source));
             return self.run_driver(Wait::Never, done);
@@ -295,7 +294,8 @@ impl Local {
                 return self.run_driver(Wait::Never, done);
             }
             None => Wait::Event,
-            Some(due) => Wait::Until(due),
+            // The reading is as new as the wait, or as its busy-polling.
+            Some(due) => Wait::AtMost(due.since(clock::now())),
         };
         self.run_driver(wait, done);
         self.shared.mailbox.wake_up();
@@ -304,6 +304,8 @@ impl Local {
     fn run_driver(&self, wait: Wait, done: &mut Vec<Completion>) {
         let mut driver = self.driver.borrow_mut();
         driver.poll(wait, &self.operations.borrow(), done);
+        // What completed counts as completed now; requests that begin in this iteration begin now.
+        clock::renew();
         while let Some(key) = driver.next_event() {
             self.note_event(self.watches.signal(key));
         }

@@ -3,14 +3,16 @@
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use blockhouse_core::metrics::{Timestamp, clock};
 
 use crate::local;
 use crate::timer::Key;
 
 /// Completes after a while. See [`sleep`].
 pub struct Sleep {
-    due: Instant,
+    due: Timestamp,
     key: Option<Key>,
 }
 
@@ -20,7 +22,7 @@ const MAX_SLEEP: Duration = Duration::from_secs(1 << 30);
 /// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. More
 /// than thirty years are thirty years.
 pub fn sleep(duration: Duration) -> Sleep {
-    Sleep { due: Instant::now() + duration.min(MAX_SLEEP), key: None }
+    Sleep { due: clock::read_now() + duration.min(MAX_SLEEP), key: None }
 }
 
 /// Waits for the future, but not longer than `limit`: then the future is dropped, and there is no output.
@@ -38,7 +40,7 @@ impl Future for Sleep {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let this = self.get_mut();
-        if this.due <= Instant::now() {
+        if this.due <= clock::now() {
             return Poll::Ready(());
         }
         local::current(|local| local.timers.set(this.due, &mut this.key, cx.waker()));

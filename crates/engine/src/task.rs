@@ -14,9 +14,9 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Waker};
-use std::time::Instant;
 
 use blockhouse_core::InFlightLimits;
+use blockhouse_core::metrics::clock;
 
 use crate::loop_shared::{LoopShared, MAIN, Ready, TaskHeader};
 use crate::queued_flag::QueuedFlag;
@@ -165,12 +165,16 @@ impl Tasks {
         self.waited.set(0);
         let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
-        let end = Instant::now() + InFlightLimits::DEFAULT.turn;
+        // Not read again after a task that has measured what it did: a turn is longer at most by what its last task computed
+        // after that.
+        let mut now = clock::now();
+        let end = now + InFlightLimits::DEFAULT.turn;
         while let Some(header) = self.next_of(&party) {
             if let Some(work) = self.take_deferred_work(&header) {
                 self.poll(&header, &party, work);
             }
-            if Instant::now() >= end {
+            now = clock::later_than(now);
+            if now >= end {
                 self.deferred.borrow_mut().push_back(party);
                 return;
             }

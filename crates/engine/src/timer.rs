@@ -3,7 +3,8 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::task::Waker;
-use std::time::Instant;
+
+use blockhouse_core::metrics::{Timestamp, clock};
 
 /// Who is to be woken when. The second part of the key keeps equal times apart.
 #[derive(Default)]
@@ -13,11 +14,11 @@ pub(crate) struct Timers {
 }
 
 /// A timer that was set.
-pub(crate) type Key = (Instant, u64);
+pub(crate) type Key = (Timestamp, u64);
 
 impl Timers {
     /// When the next one is due.
-    pub(crate) fn next(&self) -> Option<Instant> {
+    pub(crate) fn next(&self) -> Option<Timestamp> {
         self.queue.borrow().first_key_value().map(|(&(due, _), _)| due)
     }
 
@@ -26,20 +27,20 @@ impl Timers {
         if self.queue.borrow().is_empty() {
             return;
         }
-        let now = Instant::now();
+        let now = clock::now();
         while let Some(waker) = self.take_due(now) {
             waker.wake();
         }
     }
 
-    fn take_due(&self, now: Instant) -> Option<Waker> {
+    fn take_due(&self, now: Timestamp) -> Option<Waker> {
         let mut queue = self.queue.borrow_mut();
         let first = queue.first_entry()?;
         (first.key().0 <= now).then(|| first.remove())
     }
 
     /// Has the waker called at `due`, for a timer that is new (no key yet) or was set before.
-    pub(crate) fn set(&self, due: Instant, key: &mut Option<Key>, waker: &Waker) {
+    pub(crate) fn set(&self, due: Timestamp, key: &mut Option<Key>, waker: &Waker) {
         let key = *key.get_or_insert_with(|| {
             self.numbers.update(|number| number + 1);
             (due, self.numbers.get())

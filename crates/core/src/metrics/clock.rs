@@ -1,4 +1,4 @@
-//! The monotonic clock, read as seldom as measuring allows.
+//! The monotonic clock of a thread, read as seldom as measuring allows.
 //!
 //! Reading the clock costs about as much as everything else that is recorded of a request, although it is no system call
 //! (vDSO). So on a thread with an event loop one reading serves several uses: the loop calls [`renew`] when the kernel
@@ -6,8 +6,12 @@
 //! use gets is then late by what the thread computed since the reading, some microseconds at most, and only
 //! while the loop has several requests at a time; a lone request gets two readings of its own. On other threads
 //! each use is a reading.
+//!
+//! The loop's own timers, waits and turns of tasks use the same readings. So requests that are carried out inline, one after
+//! the other, take one reading each: the end of one, by which the loop also sees how late it is, is the begin of the next.
 
 use std::cell::Cell;
+use std::ops::Add;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -31,12 +35,31 @@ impl Timestamp {
     }
 }
 
+impl Add<Duration> for Timestamp {
+    type Output = Self;
+
+    /// So much later; 584 years after the start of the machine at most.
+    fn add(self, time: Duration) -> Self {
+        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        Self(self.0.saturating_add(nanoseconds))
+    }
+}
+
 struct SharedReading {
     time: Cell<u64>,
     /// How many more uses get `time`.
     uses: Cell<u32>,
     /// Whether this thread shares readings.
     is_shared: Cell<bool>,
+}
+
+impl SharedReading {
+    /// Reads the clock, for the uses that follow.
+    fn renew(&self) -> Timestamp {
+        self.time.set(read());
+        self.uses.set(if self.is_shared.get() { MAX_USES } else { 0 });
+        Timestamp(self.time.get())
+    }
 }
 
 thread_local! {
@@ -54,12 +77,26 @@ pub fn now() -> Timestamp {
             reading.uses.set(uses - 1);
             return Timestamp(reading.time.get());
         }
-        reading.time.set(read());
-        if reading.is_shared.get() {
-            reading.uses.set(MAX_USES - 1);
-        }
-        Timestamp(reading.time.get())
+        let time = reading.renew();
+        reading.uses.update(|uses| uses.saturating_sub(1));
+        time
     })
+}
+
+/// A time later than `earlier`: that of the last reading if this thread has read the clock since, else a reading. For a loop
+/// that asks how late it is after each step: where a step has measured itself, asking is free, and what it computed
+/// after that counts to the next step.
+pub fn later_than(earlier: Timestamp) -> Timestamp {
+    READING.with(|reading| match Timestamp(reading.time.get()) {
+        // Without further uses it is out of date.
+        last if last > earlier && reading.uses.get() > 0 => last,
+        _ => reading.renew(),
+    })
+}
+
+/// The time, by a reading that the next uses share.
+pub fn read_now() -> Timestamp {
+    READING.with(SharedReading::renew)
 }
 
 /// Says whether this thread calls [`renew`] whenever time has passed, so that several uses may share a reading.
@@ -90,6 +127,22 @@ mod tests {
         let first = now();
         std::thread::sleep(Duration::from_millis(2));
         assert!(now().since(first) >= Duration::from_millis(2));
+    }
+
+    #[test]
+    fn a_time_that_was_read_since_is_not_read_again() {
+        set_shared(true);
+        let first = read_now();
+        std::thread::sleep(Duration::from_millis(1));
+        let second = later_than(first);
+        assert!(second.since(first) >= Duration::from_millis(1));
+        std::thread::sleep(Duration::from_millis(1));
+        assert_eq!((later_than(first), now()), (second, second));
+        assert!(later_than(second) > second);
+        set_shared(false);
+        let last = now();
+        std::thread::sleep(Duration::from_millis(1));
+        assert!(later_than(first) > last, "a thread without a loop reads the clock each time");
     }
 
     #[test]

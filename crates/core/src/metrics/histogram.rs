@@ -49,10 +49,11 @@ pub const fn upper_bound(bucket: usize) -> Option<u64> {
 /// A histogram of one thread's block, see [`PerThread`](super::PerThread). As a [`Counter`](super::Counter), it is for one
 /// thread to record into, and for all to read.
 #[derive(Debug)]
+#[repr(C)]
 pub struct Histogram {
-    buckets: [AtomicU64; BUCKETS],
-    /// Nanoseconds.
+    /// Nanoseconds. Before the buckets, of which the first ones are used most: one cache line less.
     sum: AtomicU64,
+    buckets: [AtomicU64; BUCKETS],
 }
 
 impl Default for Histogram {

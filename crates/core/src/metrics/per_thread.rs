@@ -20,7 +20,16 @@ impl<T: Send> Default for PerThread<T> {
 
 impl<T: Send + Sync + Default> PerThread<T> {
     /// This thread's block.
+    #[inline]
     pub fn mine(&self) -> &T {
+        match self.0.get() {
+            Some(block) => &block.0,
+            None => self.make(),
+        }
+    }
+
+    #[cold]
+    fn make(&self) -> &T {
         &self.0.get_or_default().0
     }
 

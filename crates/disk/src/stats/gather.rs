@@ -1,7 +1,7 @@
 //! A reading of all that a disk is measured by.
 
 use super::host::HostStats;
-use super::reading::{DiskMetrics, StageMetrics};
+use super::reading::{DiskMetrics, RequestMetrics, StageMetrics};
 use super::requests::Stats;
 
 /// A reading of a disk's requests, and of the storages beneath, together with what was counted `before`.
@@ -14,12 +14,15 @@ pub(crate) fn gather(
     let mut stages: Vec<StageMetrics> = requests.waits().collect();
     let operations = storages.iter().flat_map(|storage| storage.operations());
     operations.for_each(|one| one.add_to(&mut stages));
+    // Ends before begins: a request that ends meanwhile then counts as in flight, never as minus one.
     let totals = requests.totals();
+    let (clients, requests) = (requests.clients().read(), requests.requests());
+    let unfinished: u64 = requests.iter().map(RequestMetrics::unfinished).sum();
     let mut metrics = DiskMetrics {
-        requests: requests.requests(),
+        in_flight: unfinished.saturating_sub(totals.cancelled),
+        requests,
         stages,
-        clients: requests.clients().read(),
-        in_flight: totals.in_flight,
+        clients,
         bounced: totals.bounced,
         decompressed: totals.decompressed,
         flushes_skipped: storages.iter().map(|storage| storage.skipped_flushes()).sum(),

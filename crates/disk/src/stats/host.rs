@@ -35,6 +35,7 @@ struct Block {
 const CONTENTS: [Content; 2] = [Content::Data, Content::Metadata];
 
 #[derive(Debug, Default)]
+#[repr(C)]
 struct Operations {
     bytes: Counter,
     durations: Histogram,

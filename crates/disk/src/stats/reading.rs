@@ -153,6 +153,11 @@ impl RequestMetrics {
 }
 
 impl RequestMetrics {
+    /// How many have not completed, cancelled ones included.
+    pub(super) fn unfinished(&self) -> u64 {
+        self.started.saturating_sub(self.durations.count())
+    }
+
     fn add(&mut self, other: &Self) {
         self.started += other.started;
         self.bytes += other.bytes;

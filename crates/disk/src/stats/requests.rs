@@ -23,8 +23,7 @@ pub(crate) struct Stats {
 /// One thread's share.
 #[derive(Debug, Default)]
 struct Block {
-    started: Counter,
-    ended: Counter,
+    cancelled: Counter,
     bounced: Counter,
     decompressed: Counter,
     requests: [[OnceLock<Box<Requests>>; Operation::ALL.len()]; ExportKind::ALL.len()],
@@ -33,6 +32,7 @@ struct Block {
 
 /// Requests of one operation that come from one kind of export.
 #[derive(Debug, Default)]
+#[repr(C)]
 struct Requests {
     started: Counter,
     bytes: Counter,
@@ -73,7 +73,6 @@ impl Stats {
         bytes: u64,
     ) -> RequestTimer<'_> {
         let block = self.blocks.mine();
-        block.started.add(1);
         let requests = block.requests(export, operation);
         requests.started.add(1);
         requests.bytes.add(bytes);
@@ -115,12 +114,10 @@ impl Stats {
         output
     }
 
-    /// A sum over all threads: requests that have begun and not ended, those copied for alignment, those decompressed.
+    /// A sum over all threads: requests that were cancelled, those copied for alignment, those decompressed.
     pub(super) fn totals(&self) -> Totals {
-        // Ends first: a request that ends meanwhile then counts as in flight, never as minus one.
-        let ended = self.blocks.sum(|block| block.ended.get());
         Totals {
-            in_flight: self.blocks.sum(|block| block.started.get()).saturating_sub(ended),
+            cancelled: self.blocks.sum(|block| block.cancelled.get()),
             bounced: self.blocks.sum(|block| block.bounced.get()),
             decompressed: self.blocks.sum(|block| block.decompressed.get()),
         }
@@ -186,7 +183,7 @@ impl Stats {
 
 /// See [`Stats::totals`].
 pub(super) struct Totals {
-    pub(super) in_flight: u64,
+    pub(super) cancelled: u64,
     pub(super) bounced: u64,
     pub(super) decompressed: u64,
 }
@@ -203,11 +200,12 @@ impl RequestTimer<'_> {
         if let Err(error) = outcome {
             self.requests.errors.count(error.errno());
         }
+        std::mem::forget(self);
     }
 }
 
 impl Drop for RequestTimer<'_> {
     fn drop(&mut self) {
-        self.block.ended.add(1);
+        self.block.cancelled.add(1);
     }
 }

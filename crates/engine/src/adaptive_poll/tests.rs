@@ -1,5 +1,7 @@
 //! The governor under a clock of our own: a loop whose events come when a script says so.
 
+use blockhouse_core::metrics::clock;
+
 use super::*;
 
 const KICK: EventSource = EventSource(1);
@@ -10,7 +12,7 @@ const NEXT: EventSource = EventSource(4);
 /// A loop that only waits: what its governor decides, and what that costs and gains.
 struct Loop {
     governor: PollGovernor,
-    now: Instant,
+    now: Timestamp,
     /// How much later an event is seen in sleep.
     waking: Duration,
     hits: u32,
@@ -22,7 +24,7 @@ struct Loop {
 impl Loop {
     fn new() -> Self {
         let governor = PollGovernor::new(DEFAULT_POLLING);
-        let (now, wasted) = (Instant::now(), Duration::ZERO);
+        let (now, wasted) = (clock::now(), Duration::ZERO);
         Self { governor, now, waking: us(8), hits: 0, blocked: 0, wasted }
     }
 
@@ -32,7 +34,7 @@ impl Loop {
         let poll_time = self.governor.poll_time(self.now);
         // The event that ends the wait is recorded before the estimate is updated.
         self.governor.note_event(NEXT);
-        self.now += interval;
+        self.now = self.now + interval;
         let hits = poll_time.is_some_and(|poll_time| interval < poll_time);
         if hits {
             self.hits += 1;
@@ -41,7 +43,7 @@ impl Loop {
             let wasted = poll_time.unwrap_or_default();
             self.blocked += 1;
             self.wasted += wasted;
-            self.now += self.waking;
+            self.now = self.now + self.waking;
             self.governor.update(interval + self.waking, PollResult::Slept { wasted });
         }
         hits
@@ -136,12 +138,12 @@ fn wasted_polling_is_bounded() {
         events.wait(KICK, us(if round % 8 == 0 { 60 } else { 45 }));
         events.wait(DISK, us(if round % 2 == 0 { 1 } else { 90 }));
     }
-    let limit = (events.now - begin) / 10 + us(1_000) + us(50);
+    let limit = events.now.since(begin) / 10 + us(1_000) + us(50);
     assert!(events.wasted <= limit, "{:?} of {limit:?}", events.wasted);
 }
 
 #[test]
 fn no_polling_where_it_is_off() {
     let mut governor = PollGovernor::new(Duration::ZERO);
-    assert_eq!(governor.poll_time(Instant::now()), None);
+    assert_eq!(governor.poll_time(clock::now()), None);
 }

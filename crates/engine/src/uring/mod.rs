@@ -332,7 +332,7 @@ impl Driver for Uring {
             Wait::Never => self.ring.enter(0, None),
             _ if waiting => self.ring.enter(0, None),
             Wait::Event => self.ring.enter(1, None),
-            Wait::Until(until) => self.ring.enter(1, Some(until)),
+            Wait::AtMost(left) => self.ring.enter(1, Some(left)),
         }
         done.append(&mut self.ready);
         self.reap(done);

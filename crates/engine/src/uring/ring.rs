@@ -10,7 +10,7 @@
 use std::io;
 use std::ptr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 use blockhouse_core::IoVector;
 use io_uring::types::{Fd, Timespec};
@@ -109,12 +109,10 @@ impl Ring {
         self.memory.slot_of(vector)
     }
 
-    /// Submits everything and waits for `want` completions, or until `until`.
-    pub(super) fn enter(&mut self, want: u32, until: Option<Instant>) {
-        let timeout = until.map(|until| {
-            let left = until.saturating_duration_since(Instant::now());
-            Timespec::new().sec(left.as_secs()).nsec(left.subsec_nanos())
-        });
+    /// Submits everything and waits for `want` completions, or for as long as `limit` says.
+    pub(super) fn enter(&mut self, want: u32, limit: Option<Duration>) {
+        let timeout =
+            limit.map(|limit| Timespec::new().sec(limit.as_secs()).nsec(limit.subsec_nanos()));
         let argument = GetEvents {
             signals: 0,
             signals_size: 0,
