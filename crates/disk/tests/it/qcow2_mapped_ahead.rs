@@ -4,10 +4,10 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockhouse_core::{Durability, Fallback, Request, Unmap};
+use blockhouse_core::{Durability, Fallback, Request, Unmap, errno};
 use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options, Replay};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch};
-use blockhouse_sim::{Operation, Rng, Sim, SimDisk, SimMemory};
+use blockhouse_sim::{Fault, Operation, OperationKind, Rng, Sim, SimDisk, SimMemory};
 
 use crate::common::{Rig, discard, span, write};
 use crate::crashed::{plain_config, read_all};
@@ -193,6 +193,27 @@ fn what_is_mapped_ahead_is_discarded_zeroed_and_shared_as_anything_is() {
     rig.sim.block_on(async move { disk.snapshots().delete("first").await.unwrap() });
     close(&rig);
     check(rig.storage.content());
+}
+
+#[test]
+fn what_a_failed_write_has_mapped_ahead_is_durable_with_the_first_write_to_it() {
+    let rig = rig(able());
+    rig.submit(write(0, 4096, 3, FUA)).unwrap();
+    rig.storage.fail(Fault::nth(0, errno::EIO).of(OperationKind::Write));
+    rig.submit(write(CLUSTER, 4096, 3, PLAIN)).unwrap_err();
+    assert_eq!(writes_of(&rig, [2, 3]), [3, 1], "data, refcount, entry; then an overwrite");
+    for seed in 0..10 {
+        let sim = Sim::new(0);
+        let image = rig.storage.crash(&mut Rng::with_seed(seed));
+        let storage = SimDisk::new(&sim, plain_config(), image);
+        let bytes = sim.block_on(async move {
+            let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await;
+            read_all(&disk.expect("a clean image")).await.unwrap()
+        });
+        let at = |cluster: u64| &bytes[(cluster * CLUSTER + 4096) as usize..][..4096];
+        assert!(at(1).iter().all(|&byte| byte == 0), "a write that failed");
+        assert!(at(2).iter().chain(at(3)).all(|&byte| byte == 3), "answered");
+    }
 }
 
 /// What the next process finds after a death: opened, replayed, read, closed. Returns how many entries were replayed,
