@@ -31,8 +31,6 @@ const NAME: &str = "measured";
 const READ_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes that are read.
 const BLOCK: u64 = 4096;
-/// Room for the tables of a qcow2 image, in bytes.
-const TABLES: u64 = 64 << 20;
 
 /// What goes on beside the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,14 +65,14 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let control = config.folder.path().join("control");
     config.programs.serve_args.extend(["--control".to_owned(), text(&control)?]);
     terminal::environment(&Environment::find(&config)?);
-    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let size = options.bytes()?;
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
     for &kind in options.storage.iter().filter(|kind| **kind != storage::Kind::Loop) {
         if let Some(why) = Storage::unavailable(kind) {
             println!("\n{kind:?} is left out: {why}");
             continue;
         }
-        let storage = image(options.format, kind, size, &disk, &config)?;
+        let storage = layouts::filled(options.format, kind, size, &disk, &config.interrupt)?;
         println!("\n{} image, {}", options.format.name(), storage.description());
         let figures = config.measure_ways(options.format, &storage, &control)?;
         print(&figures);
@@ -84,22 +82,6 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
 
 fn text(path: &Path) -> Result<String> {
     Ok(path.to_str().context("a path that is no text")?.to_owned())
-}
-
-fn image(
-    format: Format,
-    kind: storage::Kind,
-    size: u64,
-    disk: &Path,
-    config: &Config,
-) -> Result<Storage> {
-    let whole = Storage::create(kind, size, disk, &config.interrupt)?;
-    if format == Format::Raw {
-        return Ok(whole);
-    }
-    let storage = Storage::bare(kind, size + TABLES, disk)?;
-    layouts::copy(whole.path(), storage.path())?;
-    Ok(storage)
 }
 
 fn print(figures: &[Figures]) {

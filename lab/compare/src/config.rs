@@ -30,6 +30,16 @@ pub struct Options {
     /// Measure what a bitmap, and a backup that goes on, leave of the rate of writes, on a disk of --format
     #[arg(long)]
     pub backup: bool,
+    /// Measure what a mirror to a file, to another server and to each --mirror-target leaves of the rate of writes, and for how
+    /// long nothing is answered when it completes
+    #[arg(long)]
+    pub mirror: bool,
+    /// Mirror to this, too, as long as the image: a URI such as rbd:POOL/IMAGE. Its content is lost
+    #[arg(long, value_name = "LOCATION", requires = "mirror")]
+    pub mirror_target: Vec<String>,
+    /// Whether writes wait for their copy: auto, background or write-blocking
+    #[arg(long, value_name = "MODE", default_value = "auto", requires = "mirror")]
+    pub mirror_mode: String,
     /// Compare reads over TLS, by nbdcopy, with qemu-nbd
     #[arg(long)]
     pub tls: bool,
@@ -57,9 +67,9 @@ pub struct Options {
     /// Microseconds for which the vhost-user client polls for replies before it sleeps
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     pub poll_time: u64,
-    /// Size of the image in MiB
-    #[arg(long, default_value_t = 1024, value_name = "MIB")]
-    pub size: u64,
+    /// Size of the image in MiB; left out, 1024, of --mirror 4096
+    #[arg(long, value_name = "MIB")]
+    pub size: Option<u64>,
     /// Folder for the image of storage ext4; without it, the target folder
     #[arg(long)]
     pub dir: Option<PathBuf>,
@@ -87,6 +97,18 @@ pub struct Options {
     /// Write all figures as JSON, too
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
+}
+
+impl Options {
+    /// Size of the image in MiB.
+    pub fn mebibytes(&self) -> u64 {
+        self.size.unwrap_or(if self.mirror { 4096 } else { 1024 })
+    }
+
+    /// Size of the image in bytes.
+    pub fn bytes(&self) -> Result<u64> {
+        self.mebibytes().checked_mul(1 << 20).context("--size is beyond 64 bits")
+    }
 }
 
 /// The choices of [`Options`], resolved.

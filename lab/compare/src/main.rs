@@ -8,6 +8,7 @@
 //! - [`raw`], [`rows`]: raw images, and the loads
 //! - [`qcow2`]: what is special to images that map: other loads, and tools
 //! - [`backup`]: what bitmaps and backups leave of a rate
+//! - [`mirror`]: what mirrors leave of a rate, and how long their switch is
 //! - [`growth`]: what becomes of a figure when something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`tls`]: reads over TLS
@@ -25,6 +26,7 @@ mod growth;
 mod interrupt;
 mod light;
 mod measurement;
+mod mirror;
 mod qcow2;
 mod raw;
 mod report;
@@ -96,6 +98,9 @@ fn compare(options: &Options) -> Result<()> {
     apt::require(apt::FOR_COMPARISON)?;
     if options.backup {
         return backup::run(&workspace, options);
+    }
+    if options.mirror {
+        return mirror::run(&workspace, options);
     }
     if options.growth {
         return growth::run(&workspace, options);

@@ -28,7 +28,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
             println!("storage {kind:?} skipped: {why}");
             continue;
         }
-        let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+        let size = options.bytes()?;
         let storage = Storage::create(kind, size, &disk, &config.interrupt)?;
         results.push(config.measure_storage(storage)?);
     }

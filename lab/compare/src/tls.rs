@@ -92,8 +92,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     apt::require(apt::FOR_TLS)?;
     let loads = chosen(LOADS, |load| load.name, &options.rows)?;
     let config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
-    let heading = heading(&config, options.size)?;
-    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let heading = heading(&config, options.mebibytes())?;
+    let size = options.bytes()?;
     let storage = Storage::create(storage::Kind::Tmpfs, size, Path::new("/"), &config.interrupt)?;
     let keys = config.folder.path().to_owned();
     let key: String = read_random()?.iter().map(|byte| format!("{byte:02x}")).collect();

@@ -28,6 +28,13 @@ pub fn move_to(block: &mut [u8], offset: u64) {
     }
 }
 
+/// Makes the filled `block` one of another `generation`.
+pub fn stamp(block: &mut [u8], generation: u64) {
+    for sector in block.chunks_exact_mut(SECTOR) {
+        sector[WORD..STAMP].copy_from_slice(&generation.to_le_bytes());
+    }
+}
+
 /// Checks a block that was read at `offset`, and its generation where one is expected.
 ///
 /// # Errors
@@ -75,6 +82,8 @@ mod tests {
         assert!(verify(&block, 4096, None).is_err());
         move_to(&mut block, 4096);
         assert_eq!(verify(&block, 4096, None), Ok(()));
+        stamp(&mut block, 4);
+        assert_eq!(verify(&block, 4096, Some(4)), Ok(()));
         block[4095] ^= 1;
         assert!(verify(&block, 4096, None).unwrap_err().contains("8184"));
     }

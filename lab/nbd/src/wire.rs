@@ -60,6 +60,11 @@ impl Frame {
         pattern::move_to(&mut self.bytes[REQUEST..], offset);
     }
 
+    /// Makes the data of a write that of another generation.
+    pub fn set_generation(&mut self, generation: u64) {
+        pattern::stamp(&mut self.bytes[REQUEST..], generation);
+    }
+
     /// Where the request points.
     pub fn offset(&self) -> u64 {
         u64::from_be_bytes(field(&self.bytes, OFFSET_FIELD.start))

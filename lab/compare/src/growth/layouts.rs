@@ -9,7 +9,12 @@ use anyhow::{Context, Result, ensure};
 use lab_tools::process::stdout_of;
 
 use super::subjects::REQUEST;
+use crate::interrupt::Interrupt;
+use crate::servers::Format;
+use crate::storage::{Kind, Storage};
 
+/// Room for the tables of a qcow2 image, in bytes.
+const TABLES: u64 = 64 << 20;
 /// Bytes in a cluster of most images.
 const CLUSTER: u64 = 64 << 10;
 /// Bytes in a cluster of an image with many extents, and so in its shortest extent.
@@ -32,6 +37,23 @@ pub fn copy(raw: &Path, image: &Path) -> Result<()> {
     let mut convert = Command::new("qemu-img");
     convert.args(["convert", "-f", "raw", "-O", "qcow2"]).args([raw, image]);
     stdout_of(convert).map(drop)
+}
+
+/// Makes an image of this format, all of which holds what belongs there.
+pub fn filled(
+    format: Format,
+    kind: Kind,
+    size: u64,
+    disk: &Path,
+    interrupt: &Interrupt,
+) -> Result<Storage> {
+    let whole = Storage::create(kind, size, disk, interrupt)?;
+    if format == Format::Raw {
+        return Ok(whole);
+    }
+    let storage = Storage::bare(kind, size + TABLES, disk)?;
+    copy(whole.path(), storage.path())?;
+    Ok(storage)
 }
 
 /// Makes `top` the last of so many overlays over an image that has all of its `size` bytes.

@@ -46,7 +46,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let known = *kind == Kind::Baseline || Kind::QCOW2.contains(kind);
         ensure!(known, "{} does not serve qcow2 images: choose other --servers", kind.name());
     }
-    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let size = options.bytes()?;
     let environment = Environment::find(&config)?;
     terminal::environment(&environment);
     let mut outcomes = Vec::new();

@@ -153,6 +153,18 @@ impl Connection {
         }
     }
 
+    /// As [`Self::submit`], with offsets and the generation of what is written there.
+    pub fn submit_stamped(&mut self, mut next: impl FnMut() -> (u64, u64), now: Instant) {
+        for slot in self.free.drain(..) {
+            let (offset, generation) = next();
+            let frame = &mut self.frames[usize::from(slot)];
+            frame.set_generation(generation);
+            frame.set_offset(offset);
+            self.submitted[usize::from(slot)] = Some(now);
+            self.unsent.push(slot);
+        }
+    }
+
     /// Sends what is queued, as far as the socket has room.
     pub fn flush(&mut self) -> Result<()> {
         while !self.unsent.is_empty() {

@@ -7,7 +7,7 @@
 //! - [`connection`]: slots, batches, checks
 //! - [`null_server`]: the server that shows the client's own limit
 
-mod connection;
+pub mod connection;
 pub mod null_server;
 
 use std::collections::VecDeque;

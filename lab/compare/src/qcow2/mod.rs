@@ -43,7 +43,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         ensure!(known, "{} does not serve qcow2 images: choose other --servers", kind.name());
     }
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
-    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let size = options.bytes()?;
     let environment = Environment::find(&config)?;
     terminal::environment(&environment);
     let mut results = Vec::new();

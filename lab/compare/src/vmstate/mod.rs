@@ -78,10 +78,10 @@ struct Place {
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     apt::require(apt::FOR_STATES)?;
     let config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
-    let size = options.size.checked_mul(1 << 20).context("--size is beyond 64 bits")?;
+    let size = options.bytes()?;
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
     let place = Place::make(size, &disk, config.programs.blockhouse.clone(), &config.interrupt)?;
-    let heading = report::heading(&place.blockhouse, options.size, config.rounds)?;
+    let heading = report::heading(&place.blockhouse, options.mebibytes(), config.rounds)?;
     print!("{heading}");
     let mut rows = Vec::new();
     for caching in [Caching::Direct, Caching::Cached] {

@@ -1,0 +1,142 @@
+//! The guest of a mirror: an NBD client that writes blocks at random places all the time, and knows what the disk holds.
+//!
+//! No two writes of a block are in flight together, and each has a number, which is in its data. So a block that is read later
+//! shows whether it is the one that was answered last.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use lab_nbd::{Client, Framing, handshake, pattern};
+
+use crate::interrupt::Interrupt;
+use crate::light::connection::{Check, Connection, Job, Wait};
+use crate::light::{Offsets, Operation, Order};
+
+/// Bytes of a write.
+const BLOCK: u64 = 4096;
+/// Bytes of one read when everything is read.
+const PART: u64 = 1 << 20;
+
+/// What others see of a guest that writes.
+#[derive(Default)]
+pub struct Progress {
+    answered: AtomicU64,
+    /// The longest time without an answer, in nanoseconds.
+    gap: AtomicU64,
+    is_over: AtomicBool,
+}
+
+impl Progress {
+    /// How many writes were answered so far.
+    pub fn answered(&self) -> u64 {
+        self.answered.load(Relaxed)
+    }
+
+    /// The longest time without an answer since this was asked before.
+    pub fn take_gap(&self) -> Duration {
+        Duration::from_nanos(self.gap.swap(0, Relaxed))
+    }
+
+    /// Has the guest stop.
+    pub fn stop(&self) {
+        self.is_over.store(true, Relaxed);
+    }
+}
+
+/// What a disk holds: the numbers of its blocks.
+pub struct Content {
+    /// The write that was sent last; 0: none.
+    sent: Vec<u64>,
+    /// The one that was answered.
+    answered: Vec<u64>,
+    last: u64,
+}
+
+impl Content {
+    /// Of a disk of `size` bytes that nobody has written to.
+    pub fn new(size: u64) -> Self {
+        let blocks = vec![0; (size / BLOCK) as usize];
+        Self { sent: blocks.clone(), answered: blocks, last: 0 }
+    }
+
+    /// The next write, of a block that none is in flight to.
+    fn next(&mut self, offsets: &mut Offsets) -> (u64, u64) {
+        loop {
+            let offset = offsets.next();
+            let block = (offset / BLOCK) as usize;
+            if self.sent[block] == self.answered[block] {
+                self.last += 1;
+                self.sent[block] = self.last;
+                return (offset, self.last);
+            }
+        }
+    }
+
+    /// Reads the whole disk, and demands what was answered last.
+    ///
+    /// # Errors
+    /// Says which block is wrong.
+    pub fn verify(&self, socket: &Path, export: &str) -> Result<()> {
+        let (stream, export) = handshake::open(socket, export)?;
+        ensure!(export.size / BLOCK == self.answered.len() as u64, "the disk has another size");
+        let size = export.size;
+        let mut client = Client::new(stream, Framing::Simple, export);
+        for start in (0..size).step_by(PART as usize) {
+            let read = client.read(start, PART.min(size - start));
+            let bytes = read.map_err(|error| anyhow!("reading at {start}: error {error}"))?;
+            for (block, bytes) in (start / BLOCK..).zip(bytes.chunks_exact(BLOCK as usize)) {
+                let number = self.answered[block as usize];
+                let found = pattern::verify(bytes, block * BLOCK, Some(number));
+                found.map_err(|what| anyhow!("write {number}: {what}"))?;
+            }
+        }
+        client.disconnect();
+        Ok(())
+    }
+}
+
+/// Writes until it is told to stop, so many blocks at a time; then all writes have been answered.
+///
+/// # Errors
+/// Any wrong or missing answer, and an interrupt.
+pub fn write(
+    (socket, export): (&Path, &str),
+    depth: u16,
+    content: &mut Content,
+    progress: &Progress,
+    interrupt: &Interrupt,
+) -> Result<()> {
+    let (operation, check) = (Operation::Write, Check::Nothing);
+    let job = Job { operation, length: BLOCK as u32, depth, generation: 0, check };
+    let (mut connection, export) = Connection::open(socket, export, job)?;
+    let mut offsets = Offsets::new(Order::Random, BLOCK, export.size / BLOCK, content.last + 1);
+    let batch = usize::from(depth / 8).max(1);
+    let mut last = Instant::now();
+    loop {
+        let is_over = progress.is_over.load(Relaxed);
+        if is_over && connection.busy() == 0 {
+            break;
+        }
+        interrupt.check()?;
+        if !is_over && connection.free() >= batch {
+            connection.submit_stamped(|| content.next(&mut offsets), Instant::now());
+        }
+        connection.flush()?;
+        let wait = if connection.has_unsent() { Wait::Never } else { Wait::Block };
+        let before = connection.busy();
+        connection.receive(wait, |completion| {
+            let block = (completion.offset / BLOCK) as usize;
+            content.answered[block] = content.sent[block];
+        })?;
+        let answered = before - connection.busy();
+        if answered > 0 {
+            let now = Instant::now();
+            progress.gap.fetch_max((now - last).as_nanos() as u64, Relaxed);
+            progress.answered.fetch_add(answered as u64, Relaxed);
+            last = now;
+        }
+    }
+    connection.close().context("the guest's end")
+}
