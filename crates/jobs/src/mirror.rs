@@ -321,15 +321,18 @@ impl<S: Storage> Mirror<S> {
         self.control.set_stage(JobStage::Ready);
         let completion = self.keep_up(MAX_READY_LEFT, || self.control.completion()).await?;
         self.control.set_stage(JobStage::Completing);
-        // What is on its way then is waited for while changes are held off.
-        self.tracker.limit_backlog(self.options.backlog.min(MAX_BLOCKING_LEFT / 2));
-        let is_little = || {
-            let limit = if self.tracker.is_blocking() { MAX_BLOCKING_LEFT } else { MAX_LEFT };
-            (self.copier.remaining() <= limit).then_some(())
-        };
-        self.keep_up(MAX_LEFT, is_little).await?;
+        let is_blocking = || self.tracker.is_blocking();
+        let is_little = |left| left <= if is_blocking() { MAX_BLOCKING_LEFT } else { MAX_LEFT };
+        let left_dirty = || self.copier.remaining().saturating_sub(self.tracker.backlog());
+        self.keep_up(MAX_LEFT, || is_little(left_dirty()).then_some(())).await?;
         // Little is left to flush then while changes are held off.
         self.unless_ending(self.target.submit_unlimited(Request::Flush)).await??;
+        // What is on its way then is waited for, too: it becomes less bit by bit, while the guest goes on.
+        self.keep_up(MAX_LEFT, || {
+            self.tracker.shorten_backlog(MAX_BLOCKING_LEFT / 2);
+            (!is_blocking() || is_little(self.copier.remaining())).then_some(())
+        })
+        .await?;
         Ok((completion, self.complete(completion).await?))
     }
 

@@ -29,8 +29,8 @@ use parking_lot::Mutex;
 const MAX_FORWARDED_BYTES: u64 = 16 << 20;
 /// A short forwarded write counts as so many bytes, because each is an operation.
 const MIN_FORWARDED_BYTES: u64 = 4 << 10;
-/// Changes that wait for the backlog go on when it is shorter by this part of it.
-const BACKLOG_STEPS: u64 = 16;
+/// Changes that wait for the backlog go on when it is shorter by so many bytes, or half as long.
+const BACKLOG_STEP: u64 = 64 << 10;
 /// The name of a change that is not forwarded.
 const NOT_FORWARDED: ChangeId = 0;
 /// The name of a write that is not forwarded because it overlaps one that is.
@@ -150,9 +150,10 @@ impl Tracker {
         self.backlog.bytes.load(Ordering::SeqCst)
     }
 
-    /// Has changes wait where the target is behind by so many bytes.
-    pub(crate) fn limit_backlog(&self, bytes: u64) {
-        self.backlog.limit.store(bytes, Ordering::SeqCst);
+    /// Has changes wait until the target is behind by a little less than it is now, if that is more than `enough` bytes.
+    pub(crate) fn shorten_backlog(&self, enough: u64) {
+        let limit = self.backlog().saturating_sub(BACKLOG_STEP).max(enough);
+        self.backlog.limit.fetch_min(limit, Ordering::SeqCst);
     }
 
     /// Has no change wait any more, for ever: those that do go on at once, whatever the target does, and what they wait for
@@ -317,7 +318,7 @@ impl Backlog {
     /// With so many bytes changes go on that have waited: some of them together.
     fn enough(&self) -> u64 {
         let limit = self.limit.load(Ordering::SeqCst);
-        (limit - limit / BACKLOG_STEPS).saturating_sub(1)
+        limit.saturating_sub(BACKLOG_STEP).max(limit / 2).min(limit.saturating_sub(1))
     }
 }
 
