@@ -6,6 +6,10 @@
 //! [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with what the kernel has
 //! for them. So a party that waits for I/O, and computes little, waits for one such turn at most, whatever
 //! the others do. A deferred party gets a turn at least in every third iteration of the loop.
+//!
+//! A party that is the only one of its loop keeps nobody waiting. Of its tasks, as many as are ready are polled before the
+//! loop asks the kernel for more, so that one system call submits what all of them want; within limits, since the kernel
+//! is to have something to do meanwhile.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -14,9 +18,10 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Waker};
+use std::time::Duration;
 
 use blockhouse_core::InFlightLimits;
-use blockhouse_core::metrics::clock;
+use blockhouse_core::metrics::{Timestamp, clock};
 
 use crate::loop_shared::{LoopShared, MAIN, Ready, TaskHeader};
 use crate::queued_flag::QueuedFlag;
@@ -42,10 +47,16 @@ struct Party {
     ready: RefCell<VecDeque<Arc<TaskHeader>>>,
     /// How many of its tasks were polled in the iteration with that number.
     polls: Cell<(u64, u32)>,
+    /// How many it has.
+    tasks: Cell<usize>,
 }
 
 /// How many tasks of a party are polled in an iteration before it is deferred.
 const MAX_POLLS: u32 = 32;
+
+/// For how long a party that is the only one goes on beyond that: tasks that take longer each compute much, and what the
+/// first ones asked the kernel for should not wait for the others.
+const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
 
 /// How often in a row deferred parties let the others go first.
 const MAX_WAITS: u32 = 2;
@@ -86,6 +97,8 @@ pub(crate) struct Tasks {
     /// How often they let others go first since the last turn of theirs.
     waited: Cell<u32>,
     iteration: Cell<u64>,
+    /// How many parties have tasks.
+    parties: Cell<usize>,
 }
 
 impl Tasks {
@@ -100,6 +113,7 @@ impl Tasks {
             deferred: RefCell::default(),
             waited: Cell::new(0),
             iteration: Cell::new(0),
+            parties: Cell::new(0),
         }
     }
 
@@ -120,6 +134,7 @@ impl Tasks {
         let header = TaskHeader::new(entry.key(), QueuedFlag::new(true), &self.shared);
         let waker = Waker::from(Arc::clone(&header));
         self.ready.push(Arc::clone(&header));
+        self.count_task(&party);
         entry.insert(TaskEntry { header, party, work: Some(Work { future, waker }) });
     }
 
@@ -138,13 +153,16 @@ impl Tasks {
     /// meanwhile wait for the next iteration, so that no task keeps the loop from its completions.
     pub(crate) fn run_ready(&self) {
         self.iteration.update(|number| number + 1);
-        for _ in 0..self.ready.len() {
+        let count = self.ready.len();
+        let start = (count >= MAX_POLLS as usize).then(clock::now);
+        for _ in 0..count {
             let Some(header) = self.ready.pop() else { return };
             if let Some((party, work)) = self.take_work(&header) {
                 self.poll(&header, &party, work);
                 let count = party.count_poll(self.iteration.get());
+                let is_enough = count.is_multiple_of(MAX_POLLS) && !self.may_go_on(start);
                 // One that is ready again has yielded.
-                if header.queued.is_set() || count >= MAX_POLLS {
+                if header.queued.is_set() || is_enough {
                     self.defer(party);
                 }
             }
@@ -168,13 +186,16 @@ impl Tasks {
         // Not read again after a task that has measured what it did: a turn is longer at most by what its last task computed
         // after that.
         let mut now = clock::now();
-        let end = now + InFlightLimits::DEFAULT.turn;
+        let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
+        let mut has_yielded = false;
         while let Some(header) = self.next_of(&party) {
             if let Some(work) = self.take_deferred_work(&header) {
                 self.poll(&header, &party, work);
+                has_yielded |= header.queued.is_set();
             }
             now = clock::later_than(now);
-            if now >= end {
+            let goes_on = self.is_alone() && !has_yielded && now < end_alone;
+            if now >= end && !goes_on {
                 self.deferred.borrow_mut().push_back(party);
                 return;
             }
@@ -214,6 +235,30 @@ impl Tasks {
         });
     }
 
+    /// Whether more tasks of the party that was polled since then are polled.
+    fn may_go_on(&self, start: Option<Timestamp>) -> bool {
+        let goes_on = |start| clock::later_than(start) < start + MAX_TIME_ALONE;
+        self.is_alone() && start.is_some_and(goes_on)
+    }
+
+    /// Whether one party has all tasks.
+    fn is_alone(&self) -> bool {
+        self.parties.get() == 1
+    }
+
+    fn count_task(&self, party: &Party) {
+        if party.tasks.replace(party.tasks.get() + 1) == 0 {
+            self.parties.update(|count| count + 1);
+        }
+    }
+
+    fn discount_task(&self, party: &Party) {
+        party.tasks.update(|count| count - 1);
+        if party.tasks.get() == 0 {
+            self.parties.update(|count| count - 1);
+        }
+    }
+
     fn defer(&self, party: Rc<Party>) {
         if !party.is_deferred.replace(true) {
             self.deferred.borrow_mut().push_back(party);
@@ -229,6 +274,7 @@ impl Tasks {
             table[header.index].work = Some(work);
         } else {
             table.remove(header.index);
+            self.discount_task(party);
             // The drop of a future may wake, spawn or detach.
             drop(table);
             drop(work);
@@ -270,6 +316,7 @@ impl Tasks {
     pub(crate) fn clear(&self) {
         while !self.table.borrow().is_empty() {
             let table = self.table.take();
+            table.iter().for_each(|(_, entry)| self.discount_task(&entry.party));
             drop(table);
         }
         self.ready.clear();
@@ -287,5 +334,48 @@ impl Party {
         let polls = if last == iteration { polls + 1 } else { 1 };
         self.polls.set((iteration, polls));
         polls
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How many of so many tasks of one party are polled at once, beside another party or alone.
+    fn polled_at_once(count: usize, is_alone: bool) -> usize {
+        let shared = LoopShared::new().expect("a loop");
+        let tasks = Rc::new(Tasks::new(&shared));
+        let polled = Rc::new(Cell::new(0));
+        if !is_alone {
+            tasks.add_party(Box::pin(std::future::pending()));
+        }
+        let (party, count_poll) = (Rc::downgrade(&tasks), Rc::clone(&polled));
+        tasks.add_party(Box::pin(async move {
+            for _ in 0..count {
+                let polled = Rc::clone(&count_poll);
+                let task = async move {
+                    polled.update(|count| count + 1);
+                    std::future::pending().await
+                };
+                party.upgrade().expect("it polls").add(Box::pin(task));
+            }
+        }));
+        tasks.run_ready();
+        tasks.run_ready();
+        let polled = polled.get();
+        tasks.clear();
+        assert_eq!(tasks.parties.get(), 0, "nothing is left");
+        polled
+    }
+
+    #[test]
+    fn a_party_lets_others_go_first() {
+        assert_eq!(polled_at_once(100, false), MAX_POLLS as usize);
+    }
+
+    #[test]
+    fn a_party_that_is_alone_goes_on() {
+        // A machine that is busy may take longer than the limit now and then.
+        assert!((0..10_000).any(|_| polled_at_once(100, true) == 100));
     }
 }

@@ -46,8 +46,6 @@ pub(crate) struct Uring {
     shared: Arc<LoopShared>,
     /// Whether the ring watches the notifier.
     watches_notifier: bool,
-    /// How many operations the kernel has.
-    in_flight: usize,
     /// Fetched already, to be reported by the next `poll`.
     ready: Vec<Completion>,
     /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
@@ -82,7 +80,6 @@ impl Uring {
             polled: PolledRing::new(&shared),
             shared,
             watches_notifier: false,
-            in_flight: 0,
             ready,
             headers,
             watches: HashMap::new(),
@@ -158,7 +155,6 @@ impl Uring {
     fn start_interrupt(&mut self, token: Token, operation: &Operation) {
         let entry = self.entry_of(token, operation).user_data(token.as_u64());
         self.push(&entry);
-        self.in_flight += 1;
     }
 
     fn watch_notifier(&mut self) {
@@ -221,12 +217,10 @@ impl Uring {
                 probe if probe & PROBE != 0 => {
                     let token = Token::from_u64(probe & !PROBE);
                     if self.probed.remove(&token) && entry.result() == -libc::ENOENT {
-                        self.in_flight -= 1;
                         done.push(Completion { token, result: -libc::EIO });
                     }
                 }
                 token => {
-                    self.in_flight -= 1;
                     let token = Token::from_u64(token);
                     if !self.probed.is_empty() {
                         self.probed.remove(&token);
@@ -328,7 +322,8 @@ impl Driver for Uring {
             // CompletionMode of this ring show in memory, and the other one is entered anyhow.
             _ if self.is_polling() && !self.ring.needs_enter() => {}
             _ if self.is_polling() => self.ring.enter(0, None),
-            Wait::Never if self.in_flight == 0 && !self.ring.needs_enter() => {}
+            // What has completed shows in memory.
+            Wait::Never if !self.ring.needs_enter() => {}
             Wait::Never => self.ring.enter(0, None),
             _ if waiting => self.ring.enter(0, None),
             Wait::Event => self.ring.enter(1, None),

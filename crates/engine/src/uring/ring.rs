@@ -152,10 +152,10 @@ impl Ring {
         self.uring.submission().taskrun()
     }
 
-    /// Whether there is something to submit, or to be run.
+    /// Whether there is something to submit, or to be run, or completions wait for room.
     pub(super) fn needs_enter(&mut self) -> bool {
         let submission = self.uring.submission();
-        !submission.is_empty() || submission.taskrun()
+        !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
     }
 
     /// Whether files get slots from now on. No operation is in flight.
