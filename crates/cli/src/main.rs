@@ -143,8 +143,13 @@ fn command() -> clap::Command {
 }
 
 fn parse() -> Result<Arguments, clap::Error> {
-    let mut command = command();
-    let matches = command.try_get_matches_from_mut(std::env::args_os()).map_err(|error| {
+    let mut command = Arguments::command();
+    let matches = command.try_get_matches_from_mut(std::env::args_os()).or_else(|_| {
+        // Help has examples, which cost half as much again as the definition itself.
+        command = self::command();
+        command.try_get_matches_from_mut(std::env::args_os())
+    });
+    let matches = matches.map_err(|error| {
         let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into()).collect();
         habits::explain(error, &words)
     })?;
