@@ -90,6 +90,20 @@ impl Base {
         &self.blockhouse
     }
 
+    /// The binary under test as packages have it, in an archive: others are built quickly.
+    pub fn optimized(&self, workspace: &Workspace) -> Result<Vec<u8>> {
+        let binary = build_binary(workspace, Profile::Dist)?;
+        let scratch = scratch(&self.cache)?;
+        let mut archive = Archive::default();
+        userland::add_binary(
+            &mut archive,
+            ("blockhouse", &binary),
+            Starts::Itself,
+            scratch.path(),
+        )?;
+        Ok(archive.finish())
+    }
+
     /// What the guest is made of.
     pub fn packages(&self) -> &Packages {
         &self.packages

@@ -49,6 +49,7 @@ pub struct Machine<'a> {
     memory: u32,
     kernel: KernelChoice,
     tools: Tools,
+    archive: &'a [u8],
     words: Vec<String>,
     disks: usize,
 }
@@ -99,7 +100,8 @@ impl<'a> Machine<'a> {
             .tempdir_in(base.cache())
             .context("cannot make a folder for the guest")?;
         let (kernel, tools) = (KernelChoice::Usual, Tools::Usual);
-        Ok(Self { base, folder, memory, kernel, tools, words: Vec::new(), disks: 0 })
+        let (archive, words) = (&[][..], Vec::new());
+        Ok(Self { base, folder, memory, kernel, tools, archive, words, disks: 0 })
     }
 
     /// Has another kernel than the usual one, one of [`Base::kernels`].
@@ -111,6 +113,12 @@ impl<'a> Machine<'a> {
     /// Packs other tools than the usual ones.
     pub fn tools(&mut self, tools: Tools) -> &mut Self {
         self.tools = tools;
+        self
+    }
+
+    /// Has the files of an archive in place of those of the same names.
+    pub fn archive(&mut self, archive: &'a [u8]) -> &mut Self {
+        self.archive = archive;
         self
     }
 
@@ -155,8 +163,9 @@ impl<'a> Machine<'a> {
     /// The guest does not come up, however often it is started.
     pub fn start(self, job: &str, limit: Duration) -> Result<Running> {
         let initramfs = self.folder.path().join("initramfs");
-        let archives = self.base.initramfs(self.kernel, self.tools, job);
-        std::fs::write(&initramfs, archives?).context("cannot write initramfs")?;
+        let archives = self.base.initramfs(self.kernel, self.tools, job)?;
+        std::fs::write(&initramfs, [&archives, self.archive].concat())
+            .context("cannot write initramfs")?;
         let mut commands: Vec<_> = (0..STARTS).map(|_| self.command(&initramfs)).collect();
         let (child, lines) = spawn(&mut commands[0])?;
         let end = Instant::now() + limit;

@@ -79,6 +79,8 @@ pub enum Scenario {
     Nbd,
     /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
+    /// What that costs in an optimized build, on two kernels: system calls for each request, the time until the first read
+    UblkCosts,
     /// A ublk device that the kernel serves by NVMe/TCP, on two kernels
     UblkNvme,
     /// The ublk driver in the hands of users who do what they should not, a size that changes
@@ -143,6 +145,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
             }
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::Ublk => scenarios::ublk(&base, changes),
+            Scenario::UblkCosts => scenarios::ublk_costs(&base, workspace),
             Scenario::UblkNvme => scenarios::ublk_nvme(&base),
             Scenario::UblkHostile => scenarios::ublk_hostile(&base),
             Scenario::AttachNbd => scenarios::attach_nbd(&base),

@@ -5,6 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Result;
+use lab_tools::workspace::Workspace;
 
 use super::base::{Base, Tools, must_have_everything};
 use super::debian;
@@ -89,6 +90,23 @@ pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
         machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
         let command = format!("lab-vm in-guest ublk disk {format} {kills} {upgrades}");
         passed(machine.run(&command, TIMEOUT)?)?;
+    }
+    Ok(())
+}
+
+/// What a ublk device costs in an optimized build, on both kernels.
+pub fn ublk_costs(base: &Base, workspace: &Workspace) -> Result<()> {
+    let optimized = base.optimized(workspace)?;
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        for format in ["raw", "qcow2"] {
+            let disks = Disks::new(base)?;
+            let mut machine = Machine::new(base, 1536)?;
+            machine.kernel(kernel).tools(Tools::WithFio).archive(&optimized);
+            machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
+            let command = format!("lab-vm in-guest ublk-costs disk {format}");
+            passed(machine.run(&command, TIMEOUT)?)?;
+        }
     }
     Ok(())
 }

@@ -25,6 +25,7 @@ pub mod services_kept;
 pub mod system;
 pub mod trace;
 pub mod ublk;
+pub mod ublk_costs;
 pub mod ublk_hostile;
 pub mod ublk_nvme;
 pub mod ublk_size;
@@ -93,6 +94,13 @@ pub enum Task {
         kills: u64,
         /// How often it is upgraded
         upgrades: u64,
+    },
+    /// Count the system calls of a ublk device's server, and time its start
+    UblkCosts {
+        /// The disk that the image lies on
+        disk: String,
+        /// Its format
+        format: String,
     },
     /// Serve ublk devices by NVMe/TCP
     UblkNvme,
@@ -163,6 +171,7 @@ pub fn run(task: Task) -> Result<()> {
         Task::Ublk { disk, format, kills, upgrades } => {
             ublk::run(&disk, &format, Changes { kills, upgrades })
         }
+        Task::UblkCosts { disk, format } => ublk_costs::run(&disk, &format),
         Task::UblkNvme => ublk_nvme::run(),
         Task::AttachNbd => attach_nbd::run(),
         Task::UblkHostile => ublk_hostile::run(),

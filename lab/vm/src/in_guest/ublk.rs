@@ -2,7 +2,7 @@
 //!
 //! What shows it: durable writes in a file system on it are as many FUA writes of the disk below, and nothing else. fio
 //! finds what it wrote, also while the server is killed and started again, and upgraded. Zeros and discards arrive, the file system is
-//! whole, the device is gone when the server has ended. One system call carries many requests, and none is made at rest.
+//! whole, the device is gone when the server has ended. No system call is made at rest.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -26,9 +26,6 @@ const SIZE: u64 = 64 << 20;
 const DEVICE: &str = "/dev/ublkb0";
 const PLACE: &str = "/ublk";
 const BYTES: u64 = WRITES * BLOCK as u64;
-/// Requests that are counted, and how many are in flight at a time.
-const READS: u64 = 1024;
-const DEPTH: u64 = 64;
 /// Between two looks at what a server does.
 const LOOK: Duration = Duration::from_millis(100);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -50,7 +47,6 @@ pub fn run(serial: &str, format: &str, changes: Changes) -> Result<()> {
     let mut server = serve(&image, format)?;
     look(format)?;
     count(&disk, format)?;
-    calls(format)?;
     discard(&image)?;
     server = kill(server, &image, format, changes.kills)?;
     server = upgrade(server, &image, format, changes.upgrades)?;
@@ -162,35 +158,6 @@ fn expect(format: &str, what: &str, counts: Counts, good: bool) -> Result<()> {
     println!("  {format}: {what}: {counts}");
     ensure!(good, "{format}: {what}: the disk below the server got {counts}");
     Ok(())
-}
-
-/// How many system calls carry requests, one at a time and many.
-fn calls(format: &str) -> Result<()> {
-    let scheduler = Path::new("/sys/block/ublkb0/queue/scheduler");
-    for (depth, chosen) in [(1, None), (DEPTH, None), (DEPTH, Some("none"))] {
-        if let Some(chosen) = chosen {
-            system::write(scheduler, chosen)?;
-        }
-        let enters = trace::count_enters("blockhouse-0", || read_by_fio(depth))?;
-        let (each, scheduler) = (enters as f64 / READS as f64, system::read(scheduler)?);
-        println!("  {format}: {each:.3} io_uring_enter for a read at depth {depth} ({scheduler})");
-    }
-    Ok(())
-}
-
-/// Random reads of the device, so many in flight.
-fn read_by_fio(depth: u64) -> Result<()> {
-    let words = [
-        "--name=reads".to_owned(),
-        format!("--filename={DEVICE}"),
-        format!("--number_ios={READS}"),
-        format!("--iodepth={depth}"),
-        format!("--iodepth_batch_submit={depth}"),
-        format!("--iodepth_batch_complete_min={depth}"),
-    ];
-    let common = ["--rw=randread", "--bs=4k", "--ioengine=libaio", "--direct=1"];
-    let words: Vec<_> = words.iter().map(String::as_str).chain(common).collect();
-    tool("fio", &words).map(drop)
 }
 
 /// A discard gives space of the image back, and reads as zeros; so do written zeros.
