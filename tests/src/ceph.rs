@@ -28,7 +28,8 @@ struct Script {
 /// The one cluster of this process. Tests that disturb it lock it for themselves.
 fn cluster() -> &'static Result<RwLock<Ceph>, String> {
     static CLUSTER: OnceLock<Result<RwLock<Ceph>, String>> = OnceLock::new();
-    CLUSTER.get_or_init(|| need::tools(PROGRAMS).map(|()| RwLock::new(Ceph::start())))
+    let there_is_all = || need::tools(PROGRAMS).and_then(|()| need::qemu_driver("rbd"));
+    CLUSTER.get_or_init(|| there_is_all().map(|()| RwLock::new(Ceph::start())))
 }
 
 /// The cluster, as it should be.

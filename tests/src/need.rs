@@ -41,6 +41,17 @@ pub fn tools(programs: &[&str]) -> Result<(), String> {
     if missing.is_empty() { Ok(()) } else { Err(format!("not installed: {}", missing.join(", "))) }
 }
 
+/// A driver of QEMU's block layer, which may be a module in a package of its own.
+pub fn qemu_driver(name: &str) -> Result<(), String> {
+    tools(&["qemu-img"])?;
+    // Which options are missing, only the driver knows.
+    let outcome = run(tool("qemu-img").args(["info", "--image-opts", &format!("driver={name}")]));
+    match outcome.stderr.contains("Unknown driver") {
+        true => Err(format!("QEMU has no driver {name}: install qemu-block-extra of its version")),
+        false => Ok(()),
+    }
+}
+
 /// The program that checks Prometheus' files: on the search path, or where `cargo xtask test` has put it.
 pub fn promtool() -> Result<PathBuf, String> {
     let unpacked = std::env::var_os("BLOCKHOUSE_PROMTOOL").map(PathBuf::from);

@@ -7,6 +7,7 @@ use anyhow::Result;
 use lab_tools::apt;
 use lab_tools::build::{Profile, build_binary};
 use lab_tools::process::{self, cargo};
+use lab_tools::qemu_driver;
 use lab_tools::workspace::Workspace;
 
 use crate::loom;
@@ -25,10 +26,17 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
         tests.arg("--workspace");
     }
     tests.args(args).current_dir(workspace.root()).env("BLOCKHOUSE_BIN", binary);
-    match apt::unpack("prometheus", "usr/bin/promtool", &workspace.root().join("target/tools")) {
+    let tools = workspace.root().join("target/tools");
+    match apt::unpack("prometheus", "usr/bin/promtool", &tools) {
         Ok(promtool) => drop(tests.env("BLOCKHOUSE_PROMTOOL", promtool)),
         // The tests that need it are skipped, and say so.
         Err(error) => println!("xtask: no promtool: {error:#}"),
+    }
+    match qemu_driver::find("rbd", &tools) {
+        Ok(None) => {}
+        Ok(Some(modules)) => drop(tests.env(qemu_driver::MODULE_FOLDER, modules)),
+        // As above.
+        Err(error) => println!("xtask: QEMU has no driver for Ceph: {error:#}"),
     }
     process::run(tests)?;
     if args.is_empty() {

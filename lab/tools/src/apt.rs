@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::process::{find_program, run, stdout_of, succeeds};
+use crate::process::{find_program, run, succeeds};
 
 /// How the presence of a package shows.
 enum Probe {
@@ -19,8 +19,6 @@ enum Probe {
     PythonModule(&'static str),
     /// Perl has this module. Its smallest package has not all that belong to it.
     PerlModule(&'static str),
-    /// QEMU's programs have this driver of its block layer.
-    QemuDriver(&'static str),
 }
 
 /// A package and how to see that it is there.
@@ -75,13 +73,15 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "fish", probe: Probe::Programs(&["fish"]) },
 ];
 
-/// What tests of images in Ceph need beside it: a cluster on this machine, and a client of QEMU's.
+/// What tests of images in Ceph need beside it: a cluster on this machine. [`crate::qemu_driver`] has QEMU's client.
 pub const FOR_CEPH: &[Package] = &[
     Package { name: "ceph-mon", probe: Probe::Programs(&["ceph-mon", "monmaptool"]) },
     Package { name: "ceph-osd", probe: Probe::Programs(&["ceph-osd"]) },
     Package { name: "ceph-common", probe: Probe::Programs(&["ceph", "rbd", "ceph-authtool"]) },
-    Package { name: "qemu-block-extra", probe: Probe::QemuDriver("rbd") },
 ];
+
+/// What `cargo xtask compare --remote` needs: both servers have another one as their storage.
+pub const FOR_REMOTE: &[Package] = &[QEMU_UTILS];
 
 /// What the static binary of `cargo xtask dist` needs: OpenSSL is built from source for it.
 pub const FOR_STATIC_BINARY: &[Package] = &[
@@ -131,23 +131,28 @@ pub fn unpack(package: &str, path: &str, folder: &Path) -> Result<PathBuf> {
     if program.exists() {
         return Ok(program);
     }
-    std::fs::create_dir_all(&unpacked)?;
-    let mut download = apt_get(&["download", package]);
-    download.current_dir(&unpacked);
-    run(download)?;
-    for entry in unpacked.read_dir()? {
-        let archive = entry?.path();
-        if archive.extension().is_some_and(|extension| extension == "deb") {
-            let mut unpack = Command::new("dpkg-deb");
-            unpack.arg("--extract").arg(&archive).arg(&unpacked);
-            run(unpack)?;
-            std::fs::remove_file(archive)?;
-        }
-    }
+    extract(apt_get(&["download", package]), &unpacked)?;
     match program.exists() {
         true => Ok(program),
         false => bail!("the Debian package {package} has no {path}"),
     }
+}
+
+/// Runs `download`, which fetches packages into its working folder, and extracts what it has fetched into `folder`.
+pub(crate) fn extract(mut download: Command, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder)?;
+    download.current_dir(folder);
+    run(download)?;
+    for entry in folder.read_dir()? {
+        let archive = entry?.path();
+        if archive.extension().is_some_and(|extension| extension == "deb") {
+            let mut unpack = Command::new("dpkg-deb");
+            unpack.arg("--extract").arg(&archive).arg(folder);
+            run(unpack)?;
+            std::fs::remove_file(archive)?;
+        }
+    }
+    Ok(())
 }
 
 /// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
@@ -212,19 +217,10 @@ fn present(probe: &Probe) -> bool {
             perl.arg(format!("-M{module}")).args(["-e", "1"]);
             succeeds(perl)
         }
-        Probe::QemuDriver(driver) => {
-            let mut help = Command::new("qemu-img");
-            help.arg("--help");
-            let said = stdout_of(help).unwrap_or_default();
-            said.lines().any(|line| {
-                line.starts_with("Supported formats:")
-                    && line.split(' ').any(|word| word == *driver)
-            })
-        }
     }
 }
 
-fn apt_get(args: &[&str]) -> Command {
+pub(crate) fn apt_get(args: &[&str]) -> Command {
     let mut command = Command::new("apt-get");
     command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
     command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());

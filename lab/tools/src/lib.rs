@@ -4,6 +4,7 @@
 //! - [`workspace`]: where the workspace and its build products are
 //! - [`build`]: the binary under test
 //! - [`apt`]: packages of the system
+//! - [`qemu_driver`]: a driver of QEMU's that is a module
 //! - [`block_device`]: the disk below a folder
 //! - [`control`]: a server's control socket
 #![forbid(unsafe_code)]
@@ -14,4 +15,5 @@ pub mod block_device;
 pub mod build;
 pub mod control;
 pub mod process;
+pub mod qemu_driver;
 pub mod workspace;
