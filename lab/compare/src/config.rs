@@ -40,6 +40,10 @@ pub struct Options {
     /// Whether writes wait for their copy: auto, background or write-blocking
     #[arg(long, value_name = "MODE", default_value = "auto", requires = "mirror")]
     pub mirror_mode: String,
+    /// Compare with qemu-storage-daemon where the image is on another server: on NBD servers that are started for it, or at
+    /// these locations (rbd:POOL/IMAGE?conf=FILE, nbd+unix:///NAME?socket=PATH). Their content is lost
+    #[arg(long, value_name = "LOCATION", num_args = 0..)]
+    pub remote: Option<Vec<String>>,
     /// Compare reads over TLS, by nbdcopy, with qemu-nbd
     #[arg(long)]
     pub tls: bool,

@@ -49,14 +49,15 @@ pub fn run(
     let (said, json) = text.split_at(text.find('{').unwrap_or(text.len()));
     ensure!(status.success(), "fio failed with {status}: {}", said.trim());
     let report = serde_json::from_str(json).context("cannot read fio's report")?;
-    parse(&report, server_cpu).context("fio's report is not as expected")
+    parse(&report, row.operation, server_cpu).context("fio's report is not as expected")
 }
 
 fn command(row: &Row, server: &Server, duration: Duration, report: &Path) -> Result<Command> {
     let pattern = match (row.order, row.operation) {
         (Order::Random, Operation::Read) => "randread",
         (Order::Sequential, Operation::Read) => "read",
-        _ => bail!("{}: fio only reads here", row.name),
+        (Order::Random, Operation::Write) => "randwrite",
+        _ => bail!("{}: fio does not do this here", row.name),
     };
     let mut fio = Command::new("fio");
     // With --thread it is one process, which ends whole when it is killed.
@@ -71,17 +72,17 @@ fn command(row: &Row, server: &Server, duration: Duration, report: &Path) -> Res
     Ok(fio)
 }
 
-fn parse(report: &Value, server_cpu: Duration) -> Option<Measurement> {
+fn parse(report: &Value, operation: Operation, server_cpu: Duration) -> Option<Measurement> {
     let job = &report["jobs"][0];
-    let read = &job["read"];
+    let done = &job[if operation == Operation::Read { "read" } else { "write" }];
     let runtime = job["job_runtime"].as_f64()? / 1e3;
     let client_percent = job["usr_cpu"].as_f64()? + job["sys_cpu"].as_f64()?;
     let latency = |percentile: &str| {
-        read["clat_ns"]["percentile"][percentile].as_u64().map(Duration::from_nanos)
+        done["clat_ns"]["percentile"][percentile].as_u64().map(Duration::from_nanos)
     };
     Some(Measurement {
-        requests: read["total_ios"].as_u64()?,
-        elapsed: Duration::from_millis(read["runtime"].as_u64()?),
+        requests: done["total_ios"].as_u64()?,
+        elapsed: Duration::from_millis(done["runtime"].as_u64()?),
         server_cpu,
         client_cpu: Duration::from_secs_f64(client_percent / 100.0 * runtime),
         latency: Latency { median: latency("50.000000")?, p99: latency("99.000000")? },

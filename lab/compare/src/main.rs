@@ -12,6 +12,7 @@
 //! - [`growth`]: what becomes of a figure when something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`tls`]: reads over TLS
+//! - [`remote`]: storage on another server
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
 //! - [`report`]: rates, ratios and their output
@@ -29,6 +30,7 @@ mod measurement;
 mod mirror;
 mod qcow2;
 mod raw;
+mod remote;
 mod report;
 mod results;
 mod rows;
@@ -94,6 +96,9 @@ fn compare(options: &Options) -> Result<()> {
     }
     if options.tls {
         return tls::run(&workspace, options);
+    }
+    if let Some(given) = &options.remote {
+        return remote::run(&workspace, options, given);
     }
     apt::require(apt::FOR_COMPARISON)?;
     if options.backup {

@@ -81,7 +81,7 @@ pub const FOR_CEPH: &[Package] = &[
 ];
 
 /// What `cargo xtask compare --remote` needs: both servers have another one as their storage.
-pub const FOR_REMOTE: &[Package] = &[QEMU_UTILS];
+pub const FOR_REMOTE: &[Package] = &[QEMU_UTILS, FIO];
 
 /// What the static binary of `cargo xtask dist` needs: OpenSSL is built from source for it.
 pub const FOR_STATIC_BINARY: &[Package] = &[
