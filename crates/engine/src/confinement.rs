@@ -16,8 +16,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// How long a thread may take to handle the signal. One that blocks it never does.
+/// How long a thread may take to handle the signal.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a thread may sleep with the signal blocked, as threads do for a moment when they start others. One that goes on to,
+/// as those of Ceph's library, never handles it.
+const BLOCKED_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often it is asked whether it has.
 const RETRY_DELAY: Duration = Duration::from_micros(50);
 
@@ -106,11 +109,14 @@ fn signal_and_wait(process: libc::pid_t, thread: libc::pid_t, signal: c_int) -> 
         return if error.raw_os_error() == Some(libc::ESRCH) { Ok(false) } else { Err(error) };
     }
     let deadline = Instant::now() + TIMEOUT;
+    let mut blocked_since = None;
     while HANDLED.load(Ordering::SeqCst) == handled {
-        if !std::path::Path::new(&format!("/proc/self/task/{thread}")).exists() {
+        let Ok(status) = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")) else {
             return Ok(false);
-        }
-        if Instant::now() >= deadline {
+        };
+        let now = Instant::now();
+        blocked_since = sleeps_and_blocks(&status, signal).then(|| blocked_since.unwrap_or(now));
+        if now >= deadline || blocked_since.is_some_and(|since| now - since >= BLOCKED_TIMEOUT) {
             let what = format!("thread {thread} blocks signals");
             return Err(io::Error::new(io::ErrorKind::TimedOut, what));
         }
@@ -120,6 +126,14 @@ fn signal_and_wait(process: libc::pid_t, thread: libc::pid_t, signal: c_int) -> 
         0 => Ok(true),
         errno => Err(io::Error::from_raw_os_error(errno)),
     }
+}
+
+/// Whether a thread of this status (proc_pid_status(5)) sleeps and blocks the signal.
+fn sleeps_and_blocks(status: &str, signal: c_int) -> bool {
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let blocked = field("SigBlk:").and_then(|mask| u64::from_str_radix(mask, 16).ok());
+    let is_asleep = field("State:").is_some_and(|state| state.starts_with('S'));
+    is_asleep && blocked.is_some_and(|mask| mask >> (signal - 1) & 1 != 0)
 }
 
 /// Installs a handler, or an action like `SIG_DFL`. Gives what was there.
@@ -204,4 +218,46 @@ fn keep_capabilities(kept: u64) -> bool {
     }
     // SAFETY: the kernel reads the header and two halves, as above.
     unsafe { libc::syscall(libc::SYS_capset, &raw mut header, halves.as_ptr()) == 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_is_asked_no_longer_when_it_sleeps_with_the_signal_blocked() {
+        let status = |state: &str, mask: &str| {
+            format!("Name:\tone\nState:\t{state}\nSigPnd:\t0000000000000000\nSigBlk:\t{mask}\n")
+        };
+        // Signal 63 is bit 62.
+        let (all, all_others) = ("fffffffe7ffbfeff", "bfffffffffffffff");
+        assert!(sleeps_and_blocks(&status("S (sleeping)", all), 63));
+        assert!(!sleeps_and_blocks(&status("R (running)", all), 63));
+        assert!(!sleeps_and_blocks(&status("S (sleeping)", all_others), 63));
+        assert!(!sleeps_and_blocks("", 63));
+    }
+
+    #[test]
+    fn the_kernel_tells_which_signals_a_thread_blocks() {
+        let signal = libc::SIGRTMAX() - 1;
+        let (ask, asked) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            // SAFETY: an all-zero set is memory for a set; both calls stay within it.
+            unsafe {
+                let mut set: libc::sigset_t = MaybeUninit::zeroed().assume_init();
+                libc::sigfillset(&raw mut set);
+                libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
+                ask.send(libc::gettid()).unwrap();
+            }
+            // Sleeps until the other end is gone.
+            let _ = ended.recv();
+        });
+        let path = format!("/proc/self/task/{}/status", asked.recv().unwrap());
+        while !sleeps_and_blocks(&std::fs::read_to_string(&path).unwrap(), signal) {
+            std::thread::yield_now();
+        }
+        drop(end);
+        thread.join().unwrap();
+    }
 }
