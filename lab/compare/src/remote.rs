@@ -10,6 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use blockhouse_figures::{Spread, median_interval};
+use lab_nbd::handshake;
 use lab_tools::apt;
 use lab_tools::process::{run as run_program, stdout_of};
 use lab_tools::workspace::Workspace;
@@ -276,6 +277,8 @@ impl Config {
             command.args(if is_baseline { &programs.baseline_args } else { &programs.serve_args });
         }
         let server = Server::spawn(command, socket, folder.join("server.log"), &self.interrupt)?;
+        // A server may listen before its image is open, and opening is not measured.
+        drop(handshake::open(server.socket(), EXPORT)?);
         self.generation += 1;
         let load = Load {
             warm_up: self.duration / 10,
