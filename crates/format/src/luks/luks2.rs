@@ -45,12 +45,10 @@ pub(super) fn parse(bytes: &[u8], offset: u64) -> Result<Copy, (String, usize)> 
         let what = format!("says that it is at offset {}, but is at {offset}", be64(bytes, 256));
         return Err((what, 256));
     }
-    let mut zeroed = bytes.to_vec();
-    zeroed[CHECKSUM].fill(0);
     let algorithm = text(bytes, 72, 32);
     let checksum = match algorithm.as_str() {
-        "sha256" => Sha256::digest(&zeroed).to_vec(),
-        "sha512" => Sha512::digest(&zeroed).to_vec(),
+        "sha256" => checksum::<Sha256>(bytes),
+        "sha512" => checksum::<Sha512>(bytes),
         _ => return Err(("its checksum is of an unknown kind".into(), 72)),
     };
     if bytes[CHECKSUM][..checksum.len()] != checksum {
@@ -62,4 +60,13 @@ pub(super) fn parse(bytes: &[u8], offset: u64) -> Result<Copy, (String, usize)> 
     let json = serde_json::from_slice(&area[..end])
         .map_err(|why| (format!("its JSON cannot be read: {why}"), BINARY))?;
     Ok(Copy { sequence: be64(bytes, 16), uuid: text(bytes, 168, 40), json })
+}
+
+/// The checksum of a whole copy, in which its own field counts as zeros.
+fn checksum<D: Digest>(bytes: &[u8]) -> Vec<u8> {
+    let mut hash = D::new();
+    hash.update(&bytes[..CHECKSUM.start]);
+    hash.update([0; CHECKSUM.end - CHECKSUM.start]);
+    hash.update(&bytes[CHECKSUM.end..]);
+    hash.finalize().to_vec()
 }

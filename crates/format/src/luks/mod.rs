@@ -38,14 +38,16 @@ impl LuksHeader {
         let first = aligned_read::read(storage, start, luks2::BINARY).await?;
         let header = match luks1::version(&first) {
             // The first copy of version 2 may be lost.
-            _ if first[..6] != luks1::MAGIC => match second_copy(storage, start).await? {
-                Some(copy) => container(copy, start),
-                None => {
-                    let what = "is no LUKS container: the magic bytes are missing";
-                    let error = Error::new(ErrorKind::Corrupt, what).at(start);
-                    Err(error.hint("check which format it has"))
+            _ if first[..6] != luks1::MAGIC => {
+                match second_copy(storage, start, &luks2::LENGTHS).await? {
+                    Some(copy) => container(copy, start),
+                    None => {
+                        let what = "is no LUKS container: the magic bytes are missing";
+                        let error = Error::new(ErrorKind::Corrupt, what).at(start);
+                        Err(error.hint("check which format it has"))
+                    }
                 }
-            },
+            }
             1 => luks1::parse(&first).map_err(|(what, at)| refusal(what, start + at as u64)),
             2 => version_2(storage, &first, start).await,
             version => Err(refusal(format!("its version {version} is not 1 or 2"), start + 6)),
@@ -69,9 +71,13 @@ impl LuksHeader {
 }
 
 /// The better of two copies of a header of version 2.
-async fn version_2<S: Storage>(storage: &S, first: &[u8], start: u64) -> Result<LuksHeader> {
-    let first = copy(storage, first, luks1::MAGIC, start, 0).await?;
-    let second = second_copy(storage, start).await?;
+async fn version_2<S: Storage>(storage: &S, binary: &[u8], start: u64) -> Result<LuksHeader> {
+    let first = copy(storage, binary, luks1::MAGIC, start, 0).await?;
+    // A sound copy tells where the other one is.
+    let second = match luks2::length(binary, luks1::MAGIC) {
+        Ok(length) if first.is_ok() => second_copy(storage, start, &[length]).await?,
+        _ => second_copy(storage, start, &luks2::LENGTHS).await?,
+    };
     let best = match (first, second) {
         (Ok(first), Some(second)) if second.sequence > first.sequence => second,
         (Ok(first), _) => first,
@@ -104,9 +110,13 @@ async fn copy<S: Storage>(
     Ok(luks2::parse(&bytes, offset))
 }
 
-/// The second copy of a header of version 2, wherever it is.
-async fn second_copy<S: Storage>(storage: &S, start: u64) -> Result<Option<luks2::Copy>> {
-    for offset in luks2::LENGTHS {
+/// The second copy of a header of version 2, at the first of `offsets` that has a sound one.
+async fn second_copy<S: Storage>(
+    storage: &S,
+    start: u64,
+    offsets: &[u64],
+) -> Result<Option<luks2::Copy>> {
+    for &offset in offsets {
         let binary = aligned_read::read(storage, start + offset, luks2::BINARY).await?;
         if binary[..6] == luks2::SECOND_MAGIC
             && let Ok(found) = copy(storage, &binary, luks2::SECOND_MAGIC, start, offset).await?

@@ -233,6 +233,11 @@ fn the_log_is_replayed_in_memory_in_its_order() {
     put(&mut wrapped, LOG + MIB - PAGE, &one(MIB - PAGE)[..PAGE]);
     put(&mut wrapped, LOG, &one(MIB - PAGE)[PAGE..]);
     assert_eq!(blocks(wrapped).unwrap(), [ExtentState::Hole, mapped(5)]);
+    // Entries on both sides of the end of what is read at once.
+    let apart = [(14 * PAGE, one(14 * PAGE)), (16 * PAGE, two(14 * PAGE))];
+    assert_eq!(states(&apart), [ExtentState::Hole, mapped(5)]);
+    let across = [(15 * PAGE, one(15 * PAGE)), (17 * PAGE, two(15 * PAGE))];
+    assert_eq!(states(&across), [ExtentState::Hole, mapped(5)]);
     // Stale: a lower number; a tail that is gone; another GUID; a torn last sector.
     let stale = entry(5, 8 * PAGE, &[(BAT, Some(&second))], 0);
     assert_eq!(states(&[(0, one(0)), (8 * PAGE, stale)]), [mapped(5), ExtentState::Hole]);
@@ -244,6 +249,18 @@ fn the_log_is_replayed_in_memory_in_its_order() {
     let mut torn = two(0);
     torn[PAGE + 100] ^= 1;
     assert_eq!(states(&[(0, one(0)), (2 * PAGE, torn)]), [mapped(5), ExtentState::Hole]);
+}
+
+#[test]
+fn a_log_is_searched_by_few_requests() {
+    let (sim, mut file) = (Sim::new(1), image(&[at(4), 0], 2 * BLOCK, 6 * MIB));
+    put(&mut file, LOG, &entry(7, 0, &[(BAT, None)], 0));
+    let run = sim.clone();
+    let requests = sim.block_on(async move {
+        let format = open(&run, file).await.unwrap();
+        format.storage().counts().0
+    });
+    assert!(requests < 40, "{requests} requests for a log of 256 sectors");
 }
 
 #[test]

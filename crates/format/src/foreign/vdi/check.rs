@@ -29,17 +29,20 @@ impl Vdi {
             used += 1;
             let start = self.host_offset(block);
             if block >= header.blocks {
-                survey.problem(format!("block {index} is said to be in block {block} of the file"));
+                survey.problem(|| {
+                    format!("block {index} is said to be in block {block} of the file")
+                });
             } else if start >= file_size {
-                survey.problem(format!("block {index} lies past the end of the file ({start})"));
+                survey.problem(|| format!("block {index} lies past the end of the file ({start})"));
             } else {
                 survey.add(start)?;
             }
         }
         let stated = header.allocated;
         if u64::from(stated) != used {
-            survey
-                .problem(format!("the header states {stated} blocks in use, the table has {used}"));
+            survey.problem(|| {
+                format!("the header states {stated} blocks in use, the table has {used}")
+            });
         }
         Ok(survey.finish())
     }

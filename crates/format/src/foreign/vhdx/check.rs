@@ -25,12 +25,14 @@ impl Vhdx {
             budget.spend(WorkBudget::LOOK_UP).await;
             match self.bat.block(tables, index).await {
                 Ok(Block::Mapped { host }) if host >= file_size => {
-                    survey.problem(format!("block {index} lies past the end of the file ({host})"));
+                    survey.problem(|| {
+                        format!("block {index} lies past the end of the file ({host})")
+                    });
                 }
                 Ok(Block::Mapped { host }) => survey.add(host)?,
                 Ok(Block::Hole | Block::Zero) => {}
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    survey.problem(error.to_string());
+                    survey.problem(|| error.to_string());
                 }
                 Err(error) => return Err(error),
             }

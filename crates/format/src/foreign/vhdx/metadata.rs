@@ -8,8 +8,9 @@ use crate::foreign::patches::Patches;
 use crate::foreign::refusal::{corrupt, has_parent, unsupported};
 
 const SIGNATURE: &[u8; 8] = b"metadata";
-/// Bytes of the table; items follow it.
+/// Bytes of the table; items follow it. Those that hold all entries of most images.
 const TABLE: usize = 64 << 10;
+const FIRST: usize = 4096;
 /// Bytes of an entry, and of what precedes the first.
 const ENTRY: usize = 32;
 const MAX_ENTRIES: u16 = 2047;
@@ -65,10 +66,13 @@ impl Metadata {
         patches: &Patches,
         region: ByteRange,
     ) -> Result<Self> {
-        let table = patches.read(storage, region.offset(), TABLE).await?;
+        let mut table = patches.read(storage, region.offset(), FIRST).await?;
         let count = le16(&table, 10);
         if array(&table, 0) != *SIGNATURE || count > MAX_ENTRIES {
             return Err(corrupt("its metadata has no sound table", region.offset()));
+        }
+        if (usize::from(count) + 1) * ENTRY > FIRST {
+            table = patches.read(storage, region.offset(), TABLE).await?;
         }
         let mut items = Items::default();
         for index in 1..=usize::from(count) {

@@ -45,7 +45,7 @@ impl SparseExtent {
                 Ok(Some(table)) => table,
                 Ok(None) => continue,
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    survey.problem(error.to_string());
+                    survey.problem(|| error.to_string());
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -56,7 +56,7 @@ impl SparseExtent {
                     Ok(Grain::At(host)) => survey.add(host)?,
                     Ok(Grain::Hole | Grain::Zero) => {}
                     Err(error) if error.kind() == ErrorKind::Corrupt => {
-                        survey.problem(error.to_string());
+                        survey.problem(|| error.to_string());
                     }
                     Err(error) => return Err(error),
                 }

@@ -25,9 +25,9 @@ impl SparseHeader {
             }
             let start = u64::from(entry) * SECTOR;
             if start + whole > self.data_end {
-                survey.problem(format!(
-                    "block {index} lies at {start} and ends past the end of the file"
-                ));
+                survey.problem(|| {
+                    format!("block {index} lies at {start} and ends past the end of the file")
+                });
             } else {
                 survey.add(start)?;
             }

@@ -18,6 +18,9 @@ use entry::{Entry, SECTOR};
 
 /// Bytes of the longest log that is replayed. Hyper-V and QEMU make logs of 1 MiB for most images.
 const MAX_LENGTH: u64 = 64 << 20;
+/// Bytes that are read at once where entries may begin: a log without any is read by few requests, also by a storage
+/// that is far away.
+const WINDOW: u64 = 64 << 10;
 /// How often the log is read, counting each entry that turns out to have no sound checksum.
 const MAX_CHECKED: u64 = 16;
 
@@ -77,6 +80,13 @@ pub(super) async fn replay<S: Storage>(storage: &S, header: &Header) -> Result<P
     Ok(patches)
 }
 
+/// Bytes of the log in which entries are looked for.
+#[derive(Default)]
+struct Window {
+    start: u64,
+    bytes: Vec<u8>,
+}
+
 struct Log<'a, S> {
     storage: &'a S,
     header: &'a Header,
@@ -87,9 +97,9 @@ impl<S: Storage> Log<'_, S> {
     async fn find(&self) -> Result<Option<Sequence>> {
         let (mut at, mut best): (u64, Option<Sequence>) = (0, None);
         let number = |sequence: &Sequence| sequence.head().map(|head| head.sequence);
-        let mut checked = 0;
+        let (mut checked, mut window) = (0, Window::default());
         while at < self.header.log_length {
-            let sequence = self.walk(at, &mut checked).await?;
+            let sequence = self.walk(at, &mut checked, &mut window).await?;
             at += sequence.length.max(SECTOR);
             if sequence.active().is_some()
                 && best.as_ref().is_none_or(|best| number(&sequence) > number(best))
@@ -101,14 +111,14 @@ impl<S: Storage> Log<'_, S> {
     }
 
     /// The entries from `start` on, as long as each has the number after the one before it.
-    async fn walk(&self, start: u64, checked: &mut u64) -> Result<Sequence> {
+    async fn walk(&self, start: u64, checked: &mut u64, window: &mut Window) -> Result<Sequence> {
         let mut sequence = Sequence::default();
         let budget = WorkBudget::new();
         while sequence.length < self.header.log_length {
             let at = (start + sequence.length) % self.header.log_length;
-            let first = self.read(at, SECTOR).await?;
+            let first = self.sector(at, window).await?;
             budget.spend(SECTOR).await;
-            let Some(length) = Entry::length(&first, self.header) else { break };
+            let Some(length) = Entry::length(first, self.header) else { break };
             if length > self.header.log_length - sequence.length {
                 break;
             }
@@ -130,6 +140,16 @@ impl<S: Storage> Log<'_, S> {
             sequence.entries.push(entry);
         }
         Ok(sequence)
+    }
+
+    /// The sector at `at` of the log.
+    async fn sector<'w>(&self, at: u64, window: &'w mut Window) -> Result<&'w [u8]> {
+        if !(window.start..window.start + window.bytes.len() as u64).contains(&at) {
+            let length = WINDOW.min(self.header.log_length - at);
+            *window = Window { start: at, bytes: self.read(at, length).await? };
+        }
+        let start = (at - window.start) as usize;
+        Ok(&window.bytes[start..start + SECTOR as usize])
     }
 
     /// Bytes of the log, whose end is followed by its beginning.
