@@ -3,10 +3,12 @@
 #![forbid(unsafe_code)]
 
 pub mod case;
+pub mod foreign;
 pub mod front_end;
 pub mod images;
 pub mod memory;
 pub mod null;
+pub mod sparse_file;
 pub mod walk;
 
 use blockhouse_core::{Error, ErrorKind};

@@ -1,16 +1,27 @@
 //! Going through a disk as a reader does, whatever its image is.
 
-use blockhouse_core::{Buffer, ByteRange, Fua, Request, Storage};
-use blockhouse_disk::{Access, BlockStatusCache, Disk, ImageFormat, Options};
-use blockhouse_format::ForeignKind;
-use blockhouse_sim::Sim;
+use blockhouse_core::{Buffer, ByteRange, Request, Storage};
+use blockhouse_disk::{BlockStatusCache, Disk};
 
-use crate::memory::Memory;
-use crate::{assert_tells_the_place, in_bounded_memory};
+use crate::assert_tells_the_place;
 
-/// How many extents are looked at, and how much of each is read.
+/// How much of a disk is looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Extents, from the first on.
+    pub extents: usize,
+    /// Bytes that are read of each.
+    pub read: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { extents: 1000, read: 64 << 10 }
+    }
+}
+
+/// How many extents of a bitmap are looked at.
 const MAX_EXTENTS: usize = 1000;
-const MAX_READ: u64 = 64 << 10;
 /// How many bitmaps are read.
 const MAX_BITMAPS: usize = 4;
 
@@ -18,10 +29,10 @@ const MAX_BITMAPS: usize = 4;
 ///
 /// # Panics
 /// When an extent has no length or too many bytes, or an error does not tell the place.
-pub async fn read_extents(disk: &Disk<Memory>) {
+pub async fn read_extents<S: Storage>(disk: &Disk<S>, limits: Limits) {
     let mut rest = ByteRange::between(0, disk.size());
     let mut cache = BlockStatusCache::default();
-    for _ in 0..MAX_EXTENTS {
+    for _ in 0..limits.extents {
         if rest.is_empty() {
             break;
         }
@@ -33,12 +44,25 @@ pub async fn read_extents(disk: &Disk<Memory>) {
             }
         };
         assert!((1..=rest.length()).contains(&length), "an extent of {length} bytes");
-        let mut buffer = Buffer::new(length.min(MAX_READ) as usize);
-        let read = disk.submit(Request::Read { offset: rest.offset(), into: buffer.lend() });
-        if let Err(error) = read.await {
-            assert_tells_the_place(&error);
-        }
+        read(disk, rest.truncate(length.min(limits.read))).await;
         rest = rest.skip(length);
+    }
+}
+
+/// Reads the last bytes of the disk, which the walk over the first extents may not reach.
+///
+/// # Panics
+/// When an error does not tell the place.
+pub async fn read_last_bytes<S: Storage>(disk: &Disk<S>, limits: Limits) {
+    let start = disk.size().saturating_sub(limits.read);
+    read(disk, ByteRange::between(start, disk.size())).await;
+}
+
+async fn read<S: Storage>(disk: &Disk<S>, range: ByteRange) {
+    let mut buffer = Buffer::new(range.length() as usize);
+    let read = disk.submit(Request::Read { offset: range.offset(), into: buffer.lend() });
+    if let Err(error) = read.await {
+        assert_tells_the_place(&error);
     }
 }
 
@@ -46,7 +70,7 @@ pub async fn read_extents(disk: &Disk<Memory>) {
 ///
 /// # Panics
 /// When extents are not those of the disk, or an error does not tell the place.
-pub async fn read_bitmaps(disk: &Disk<Memory>) {
+pub async fn read_bitmaps<S: Storage>(disk: &Disk<S>) {
     let listed = match disk.bitmaps().list().await {
         Ok(listed) => listed,
         Err(error) => return assert_tells_the_place(&error),
@@ -61,47 +85,5 @@ pub async fn read_bitmaps(disk: &Disk<Memory>) {
             }
             Err(error) => assert_tells_the_place(&error),
         }
-    }
-}
-
-/// Any bytes as an image of another program: it is opened, read and checked, or refused with an error that names the
-/// place. Nothing is written.
-///
-/// # Panics
-/// When that is not so.
-pub fn look_at_foreign(kind: ForeignKind, data: &[u8]) {
-    for block in [1, 512] {
-        in_bounded_memory(|| {
-            let sim = Sim::new(0);
-            let storage = Memory::new(&sim, block, Fua::Native, data.to_vec());
-            sim.block_on(read_and_check(kind, storage.clone()));
-            assert!(storage.content() == data, "it was changed");
-        });
-    }
-}
-
-async fn read_and_check(kind: ForeignKind, storage: Memory) {
-    let options = Options { access: Access::ReadOnly, ..Options::default() };
-    let file = ByteRange::between(0, storage.size());
-    let opened = match Disk::open(storage.clone(), ImageFormat::Foreign(kind), options).await {
-        Ok(disk) if !disk.extent_files().is_empty() => {
-            let ranges = vec![file; disk.extent_files().len()];
-            disk.with_extents(storage, &ranges).await
-        }
-        opened => opened,
-    };
-    match opened {
-        Ok(disk) => {
-            read_extents(&disk).await;
-            match disk.check().await {
-                Ok(report) => {
-                    assert!(
-                        report.is_none_or(|found| found.problems.len() as u64 <= found.corruptions)
-                    );
-                }
-                Err(error) => assert_tells_the_place(&error),
-            }
-        }
-        Err(error) => assert_tells_the_place(&error),
     }
 }

@@ -13,7 +13,7 @@ use blockhouse_core::Fua;
 use blockhouse_disk::{Access, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::memory::Memory;
-use blockhouse_fuzz::walk::{read_bitmaps, read_extents};
+use blockhouse_fuzz::walk::{Limits, read_bitmaps, read_extents};
 use blockhouse_fuzz::{assert_tells_the_place, in_bounded_memory};
 use blockhouse_sim::Sim;
 use libfuzzer_sys::fuzz_target;
@@ -46,7 +46,7 @@ async fn look_at(storage: Memory, behind: Memory, access: Access) {
         disk
     };
     assert!(disk.cluster_size().is_some_and(u64::is_power_of_two));
-    read_extents(&disk).await;
+    read_extents(&disk, Limits::default()).await;
     read_bitmaps(&disk).await;
     if access == Access::ReadWrite {
         // Nothing was changed, but damage may have been found.

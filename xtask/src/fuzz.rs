@@ -29,6 +29,13 @@ const COVERAGE: &[&str] = &[
     "--cfg=fuzzing",
 ];
 
+/// Makes glibc keep memory that a case frees for the next one: else the kernel clears pages for each.
+const KEEP_MEMORY: [(&str, &str); 3] = [
+    ("MALLOC_MMAP_THRESHOLD_", "67108864"),
+    ("MALLOC_TRIM_THRESHOLD_", "268435456"),
+    ("MALLOC_TOP_PAD_", "1048576"),
+];
+
 /// What to fuzz, and how long.
 #[derive(Args)]
 pub struct Options {
@@ -37,6 +44,9 @@ pub struct Options {
     /// Seconds for each target
     #[arg(long, default_value_t = 60)]
     seconds: u64,
+    /// Executions of each target, however long they take
+    #[arg(long, value_name = "NUMBER", conflicts_with = "seconds")]
+    runs: Option<u64>,
     /// Run the target once on this input
     #[arg(long, value_name = "FILE", requires = "target")]
     replay: Option<PathBuf>,
@@ -48,7 +58,7 @@ pub struct Options {
 impl Options {
     /// All targets, `seconds` each.
     pub fn all(seconds: u64) -> Self {
-        Self { target: None, seconds, replay: None, keep: false }
+        Self { target: None, seconds, runs: None, replay: None, keep: false }
     }
 }
 
@@ -71,7 +81,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         return process::run(replay);
     }
     for target in &targets {
-        fuzz(target, options.seconds)?;
+        fuzz(target, options)?;
         if options.keep {
             keep(target)?;
         }
@@ -140,13 +150,17 @@ fn build(workspace: &Workspace, only: Option<&str>) -> Result<Vec<Target>> {
     Ok(targets)
 }
 
-fn fuzz(target: &Target, seconds: u64) -> Result<()> {
+fn fuzz(target: &Target, options: &Options) -> Result<()> {
     let log = File::create(&target.log)
         .with_context(|| format!("cannot write {}", target.log.display()))?;
     let mut fuzzer = Command::new(&target.binary);
     // New inputs go to the first folder; the seeds are only read.
     fuzzer.args([&target.found, &target.seeds]);
-    fuzzer.arg(format!("-max_total_time={seconds}"));
+    fuzzer.arg(match options.runs {
+        Some(runs) => format!("-runs={runs}"),
+        None => format!("-max_total_time={}", options.seconds),
+    });
+    fuzzer.envs(KEEP_MEMORY);
     fuzzer.arg(format!("-artifact_prefix={}/", target.artifacts.display()));
     fuzzer.args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]);
     fuzzer.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
