@@ -2,7 +2,7 @@
 //! pages once, and not for each request.
 //!
 //! Memory is divided into buffers, because the kernel takes 1 GiB at most for a slot. A request whose bytes
-//! lie in one buffer, without a gap, names the slot; any other is done without the table.
+//! lie in one buffer names the slot; any other is done without the table.
 //!
 //! Guarantees (they uphold invariant 3, ARCHITECTURE.md):
 //! - A buffer is found by address, and is the memory that the request means: the request owns the mapping
@@ -27,12 +27,23 @@ const SLOTS: u16 = 4096;
 /// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
 const MAX_SLOT_BYTES: usize = 1 << 30;
 
+/// The most that the kernel takes for one request in several segments of a slot (`MAX_RW_COUNT`). Without a slot it does
+/// the beginning of a longer one.
+const MAX_VECTORED_BYTES: usize = 0x7fff_f000;
+
 /// Memory in one slot.
 struct BufferSlot {
     start: usize,
     end: usize,
     slot: u16,
     mapping: Arc<Mapping>,
+}
+
+impl BufferSlot {
+    fn has(&self, segment: &Segment) -> bool {
+        let start = segment.address.addr().get();
+        self.start <= start && segment.length <= self.end.saturating_sub(start)
+    }
 }
 
 /// The table of one ring.
@@ -97,11 +108,14 @@ impl BufferTable {
 
     /// The slot that a request for these bytes names, if they lie in one buffer.
     pub(crate) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
-        let [Segment { address, length }] = vector.segments() else { return None };
-        let start = address.addr().get();
+        let (first, others) = vector.segments().split_first()?;
+        let start = first.address.addr().get();
         let count = self.buffers.partition_point(|buffer| buffer.start <= start);
         let buffer = self.buffers[..count].last()?;
-        (*length <= buffer.end.saturating_sub(start)).then_some(buffer.slot)
+        let fits = buffer.has(first)
+            && others.iter().all(|segment| buffer.has(segment))
+            && (others.is_empty() || vector.len() <= MAX_VECTORED_BYTES);
+        fits.then_some(buffer.slot)
     }
 
     /// Empties the slots of memory that is no longer used.
@@ -212,7 +226,15 @@ mod tests {
         assert_eq!(slot(&large, &[(GIB, 1)]), Some(2));
         assert_eq!(slot(&large, &[(2 * GIB, 4096)]), Some(3));
         assert_eq!(slot(&large, &[(GIB - 1, 2)]), None, "across two buffers");
-        assert_eq!(slot(&small, &[(0, 1), (4096, 1)]), None, "two segments");
+        assert_eq!(slot(&small, &[(4096, 1), (0, 1), (8191, 1)]), Some(0), "in any order");
+        assert_eq!(slot(&large, &[(0, 1), (GIB - 1, 1)]), Some(1));
+        assert_eq!(slot(&large, &[(GIB, 1), (2 * GIB - 1, 1)]), Some(2));
+        assert_eq!(slot(&large, &[(GIB, 1), (GIB - 1, 1)]), None, "two buffers");
+        assert_eq!(slot(&large, &[(GIB - 1, 1), (GIB, 1)]), None, "two buffers");
+        assert_eq!(slot(&large, &[(0, 1), (GIB - 1, 2)]), None, "the last one across two buffers");
+        let twice = [(0, GIB), (0, GIB - 4096)];
+        assert_eq!(slot(&large, &twice), Some(1), "as much as the kernel takes");
+        assert_eq!(slot(&large, &[(0, GIB), (0, GIB)]), None, "more than the kernel takes");
         let other = mapping(4096);
         assert_eq!(slot(&other, &[(0, 4096)]), None, "memory that was not registered");
         assert_eq!(slot(&other, &[]), None);

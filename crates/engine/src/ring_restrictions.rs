@@ -11,7 +11,7 @@
 use std::io;
 
 use io_uring::register::Restriction;
-use io_uring::{IoUring, cqueue, opcode, squeue};
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
 
 /// Registrations, from `<linux/io_uring.h>`.
 pub(crate) mod registration {
@@ -46,6 +46,29 @@ pub enum DeviceCommands {
     Allowed,
 }
 
+/// Whether a request in several segments can name a slot of registered memory that has them all (`IORING_OP_READV_FIXED`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum VectoredSlots {
+    /// The kernel has no such requests, or wrong ones.
+    Unavailable,
+    Available,
+}
+
+impl VectoredSlots {
+    /// Linux 6.15 has them, but may reach for other bytes of memory in huge pages that does not begin with one (fixed by
+    /// "io_uring: don't assume uaddr alignment in io_vec_fill_bvec" in 6.16). What came with 6.16 tells the two apart.
+    pub(crate) fn of(probe: &Probe) -> Self {
+        let needed = VECTORED.iter().chain(&[opcode::Pipe::CODE]);
+        match needed.copied().all(|code| probe.is_supported(code)) {
+            true => Self::Available,
+            false => Self::Unavailable,
+        }
+    }
+}
+
+/// The opcodes of requests in several segments of registered memory.
+const VECTORED: [u8; 2] = [opcode::ReadvFixed::CODE, opcode::WritevFixed::CODE];
+
 /// What a kind of ring may be asked for.
 #[derive(Clone, Copy)]
 pub(crate) struct Allowed {
@@ -59,9 +82,16 @@ pub(crate) struct Allowed {
     required: squeue::Flags,
     /// Beside the opcodes.
     commands: DeviceCommands,
+    /// Beside the opcodes. A kernel that does not know an opcode refuses a list that has it.
+    vectored_slots: VectoredSlots,
 }
 
 impl Allowed {
+    /// The same, with or without requests in several segments of registered memory.
+    pub(crate) fn with_slots(self, vectored_slots: VectoredSlots) -> Self {
+        Self { vectored_slots, ..self }
+    }
+
     /// The same, with or without commands to devices.
     pub(crate) fn with(self, commands: DeviceCommands) -> Self {
         Self { commands, ..self }
@@ -96,6 +126,7 @@ pub(crate) const LOOP: Allowed = Allowed {
     flags: squeue::Flags::FIXED_FILE,
     required: squeue::Flags::empty(),
     commands: DeviceCommands::Refused,
+    vectored_slots: VectoredSlots::Unavailable,
 };
 
 /// A ring that sends commands to those devices that it was given when it was made.
@@ -106,6 +137,7 @@ pub(crate) const CONTROL: Allowed = Allowed {
     flags: squeue::Flags::FIXED_FILE,
     required: squeue::Flags::FIXED_FILE,
     commands: DeviceCommands::Allowed,
+    vectored_slots: VectoredSlots::Unavailable,
 };
 
 /// A ring whose completions signal an eventfd.
@@ -115,6 +147,7 @@ pub(crate) const SIGNAL: Allowed = Allowed {
     flags: squeue::Flags::empty(),
     required: squeue::Flags::empty(),
     commands: DeviceCommands::Refused,
+    vectored_slots: VectoredSlots::Unavailable,
 };
 
 /// Restricts a ring that was made disabled, and enables it. The calling thread is the one that submits to it, where the
@@ -130,7 +163,12 @@ pub(crate) fn enable<E: squeue::EntryMarker>(
         DeviceCommands::Refused => None,
         DeviceCommands::Allowed => Some(opcode::UringCmd16::CODE),
     };
-    let opcodes = allowed.opcodes.iter().copied().chain(commands).map(Restriction::sqe_op);
+    let vectored: &[u8] = match allowed.vectored_slots {
+        VectoredSlots::Unavailable => &[],
+        VectoredSlots::Available => &VECTORED,
+    };
+    let opcodes = allowed.opcodes.iter().chain(vectored).copied().chain(commands);
+    let opcodes = opcodes.map(Restriction::sqe_op);
     let registrations = allowed.registrations.iter().map(|&code| Restriction::register_op(code));
     let flags = Restriction::sqe_flags_allowed(allowed.flags.bits());
     let required = Restriction::sqe_flags_required(allowed.required.bits());
@@ -214,6 +252,30 @@ mod tests {
         // What becomes of it is up to the file's driver.
         assert!(result_of(&mut allowed, entry()) != -libc::EACCES);
         assert_eq!(result_of(&mut allowed, opcode::Nop::new().build()), -libc::EACCES);
+    }
+
+    #[test]
+    fn several_segments_of_a_slot_are_for_those_rings_that_were_made_for_them() {
+        let Some(mut plain) = ring(&LOOP) else { return };
+        let mut probe = Probe::new();
+        IoUring::new(2)
+            .and_then(|ring| ring.submitter().register_probe(&mut probe))
+            .expect("a kernel that has rings tells what they can");
+        if VectoredSlots::of(&probe) == VectoredSlots::Unavailable {
+            return eprintln!("skipped: this kernel does not have them");
+        }
+        let any = Fd(std::io::stdin().as_raw_fd());
+        let read = || opcode::ReadvFixed::new(any, ptr::null(), 0, 0).build();
+        let write = || opcode::WritevFixed::new(any, ptr::null(), 0, 0).build();
+        for entry in [read(), write()] {
+            assert_eq!(result_of(&mut plain, entry), -libc::EACCES);
+        }
+        let mut allowed =
+            ring(&LOOP.with_slots(VectoredSlots::Available)).expect("it was made without them");
+        // There is no slot to name.
+        for entry in [read(), write()] {
+            assert_ne!(result_of(&mut allowed, entry), -libc::EACCES);
+        }
     }
 
     #[test]

@@ -21,7 +21,11 @@ pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::
                 .offset(transfer.offset)
                 .build()
         }
-        (many, _) => {
+        (many, Some(slot)) => {
+            let (first, count) = array(many);
+            opcode::ReadvFixed::new(file, first, count, slot).offset(transfer.offset).build()
+        }
+        (many, None) => {
             let (first, count) = array(many);
             opcode::Readv::new(file, first, count).offset(transfer.offset).build()
         }
@@ -43,7 +47,14 @@ pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32
                 .rw_flags(flags)
                 .build()
         }
-        (many, _) => {
+        (many, Some(slot)) => {
+            let (first, count) = array(many);
+            opcode::WritevFixed::new(file, first, count, slot)
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
+        (many, None) => {
             let (first, count) = array(many);
             opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
         }

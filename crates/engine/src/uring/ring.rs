@@ -24,7 +24,7 @@ use crate::mapping::Mapping;
 use crate::operation::MAX_OPERATIONS;
 use crate::registered_buffers::BufferTable;
 use crate::registrations::Registrations;
-use crate::ring_restrictions::{DeviceCommands, LOOP, enable};
+use crate::ring_restrictions::{DeviceCommands, LOOP, VectoredSlots, enable};
 
 /// Entries of the submission queue between two system calls. More cost an extra call, nothing else.
 const SUBMISSIONS: u32 = 256;
@@ -38,6 +38,8 @@ pub(super) struct Ring {
     shared: Arc<LoopShared>,
     files: FixedTable,
     memory: BufferTable,
+    /// Whether requests in several segments name slots, too.
+    vectored_slots: VectoredSlots,
     broken_wait: BrokenWait,
     /// Whether the kernel has dropped completions.
     pub(super) has_lost_completions: bool,
@@ -75,12 +77,13 @@ impl Ring {
         commands: DeviceCommands,
     ) -> io::Result<Self> {
         let uring = best_ring(completions)?;
-        check(&uring)?;
-        enable(&uring, &LOOP.with(commands))?;
+        let vectored_slots = check(&uring)?;
+        enable(&uring, &LOOP.with(commands).with_slots(vectored_slots))?;
         let files = FixedTable::new(shared.clone(), FixedFiles::Off);
         let memory = BufferTable::new(shared.clone());
         let (shared, broken_wait) = (Arc::clone(shared), BrokenWait::default());
-        Ok(Self { uring, shared, files, memory, broken_wait, has_lost_completions: false })
+        let has_lost_completions = false;
+        Ok(Self { uring, shared, files, memory, vectored_slots, broken_wait, has_lost_completions })
     }
 
     /// Adds an entry, to be submitted by the next `enter`.
@@ -104,9 +107,11 @@ impl Ring {
         }
     }
 
-    /// The slot that has all of this memory, if there is one.
+    /// The slot that has all of this memory, if there is one that a request for it can name.
     pub(super) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
-        self.memory.slot_of(vector)
+        let can_name =
+            vector.segments().len() == 1 || self.vectored_slots == VectoredSlots::Available;
+        can_name.then(|| self.memory.slot_of(vector)).flatten()
     }
 
     /// Submits everything and waits for `want` completions, or for as long as `limit` says.
@@ -217,8 +222,8 @@ fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     Err(refused)
 }
 
-/// Refuses a ring that lacks something this engine uses.
-fn check(ring: &IoUring) -> io::Result<()> {
+/// Refuses a ring that lacks something this engine uses. Says whether it has what is used only where it is there.
+fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
     let too_old = |what: &str| {
         let text = format!("this kernel's io_uring is too old: it lacks {what}");
         Err(io::Error::new(io::ErrorKind::Unsupported, text))
@@ -248,6 +253,6 @@ fn check(ring: &IoUring) -> io::Result<()> {
     ];
     match needed.into_iter().find(|&(_, code)| !probe.is_supported(code)) {
         Some((name, _)) => too_old(name),
-        None => Ok(()),
+        None => Ok(VectoredSlots::of(&probe)),
     }
 }

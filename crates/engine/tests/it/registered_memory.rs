@@ -111,21 +111,104 @@ fn requests_go_by_address_where_nothing_was_registered() {
     assert_eq!(marks, (7, 0), "data goes to and from the pages that are there now");
 }
 
-#[test]
-fn memory_in_several_segments_goes_by_address() {
-    let Some(mut event_loop) = new_loop() else { return };
+/// Whether the kernel takes several segments of a slot, and takes the right ones: from 6.16 on.
+fn takes_several_segments() -> bool {
+    let mut probe = io_uring::Probe::new();
+    let ring = io_uring::IoUring::new(2).unwrap();
+    ring.submitter().register_probe(&mut probe).unwrap();
+    let newest = io_uring::opcode::Pipe::CODE;
+    probe.is_supported(io_uring::opcode::ReadvFixed::CODE) && probe.is_supported(newest)
+}
+
+/// What the guest finds read, and the file written, when the pages were taken away that both halves of a block were
+/// registered with.
+fn marks_of_halves_without_pages() -> Option<(u8, u8)> {
+    let mut event_loop = new_loop()?;
     let folder = folder();
-    let file = marked(&folder.path().join("disk"), 7);
+    let path = folder.path().join("disk");
+    let file = marked(&path, 7);
     let (memory, pages) = guest(1);
+    assert!(memory.write(GUEST, &[3; BLOCK]));
     event_loop.block_on(async {
         memory.register().unwrap();
         take_pages(&pages);
         let half = |address| GuestRange { address, length: BLOCK as u32 / 2 };
-        let halves = [half(GUEST), half(GUEST + BLOCK as u64 / 2)];
-        let vector = Arc::new(memory.clone()).vector(&halves).unwrap();
-        file.read(0, vector).await.unwrap();
+        let halves = [half(GUEST + BLOCK as u64 / 2), half(GUEST)];
+        let vector = || Arc::new(memory.clone()).vector(&halves).unwrap();
+        file.write(BLOCK as u64, vector(), Durability::Data).await.unwrap();
+        file.read(0, vector()).await.unwrap();
     });
-    assert_eq!(mark(&memory), 7);
+    Some((mark(&memory), std::fs::read(path).unwrap()[BLOCK]))
+}
+
+#[test]
+fn several_segments_go_by_the_pages_that_were_registered_where_the_kernel_can() {
+    let Some(marks) = marks_of_halves_without_pages() else { return };
+    let (registered, present) = ((0, 3), (7, 0));
+    assert_eq!(marks, if takes_several_segments() { registered } else { present });
+}
+
+/// Memory of two regions that lie side by side for the guest, each of `length` bytes.
+fn guest_of_two_regions(length: usize) -> GuestMemory {
+    let (mut memory, domain) = (GuestMemory::new(), FaultDomain::unconnected());
+    for user_addr in [0, length as u64] {
+        let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, length as u64).unwrap();
+        let shared = Arc::new(SharedMemory::map(&file, 0, length, &domain).unwrap());
+        let guest = GUEST + user_addr;
+        assert!(memory.add(GuestRegion { guest, user_addr, memory: shared }));
+    }
+    memory
+}
+
+/// Segments in any order, of any length, some overlapping, in one region or in two: always the bytes that they name,
+/// and no others.
+#[test]
+fn several_segments_name_their_own_bytes() {
+    const LENGTH: usize = 24 * BLOCK;
+    let folder = folder();
+    let path = folder.path().join("disk");
+    on_every_engine(|event_loop| {
+        for seed in 0..16 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut on_disk: Vec<u8> = (0..4 * LENGTH).map(|_| random.u8(..)).collect();
+            let mut in_memory: Vec<u8> = (0..2 * LENGTH).map(|_| random.u8(..)).collect();
+            std::fs::write(&path, &on_disk).unwrap();
+            let file = HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap();
+            let memory = Arc::new(guest_of_two_regions(LENGTH));
+            assert!(memory.write(GUEST, &in_memory));
+            let bytes = if seed % 2 == 0 { LENGTH } else { 2 * LENGTH };
+            let segments: Vec<(usize, usize)> = (0..random.usize(2..20))
+                .map(|_| (random.usize(..bytes - 3000), random.usize(1..3000)))
+                .collect();
+            let range = |&(start, length): &(usize, usize)| GuestRange {
+                address: GUEST + start as u64,
+                length: length as u32,
+            };
+            let ranges: Vec<GuestRange> = segments.iter().map(range).collect();
+            let (source, target) = (random.usize(..LENGTH), 2 * LENGTH);
+            event_loop.block_on(async {
+                memory.register().unwrap();
+                file.read(source as u64, memory.vector(&ranges).unwrap()).await.unwrap();
+                let vector = memory.vector(&ranges).unwrap();
+                file.write(target as u64, vector, Durability::None).await.unwrap();
+            });
+            let mut at = source;
+            for &(start, length) in &segments {
+                in_memory[start..start + length].copy_from_slice(&on_disk[at..at + length]);
+                at += length;
+            }
+            let mut at = target;
+            for &(start, length) in &segments {
+                on_disk[at..at + length].copy_from_slice(&in_memory[start..start + length]);
+                at += length;
+            }
+            let mut found = vec![0; in_memory.len()];
+            assert!(memory.read(GUEST, &mut found));
+            assert!(found == in_memory, "other bytes in memory, seed {seed}");
+            assert!(std::fs::read(&path).unwrap() == on_disk, "other bytes on disk, seed {seed}");
+        }
+    });
 }
 
 #[test]
