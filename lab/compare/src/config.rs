@@ -44,6 +44,9 @@ pub struct Options {
     /// these locations (rbd:POOL/IMAGE?conf=FILE, nbd+unix:///NAME?socket=PATH). Their content is lost
     #[arg(long, value_name = "LOCATION", num_args = 0..)]
     pub remote: Option<Vec<String>>,
+    /// Measure what busy-polling brings and costs where a client pauses between its requests, beside qemu-nbd
+    #[arg(long)]
+    pub gaps: bool,
     /// Compare reads over TLS, by nbdcopy, with qemu-nbd
     #[arg(long)]
     pub tls: bool,

@@ -23,6 +23,7 @@ mod backup;
 mod caching;
 mod config;
 mod fio;
+mod gaps;
 mod growth;
 mod interrupt;
 mod light;
@@ -103,6 +104,9 @@ fn compare(options: &Options) -> Result<()> {
     apt::require(apt::FOR_COMPARISON)?;
     if options.backup {
         return backup::run(&workspace, options);
+    }
+    if options.gaps {
+        return gaps::run(&workspace, options);
     }
     if options.mirror {
         return mirror::run(&workspace, options);
