@@ -49,6 +49,18 @@ pub struct Options {
     /// Of the crash tests, run only those of this crate: disk, format or jobs
     #[arg(long = "crate", value_name = "NAME", requires = "seeds")]
     of_crate: Option<String>,
+
+    /// Of the moments that tests of jobs would crash at, crash at one in so many: more seeds in the same time
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    one_moment_in: u32,
+}
+
+/// Those of one package.
+struct CrashTests<'a> {
+    binary: PathBuf,
+    /// What the names of the tests have in common.
+    filter: &'a str,
+    one_moment_in: u32,
 }
 
 /// Runs rounds until the time is over.
@@ -57,7 +69,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let wanted = CRASHED.iter().filter(|(name, _)| is_wanted(name));
     let tests = wanted.map(|(name, filter)| {
         let filter = options.only.as_deref().unwrap_or(filter);
-        Ok((build(workspace, &format!("blockhouse-{name}"))?, filter))
+        let binary = build(workspace, &format!("blockhouse-{name}"))?;
+        Ok(CrashTests { binary, filter, one_moment_in: options.one_moment_in })
     });
     let tests = tests.collect::<Result<Vec<_>>>()?;
     ensure!(!tests.is_empty(), "no crate of that name has crash tests: disk, format, jobs");
@@ -71,8 +84,8 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     while Instant::now() < until {
         let first = RandomState::new().build_hasher().finish() >> 32;
         let seeds = format!("{first}..{}", first + SEEDS_A_TIME);
-        for (test, filter) in &tests {
-            crashes += crash(workspace, test, filter, &seeds)?;
+        for test in &tests {
+            crashes += test.run(workspace, &seeds)?;
         }
         misbehave(workspace, &parties, &binary)?;
         println!("soak: seeds {seeds}: fine; {crashes} crashes so far");
@@ -90,13 +103,13 @@ fn parse_seeds(text: &str) -> Result<Range<u64>> {
 }
 
 /// Runs these seeds, some of each test at a time.
-fn run_seeds(workspace: &Workspace, tests: &[(PathBuf, &str)], seeds: Range<u64>) -> Result<()> {
+fn run_seeds(workspace: &Workspace, tests: &[CrashTests<'_>], seeds: Range<u64>) -> Result<()> {
     let (mut first, mut crashes) = (seeds.start, 0);
     let began = Instant::now();
     while first < seeds.end {
         let end = seeds.end.min(first + SEEDS_A_TIME);
-        for (test, filter) in tests {
-            crashes += crash(workspace, test, filter, &format!("{first}..{end}"))?;
+        for test in tests {
+            crashes += test.run(workspace, &format!("{first}..{end}"))?;
         }
         let minutes = began.elapsed().as_secs_f64() / 60.0;
         println!(
@@ -126,15 +139,19 @@ fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()>
     check(&output, &String::from_utf8_lossy(&output.stderr), parties)
 }
 
-/// One round of the tests of one package; how many crashes they have seen.
-fn crash(workspace: &Workspace, test: &Path, filter: &str, seeds: &str) -> Result<u64> {
-    let mut command = Command::new(test);
-    command.args(["--nocapture", filter]).current_dir(workspace.root());
-    command.env("BLOCKHOUSE_SIM_SEEDS", seeds);
-    let output = command.output().with_context(|| format!("cannot start {}", test.display()))?;
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    check(&output, &said, test)?;
-    Ok(crashes_in(&said))
+impl CrashTests<'_> {
+    /// One round; how many crashes the tests have seen.
+    fn run(&self, workspace: &Workspace, seeds: &str) -> Result<u64> {
+        let mut command = Command::new(&self.binary);
+        command.args(["--nocapture", self.filter]).current_dir(workspace.root());
+        command.env("BLOCKHOUSE_SIM_SEEDS", seeds);
+        command.env("BLOCKHOUSE_SIM_ONE_MOMENT_IN", self.one_moment_in.to_string());
+        let output =
+            command.output().with_context(|| format!("cannot start {}", self.binary.display()))?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        check(&output, &said, &self.binary)?;
+        Ok(crashes_in(&said))
+    }
 }
 
 fn check(output: &Output, said: &str, test: &Path) -> Result<()> {

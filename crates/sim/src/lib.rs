@@ -51,6 +51,6 @@ pub use memory::SimMemory;
 pub use operation::{Operation, OperationKind};
 pub use report::Report;
 pub use restarts::{Host, Service, explore_restarts};
-pub use seeds::{SeedSelection, for_seeds};
+pub use seeds::{SeedSelection, for_seeds, is_looked_at};
 pub use system::{ImageState, SystemUnderTest};
 pub use workload::{Cancellation, Devices, Faults, Growth, Workload};

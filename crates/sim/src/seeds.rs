@@ -2,12 +2,13 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use parking_lot::Mutex;
 
-use crate::Report;
+use crate::{Report, Rng};
 
 /// One seed to run alone: how a failure is replayed.
 const ONE: &str = "BLOCKHOUSE_SIM_SEED";
@@ -15,6 +16,9 @@ const ONE: &str = "BLOCKHOUSE_SIM_SEED";
 /// How many seeds to run (from 0 on), or which (`FIRST..END`), instead of the test's own number of
 /// random ones.
 const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
+
+/// Of the moments that tests look at by chance, to look at one in so many, so that more seeds take the same time.
+const FEWER: &str = "BLOCKHOUSE_SIM_ONE_MOMENT_IN";
 
 /// Which seeds a run is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +42,19 @@ impl SeedSelection {
             Self::Default
         }
     }
+}
+
+/// Whether this is one of the moments that a test looks at: by chance one in `count`, or in so many times more as
+/// `BLOCKHOUSE_SIM_ONE_MOMENT_IN` says.
+pub fn is_looked_at(random: &mut Rng, count: u32) -> bool {
+    static FEWER_BY: OnceLock<u32> = OnceLock::new();
+    let fewer_by = FEWER_BY.get_or_init(|| {
+        std::env::var(FEWER).map_or(1, |words| {
+            let number = words.trim().parse().ok().filter(|number| *number > 0);
+            number.unwrap_or_else(|| panic!("{FEWER} is no number from 1 on: {words}"))
+        })
+    });
+    random.u32(..count.saturating_mul(*fewer_by)) == 0
 }
 
 /// Runs `check` for `count` random seeds on all cores and adds up what they saw. `package` and `test` name
@@ -104,7 +121,9 @@ fn with_seed_on_panic<T>(package: &str, test: &str, seed: u64, run: impl FnOnce(
 }
 
 fn replay(package: &str, test: &str, seed: u64) -> String {
-    format!("replay with: {ONE}={seed} cargo test -p {package} {test}")
+    let fewer =
+        std::env::var(FEWER).map_or_else(|_| String::new(), |words| format!("{FEWER}={words} "));
+    format!("replay with: {fewer}{ONE}={seed} cargo test -p {package} {test}")
 }
 
 fn chosen(count: u64) -> ops::Range<u64> {

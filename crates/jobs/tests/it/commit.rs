@@ -9,7 +9,7 @@ use std::time::Duration;
 use blockhouse_core::{Error, ErrorKind, errno};
 use blockhouse_disk::{Disk, FlushPolicy, Options};
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, Mirror};
-use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at};
 
 use crate::guests::{self, Model};
 use crate::scene::{self, Overlay, clock, recover, recover_overlay};
@@ -208,7 +208,7 @@ fn commit_with(seed: u64, planted: Planted) -> Result<Report, String> {
         }
         let now = (case.overlay.storage.counts(), case.overlay.base.counts());
         // Often enough for each moment to be met by some seed.
-        let is_looked_at = case.random.borrow_mut().u8(..6) == 0;
+        let is_looked_at = is_looked_at(&mut case.random.borrow_mut(), 6);
         if last.replace(now) != Some(now) && is_looked_at {
             crashes += 1;
             let when = format!("a crash while {:?}", control.stage());

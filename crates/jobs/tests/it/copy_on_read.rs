@@ -9,7 +9,9 @@ use std::time::Duration;
 use blockhouse_core::{Buffer, ByteRange, Request, errno};
 use blockhouse_disk::{Disk, ExportKind, Options};
 use blockhouse_jobs::{JobControl, JobEnd, Stream};
-use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, Task, for_seeds};
+use blockhouse_sim::{
+    Fault, OperationKind, Report, Rng, Sim, SimDisk, Task, for_seeds, is_looked_at,
+};
 
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Overlay, clock};
@@ -120,7 +122,7 @@ fn copy_on_read(seed: u64) -> Result<Report, String> {
             return Err("it waits for ever".into());
         }
         let now = case.overlay.storage.counts();
-        let is_looked_at = case.random.borrow_mut().u8(..6) == 0;
+        let is_looked_at = is_looked_at(&mut case.random.borrow_mut(), 6);
         if last.replace(now) != Some(now) && is_looked_at {
             crashes += 1;
             case.check_crash().map_err(|why| format!("a crash: {why}"))?;

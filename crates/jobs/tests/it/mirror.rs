@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blockhouse_core::errno;
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, JobStage, Mirror, MirrorOptions};
-use blockhouse_sim::{Fault, Report, Rng, Sim, for_seeds};
+use blockhouse_sim::{Fault, Report, Rng, Sim, for_seeds, is_looked_at};
 
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Scene, clock, recover};
@@ -119,7 +119,7 @@ fn mirror(seed: u64) -> Result<Report, String> {
         }
         let now = (case.target.storage.counts(), case.source.storage.counts());
         // Often enough for each moment to be met by some seed.
-        let is_looked_at = jury.random.borrow_mut().u8(..4) == 0;
+        let is_looked_at = is_looked_at(&mut jury.random.borrow_mut(), 4);
         if last.replace(now) != Some(now) && is_looked_at && violation.is_none() {
             crashes += 1;
             let when =

@@ -9,7 +9,7 @@ use std::time::Duration;
 use blockhouse_core::errno;
 use blockhouse_disk::{Disk, ImageFormat};
 use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
-use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at};
 
 use crate::guests::{self, Model};
 use crate::scene::{self, Overlay, clock, names_base, recover};
@@ -170,7 +170,7 @@ fn stream(seed: u64) -> Result<Report, String> {
             return Err(told("it waits for ever".into()));
         }
         // Often enough for each moment to be met by some seed.
-        let is_looked_at = case.random.borrow_mut().u8(..6) == 0;
+        let is_looked_at = is_looked_at(&mut case.random.borrow_mut(), 6);
         let now = case.overlay.storage.counts();
         if last.replace(now) != Some(now) && is_looked_at {
             crashes += 1;
