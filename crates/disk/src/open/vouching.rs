@@ -9,7 +9,8 @@
 //!
 //! What that does not notice: a server that was killed vouches for up to [`TERM`] in which it does not live. A program that
 //! changes the image in that time is taken for it, if the host dies before the image is opened here again; in the same boot the
-//! state file tells.
+//! state file tells. Nor does it notice a program that changes the image right after the host was started again, if the host's
+//! clock was late by then, and is set right before the image is opened here.
 
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
