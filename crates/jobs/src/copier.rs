@@ -70,6 +70,8 @@ pub(crate) struct Copier<S: Storage> {
     meter: RefCell<Meter>,
     /// Pieces of work that have ended since news were told.
     untold: Cell<u32>,
+    /// Whether the disks were equal when that was looked at last.
+    was_idle: Cell<bool>,
     /// Whether limits and rests do not count, because the guest waits.
     is_hurried: Cell<bool>,
     /// Whether nothing is to be begun any more.
@@ -123,6 +125,7 @@ impl<S: Storage> Copier<S> {
             schedule: Schedule::default(),
             meter: RefCell::default(),
             untold: Cell::new(0),
+            was_idle: Cell::new(false),
             is_hurried: Cell::new(false),
             is_stopped: Cell::new(true),
         }
@@ -193,8 +196,11 @@ impl<S: Storage> Copier<S> {
                     Next::Nothing => break,
                 }
             }
-            if works.is_empty() && (outcome.is_err() || is_over()) {
-                return outcome;
+            if works.is_empty() {
+                if outcome.is_err() || is_over() {
+                    return outcome;
+                }
+                self.tell_of_rest();
             }
             let sleep = later.map(|time| self.clock.sleep(time));
             let mut next = next_event(&mut works, async { drop(news.await) }, sleep).await;
@@ -210,6 +216,16 @@ impl<S: Storage> Copier<S> {
                 next = works.next().now_or_never().flatten();
             }
         }
+    }
+
+    /// Tells who waits for the job when the disks have become equal. The source may be the last to end a change: then no work
+    /// ends that would tell.
+    fn tell_of_rest(&self) {
+        let is_idle = self.is_idle();
+        if is_idle && !self.was_idle.get() {
+            self.control.changed().notify_all();
+        }
+        self.was_idle.set(is_idle);
     }
 
     /// Tells who waits for the job, not of each piece of work: there are many.
