@@ -55,7 +55,7 @@ use self::servers::Format;
 
 /// Compare the speed of Blockhouse with its peers, or with another build of itself.
 #[derive(Parser)]
-#[command(bin_name = "cargo xtask compare", args_conflicts_with_subcommands = true)]
+#[command(bin_name = "cargo xtask compare", version, args_conflicts_with_subcommands = true)]
 struct Cli {
     #[command(flatten)]
     options: Options,
