@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{ByteRange, ToolProgress};
+use blockhouse_core::{ByteRange, ErrorKind, ToolProgress};
 use blockhouse_disk::{
     Access, AllowedPaths, Backing, CacheMode, CompareJob, CopyJob, CopyOptions, DirtyMap, IfExists,
     ImageDisk, ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name,
@@ -237,13 +237,23 @@ impl Arguments {
         Ok(Backing { name: name.into(), format: Some(format.as_str().to_owned()) })
     }
 
+    /// Around the page cache, which is left to those who read again what is in it; through it where the host has no
+    /// direct I/O, or where clusters are smaller than its blocks.
     async fn open_target(&self, part: &Path) -> Result<ImageDisk> {
         let options = ImageOptions {
             access: Access::ReadWrite,
-            cache: CacheMode::Writeback,
+            cache: CacheMode::None,
             ..self.open.read_only(Some(ImageFormat::Qcow2))?
         };
-        Ok(open(part, options).await?)
+        let cached = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
+        match open(part, options).await {
+            Err(error)
+                if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
+            {
+                Ok(open(part, cached).await?)
+            }
+            opened => Ok(opened?),
+        }
     }
 
     /// Makes the target durable, once it is found to be right; closes it in any case.

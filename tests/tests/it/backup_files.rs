@@ -10,6 +10,7 @@ use blockhouse_tests::{
     LoopDevice, Scratch, Serve, blockhouse, need, random_bytes, require, seeded, wait_for_exit,
 };
 use fastrand::Rng;
+use rustix::fs::{Mode, OFlags};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(120);
@@ -99,6 +100,29 @@ fn a_backup_that_was_cut_goes_on() {
         run(&words, &["--resume", "--verify"]).success();
         assert!(!part(&target).exists());
         assert!(bench.read(&target) == bench.bytes, "the backup is another");
+    }
+}
+
+/// What of the host's page cache a file takes, in bytes.
+fn cached(file: &Path) -> u64 {
+    let words = ["--bytes", "--noheadings", "--output", "RES", str(file)];
+    let found = blockhouse_tests::run(blockhouse_tests::tool("fincore").args(words));
+    found.stdout.trim().parse().expect("a number")
+}
+
+#[test]
+fn a_backup_leaves_the_page_cache_to_others() {
+    require!(need::tools(&["fincore"]));
+    let bench = Bench::new();
+    let direct = OFlags::RDONLY | OFlags::DIRECT;
+    if rustix::fs::open(&bench.base, direct, Mode::empty()).is_err() {
+        return eprintln!("skipped: the file system of the test's folder has no direct I/O");
+    }
+    for is_increment in [false, true] {
+        let target = bench.scratch.path(if is_increment { "day.qcow2" } else { "all.qcow2" });
+        run(&bench.backup(&target, is_increment), &["--verify"]).success();
+        let (size, cached) = (target.metadata().expect("it is there").len(), cached(&target));
+        assert!(size > 12 * MIB && cached < MIB, "{cached} of {size} bytes are in the page cache");
     }
 }
 
