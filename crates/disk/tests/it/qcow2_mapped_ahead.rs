@@ -201,6 +201,7 @@ fn what_a_failed_write_has_mapped_ahead_is_durable_with_the_first_write_to_it() 
     rig.submit(write(0, 4096, 3, FUA)).unwrap();
     rig.storage.fail(Fault::nth(0, errno::EIO).of(OperationKind::Write));
     rig.submit(write(CLUSTER, 4096, 3, PLAIN)).unwrap_err();
+    rig.log();
     assert_eq!(writes_of(&rig, [2, 3]), [3, 1], "data, refcount, entry; then an overwrite");
     for seed in 0..10 {
         let sim = Sim::new(0);
