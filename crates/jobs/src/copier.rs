@@ -3,7 +3,8 @@
 //! Guarantees: two copies in flight never overlap, nor does a copy begin that overlaps a live write ([`Tracker`]). What is
 //! dirty is made clean before it is read, so a change that comes later makes it dirty again. In flight are at most
 //! `MAX_IN_FLIGHT` copies of `CHUNK_SIZE`, as many that guests wait for, and forwarded writes. None is dropped while it is:
-//! its write might come late, after a newer one of the same bytes. What a guest's request waits for goes first.
+//! its write might come late, after a newer one of the same bytes. What a guest's request waits for goes first,
+//! but takes no room from the background: however slow the target is, what is dirty becomes less.
 //! In the background it copies as fast as the guest, who uses the disk meanwhile, leaves room for ([`Pace`]).
 
 use std::cell::{Cell, RefCell};
@@ -62,6 +63,8 @@ pub(crate) struct Copier<S: Storage> {
     in_flight: RefCell<Vec<ByteRange>>,
     /// Copies in the background, and their bytes.
     background: Cell<(usize, u64)>,
+    /// Work in flight that guests wait for.
+    urgent: Cell<usize>,
     cursor: Cell<u64>,
     passes: Cell<u64>,
     pace: RefCell<Pace>,
@@ -119,6 +122,7 @@ impl<S: Storage> Copier<S> {
             clock,
             in_flight: RefCell::default(),
             background: Cell::default(),
+            urgent: Cell::new(0),
             cursor: Cell::new(0),
             passes: Cell::new(0),
             pace,
@@ -245,7 +249,11 @@ impl<S: Storage> Copier<S> {
             |range: ByteRange| !self.in_flight.borrow().iter().any(|busy| busy.overlaps(range));
         // Whole granules: they are made clean.
         let limit = CHUNK_SIZE.max(self.tracker.dirty().granularity());
-        match self.tracker.next_urgent(limit, is_free) {
+        // Where the target is slower than the guest there is always more: the background has room of its own.
+        let has_room = self.urgent.get() < MAX_URGENT;
+        let urgent = has_room.then(|| self.tracker.next_urgent(limit, is_free)).flatten();
+        self.urgent.set(self.urgent.get() + usize::from(urgent.is_some()));
+        match urgent {
             Some(UrgentWork::Write(write)) => return Next::Begin(Work::Write(write)),
             Some(UrgentWork::Copy(copy)) => {
                 self.tracker.dirty().clear(copy.range);
@@ -305,7 +313,9 @@ impl<S: Storage> Copier<S> {
             self.cursor.set(0);
             return self.next_dirty_to_end(limit);
         }
-        if start > 0 || self.passes() == 0 {
+        // Where guests' writes are forwarded a later pass may find nothing at all: then the first copies have to have ended.
+        let (copies, _) = self.background.get();
+        if start > 0 || self.passes() == 0 || (self.passes() == 1 && copies == 0) {
             self.end_pass();
         }
         None
@@ -358,6 +368,7 @@ impl<S: Storage> Copier<S> {
 
     /// Carries a piece of work out. Who waits for it goes on when it is dropped, whatever the outcome.
     async fn carry_out(&self, work: Work) -> Result<()> {
+        let is_urgent = !matches!(work, Work::Copy(_));
         let outcome = match work {
             Work::Write(write) => self.forward(write).await,
             Work::Copy(range) => {
@@ -369,6 +380,7 @@ impl<S: Storage> Copier<S> {
             }
             Work::Urgent(copy) => self.copy_range(copy.range).await,
         };
+        self.urgent.set(self.urgent.get() - usize::from(is_urgent));
         let written = outcome?;
         self.meter.borrow_mut().count(self.clock.now(), written, self.remaining());
         Ok(())

@@ -30,10 +30,15 @@ struct Slow {
 
 /// A mirror to a disk whose operations take so many microseconds, and which may be behind by so many bytes.
 fn slow(seed: u64, latency: u64, mode: CopyMode, backlog: u64) -> Slow {
+    slow_of(SIZE, seed, latency, mode, backlog)
+}
+
+/// The same with disks of so many bytes.
+fn slow_of(size: usize, seed: u64, latency: u64, mode: CopyMode, backlog: u64) -> Slow {
     let sim = Sim::new(seed);
-    let from = SimDisk::new(&sim, Config::default(), vec![7; SIZE]);
+    let from = SimDisk::new(&sim, Config::default(), vec![7; size]);
     let config = Config { latency: Latency::fixed(latency, 0), ..Config::default() };
-    let target = SimDisk::new(&sim, config, vec![0; SIZE]);
+    let target = SimDisk::new(&sim, config, vec![0; size]);
     let source = Arc::new(Disk::raw(from, Options::default()).expect("a disk"));
     let to = Arc::new(Disk::raw(target.clone(), Options::default()).expect("a disk"));
     let control = Arc::new(JobControl::default());
@@ -124,4 +129,39 @@ fn writes_wait_only_while_the_target_is_behind_and_the_job_not_cancelled() {
     // Two of five are: in the others the process stands still for the minute in which the target ends a write.
     let count = (0..60).filter(|seed| cancel_behind(*seed)).count();
     assert!(count > 12, "{count} of 60 were so");
+}
+
+/// Blocks that guests write in turn, each of them long after the time before: none of these writes overlaps one on its way.
+const GUEST_BLOCKS: u64 = 3000;
+/// Many more than there are until a mirror is ready.
+const MAX_WRITES: u64 = 200_000;
+
+/// Guests without a rest have more writes on their way than are in flight, all the time.
+#[test]
+fn a_mirror_becomes_ready_where_the_target_is_slower_than_its_guests() {
+    let (size, latency, backlog) = (16 << 20, 20_000, 4 << 20);
+    let slow = slow_of(size, 1, latency, CopyMode::WriteBlocking, backlog);
+    let Slow { sim, source, control, job, .. } = slow;
+    let (written, is_over) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(false)));
+    let guests: Vec<_> = (0..16)
+        .map(|_| {
+            let (own, source) = (sim.clone(), Arc::clone(&source));
+            let (written, is_over) = (Rc::clone(&written), Rc::clone(&is_over));
+            sim.spawn(async move {
+                while !is_over.get() && written.get() < MAX_WRITES {
+                    let number = written.replace(written.get() + 1);
+                    Slow::write(own.clone(), Arc::clone(&source), 1 + number % GUEST_BLOCKS).await;
+                }
+            })
+        })
+        .collect();
+    let asked = Arc::clone(&control);
+    sim.block_on(async move { asked.next_stage(&JobStage::Running).await });
+    assert!(control.stage() == JobStage::Ready && written.get() < MAX_WRITES, "never ready");
+    is_over.set(true);
+    for guest in guests {
+        sim.block_on(async move { guest.join().await });
+    }
+    assert!(control.cancel());
+    assert_eq!(sim.block_on(async move { job.join().await }), JobEnd::Cancelled);
 }
