@@ -10,6 +10,8 @@ use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, Server, eventually, tool};
 use serde_json::{Value, json};
 
+use crate::jobs::listens;
+
 const SIZE: u64 = 8 << 20;
 const FAILED: i64 = -32000;
 const LONG: Duration = Duration::from_secs(60);
@@ -86,7 +88,7 @@ impl Standing {
         command.args(&words).arg(format!("pause-control={}", pause.display()));
         let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let child = child.expect("it is installed");
-        assert!(eventually(LONG, || socket.exists() && pause.exists()), "it does not listen");
+        assert!(eventually(LONG, || listens(&socket) && listens(&pause)), "it does not listen");
         Self { child, uri: format!("nbd+unix:///?socket={}", socket.display()) }
     }
 

@@ -136,9 +136,20 @@ impl Foreign {
         let mut command = tool(program);
         let child = command.args(words).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let server = Self(child.expect("it is installed"));
-        assert!(eventually(LONG, || socket.exists()), "{program} does not listen");
+        assert!(eventually(LONG, || listens(socket)), "{program} does not listen");
         server
     }
+}
+
+/// Whether a server listens at this socket, without connecting to it: its file is there a little earlier.
+pub(crate) fn listens(socket: &Path) -> bool {
+    /// `__SO_ACCEPTCON` in `<linux/net.h>`, as proc_net(5) has it.
+    const LISTENS: &str = "00010000";
+    let sockets = std::fs::read_to_string("/proc/net/unix").expect("Unix sockets");
+    sockets.lines().any(|line| {
+        let mut fields = line.split_whitespace().skip(3);
+        fields.next() == Some(LISTENS) && fields.last() == socket.to_str()
+    })
 }
 
 impl Drop for Foreign {

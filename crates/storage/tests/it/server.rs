@@ -1,5 +1,6 @@
 //! A qemu-nbd that serves a raw file.
 
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -45,7 +46,8 @@ impl QemuNbd {
         command.args(["--export-name=disk", "--cache=writeback"]).arg("--socket").arg(socket);
         let child = command.arg(image).stdin(Stdio::null()).spawn().expect("it starts");
         let deadline = Instant::now() + START_TIME;
-        while !socket.exists() {
+        // Its socket is there before it listens.
+        while UnixStream::connect(socket).is_err() {
             assert!(Instant::now() < deadline, "qemu-nbd does not listen");
             sleep(Duration::from_millis(5));
         }
