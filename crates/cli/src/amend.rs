@@ -1,6 +1,6 @@
 //! `blockhouse amend`: other options for an image, in place.
 //!
-//! Guarantees: what can be changed by one write of the header is (`compat` to a later version, `lazy_refcounts`), and a
+//! Guarantees: what one write of the header can change is changed at once or not at all (`compat`, `lazy_refcounts`), and a
 //! larger `size`. An option that has the value already is fine. For all else a line names the command that does it, and
 //! nothing is changed.
 
@@ -21,7 +21,7 @@ use crate::progress::{Progress, ProgressArgs};
 /// Arguments of `amend`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Options as NAME=VALUE,...: compat=1.1, lazy_refcounts, size. 'help' explains them.
+    /// Options as NAME=VALUE,...: compat, lazy_refcounts, size. 'help' explains them.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", required = true, value_parser = parse)]
     options: Vec<Changes>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
@@ -44,6 +44,8 @@ pub struct Arguments {
 const HELP: &str = "\
 Options that change in place:
   compat=1.1                          version 3 of the format, for an image of version 2
+  compat=0.10                         version 2, for an image that has nothing of version 3 but zero clusters,
+                                      which become unallocated, or are written where there is a backing file
   lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew
   size=SIZE                           a larger disk, as 'blockhouse resize' makes it
 The others need another image ('blockhouse convert -o OPTION=VALUE IMAGE NEW') or another command
@@ -97,7 +99,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         arguments.image_opts.resolve_to_change(image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    // There is one write, not a way to go.
+    // There is one write at the end, and no telling how far it is.
     let work = || {
         event_loop
             .block_on(async { change(&open_without_backing(&path, options).await?, changes).await })

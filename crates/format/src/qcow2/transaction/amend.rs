@@ -1,24 +1,33 @@
 //! Other options for an image: its version, and whether refcounts may be written late.
 //!
 //! One write of the header's first sector changes them, as the last step of a transaction that writes the snapshot table
-//! anew (version 3 wants more in its entries): a crash leaves the old options or the new ones. Only what older tables
-//! already say stays true of version 3, so no other table changes. The way back is not here: version 2 has no zero
-//! clusters, so data of each would have to be written first.
+//! anew (version 3 wants more in its entries): a crash leaves the old options or the new ones. What older tables say stays
+//! true of version 3. Of the features that version 2 lacks only zero clusters are taken away, with tables beside the
+//! active ones (`zero_clusters`); an image with any other keeps its version, as with QEMU.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
-use crate::qcow2::layout::header::{Header, LAZY_REFCOUNTS, LENGTH_3, SECTOR};
+use crate::qcow2::layout::compression::Compression;
+use crate::qcow2::layout::extensions::{self, BITMAPS, FEATURE_NAMES};
+use crate::qcow2::layout::header::{
+    Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, SECTOR,
+};
 use crate::qcow2::layout::options::{Switch, Version};
+use crate::qcow2::layout::snapshot_table::SnapshotEntry;
 use crate::qcow2::layout::table_io;
 
 use super::ImageMetadata;
 use super::backing::free_first_sector;
 use super::metadata_transaction::{MetadataTransaction, Transactions};
+use super::zero_clusters::replace_zero_clusters;
+
+/// What helps where an image cannot change in place.
+const CONVERT: &str = "'blockhouse convert -O qcow2 -o compat=0.10 IMAGE NEW' makes another image";
 
 /// What is to change of an image; `None` stays as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amendments {
-    /// The revision of the format: only to a later one.
+    /// The revision of the format; an earlier one where the image uses nothing that it lacks but zero clusters.
     pub version: Option<Version>,
     /// Whether refcounts may be written late: only in version 3.
     pub lazy_refcounts: Option<Switch>,
@@ -35,14 +44,26 @@ pub(crate) async fn amend<S: Storage>(
     amendments: Amendments,
 ) -> Result<()> {
     metadata.check_writable()?;
+    let name = metadata.storage().name();
     let old = metadata.lock().tables.headers().disk().clone();
-    let Some(new) = amended(metadata.storage().name(), &old, amendments)? else { return Ok(()) };
-    if new.length != old.length {
+    let Some(new) = amended(name, &old, amendments)? else { return Ok(()) };
+    if new.length > old.length {
         free_first_sector(metadata).await?;
+    }
+    let is_downgrade = new.geometry.version < old.geometry.version;
+    if is_downgrade {
+        // Version 2 has no mark for refcounts that may be wrong.
+        metadata.write_everything().await?;
+        metadata.settle().await?;
     }
     let change = async |transaction: &mut MetadataTransaction<'_, S>| {
         let size = transaction.size();
         let version = new.geometry.version;
+        if is_downgrade {
+            check_marks(name, transaction.header())?;
+            check_snapshots(name, transaction.snapshots(), size)?;
+            replace_zero_clusters(metadata, transaction).await?;
+        }
         let entries = transaction.snapshots_mut().iter_mut();
         entries.filter(|entry| entry.is_incomplete(version)).for_each(|entry| entry.complete(size));
         let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
@@ -50,6 +71,10 @@ pub(crate) async fn amend<S: Storage>(
             header.geometry.version = version;
             header.length = new.length;
             header.compatible = new.compatible;
+            if is_downgrade {
+                header.autoclear = 0;
+                header.extensions.retain(|extension| extension.kind != FEATURE_NAMES);
+            }
         };
         transaction.change_header(change, &sector)
     };
@@ -65,11 +90,10 @@ fn amended(name: &str, old: &Header, amendments: Amendments) -> Result<Option<He
             new.length = LENGTH_3;
         }
         Some(Version::V2) if old.geometry.version >= 3 => {
-            let what =
-                "an image of version 3 (compat 1.1) does not become one of version 2 in place";
-            return Err(Error::new(ErrorKind::Unsupported, what).on(name).hint(
-                "'blockhouse convert -O qcow2 -o compat=0.10 IMAGE NEW' makes another image",
-            ));
+            check_features(name, old)?;
+            new.geometry.version = 2;
+            new.length = LENGTH_2;
+            new.compatible = 0;
         }
         Some(_) | None => {}
     }
@@ -85,4 +109,54 @@ fn amended(name: &str, old: &Header, amendments: Amendments) -> Result<Option<He
         None => {}
     }
     Ok((new != *old).then_some(new))
+}
+
+/// Refuses an image with a feature that version 2 lacks and that is not taken away here.
+fn check_features(name: &str, header: &Header) -> Result<()> {
+    let has_bitmaps = extensions::find(&header.extensions, BITMAPS).is_some();
+    let (what, hint) = if header.geometry.refcount_order != 4 {
+        ("its refcounts do not have 16 bits", CONVERT)
+    } else if header.geometry.has_data_file {
+        ("its data is in another file", CONVERT)
+    } else if header.geometry.extended_l2 {
+        ("it has subclusters (extended_l2)", CONVERT)
+    } else if header.compression != Compression::Zlib {
+        ("its compressed clusters are zstd's", CONVERT)
+    } else if header.encryption.is_some() {
+        ("it is encrypted", CONVERT)
+    } else if has_bitmaps {
+        ("it has bitmaps", "'blockhouse bitmap remove' takes them away")
+    } else {
+        return Ok(());
+    };
+    Err(unfit(name, what, hint))
+}
+
+/// Refuses an image that says of itself what version 2 has no bits for.
+fn check_marks(name: &str, header: &Header) -> Result<()> {
+    match header.incompatible == Incompatible::empty() {
+        true => Ok(()),
+        false => Err(unfit(name, "it is marked as one that may be wrong", "check it first")),
+    }
+}
+
+/// Refuses snapshots that need more than an entry of version 2 has room for.
+fn check_snapshots(name: &str, entries: &[SnapshotEntry], size: u64) -> Result<()> {
+    let fits = |entry: &SnapshotEntry| {
+        entry.disk_size().is_none_or(|of_snapshot| of_snapshot == size)
+            && u32::try_from(entry.vm_state_size()).is_ok()
+    };
+    match entries.iter().all(fits) {
+        true => Ok(()),
+        false => Err(unfit(
+            name,
+            "it has a snapshot of a disk of another size, or a long state",
+            CONVERT,
+        )),
+    }
+}
+
+fn unfit(name: &str, what: &str, hint: &'static str) -> Error {
+    let what = format!("cannot become an image of version 2 (compat 0.10) in place: {what}");
+    Error::new(ErrorKind::Unsupported, what).on(name).hint(hint)
 }

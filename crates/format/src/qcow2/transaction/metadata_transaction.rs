@@ -285,14 +285,16 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(())
     }
 
-    fn count_one(&mut self, cluster: u64, how: RefcountDelta) -> Result<()> {
+    /// Counts one reference to a cluster more or less.
+    pub(super) fn count_one(&mut self, cluster: u64, how: RefcountDelta) -> Result<()> {
         match how {
             RefcountDelta::Increment => self.refcounts.increment(cluster),
             RefcountDelta::Decrement => self.refcounts.decrement(cluster),
         }
     }
 
-    fn entry(&self, l2: &[u8], index: usize, offset: u64) -> Result<Entry> {
+    /// An entry of an L2 table. `offset` is for messages.
+    pub(super) fn entry(&self, l2: &[u8], index: usize, offset: u64) -> Result<Entry> {
         Entry::read(l2, index, self.geometry).map_err(|violation| {
             let offset = offset + index as u64 * self.geometry.l2_entry_size();
             self.corrupt(format!("an L2 entry {violation}"), offset)
@@ -303,6 +305,12 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         let error =
             Error::new(ErrorKind::Corrupt, what).on(self.metadata.storage().name()).at(offset);
         error.hint("check the image before using it")
+    }
+
+    /// The L2 table at `offset`.
+    pub(super) async fn read_table(&self, offset: u64) -> Result<Vec<u8>> {
+        let tables = self.read_tables(&[Reference { offset, copied: false }]).await?;
+        Ok(tables.into_iter().next().expect("the one that was asked for"))
     }
 
     async fn read_tables(&self, tables: &[Reference]) -> Result<Vec<Vec<u8>>> {
@@ -374,7 +382,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     }
 
     /// The reference to a cluster, with the copied flag that its new refcount gives it.
-    fn reference_to(&self, offset: u64) -> Reference {
+    pub(super) fn reference_to(&self, offset: u64) -> Reference {
         let copied = self.refcounts.new_refcount(self.geometry.cluster_of(offset)) == 1;
         Reference { offset, copied }
     }

@@ -31,6 +31,7 @@ mod shadow_refcounts;
 mod shadow_slices;
 mod snapshots;
 mod vm_state;
+mod zero_clusters;
 
 use crate::qcow2::mapping::{Mapper, Mapping};
 use crate::qcow2::writeback::{Metadata, State};
