@@ -22,8 +22,8 @@ pub struct Arguments {
     /// Make the disk shorter: what lies beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space for what a longer disk has more: off takes it when it is written, falloc at once (raw only), full writes
-    /// zeros to it. Without the space the disk keeps its size.
+    /// Space for what a longer disk has more: off takes it when it is written, falloc at once, full writes zeros to
+    /// it. Without the space the disk keeps its size.
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
     preallocation: Space,
     #[command(flatten)]
@@ -52,7 +52,9 @@ fn parse_space(text: &str) -> Result<Space, String> {
         "off" => Ok(Space::Later),
         "falloc" => Ok(Space::Now(SpaceMode::Falloc)),
         "full" => Ok(Space::Now(SpaceMode::Full)),
-        "metadata" => Err("clusters get their places together with space here: use full".into()),
+        "metadata" => {
+            Err("clusters get their places together with space here: use falloc or full".into())
+        }
         _ => Err("use off, falloc or full".into()),
     }
 }
@@ -73,12 +75,6 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         ),
         _ => error,
     })?;
-    if arguments.preallocation == Space::Now(SpaceMode::Falloc) && disk.cluster_size().is_some() {
-        bail!(
-            "{}: its clusters get their places when they are written: use --preallocation full",
-            disk.name()
-        );
-    }
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
     event_loop.block_on(resize(&disk, size, arguments.shrink))?;

@@ -115,7 +115,8 @@ fn neither_direction_shows_what_the_backing_file_has_beyond_the_end() {
 fn a_longer_disk_has_its_space_at_once_where_that_is_asked_for() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
-    for (mode, name) in [("falloc", "raw"), ("full", "raw"), ("full", "qcow2")] {
+    for (mode, name) in [("falloc", "raw"), ("full", "raw"), ("falloc", "qcow2"), ("full", "qcow2")]
+    {
         let image = scratch.path(&format!("{mode}.{name}"));
         qemu_img(&["create", "-f", name, str(&image), "1536K"]).success();
         qemu_io(name, &image, &["write -P 7 0 1536K"]);

@@ -18,6 +18,7 @@ use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Offload, Request, Result, Storage,
     SyncMode, Unmap, WorkBudget,
 };
+use blockhouse_format::SpaceMode;
 
 use super::Disk;
 use super::quiesce::WriteGuard;
@@ -176,17 +177,17 @@ impl<S: Storage> Disk<S> {
         Ok(result)
     }
 
-    /// Gives `range`, which reads as zeros before and after, space of its own with zeros that are written without being
-    /// sent, as far as the storage can; what is left of it, from where it could not on. Durable with the next flush.
+    /// Gives `range`, which reads as zeros before and after, space of its own without sending zeros, as far as that can
+    /// be; what is left of it, from where it could not on. Durable with the next flush.
     ///
     /// # Errors
-    /// As a write.
-    pub(crate) async fn prepare_zeroes(&self, range: ByteRange) -> Result<ByteRange> {
+    /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
+    pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let turn = self.begin_turn(Operation::WriteZeroes, range.offset(), range.length()).await;
         self.check_access(range.offset())?;
         self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         let claim = self.begin_claim(Operation::WriteZeroes, range).await;
-        let left = self.writer().prepare_zeroes(range).await?;
+        let left = self.writer().take_space(range, mode).await?;
         drop(claim);
         let waits = turn.end();
         end_change(self.begin_sync(Durability::None), waits).await?;

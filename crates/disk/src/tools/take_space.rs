@@ -1,8 +1,7 @@
 //! Space for a part of a disk that nothing has been written to, so that writing to it cannot fail for want of space.
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Result, Storage, ToolProgress,
-    Unmap,
+    Buffer, ByteRange, Durability, ErrorKind, Request, Result, Storage, ToolProgress,
 };
 use blockhouse_format::SpaceMode;
 
@@ -26,55 +25,49 @@ pub async fn take_space<S: Storage>(
     progress: &ToolProgress,
 ) -> Result<()> {
     progress.begin(range.length());
-    let size = match mode {
+    let step = match mode {
         SpaceMode::Falloc => RESERVE_SIZE,
-        SpaceMode::Full => WRITE_SIZE,
+        SpaceMode::Full => PREPARE_SIZE,
     };
-    let mut zeros = Buffer::new(if mode == SpaceMode::Full { size as usize } else { 0 });
-    zeros.bytes_mut().fill(0);
-    let mut rest = match mode {
-        SpaceMode::Falloc => range,
-        SpaceMode::Full => prepare(disk, range, progress).await?,
-    };
+    let mut zeros = Buffer::new(WRITE_SIZE as usize);
+    let mut rest = range;
     while !rest.is_empty() {
         // Up to whole units of the disk: the last cluster before the range is in use.
-        let chunk = rest.truncate(size - rest.offset() % size);
-        let durability = Durability::None;
-        let request = match mode {
-            SpaceMode::Falloc => {
-                let (unmap, fallback) = (Unmap::Forbidden, Fallback::Forbidden);
-                Request::WriteZeroes { range: chunk, unmap, fallback, durability }
-            }
-            SpaceMode::Full => {
-                zeros.set_len(chunk.length() as usize);
-                Request::Write { offset: chunk.offset(), from: zeros.lend(), durability }
-            }
-        };
-        disk.submit(request).await.map_err(|error| match error.kind() {
+        let chunk = rest.truncate(step - rest.offset() % step);
+        let left = disk.take_space(chunk, mode).await.map_err(|error| match error.kind() {
             ErrorKind::Unsupported => error.hint("choose preallocation full"),
             _ => error,
         })?;
-        rest = rest.skip(chunk.length());
+        rest = rest.skip(chunk.length() - left.length());
         progress.reach(range.length() - rest.length());
+        if left.is_empty() {
+            continue;
+        }
+        let sent = match mode {
+            // What is no whole cluster of the disk: its first bytes or its last ones.
+            SpaceMode::Falloc => {
+                let unit = disk.cluster_size().unwrap_or(WRITE_SIZE);
+                left.truncate(unit - left.offset() % unit)
+            }
+            SpaceMode::Full => rest,
+        };
+        for chunk in chunks(sent) {
+            zeros.set_len(chunk.length() as usize);
+            let (offset, durability) = (chunk.offset(), Durability::None);
+            disk.submit(Request::Write { offset, from: zeros.lend(), durability }).await?;
+            rest = rest.skip(chunk.length());
+            progress.reach(range.length() - rest.length());
+        }
     }
     Ok(())
 }
 
-/// Takes as written zeros that are not sent what the storage can; the rest is for the caller.
-async fn prepare<S: Storage>(
-    disk: &Disk<S>,
-    range: ByteRange,
-    progress: &ToolProgress,
-) -> Result<ByteRange> {
+/// The parts of `range` for one write each: up to whole units of the disk.
+fn chunks(range: ByteRange) -> impl Iterator<Item = ByteRange> {
     let mut rest = range;
-    while !rest.is_empty() {
-        let chunk = rest.truncate(PREPARE_SIZE - rest.offset() % PREPARE_SIZE);
-        let left = disk.prepare_zeroes(chunk).await?;
-        rest = rest.skip(chunk.length() - left.length());
-        progress.reach(range.length() - rest.length());
-        if !left.is_empty() {
-            break;
-        }
-    }
-    Ok(rest)
+    std::iter::from_fn(move || {
+        let chunk = rest.truncate(WRITE_SIZE - rest.offset() % WRITE_SIZE);
+        rest = rest.skip(chunk.length());
+        (!chunk.is_empty()).then_some(chunk)
+    })
 }

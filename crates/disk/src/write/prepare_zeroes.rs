@@ -1,26 +1,33 @@
-//! Space for a part of a disk, filled with zeros that are written without being sent (`Storage::prepare_zeroes`).
+//! Space for a part of a disk, taken without sending zeros: filled with zeros that the storage writes
+//! (`Storage::prepare_zeroes`), or set aside by it (`Storage::write_zeroes` that keeps the space).
 //!
 //! The same steps as for a write, but that the storage makes the data. What it refuses, and what is not whole in its
 //! clusters and blocks, is left to a write of zeros.
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ErrorKind, ExtentState, Offload, Result, Storage, WorkBudget,
+    Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Offload, Result, Storage, Unmap,
+    WorkBudget,
 };
-use blockhouse_format::Intent;
+use blockhouse_format::{Intent, SpaceMode};
 
 use super::Writer;
 
 impl<S: Storage> Writer<S> {
-    /// Prepares `range`, which reads as zeros before and after; what is left of it, from the first byte on that could
-    /// not be. The caller has the claim.
-    pub(crate) async fn prepare_zeroes(&self, range: ByteRange) -> Result<ByteRange> {
+    /// Takes the space of `range`, which reads as zeros before and after; what is left of it, from the first byte on
+    /// for which that could not be. The caller has the claim.
+    ///
+    /// # Errors
+    /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
+    pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let budget = WorkBudget::new();
         let block = self.layer.block_size();
+        // A cluster of which the range has the first bytes only is left, and keeps no whole one before it from its space.
+        let unit = self.layer.format().cluster_size().unwrap_or(1);
+        let end = range.end() / unit * unit;
         let mut rest = range;
-        while !rest.is_empty()
-            && self.layer.data_capabilities().prepare_zeroes == Offload::Available
-        {
-            let mut extent = self.prepare(rest, Intent::Write).await?;
+        while rest.offset() < end && self.can_take_space(mode)? {
+            let mut extent =
+                self.prepare(ByteRange::between(rest.offset(), end), Intent::Write).await?;
             let ExtentState::Mapped { host } = extent.state else {
                 return Err(self.layer.misplaced(&extent));
             };
@@ -30,9 +37,10 @@ impl<S: Storage> Writer<S> {
                 break;
             }
             extent.begin_io();
-            let held = Buffer::new(0).lend();
-            let outcome = self.layer.data().prepare_data_zeroes(place, held).await;
-            if outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unsupported) {
+            let outcome = self.take_host_space(place, mode).await;
+            if mode == SpaceMode::Full
+                && outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unsupported)
+            {
                 extent.end_io();
                 break;
             }
@@ -41,5 +49,34 @@ impl<S: Storage> Writer<S> {
             budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(rest)
+    }
+
+    fn can_take_space(&self, mode: SpaceMode) -> Result<bool> {
+        let capabilities = self.layer.data_capabilities();
+        match mode {
+            SpaceMode::Full => Ok(capabilities.prepare_zeroes == Offload::Available),
+            SpaceMode::Falloc if capabilities.write_zeroes == Offload::Available => Ok(true),
+            SpaceMode::Falloc => Err(self.cannot_set_aside()),
+        }
+    }
+
+    async fn take_host_space(&self, place: ByteRange, mode: SpaceMode) -> Result<()> {
+        let data = self.layer.data();
+        if mode == SpaceMode::Full {
+            return data.prepare_data_zeroes(place, Buffer::new(0).lend()).await;
+        }
+        // New space may lie past the end, where zeros are no change.
+        if place.end() > data.size() {
+            data.extend_hint(place.end()).await;
+        }
+        match place.end() <= data.size() {
+            true => data.write_data_zeroes(place, Unmap::Forbidden).await,
+            false => Err(self.cannot_set_aside()),
+        }
+    }
+
+    fn cannot_set_aside(&self) -> Error {
+        let what = "the storage cannot set space aside";
+        Error::new(ErrorKind::Unsupported, what).on(self.layer.name())
     }
 }

@@ -6,7 +6,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::rc::Rc;
 
-use blockhouse_core::{ByteRange, Durability, Request, Storage, SyncMode, ToolProgress, errno};
+use blockhouse_core::{
+    ByteRange, Durability, ErrorKind, Request, Result, Storage, SyncMode, ToolProgress, Unmap,
+    errno,
+};
 use blockhouse_disk::{Disk, ImageFormat, Options, take_space};
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2};
@@ -345,20 +348,29 @@ fn space_that_counts_as_prepared_too_early_is_found_out() {
 
 /// Makes the disk longer and takes the space of what is added; bytes that were prepared, and bytes that were sent.
 fn lengthen(rig: &Rig, from: u64, to: u64) -> (u64, u64) {
+    let done = take(rig, from, to, SpaceMode::Full).expect("room");
+    (prepared(&done).iter().sum(), sent(&done))
+}
+
+/// Bytes of whole clusters that were sent.
+fn sent(done: &[Operation]) -> u64 {
+    let length = |one: &Operation| match one {
+        Operation::Write(range, _) if range.length() >= CLUSTER => Some(range.length()),
+        _ => None,
+    };
+    done.iter().filter_map(length).sum()
+}
+
+/// Makes the disk longer and takes the space of what is added: what was done.
+fn take(rig: &Rig, from: u64, to: u64, mode: SpaceMode) -> Result<Vec<Operation>> {
     let disk = Rc::clone(&rig.disk);
     let outcome = rig.sim.block_on(async move {
         disk.resize(to).await?;
         let added = ByteRange::between(from, to);
-        take_space(&disk, added, SpaceMode::Full, &ToolProgress::default()).await?;
+        take_space(&disk, added, mode, &ToolProgress::default()).await?;
         disk.flush().await
     });
-    outcome.expect("room");
-    let done = changes(rig);
-    let sent = done.iter().filter_map(|one| match one {
-        Operation::Write(range, _) if range.length() >= CLUSTER => Some(range.length()),
-        _ => None,
-    });
-    (prepared(&done).iter().sum(), sent.sum())
+    outcome.map(|()| changes(rig))
 }
 
 #[test]
@@ -379,6 +391,39 @@ fn a_longer_disk_takes_its_space_without_sending_zeros_where_that_can_be() {
             assert_eq!(rig.read(from, added as usize), vec![0; added as usize]);
             rig.log();
             rig.submit(write(from + CLUSTER, 4096, 3, FUA)).unwrap();
+            assert!(matches!(changes(&rig)[..], [Operation::Write(_, FUA)]), "it is mapped");
+        }
+    }
+}
+
+#[test]
+fn a_longer_disk_has_its_space_set_aside_where_that_can_be() {
+    // Neither the first byte nor the last is a cluster's.
+    let (from, to) = (4 * CLUSTER + 512, 40 * CLUSTER + 1024);
+    for support in [Support::Yes, Support::FailsOnFirstUse, Support::No] {
+        let config = Config { write_zeroes: support, ..able() };
+        let raw = Rig::new(config.clone(), from as usize, Options::default());
+        let qcow2 = Rig::qcow2(config, CreateOptions::new(from));
+        for rig in [raw, qcow2] {
+            rig.submit(write(from - 512, 512, 9, PLAIN)).unwrap();
+            rig.log();
+            let done = match (take(&rig, from, to, SpaceMode::Falloc), support) {
+                (Ok(done), Support::Yes) => done,
+                (Err(error), Support::No | Support::FailsOnFirstUse) => {
+                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                    continue;
+                }
+                (outcome, _) => panic!("{support:?}: {outcome:?}"),
+            };
+            let zeroed = done.iter().filter_map(|one| match one {
+                Operation::WriteZeroes(range, Unmap::Forbidden) => Some(range.length()),
+                _ => None,
+            });
+            assert!(zeroed.sum::<u64>() >= 35 * CLUSTER && sent(&done) <= 4 * CLUSTER, "{done:?}");
+            assert_eq!(rig.read(from, (to - from) as usize), vec![0; (to - from) as usize]);
+            assert_eq!(rig.read(from - 512, 512), [9; 512]);
+            rig.log();
+            rig.submit(write(8 * CLUSTER, 4096, 3, FUA)).unwrap();
             assert!(matches!(changes(&rig)[..], [Operation::Write(_, FUA)]), "it is mapped");
         }
     }
