@@ -43,13 +43,14 @@ pub fn ceph() -> Result<RwLockReadGuard<'static, Ceph>, String> {
 pub fn ceph_alone() -> Result<CephAlone, String> {
     let cluster = cluster().as_ref().map_err(Clone::clone)?;
     let ceph = cluster.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-    Ok(CephAlone { ceph, osd: Osd::Runs })
+    Ok(CephAlone { ceph, osd: Osd::Runs, has_monitor: true })
 }
 
-/// The cluster, locked for one test. What that has done to the OSD is undone in the end, also when it fails.
+/// The cluster, locked for one test. What that has done to it is undone in the end, also when it fails.
 pub struct CephAlone {
     ceph: RwLockWriteGuard<'static, Ceph>,
     osd: Osd,
+    has_monitor: bool,
 }
 
 /// What the only OSD does.
@@ -81,8 +82,18 @@ impl CephAlone {
         self.ceph.tell("osd freeze");
     }
 
-    /// Has the OSD be there again, with what it held.
-    pub fn restore_osd(&mut self) {
+    /// Has all of the cluster end: the OSD as `stop_osd` does, and then the monitor.
+    pub fn stop_cluster(&mut self) {
+        self.stop_osd();
+        self.ceph.tell("mon stop");
+        self.has_monitor = false;
+    }
+
+    /// Has the cluster be there again, with what it held.
+    pub fn restore(&mut self) {
+        if !std::mem::replace(&mut self.has_monitor, true) {
+            self.ceph.tell("mon start");
+        }
         match std::mem::replace(&mut self.osd, Osd::Runs) {
             Osd::Runs => {}
             Osd::IsFrozen => self.ceph.tell("osd thaw"),
@@ -93,7 +104,7 @@ impl CephAlone {
 
 impl Drop for CephAlone {
     fn drop(&mut self) {
-        self.restore_osd();
+        self.restore();
     }
 }
 

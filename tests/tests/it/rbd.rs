@@ -239,17 +239,38 @@ fn a_cluster_that_does_not_answer_fails_requests_and_is_used_again() {
     ceph.freeze_osd();
     assert_eq!(write(&server, 4096), EIO);
     assert_logs(&server, "Connection timed out");
-    ceph.restore_osd();
+    ceph.restore();
     // The client hears of it by itself.
     let answers = || write(&server, 4096) == 0;
     assert!(eventually(Duration::from_secs(120), answers), "{}", server.log());
     ceph.stop_osd();
     assert_eq!(write(&server, 8192), EIO);
-    ceph.restore_osd();
+    ceph.restore();
     assert!(eventually(Duration::from_secs(120), || write(&server, 8192) == 0), "{}", server.log());
     qemu_io("raw", Path::new(server.uri()), &["read -P 5 0 12k", "write -f -P 6 0 4k", "flush"]);
     server.stop();
     qemu_io("raw", Path::new(&ceph.qemu_location(&name)), &["read -P 6 0 4k", "read -P 5 4k 8k"]);
+}
+
+#[test]
+fn a_cluster_that_is_started_again_has_what_was_answered() {
+    let mut ceph = require!(ceph_alone());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, "16M"));
+    let lines = "rados osd op timeout = 3\nrados mon op timeout = 3\nclient mount timeout = 3";
+    let configuration = ceph.configuration_with("restarted.conf", lines);
+    let location = format!("rbd:rbd/{name}?conf={}", configuration.display());
+    let server = serve(&scratch, &location);
+    assert_eq!(write(&server, 0), 0);
+    ceph.stop_cluster();
+    const EIO: u32 = 5;
+    assert_eq!(write(&server, 4096), EIO);
+    command(&["info", &location]).failure("Connection timed out");
+    ceph.restore();
+    let answers = || write(&server, 4096) == 0;
+    assert!(eventually(Duration::from_secs(120), answers), "{}", server.log());
+    qemu_io("raw", Path::new(server.uri()), &["read -P 5 0 8k", "read -P 0 8k 8k"]);
+    server.stop();
+    qemu_io("raw", Path::new(&ceph.qemu_location(&name)), &["read -P 5 0 8k"]);
 }
 
 #[test]
