@@ -10,6 +10,7 @@ use lab_tools::workspace::Workspace;
 use tempfile::TempDir;
 
 use crate::interrupt::Interrupt;
+use crate::plain_server;
 use crate::rows::{Export, Row};
 use crate::servers::{self, Kind, Programs};
 use crate::storage;
@@ -163,6 +164,15 @@ impl Config {
             None if ours => build_binary(workspace, Profile::Dist)?,
             None => PathBuf::new(),
         };
+        let folder = tempfile::Builder::new()
+            .prefix("blockhouse-compare-")
+            .tempdir()
+            .context("cannot make a temporary folder")?;
+        let is_plain = |kind: &Kind| matches!(kind, Kind::PlainC | Kind::PlainCCached);
+        let plain_server = match servers.iter().any(is_plain) {
+            true => plain_server::build(folder.path())?,
+            false => PathBuf::new(),
+        };
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect();
         let baseline_args = options.baseline_args.as_ref().unwrap_or(&options.serve_args);
         Ok(Self {
@@ -177,11 +187,9 @@ impl Config {
                 serve_args: words(&options.serve_args),
                 baseline_args: words(baseline_args),
                 own: std::env::current_exe().context("cannot find this program")?,
+                plain_server,
             },
-            folder: tempfile::Builder::new()
-                .prefix("blockhouse-compare-")
-                .tempdir()
-                .context("cannot make a temporary folder")?,
+            folder,
             interrupt: Interrupt::install()?,
             poll_time: Duration::from_micros(options.poll_time),
             generation: 0,

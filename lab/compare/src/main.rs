@@ -13,6 +13,7 @@
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`tls`]: reads over TLS
 //! - [`remote`]: storage on another server
+//! - [`plain_server`]: a server in C that has only what it must, as a limit
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
 //! - [`report`]: rates, ratios and their output
@@ -29,6 +30,7 @@ mod interrupt;
 mod light;
 mod measurement;
 mod mirror;
+mod plain_server;
 mod qcow2;
 mod raw;
 mod remote;

@@ -84,6 +84,10 @@ pub enum Kind {
     NbdkitNull,
     /// A server of ours that only answers: the ceiling of what the light client can ask for
     NullServer,
+    /// A plain server in C, one thread and blocking calls, past the page cache: the limit of those
+    PlainC,
+    /// The same, through the page cache
+    PlainCCached,
 }
 
 impl Kind {
@@ -121,6 +125,8 @@ impl Kind {
             Self::NbdkitNocache => "nbdkit-nocache",
             Self::NbdkitNull => "nbdkit-null",
             Self::NullServer => "null-server",
+            Self::PlainC => "plain-c",
+            Self::PlainCCached => "plain-c-cached",
         }
     }
 
@@ -132,12 +138,16 @@ impl Kind {
     /// How it treats the page cache.
     pub fn caching(self) -> Caching {
         match self {
-            Self::Blockhouse | Self::Baseline | Self::QsdNative | Self::QsdIoUring => {
-                Caching::Direct
-            }
-            Self::BlockhouseWriteback | Self::QsdCached | Self::Nbdkit | Self::NbdkitNocache => {
-                Caching::Cached
-            }
+            Self::Blockhouse
+            | Self::Baseline
+            | Self::QsdNative
+            | Self::QsdIoUring
+            | Self::PlainC => Caching::Direct,
+            Self::BlockhouseWriteback
+            | Self::QsdCached
+            | Self::Nbdkit
+            | Self::NbdkitNocache
+            | Self::PlainCCached => Caching::Cached,
             Self::NbdkitNull | Self::NullServer => Caching::Null,
         }
     }
@@ -148,6 +158,7 @@ impl Kind {
             Self::Blockhouse | Self::BlockhouseWriteback | Self::Baseline => true,
             Self::QsdNative | Self::QsdIoUring | Self::QsdCached => true,
             Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => client != Client::VhostUser,
+            Self::PlainC | Self::PlainCCached => client != Client::VhostUser,
             Self::NullServer => client == Client::Light,
         }
     }
@@ -159,6 +170,9 @@ impl Kind {
 
     /// What it calls its version.
     pub fn version(self, programs: &Programs) -> Result<String> {
+        if matches!(self, Self::PlainC | Self::PlainCCached) {
+            return Ok("lab/compare/src/plain_server.c".to_owned());
+        }
         let mut command = Command::new(self.program(programs));
         command.arg("--version");
         let output = stdout_of(command)?;
@@ -175,6 +189,7 @@ impl Kind {
             }
             Self::Nbdkit | Self::NbdkitNocache | Self::NbdkitNull => Path::new("nbdkit"),
             Self::NullServer => &programs.own,
+            Self::PlainC | Self::PlainCCached => &programs.plain_server,
         }
     }
 
@@ -254,6 +269,8 @@ impl Kind {
             Self::NullServer => {
                 command.arg("null-server").arg(socket).arg(storage.size().to_string());
             }
+            Self::PlainC => _ = command.arg(socket).arg(image).arg("direct"),
+            Self::PlainCCached => _ = command.arg(socket).arg(image).arg("cached"),
         }
         command
     }
@@ -278,6 +295,8 @@ pub struct Programs {
     pub baseline_args: Vec<String>,
     /// This program.
     pub own: PathBuf,
+    /// The plain server; empty where none is compared.
+    pub plain_server: PathBuf,
 }
 
 /// What is started.
