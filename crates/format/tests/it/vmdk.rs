@@ -131,7 +131,8 @@ fn extents_follow_each_other_and_each_is_in_its_file() {
     sim.block_on(async move {
         let lines = "RW 3 FLAT \"flat\" 2\nRW 8 SPARSE \"sparse\"\nRW 2 ZERO\nRW 2 FLAT \"flat\" 0";
         let flat = vec![1; 5 * SECTOR];
-        let files = [flat, sparse(&[entry(0)], 1, GRAIN)];
+        // The second grain lies past the end of its file, and is no part of the disk.
+        let files = [flat, sparse(&[entry(0), entry(9)], 1, 2 * GRAIN)];
         let format = open_files(&run, lines, &files).await.unwrap();
         assert_eq!((format.size(), format.cluster_size()), (15 * 512, Some(GRAIN)));
         assert_eq!(format.extent_files(), [b"flat".to_vec(), b"sparse".to_vec()]);

@@ -1,6 +1,6 @@
 //! Does each entry of the grain tables of a VMDK image name a grain of the file, and no other's?
 
-use blockhouse_core::{ErrorKind, Result, Storage, WorkBudget};
+use blockhouse_core::{ByteRange, ErrorKind, Result, Storage, WorkBudget};
 
 use super::Vmdk;
 use super::sparse::{Grain, SparseExtent};
@@ -18,26 +18,32 @@ impl Vmdk {
         tables: &Tables<'_, S>,
     ) -> Result<Option<CheckReport>> {
         let Some(grain_size) = self.grain_size() else { return Ok(None) };
-        let total = self.sparse().map(|(_, extent)| extent.grains()).sum();
+        let total = self.sparse().map(|(range, extent)| extent.grains(range)).sum();
         // The lengths of compressed grains are not in the tables: two of them must not begin at one place.
         let is_compressed = self.sparse().any(|(_, extent)| extent.header.is_compressed);
         let is_uniform = self.sparse().all(|(_, extent)| extent.header.grain_size == grain_size);
         let length = if is_compressed || !is_uniform { 1 } else { grain_size };
         let mut survey = Survey::new(total, length);
-        for (_, extent) in self.sparse() {
-            extent.check(tables, &mut survey).await?;
+        for (range, extent) in self.sparse() {
+            extent.check(tables, extent.grains(range), &mut survey).await?;
         }
         Ok(Some(survey.finish()))
     }
 }
 
 impl SparseExtent {
-    fn grains(&self) -> u64 {
-        self.header.capacity.div_ceil(self.header.grain_size)
+    /// How many of its grains are in `range`, its part of the disk, which a descriptor may have made shorter.
+    fn grains(&self, range: ByteRange) -> u64 {
+        self.header.capacity.min(range.length()).div_ceil(self.header.grain_size)
     }
 
-    async fn check<S: Storage>(&self, tables: &Tables<'_, S>, survey: &mut Survey) -> Result<()> {
-        let (grains, per_table) = (self.grains(), self.header.table_entries);
+    async fn check<S: Storage>(
+        &self,
+        tables: &Tables<'_, S>,
+        grains: u64,
+        survey: &mut Survey,
+    ) -> Result<()> {
+        let per_table = self.header.table_entries;
         let budget = WorkBudget::new();
         for number in 0..grains.div_ceil(per_table) {
             budget.spend(WorkBudget::LOOK_UP).await;

@@ -179,10 +179,10 @@ impl Vmdk {
         self.sparse().map(|(_, extent)| extent.header.grain_size).max()
     }
 
-    /// The extents with tables, each with its start.
-    fn sparse(&self) -> impl Iterator<Item = (u64, &SparseExtent)> {
+    /// The extents with tables, each with its part of the disk.
+    fn sparse(&self) -> impl Iterator<Item = (ByteRange, &SparseExtent)> {
         self.extents.iter().filter_map(|extent| match &extent.source {
-            Source::Sparse(sparse) => Some((extent.range.offset(), &**sparse)),
+            Source::Sparse(sparse) => Some((extent.range, &**sparse)),
             _ => None,
         })
     }
