@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Durability, Fallback, Request, Unmap, errno};
 use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options, Replay};
-use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch};
+use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Fault, Operation, OperationKind, Rng, Sim, SimDisk, SimMemory};
 
 use crate::common::{Rig, discard, span, write};
@@ -147,6 +147,34 @@ fn in_an_overlay_only_zeros_are_mapped_ahead() {
     assert_eq!(rig.read(205 * CLUSTER, CLUSTER as usize), vec![5; CLUSTER as usize]);
     assert_eq!(rig.read(194 * CLUSTER, CLUSTER as usize), vec![0; CLUSTER as usize]);
     assert_eq!(rig.read(201 * CLUSTER, 4096), [5; 4096]);
+}
+
+#[test]
+fn a_longer_disk_maps_nothing_ahead_beyond_the_end_that_it_has() {
+    const SHORT: u64 = 8 * CLUSTER;
+    const LONG: u64 = 16 * CLUSTER;
+    let sim = Sim::new(1);
+    let storage = SimDisk::new(&sim, able(), Vec::new());
+    let base = SimDisk::new(&sim, plain_config(), vec![5; LONG as usize]);
+    let opened = storage.clone();
+    let disk = sim.block_on(async move {
+        let backing = Some(Backing { name: b"base".to_vec(), format: Some("raw".into()) });
+        // Without zero flags, what the backing file has beyond the end is covered by clusters of zeros.
+        let version = Version::V2;
+        let options = CreateOptions { backing, version, ..CreateOptions::new(SHORT) };
+        qcow2::create(&opened, &options).await.unwrap();
+        let disk = Disk::open(opened, ImageFormat::Qcow2, Options::default()).await.unwrap();
+        disk.with_backing(Arc::new(Disk::raw(base, Options::default()).unwrap()))
+    });
+    let rig = Rig { sim, storage, disk: Rc::new(disk) };
+    for cluster in 0..8 {
+        rig.submit(write(cluster * CLUSTER, 4096, 3, FUA)).unwrap();
+    }
+    let disk = Rc::clone(&rig.disk);
+    rig.sim.block_on(async move { disk.resize(LONG).await }).unwrap();
+    assert_eq!(rig.read(SHORT, (LONG - SHORT) as usize), vec![0; (LONG - SHORT) as usize]);
+    close(&rig);
+    check(rig.storage.content());
 }
 
 #[test]

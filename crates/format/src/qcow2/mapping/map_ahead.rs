@@ -29,6 +29,10 @@ impl Mapper<'_> {
         let in_slice = geometry.slice_l2_entries() - geometry.l2_index(clusters.start).index as u64;
         let end = (clusters.end + wanted).min(clusters.start + in_slice);
         let end = end.min(geometry.clusters_for(header.size));
+        // A disk that becomes longer covers its backing file's bytes beyond the end before it has the size.
+        if end <= clusters.end {
+            return Ok(0);
+        }
         let Ok(end) = self.mapping.changes.unlocked_until(clusters.end, end) else { return Ok(0) };
         let mut found = clusters.end;
         while found < end {
