@@ -121,6 +121,11 @@ pub trait Storage: 'static {
         ready(Ok(None))
     }
 
+    /// Whether [`close`](Self::close) gives something back, so that operations fail afterwards.
+    fn needs_close(&self) -> bool {
+        false
+    }
+
     /// Gives back what the storage holds on another host, such as a lock. Operations that begin later may fail. A
     /// storage that is dropped without it gives that back as well, but may block its thread until then. What is
     /// only of this process goes with the drop.

@@ -7,6 +7,7 @@
 use std::future;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{
@@ -23,9 +24,12 @@ use crate::process::Process;
 use crate::state::State;
 use crate::{Clock, Config, Fault, Operation, Sim, Support};
 
-/// A simulated disk. Clones are the same disk.
-#[derive(Clone)]
-pub struct SimDisk(Arc<Shared>);
+/// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close) is the one handle, and the test
+/// fails where anything goes on by it.
+pub struct SimDisk {
+    shared: Arc<Shared>,
+    is_closed: AtomicBool,
+}
 
 struct Shared {
     clock: Clock,
@@ -42,7 +46,7 @@ impl SimDisk {
     }
 
     fn with(sim: &Sim, state: State) -> Self {
-        Self(Arc::new(Shared {
+        Self::over(Arc::new(Shared {
             clock: sim.clock().clone(),
             process: sim.process().clone(),
             alignment: state.config.alignment,
@@ -51,35 +55,39 @@ impl SimDisk {
         }))
     }
 
+    fn over(shared: Arc<Shared>) -> Self {
+        Self { shared, is_closed: AtomicBool::new(false) }
+    }
+
     /// The operations since the last call, in the order in which they started.
     pub fn take_log(&self) -> Vec<Operation> {
-        std::mem::take(&mut self.0.state.lock().log)
+        std::mem::take(&mut self.shared.state.lock().log)
     }
 
     /// Whether a flush or durable write has failed: what used the disk may remember that.
     pub(crate) fn has_failed_sync(&self) -> bool {
-        self.0.state.lock().failed_syncs > 0
+        self.shared.state.lock().failed_syncs > 0
     }
 
     /// How many operations started and how many ended.
     pub fn counts(&self) -> (u64, u64) {
-        let state = self.0.state.lock();
+        let state = self.shared.state.lock();
         (state.started, state.ended)
     }
 
     /// Adds a reason to fail.
     pub fn fail(&self, fault: Fault) {
-        self.0.state.lock().faults.add(fault);
+        self.shared.state.lock().faults.add(fault);
     }
 
     /// From now on nothing fails any more.
     pub fn clear_faults(&self) {
-        self.0.state.lock().faults.clear();
+        self.shared.state.lock().faults.clear();
     }
 
     /// What a crash at this moment might leave behind, by `random`. The disk goes on.
     pub fn crash(&self, random: &mut Rng) -> Vec<u8> {
-        self.0.state.lock().crash(random)
+        self.shared.state.lock().crash(random)
     }
 
     /// The disk as the process of the simulation `next` finds it after a loss of power at this moment, by
@@ -87,7 +95,7 @@ impl SimDisk {
     #[must_use]
     pub fn after_power_loss(&self, next: &Sim, random: &mut Rng) -> Self {
         let image = self.crash(random);
-        Self::new(next, self.0.state.lock().config.clone(), image)
+        Self::new(next, self.shared.state.lock().config.clone(), image)
     }
 
     /// The disk as the process of the simulation `next` finds it when this one dies at this moment: all that has
@@ -95,12 +103,12 @@ impl SimDisk {
     /// to fail. This one goes on.
     #[must_use]
     pub fn after_death(&self, next: &Sim, random: &mut Rng) -> Self {
-        Self::with(next, self.0.state.lock().after_death(random))
+        Self::with(next, self.shared.state.lock().after_death(random))
     }
 
     /// What a read of everything would see now.
     pub fn content(&self) -> Vec<u8> {
-        let state = self.0.state.lock();
+        let state = self.shared.state.lock();
         let mut bytes = vec![0; state.media.size() as usize];
         state.media.read(0, &mut bytes);
         bytes
@@ -108,9 +116,11 @@ impl SimDisk {
 
     /// Starts an operation and waits for its end.
     async fn operate(&self, operation: Operation, vector: Option<IoVector>) -> Result<()> {
-        if !self.0.process.step() {
+        if !self.shared.process.step() {
             return future::pending().await;
         }
+        let is_closed = self.is_closed.load(Ordering::Acquire);
+        assert!(!is_closed, "an operation after the close: {operation:?}");
         let (id, outcome) = self.start(operation, vector);
         let guard = OperationGuard { disk: self, id };
         let failure = outcome.wait().await;
@@ -136,13 +146,13 @@ impl SimDisk {
         operation: Operation,
         vector: Option<IoVector>,
     ) -> (u64, Oneshot<Option<Failure>>) {
-        let (id, outcome, delay) = self.0.state.lock().start(operation, vector);
+        let (id, outcome, delay) = self.shared.state.lock().start(operation, vector);
         let disk = self.clone();
-        self.0.clock.schedule(delay, move || {
-            if !disk.0.process.step() {
+        self.shared.clock.schedule(delay, move || {
+            if !disk.shared.process.step() {
                 return;
             }
-            let completion = disk.0.state.lock().end(id);
+            let completion = disk.shared.state.lock().end(id);
             completion.notify();
         });
         (id, outcome)
@@ -151,7 +161,7 @@ impl SimDisk {
     /// Waits until no detached durable operation is in flight: one whose future was dropped.
     async fn wait_for_detached(&self) {
         loop {
-            let ended = self.0.state.lock().wait_for_detached();
+            let ended = self.shared.state.lock().wait_for_detached();
             match ended {
                 Some(ended) => ended.wait().await,
                 None => return,
@@ -160,7 +170,7 @@ impl SimDisk {
     }
 
     fn assert_aligned(&self, range: ByteRange, vector: Option<&IoVector>) {
-        let alignment = self.0.alignment;
+        let alignment = self.shared.alignment;
         let block = u64::from(alignment.offset);
         let is_last_block = range.offset().is_multiple_of(block)
             && (range.end() == self.size() || range.end() == self.size().next_multiple_of(512))
@@ -182,7 +192,7 @@ struct OperationGuard<'a> {
 
 impl Drop for OperationGuard<'_> {
     fn drop(&mut self) {
-        self.disk.0.state.lock().drop_future(self.id);
+        self.disk.shared.state.lock().drop_future(self.id);
     }
 }
 
@@ -192,7 +202,7 @@ impl Storage for SimDisk {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let state = self.0.state.lock();
+        let state = self.shared.state.lock();
         let offload = |support| match support {
             Support::No => Offload::Unavailable,
             Support::Yes | Support::FailsOnFirstUse => Offload::Available,
@@ -211,7 +221,7 @@ impl Storage for SimDisk {
     }
 
     fn size(&self) -> u64 {
-        self.0.state.lock().media.size()
+        self.shared.state.lock().media.size()
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
@@ -223,11 +233,11 @@ impl Storage for SimDisk {
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         let range = ByteRange::between(offset, offset + from.len() as u64);
         self.assert_aligned(range, Some(&from));
-        let Some(sync) = durability.sync().filter(|_| self.0.fua != Fua::Native) else {
+        let Some(sync) = durability.sync().filter(|_| self.shared.fua != Fua::Native) else {
             return self.operate(Operation::Write(range, durability), Some(from)).await;
         };
         self.operate(Operation::Write(range, Durability::None), Some(from)).await?;
-        if self.0.fua == Fua::Ignored {
+        if self.shared.fua == Fua::Ignored {
             return Ok(());
         }
         self.flush(sync).await
@@ -246,7 +256,7 @@ impl Storage for SimDisk {
     }
 
     async fn free_space(&self) -> Result<Option<u64>> {
-        Ok(self.0.state.lock().config.free_space)
+        Ok(self.shared.state.lock().config.free_space)
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {
@@ -257,7 +267,7 @@ impl Storage for SimDisk {
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
         self.wait_for_detached().await;
-        let lost = self.0.state.lock().unreported_errno.take();
+        let lost = self.shared.state.lock().unreported_errno.take();
         if let Some(errno) = lost {
             let source = io::Error::from_raw_os_error(errno);
             let what = "cannot flush: a detached sync failed";
@@ -272,7 +282,7 @@ impl Storage for SimDisk {
 
     /// A nanosecond for each change that has started.
     async fn last_change(&self) -> Result<Option<Duration>> {
-        Ok(Some(Duration::from_nanos(self.0.state.lock().changes)))
+        Ok(Some(Duration::from_nanos(self.shared.state.lock().changes)))
     }
 
     async fn extend_hint(&self, size: u64) {
@@ -283,7 +293,7 @@ impl Storage for SimDisk {
     /// Sectors of zeros are holes.
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         self.operate(Operation::Status(range), None).await?;
-        let state = self.0.state.lock();
+        let state = self.shared.state.lock();
         let is_hole = |sector: u64| {
             let mut bytes = [0; SECTOR];
             state.media.read(sector * SECTOR as u64, &mut bytes);
@@ -299,5 +309,20 @@ impl Storage for SimDisk {
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
         self.operate(Operation::Prefetch(range), None).await
+    }
+
+    fn needs_close(&self) -> bool {
+        true
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.is_closed.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+impl Clone for SimDisk {
+    fn clone(&self) -> Self {
+        Self::over(Arc::clone(&self.shared))
     }
 }

@@ -234,6 +234,16 @@ impl Storage for ImageStorage {
         }
     }
 
+    fn needs_close(&self) -> bool {
+        match self {
+            Self::File(file) => file.needs_close(),
+            Self::Nbd(nbd) => nbd.needs_close(),
+            Self::Rbd(rbd) => rbd.needs_close(),
+            Self::Concat(files) => files.needs_close(),
+            Self::View(view) => view.needs_close(),
+        }
+    }
+
     async fn close(&self) -> Result<()> {
         match self {
             Self::File(file) => file.close().await,

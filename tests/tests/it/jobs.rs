@@ -47,7 +47,7 @@ pub(crate) fn content(number: u64) -> Vec<u8> {
 
 impl Writer {
     /// On a disk of zeros, half of which is written first.
-    fn new(address: &Address, random: Rng) -> Self {
+    pub(crate) fn new(address: &Address, random: Rng) -> Self {
         let mut writer = Self::on(address, vec![0; (SIZE / BLOCK) as usize], random);
         for index in 0..writer.blocks.len() / 2 {
             writer.write(index);

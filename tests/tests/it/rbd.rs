@@ -15,6 +15,8 @@ use blockhouse_vhost_user::driver::Options;
 use rustix::process::Signal;
 use serde_json::json;
 
+use crate::jobs::{self, Writer};
+
 const MIB: usize = 1 << 20;
 
 /// The lock of a killed client is free when its watch has expired: 30 seconds, on a cluster that is not busy.
@@ -330,6 +332,38 @@ fn a_guest_writes_what_clients_and_ceph_read() {
     let bytes = std::fs::read(copy).unwrap();
     assert_eq!((bytes.len(), &bytes[7 * BLOCK..8 * BLOCK]), (32 * MIB, &*content(7)));
     assert_eq!(bytes[49 * BLOCK..50 * BLOCK], content(1049));
+}
+
+#[test]
+fn a_disk_moves_to_ceph_and_back_while_its_client_writes() {
+    let ceph = require!(ceph());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, &format!("{}B", jobs::SIZE)));
+    let source = scratch.path("a.img");
+    command(&["create", str(&source), &jobs::SIZE.to_string()]).success();
+    let control = scratch.socket("control");
+    let server = Serve::new(&scratch, &source).option("--control", &control);
+    // Without a write cache, which the image in Ceph has not, either.
+    let server = server.option("--cache", "writethrough").option("--sandbox", "off").start();
+    let mut control = Control::connect(&control);
+    let mut writer = Writer::new(&server.address(), seeded());
+    let (there, back) = (ceph.location(&name), scratch.path("b.img"));
+    for (target, job) in [(&*there, "there"), (str(&back), "back")] {
+        jobs::beside(&mut writer, || {
+            let words = ["mirror", "a.img", target, "--overwrite", "--job", job];
+            jobs::ctl(&scratch, &words).success();
+            jobs::wait_for(&mut control, job, "ready");
+            jobs::ctl(&scratch, &["job", job, "complete"]).success();
+        });
+        writer.check();
+        if job == "there" {
+            let image = Path::new(&there);
+            Serve::new(&Scratch::new(), image).refused().failed(&["locked", "client."]);
+        }
+    }
+    // The image in Ceph is free again, although the server goes on.
+    let other = Scratch::new();
+    serve(&other, &there).stop();
+    server.stop();
 }
 
 /// The sandbox lets a server load no library.

@@ -23,6 +23,7 @@ mod copy_on_read;
 mod detach;
 mod earlier_counts;
 mod failures;
+mod image_use;
 mod limits;
 #[cfg(test)]
 mod long_requests;
@@ -37,6 +38,7 @@ mod write_protection;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 
+use blockhouse_core::sync::EpochGuard;
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, StateMemory, Storage,
     ToolProgress, WriteCache,
@@ -58,6 +60,7 @@ use crate::write::Writer;
 pub use detach::PopulatingGuard;
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
+use image_use::ImageUses;
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
@@ -67,6 +70,7 @@ use write_protection::WriteProtection;
 /// [crate's page](crate) has an example.
 pub struct Disk<S: Storage> {
     writer: Writer<S>,
+    uses: ImageUses,
     throttle: Arc<Throttle>,
     quiesce: Quiesce,
     observers: Observers,
@@ -193,6 +197,7 @@ impl<S: Storage> Disk<S> {
 
     fn new(layer: Layer<S>, options: Options) -> Self {
         let writer = Writer::new(Arc::new(layer));
+        let uses = ImageUses::new(writer.layer().format());
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
         let protection = WriteProtection::default();
         let (observers, read_probes, failures) = Default::default();
@@ -200,6 +205,7 @@ impl<S: Storage> Disk<S> {
         let (successor, base) = (OnceLock::new(), OnceLock::new());
         Self {
             writer,
+            uses,
             throttle,
             quiesce,
             observers,
@@ -443,6 +449,7 @@ impl<S: Storage> Disk<S> {
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(self.name()).at(range.offset()));
         }
+        let _use = self.begin_use();
         self.layer().block_status(range, cache, 0).await
     }
 
@@ -457,6 +464,7 @@ impl<S: Storage> Disk<S> {
         cache: &mut BlockStatusCache,
     ) -> Result<MapEntry> {
         self.check_inside(range)?;
+        let _use = self.begin_use();
         self.layer().map_entry(range, cache).await
     }
 
@@ -504,17 +512,32 @@ impl<S: Storage> Disk<S> {
 
     /// As [`close`](Self::close), of this disk's own image, also where it was replaced.
     async fn close_image(&self) -> Result<()> {
-        let closed = self.writer.layer().format().close().await;
+        // Not `self.format()`: where the image was replaced, that is its successor's.
+        let format = self.writer.layer().format();
+        let closed = format.close().await;
         if let Some(state) = self.state.get() {
             state.close();
         }
-        let (image, data) = (self.format().storage(), self.format().data());
+        self.uses.ended().await;
+        let (image, data) = (format.storage(), format.data());
         let image_closed = image.close().await;
         let data_closed = match std::ptr::eq(image, data) {
             true => Ok(()),
             false => data.close().await,
         };
         closed.and(image_closed).and(data_closed).and(self.close_base().await)
+    }
+
+    /// Keeps the storage of the current image open until the guard is dropped.
+    fn begin_use(&self) -> Option<EpochGuard<'_>> {
+        loop {
+            let disk = self.current();
+            let guard = disk.uses.begin()?;
+            // It may have been replaced before this was seen.
+            if std::ptr::eq(disk, self.current()) {
+                return Some(guard);
+            }
+        }
     }
 
     /// Begins a change of the image, once none of the whole image is made.

@@ -72,6 +72,7 @@ impl<S: Storage> Disk<S> {
         if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
             self.request_stats().wait(operation, pin!(turn)).await;
         }
+        let in_use = self.begin_use();
         let outcome = match request {
             Request::Read { offset, into } => {
                 self.read_probes.note(offset, into.len() as u64);
@@ -82,6 +83,7 @@ impl<S: Storage> Disk<S> {
             }
             request => self.submit_change(request, operation).await,
         };
+        drop(in_use);
         timer.end(&outcome);
         if let Err(error) = &outcome {
             self.report_failure(operation, error);
@@ -96,6 +98,7 @@ impl<S: Storage> Disk<S> {
     /// As [`submit`](Self::submit).
     pub async fn submit_unlimited(&self, request: Request) -> Result<()> {
         let timer = self.request_stats().begin(ExportKind::Local, &request);
+        let _use = self.begin_use();
         let outcome = match request {
             Request::Read { offset, into } => self.submit_read(offset, into).await,
             request => self.submit_change(request, timer.operation()).await,

@@ -499,6 +499,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         self.storage.prefetch(range).await
     }
 
+    fn needs_close(&self) -> bool {
+        self.storage.needs_close()
+    }
+
     async fn close(&self) -> Result<()> {
         self.storage.close().await
     }

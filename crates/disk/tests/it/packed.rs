@@ -205,6 +205,8 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
                 }
             }
             disk.close().await.expect("nothing fails any more");
+            let disk = Disk::open(file, ImageFormat::Qcow2, Options::default()).await;
+            let disk = disk.expect("an image");
             let report = disk.check().await.expect("a check").expect("a qcow2 image");
             assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
             let mut buffer = Buffer::new(SIZE as usize);
@@ -248,8 +250,9 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
     sim.block_on(async move {
         let options = CreateOptions { cluster_size: 4096, ..CreateOptions::new(SIZE) };
         qcow2::create(&file, &options).await.expect("a new image");
-        let disk =
-            Disk::open(file, ImageFormat::Qcow2, Options::default()).await.expect("the image");
+        let disk = Disk::open(file.clone(), ImageFormat::Qcow2, Options::default())
+            .await
+            .expect("the image");
         let place = |offset| {
             let range = ByteRange::between(offset, offset + 4096);
             let disk = &disk;
@@ -283,7 +286,8 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
         disk.submit(Request::Read { offset: 8192, into }).await.expect("no failure");
         assert_eq!(difference(buffer.bytes(), &data), None);
         disk.close().await.expect("no failure");
-        let report = disk.check().await.expect("a check").expect("qcow2");
+        let disk = Disk::open(file, ImageFormat::Qcow2, Options::default()).await;
+        let report = disk.expect("an image").check().await.expect("a check").expect("qcow2");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
     });
 }
