@@ -5,7 +5,7 @@
 //! has ended are completed by the others, or by the closing.
 //!
 //! Guarantees:
-//! - An operation that was begun ends, and keeps its memory until then.
+//! - An operation that was begun ends, also while the image is closed, and keeps its memory until then.
 //! - After the client was fenced, every operation fails with the first such error.
 
 use std::future::Future;
@@ -22,7 +22,7 @@ use blockhouse_core::{Error, ErrorKind, Result, errno};
 use blockhouse_engine::{Watch, spawn_detached};
 use parking_lot::{Mutex, RwLock};
 
-use super::ffi::{self, Command, Completion};
+use super::ffi::{self, Command, Completion, Waiter};
 use super::slot::Slot;
 use crate::blocking::run_blocking;
 use crate::detached::DetachedSyncs;
@@ -32,26 +32,56 @@ const FENCED_HINT: &str = "this client was fenced (put on the cluster's blocklis
                            make sure that it is free, then open it again";
 
 /// An image of librbd with our waiters.
-pub(super) type Image = ffi::Image<Waiter>;
+pub(super) type Image = ffi::Image<Pending>;
 
 /// What is known of an operation that librbd has.
-pub(super) struct Waiter {
+pub(super) struct Pending {
+    outcomes: Arc<Outcomes>,
     slot: Arc<Slot>,
     what: &'static str,
     offset: Option<u64>,
 }
 
+impl Waiter for Pending {
+    fn complete(self, completion: Completion) {
+        let Self { outcomes, slot, what, offset } = self;
+        let outcome = completion.map_err(|error| outcomes.error(what, offset, error));
+        slot.complete(outcome, &outcomes.detached);
+    }
+}
+
+/// What the ends of operations leave.
+struct Outcomes {
+    name: String,
+    detached: DetachedSyncs,
+    fenced: ErrorLatch,
+}
+
+impl Outcomes {
+    /// An error of an operation; being fenced is remembered.
+    fn error(&self, what: &'static str, offset: Option<u64>, source: io::Error) -> Error {
+        let error = Error::host(what, source).on(&self.name);
+        let error = match offset {
+            Some(offset) => error.at(offset),
+            None => error,
+        };
+        if error.errno() == errno::ESHUTDOWN && self.fenced.get().is_none() {
+            tracing::error!("{error}; every request fails from now on: {FENCED_HINT}");
+            self.fenced.set(&error);
+        }
+        error
+    }
+}
+
 /// An open image.
 pub(super) struct Connection {
-    name: String,
+    outcomes: Arc<Outcomes>,
     /// `None` after the closing.
     image: RwLock<Option<Arc<Image>>>,
     /// The eventfd of the completions.
     notifier: OwnedFd,
     /// The threads whose loops watch it.
     reapers: Mutex<Vec<ThreadId>>,
-    detached: DetachedSyncs,
-    fenced: ErrorLatch,
     /// One blocking call at a time: their threads are bounded.
     blocking: async_lock::Mutex<()>,
 }
@@ -64,24 +94,23 @@ impl Connection {
     pub(super) fn new(name: String, image: Image) -> Result<Arc<Self>> {
         let notifier = image.notifier();
         let notifier = notifier.map_err(|error| Error::host("cannot open", error).on(&name))?;
+        let (detached, fenced) = (DetachedSyncs::default(), ErrorLatch::new(FENCED_HINT));
         Ok(Arc::new(Self {
-            name,
+            outcomes: Arc::new(Outcomes { name, detached, fenced }),
             image: RwLock::new(Some(Arc::new(image))),
             notifier,
             reapers: Mutex::default(),
-            detached: DetachedSyncs::default(),
-            fenced: ErrorLatch::new(FENCED_HINT),
             blocking: async_lock::Mutex::new(()),
         }))
     }
 
     /// The location, for messages.
     pub(super) fn name(&self) -> &str {
-        &self.name
+        &self.outcomes.name
     }
 
     pub(super) fn detached(&self) -> &DetachedSyncs {
-        &self.detached
+        &self.outcomes.detached
     }
 
     /// An error of an operation; being fenced is remembered.
@@ -91,16 +120,7 @@ impl Connection {
         offset: Option<u64>,
         source: io::Error,
     ) -> Error {
-        let error = Error::host(what, source).on(&self.name);
-        let error = match offset {
-            Some(offset) => error.at(offset),
-            None => error,
-        };
-        if error.errno() == errno::ESHUTDOWN && self.fenced.get().is_none() {
-            tracing::error!("{error}; every request fails from now on: {FENCED_HINT}");
-            self.fenced.set(&error);
-        }
-        error
+        self.outcomes.error(what, offset, source)
     }
 
     /// Begins an operation; `what` says in an error what failed. `is_sync`: it makes data durable.
@@ -114,10 +134,11 @@ impl Connection {
         command: Command,
         is_sync: bool,
     ) -> Result<u64> {
-        self.fenced.check()?;
+        self.outcomes.fenced.check()?;
         self.watch()?;
         let slot = Arc::new(Slot::new(is_sync));
-        let waiter = Waiter { slot: Arc::clone(&slot), what, offset };
+        let outcomes = Arc::clone(&self.outcomes);
+        let waiter = Pending { outcomes, slot: Arc::clone(&slot), what, offset };
         // The lock is not held across the wait.
         let begun = match &*self.image.read() {
             Some(image) => image.submit(command, waiter),
@@ -133,7 +154,7 @@ impl Connection {
         what: &'static str,
         call: impl FnOnce(&Image) -> io::Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.fenced.check()?;
+        self.outcomes.fenced.check()?;
         let _one = self.blocking.lock().await;
         let image = self.image.read().clone();
         let image = image.ok_or_else(|| self.closed())?;
@@ -162,7 +183,7 @@ impl Connection {
     }
 
     fn closed(&self) -> Error {
-        Error::new(ErrorKind::Io, "the image was closed").on(&self.name)
+        Error::new(ErrorKind::Io, "the image was closed").on(self.name())
     }
 
     /// Has the current thread's loop watch for completions.
@@ -171,7 +192,7 @@ impl Connection {
         if self.reapers.lock().contains(&thread) {
             return Ok(());
         }
-        let failed = |error| Error::host("cannot watch for completions", error).on(&self.name);
+        let failed = |error| Error::host("cannot watch for completions", error).on(self.name());
         let notifier = self.notifier.try_clone().map_err(failed)?;
         let watch = Watch::new(notifier, Rc::new(())).map_err(failed)?;
         self.reapers.lock().push(thread);
@@ -184,13 +205,8 @@ impl Connection {
     fn reap(&self) -> bool {
         let image = self.image.read();
         let Some(image) = &*image else { return false };
-        image.reap(|waiter, completion| self.complete(&waiter, completion));
+        image.reap();
         true
-    }
-
-    fn complete(&self, waiter: &Waiter, completion: Completion) {
-        let outcome = completion.map_err(|error| self.error(waiter.what, waiter.offset, error));
-        waiter.slot.complete(outcome, &self.detached);
     }
 }
 
@@ -235,6 +251,6 @@ impl Future for InFlight<'_> {
 
 impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        self.slot.detach(&self.connection.detached);
+        self.slot.detach(self.connection.detached());
     }
 }

@@ -242,6 +242,10 @@ impl Storage for RbdStorage {
         Ok(())
     }
 
+    fn needs_close(&self) -> bool {
+        true
+    }
+
     async fn close(&self) -> Result<()> {
         self.connection.close().await
     }

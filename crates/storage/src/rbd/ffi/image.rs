@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::super::location::RbdLocation;
 use super::cluster::Cluster;
 use super::library::{Handle, OptionRecord, Rbd, WatcherRecord};
+use super::waiter::Waiter;
 use super::{CallError, c_string, check};
 
 /// `EVENT_TYPE_EVENTFD`.
@@ -44,7 +45,7 @@ pub(crate) enum Extent {
 /// An open image, whose operations each have a waiter `W`.
 ///
 /// Every method but those of `operation` blocks, mostly for a message to the cluster and back.
-pub(crate) struct Image<W: Send + 'static> {
+pub(crate) struct Image<W: Waiter> {
     cluster: Cluster,
     pub(super) handle: Handle,
     /// Operations that librbd has and whose completion was not taken out.
@@ -55,12 +56,12 @@ pub(crate) struct Image<W: Send + 'static> {
 }
 
 // SAFETY: an image of librbd is not bound to a thread, and its functions may be called by several at a time (upheld by
-// Ceph); waiters move between threads, which `W: Send` allows.
-unsafe impl<W: Send> Send for Image<W> {}
+// Ceph); waiters move between threads, which `Waiter: Send` allows.
+unsafe impl<W: Waiter> Send for Image<W> {}
 // SAFETY: as above; a waiter is never shared, only given in and taken out.
-unsafe impl<W: Send> Sync for Image<W> {}
+unsafe impl<W: Waiter> Sync for Image<W> {}
 
-impl<W: Send + 'static> Image<W> {
+impl<W: Waiter> Image<W> {
     /// Connects to the cluster and opens the image, or the snapshot that the location names. Only an image that is
     /// opened for writing is known to other clients.
     ///
@@ -293,8 +294,8 @@ pub(super) unsafe fn text(address: *const c_char) -> String {
     unsafe { CStr::from_ptr(address) }.to_string_lossy().into_owned()
 }
 
-impl<W: Send + 'static> Image<W> {
-    /// Waits for the operations in flight, gives the lock back and closes. The waiters of those operations are dropped.
+impl<W: Waiter> Image<W> {
+    /// Waits for the operations in flight, completes them, gives the lock back and closes.
     ///
     /// # Errors
     /// The cluster's; the image is closed all the same.
@@ -314,7 +315,7 @@ impl<W: Send + 'static> Image<W> {
     }
 }
 
-impl<W: Send + 'static> Drop for Image<W> {
+impl<W: Waiter> Drop for Image<W> {
     /// As [`close`](Self::close).
     fn drop(&mut self) {
         let _ = self.close_once();

@@ -12,13 +12,15 @@ mod library;
 mod operation;
 mod pool;
 mod snapshots;
+mod waiter;
 
 use std::ffi::{CString, c_int};
 use std::io;
 
 pub(super) use cluster::Cluster;
 pub(super) use image::{Extent, Image, LockHolder};
-pub(super) use operation::{Command, Completion};
+pub(super) use operation::Command;
+pub(super) use waiter::{Completion, Waiter};
 
 /// What failed, and the errno of Ceph.
 pub(super) struct CallError {

@@ -1,6 +1,6 @@
 //! Operations: begun by any thread, completed by librbd, and taken out by whoever asks.
 //!
-//! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter comes back once.
+//! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter is told once.
 
 use std::ffi::c_int;
 use std::io;
@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::check;
 use super::image::Image;
 use super::library::Handle;
+use super::waiter::{Completion, Waiter};
 
 /// Completions that are taken out at a time.
 const MAX_COMPLETIONS: usize = 64;
@@ -35,9 +36,6 @@ pub(crate) enum Command {
     Flush,
 }
 
-/// The end of an operation: bytes, or an errno.
-pub(crate) type Completion = io::Result<u64>;
-
 /// What an operation owns while it is in flight.
 struct InFlight<W> {
     /// librbd writes to its bytes, and reads the list of its segments until the completion.
@@ -45,8 +43,8 @@ struct InFlight<W> {
     waiter: W,
 }
 
-impl<W: Send + 'static> Image<W> {
-    /// Begins an operation. Its waiter comes out of [`reap`](Self::reap), with its memory dropped.
+impl<W: Waiter> Image<W> {
+    /// Begins an operation. Its waiter is told of its end by [`reap`](Self::reap), or by the closing, with its memory dropped.
     ///
     /// # Errors
     /// librbd refuses: then it was not begun.
@@ -115,8 +113,8 @@ impl<W: Send + 'static> Image<W> {
         check(code).map(drop)
     }
 
-    /// Takes out all operations that librbd has completed.
-    pub(crate) fn reap(&self, mut complete: impl FnMut(W, Completion)) {
+    /// Completes all operations that librbd has completed.
+    pub(crate) fn reap(&self) {
         let rbd = self.rbd();
         let mut completions = [ptr::null_mut(); MAX_COMPLETIONS];
         loop {
@@ -136,7 +134,7 @@ impl<W: Send + 'static> Image<W> {
                 let InFlight { memory, waiter } = *owned;
                 drop(memory);
                 self.in_flight.fetch_sub(1, Ordering::Relaxed);
-                complete(waiter, outcome(result));
+                waiter.complete(outcome(result));
             }
             if count < MAX_COMPLETIONS {
                 return;
@@ -144,12 +142,12 @@ impl<W: Send + 'static> Image<W> {
         }
     }
 
-    /// Waits until no operation is in flight; blocks. The waiters of those that are left are dropped.
+    /// Waits until no operation is in flight, and completes them; blocks.
     pub(super) fn drain(&self) {
         while self.in_flight.load(Ordering::Relaxed) > 0 {
             // The counter begins anew before completions are looked for: none is missed.
             let _ = rustix::io::read(&self.notifier, &mut [0; 8]);
-            self.reap(|waiter, _| drop(waiter));
+            self.reap();
             if self.in_flight.load(Ordering::Relaxed) > 0 {
                 let mut waited = [PollFd::new(&self.notifier, PollFlags::IN)];
                 // A failure costs a look that finds nothing.

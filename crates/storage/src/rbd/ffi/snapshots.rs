@@ -8,12 +8,13 @@ use blockhouse_core::{SnapshotChange, StorageSnapshot};
 
 use super::image::{Image, text};
 use super::library::{SnapshotRecord, Time};
+use super::waiter::Waiter;
 use super::{c_string, check};
 
 /// Snapshots that are asked for at first.
 const USUAL_COUNT: usize = 16;
 
-impl<W: Send + 'static> Image<W> {
+impl<W: Waiter> Image<W> {
     /// All snapshots, in the order in which they were taken.
     pub(crate) fn snapshots(&self) -> io::Result<Vec<StorageSnapshot>> {
         let empty = SnapshotRecord { id: 0, size: 0, name: std::ptr::null() };
