@@ -3,8 +3,8 @@
 //! A guest writes blocks of 4 KiB at random places, so many at a time, without a rest. In each turn it has the disk to itself, then
 //! beside the mirror while that copies, then beside the mirror that is ready and keeps up, then while it completes, and then goes
 //! on with the target. Ratios are to the disk alone in the same turn. Then the whole disk is read from where it is now, and has
-//! to hold what was answered; and it is mirrored back, with no guest, so that each turn begins with the same image. Turns of
-//! all ways alternate.
+//! to hold what was answered; and it is mirrored back, with no guest (from a target that was given, copied back with no server),
+//! so that each turn begins with the same image. Turns of all ways alternate.
 
 mod guest;
 
@@ -243,17 +243,32 @@ impl Place<'_> {
         let turn = self.measure(&server, &mut control, way.row.depth, (&location, format))?;
         let verified = self.content.verify(server.socket(), EXPORT);
         verified.context("after the switch the disk is not what was answered")?;
-        let back = (text(self.source.path())?, self.format.name());
-        start_mirror(&mut control, (&back.0, back.1), "background")?;
-        self.wait_ready(&mut control)?;
-        complete(&mut control)?;
-        server.stop()?;
-        // What says that the target has become the disk.
-        let mut record = self.target.path().as_os_str().to_owned();
-        record.push(".moved");
-        let _ = std::fs::remove_file(PathBuf::from(record));
+        match &way.given {
+            Some(given) => {
+                server.stop()?;
+                self.copy_back(given)?;
+            }
+            None => {
+                let back = (text(self.source.path())?, self.format.name());
+                start_mirror(&mut control, (&back.0, back.1), "background")?;
+                self.wait_ready(&mut control)?;
+                complete(&mut control)?;
+                server.stop()?;
+                remove_record(&self.target);
+            }
+        }
         other.map_or(Ok(()), Server::stop)?;
         Ok(turn)
+    }
+
+    /// Brings the disk back by a command: one without a write cache, as in Ceph, does not move to one that has it.
+    fn copy_back(&self, given: &str) -> Result<()> {
+        remove_record(&self.source);
+        let mut command = Command::new(&self.config.programs.blockhouse);
+        command.args(["convert", "--force", "--quiet", "-f", "raw", "-O", self.format.name()]);
+        let copied = command.arg(given).arg(self.source.path()).status().context("convert")?;
+        ensure!(copied.success(), "convert of {given}: {copied}");
+        Ok(())
     }
 
     /// Another server, of the target.
@@ -354,6 +369,13 @@ impl Place<'_> {
             self.rest(PAUSE)?;
         }
     }
+}
+
+/// What says that another image has become the disk of this one.
+fn remove_record(storage: &Storage) {
+    let mut record = storage.path().as_os_str().to_owned();
+    record.push(".moved");
+    let _ = std::fs::remove_file(PathBuf::from(record));
 }
 
 fn start_mirror(control: &mut Control, target: (&str, &str), mode: &str) -> Result<()> {
