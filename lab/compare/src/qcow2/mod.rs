@@ -103,8 +103,9 @@ impl Config {
         if let Work::Convert(_) | Work::Open(Opening::Info) = work {
             let tool = |part| Contender { part, kind: None };
             let mut contenders = vec![tool(Part::Ours), tool(Part::Peer)];
-            if let Work::Open(_) = work {
-                contenders.insert(1, tool(Part::OurRaw));
+            match work {
+                Work::Open(_) => contenders.insert(1, tool(Part::OurRaw)),
+                _ => contenders.push(tool(Part::PeerDirect)),
             }
             return contenders;
         }
@@ -134,10 +135,11 @@ impl Config {
     ) -> Result<(f64, f64)> {
         let format = match contender.part {
             Part::OurRaw => Format::Raw,
-            Part::Ours | Part::Peer => Format::Qcow2,
+            Part::Ours | Part::Peer | Part::PeerDirect => Format::Qcow2,
         };
         let tool = match contender.part {
             Part::Peer => Tool::QemuImg,
+            Part::PeerDirect => Tool::QemuImgDirect,
             Part::Ours | Part::OurRaw => Tool::Ours,
         };
         let folder = self.folder.path();

@@ -18,6 +18,14 @@ pub enum Part {
     OurRaw,
     /// Another program, on a qcow2 image.
     Peer,
+    /// The same tool, writing around the page cache.
+    PeerDirect,
+}
+
+impl Part {
+    fn is_peer(self) -> bool {
+        matches!(self, Self::Peer | Self::PeerDirect)
+    }
 }
 
 /// Who is measured.
@@ -35,6 +43,7 @@ impl Contender {
         let program = match (self.kind, self.part) {
             (Some(kind), _) => kind.name(),
             (None, Part::Peer) => "qemu-img",
+            (None, Part::PeerDirect) => "qemu-img -t none",
             (None, Part::Ours | Part::OurRaw) => "blockhouse",
         };
         let raw = if self.part == Part::OurRaw { " (raw)" } else { "" };
@@ -138,7 +147,7 @@ impl Outcome {
             cell.contender.part == Part::OurRaw && cell.contender.kind == ours.contender.kind
         });
         let peers = self.cells.iter().filter(|cell| {
-            cell.contender.part == Part::Peer
+            cell.contender.part.is_peer()
                 && (self.any_caching || cell.contender.is_like(ours.contender))
         });
         let best = peers.max_by(|one, other| self.merit(one).total_cmp(&self.merit(other)));

@@ -18,6 +18,8 @@ pub enum Tool {
     Ours,
     /// `qemu-img`.
     QemuImg,
+    /// The same, writing around the page cache.
+    QemuImgDirect,
 }
 
 /// What a run cost.
@@ -45,7 +47,7 @@ pub fn info(tool: Tool, programs: &Programs, format: Format, image: &Path) -> Re
     command.arg("info");
     match tool {
         Tool::Ours => command.args(["--format", format.name()]),
-        Tool::QemuImg => command.args(["-f", format.name()]),
+        Tool::QemuImg | Tool::QemuImgDirect => command.args(["-f", format.name()]),
     };
     command.arg(image);
     timed(command, || Ok(()))
@@ -61,20 +63,22 @@ pub fn convert(
 ) -> Result<Times> {
     let mut command = program(tool, programs);
     command.arg("convert");
-    if tool == Tool::QemuImg {
-        command.args(["-m", "16", "-W"]);
-    }
+    match tool {
+        Tool::Ours => &mut command,
+        Tool::QemuImg => command.args(["-m", "16", "-W"]),
+        Tool::QemuImgDirect => command.args(["-m", "16", "-W", "-t", "none"]),
+    };
     command.args(["-f", source.0.name(), "-O", target.0.name()]).args([source.1, target.1]);
     timed(command, || match tool {
         Tool::Ours => Ok(()),
-        Tool::QemuImg => Ok(std::fs::File::open(target.1)?.sync_all()?),
+        Tool::QemuImg | Tool::QemuImgDirect => Ok(std::fs::File::open(target.1)?.sync_all()?),
     })
 }
 
 fn program(tool: Tool, programs: &Programs) -> Command {
     match tool {
         Tool::Ours => Command::new(&programs.blockhouse),
-        Tool::QemuImg => Command::new("qemu-img"),
+        Tool::QemuImg | Tool::QemuImgDirect => Command::new("qemu-img"),
     }
 }
 
