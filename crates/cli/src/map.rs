@@ -1,7 +1,7 @@
-//! `blockhouse map`: which parts of an image have data, and where.
+//! `blockhouse map`: which parts of an image have data, and where; or which have changed since a snapshot.
 
 use anyhow::Result;
-use blockhouse_core::ByteRange;
+use blockhouse_core::{Allocation, ByteRange, StorageChange};
 use blockhouse_daemon::size;
 use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
@@ -21,6 +21,10 @@ pub struct Arguments {
     /// Tell of so many bytes at most.
     #[arg(long, short = 'l', value_name = "SIZE", value_parser = size::parse)]
     max_length: Option<u64>,
+    /// Tell which parts were written or discarded since this snapshot was taken. Of a raw image in Ceph only, and
+    /// of its younger snapshots.
+    #[arg(long, value_name = "SNAPSHOT")]
+    since: Option<String>,
 }
 
 /// Runs the command.
@@ -32,6 +36,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let end = arguments.start_offset.saturating_add(arguments.max_length.unwrap_or(u64::MAX));
         let size = disk.size();
         let range = ByteRange::between(arguments.start_offset.min(size), end.min(size));
+        if let Some(snapshot) = &arguments.since {
+            let changes = disk.snapshots().changes_since(snapshot, range).await?;
+            return Ok(match image.is_json() {
+                true => changes_as_json(&changes),
+                false => changes_as_text(&changes),
+            });
+        }
         let parts = parts_of(&disk, range).await?;
         anyhow::Ok(if image.is_json() { as_json(&parts, &disk) } else { as_text(&parts, &disk) })
     })?;
@@ -122,4 +133,31 @@ fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
     });
     let heading = line("Offset", "Length", "Mapped to", "File");
     [heading].into_iter().chain(with_data).collect::<Vec<_>>().join("\n")
+}
+
+/// In the form of the map, without what it tells of the image's files.
+fn changes_as_json(changes: &[StorageChange]) -> String {
+    let lines = changes.iter().map(|&StorageChange { range, allocation }| {
+        let has_data = allocation == Allocation::Data;
+        json!({
+            "start": range.offset(),
+            "length": range.length(),
+            "present": has_data,
+            "zero": !has_data,
+            "data": has_data,
+        })
+        .to_string()
+    });
+    format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
+}
+
+/// The parts, and what they are now.
+fn changes_as_text(changes: &[StorageChange]) -> String {
+    let line = |offset: &str, length: &str, now: &str| format!("{offset:<16}{length:<16}{now}");
+    let lines = changes.iter().map(|&StorageChange { range, allocation }| {
+        let [offset, length] = [range.offset(), range.length()].map(|bytes| format!("{bytes:#x}"));
+        let now = if allocation == Allocation::Data { "data" } else { "zeros" };
+        line(&offset, &length, now)
+    });
+    [line("Offset", "Length", "Now")].into_iter().chain(lines).collect::<Vec<_>>().join("\n")
 }

@@ -56,7 +56,7 @@ pub use shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
 pub use state_memory::{RESERVED_WORDS, StateMemory};
 pub use storage::{
     Alignment, Allocation, Capabilities, FuaCost, GroupCommit, Offload, ReadAfterDiscard,
-    SnapshotChange, Storage, StorageSnapshot, WriteCache,
+    SnapshotChange, Storage, StorageChange, StorageSnapshot, WriteCache,
 };
 pub use tool_progress::ToolProgress;
 pub use work_budget::{WorkBudget, yield_now};

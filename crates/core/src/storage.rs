@@ -146,6 +146,20 @@ pub trait Storage: 'static {
         ready(Err(without_snapshots(self.name())))
     }
 
+    /// The parts of `range` that were written, or given back, since the storage took a snapshot, in order; none of them
+    /// touches the next. A part may have the bytes that it had. What is past the end is no change.
+    ///
+    /// # Errors
+    /// As [`change_snapshots`](Self::change_snapshots); `InvalidInput` also where the snapshot is younger than what the
+    /// storage was opened on.
+    fn changes_since(
+        &self,
+        _snapshot: &str,
+        _range: ByteRange,
+    ) -> impl Future<Output = Result<Vec<StorageChange>>> {
+        ready(Err(without_snapshots(self.name())))
+    }
+
     /// Takes, deletes, renames or applies a snapshot; durable when it returns. The caller keeps other changes away.
     ///
     /// # Errors
@@ -176,6 +190,15 @@ pub enum SnapshotChange<'a> {
     },
     /// Makes the storage what it was when this one was taken, its size included.
     Apply(&'a str),
+}
+
+/// A part of a storage that has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StorageChange {
+    /// Where.
+    pub range: ByteRange,
+    /// What is there now.
+    pub allocation: Allocation,
 }
 
 /// A snapshot that a storage has taken of itself.

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, StorageChange, SyncMode};
 use blockhouse_format::{
     NewSnapshot, Preparation, Snapshot, SnapshotPlan, Snapshots, VmStateTables,
 };
@@ -51,6 +51,17 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// `Unsupported` for a format without snapshots; `Corrupt` where the table contradicts the format.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
         self.disk.format().snapshots()?.list().await
+    }
+
+    /// The parts of `range`, which lies inside the disk, that have changed since a snapshot was taken, in order. Only the
+    /// snapshots of a storage tell.
+    ///
+    /// # Errors
+    /// `Unsupported` where the format takes the snapshots, or there are none; `InvalidInput` where there is no such
+    /// snapshot, or it is younger than the one that the disk was opened on.
+    pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
+        self.disk.check_inside(range)?;
+        self.disk.format().snapshots()?.changes_since(name, range).await
     }
 
     /// Takes a snapshot of the disk; durable when it returns.

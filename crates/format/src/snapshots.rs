@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Result, SnapshotChange, Storage, StorageSnapshot,
+    ByteRange, Error, ErrorKind, Result, SnapshotChange, Storage, StorageChange, StorageSnapshot,
 };
 
 use crate::qcow2::{PreparedChange, SnapshotPlan};
@@ -78,6 +78,24 @@ impl<'a, S: Storage> Snapshots<'a, S> {
             Keeper::Storage(storage) => {
                 let listed = storage.list_snapshots().await?;
                 Ok(listed.into_iter().map(described).collect())
+            }
+        }
+    }
+
+    /// The parts of `range` that have changed since a snapshot was taken, as [`Storage::changes_since`].
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format takes the snapshots.
+    pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
+        match self.keeper {
+            Keeper::Format(image) => {
+                let what = "its snapshots do not tell what has changed since";
+                let error = Error::new(ErrorKind::Unsupported, what).on(image.storage().name());
+                Err(error.hint("a bitmap does: 'blockhouse bitmap add', and 'backup'"))
+            }
+            Keeper::Storage(storage) => {
+                let name = find_name(storage, name).await?;
+                storage.changes_since(&name, range).await
             }
         }
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, IoVector, Result, SnapshotChange, Storage,
-    StorageSnapshot, SyncMode, Unmap,
+    StorageChange, StorageSnapshot, SyncMode, Unmap,
 };
 use blockhouse_engine::HostFile;
 
@@ -271,6 +271,16 @@ impl Storage for ImageStorage {
             Self::Rbd(rbd) => Box::pin(rbd.list_snapshots()).await,
             Self::Concat(files) => files.list_snapshots().await,
             Self::View(view) => view.list_snapshots().await,
+        }
+    }
+
+    async fn changes_since(&self, snapshot: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
+        match self {
+            Self::File(file) => file.changes_since(snapshot, range).await,
+            Self::Nbd(nbd) => nbd.changes_since(snapshot, range).await,
+            Self::Rbd(rbd) => Box::pin(rbd.changes_since(snapshot, range)).await,
+            Self::Concat(files) => files.changes_since(snapshot, range).await,
+            Self::View(view) => view.changes_since(snapshot, range).await,
         }
     }
 

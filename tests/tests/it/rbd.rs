@@ -181,6 +181,38 @@ fn images_are_made_copied_and_resized_in_ceph() {
     command(&["compare", "--allow-remote", str(&overlay), &at(&copy)]).success();
 }
 
+/// Of an image whose snapshot 'two' has 4 KiB at 32 KiB that 'one' has not.
+fn changes_since_a_snapshot_are_told(ceph: &Ceph, name: &str) {
+    let (location, two) = (ceph.location(name), ceph.location(&format!("{name}@two")));
+    let told = |place: &str, since: &str, more: &[&str]| {
+        let words = [&["map", "--json", place, "--since", since], more].concat();
+        let changes = json(&command(&words).success());
+        let as_tuple = |change: &serde_json::Value| {
+            let number = |key: &str| change[key].as_u64().expect("a number");
+            (number("start"), number("length"), change["data"].as_bool().expect("true or false"))
+        };
+        changes.as_array().expect("a list").iter().map(as_tuple).collect::<Vec<_>>()
+    };
+    assert_eq!(told(&two, "one", &[]), [(32 << 10, 4 << 10, true)]);
+    assert_eq!(told(&location, "two", &[]), []);
+    qemu_io("raw", Path::new(&ceph.qemu_location(name)), &["write -P 3 20M 512", "discard 0 64k"]);
+    let rest = (20 << 20, 512, true);
+    let since_one = told(&location, "one", &[]);
+    assert_eq!(since_one.last(), Some(&rest), "{since_one:?}");
+    let zeros: u64 = since_one.iter().filter(|change| !change.2).map(|change| change.1).sum();
+    assert_eq!(zeros, 64 << 10, "{since_one:?}");
+    assert_eq!(told(&location, "one", &["-s", "1M", "-l", "20M"]), [rest]);
+    assert_eq!(told(&two, "one", &[]), [(32 << 10, 4 << 10, true)]);
+    let text = command(&["map", &location, "--since", "two"]).success().stdout;
+    assert!(text.contains("0x1400000       0x200           data"), "{text}");
+    // What the same question to Ceph's own tool says.
+    let theirs = ceph.rbd(&["diff", "--from-snap", "one", name]).success().stdout;
+    assert!(theirs.contains("20971520"), "{theirs}");
+    command(&["map", &location, "--since", "none"]).failure("has no snapshot 'none'");
+    let one = ceph.location(&format!("{name}@one"));
+    command(&["map", &one, "--since", "two"]).failure("has to be older");
+}
+
 #[test]
 fn snapshots_of_a_raw_image_are_those_of_ceph() {
     let ceph = require!(ceph());
@@ -195,6 +227,7 @@ fn snapshots_of_a_raw_image_are_those_of_ceph() {
     qemu_io("raw", Path::new(&theirs), &["write -P 2 32k 4k"]);
     command(&["compare", &snapshot("one"), &location]).failure("from offset 32768");
     command(&["snapshot", "create", &location, "two"]).success();
+    changes_since_a_snapshot_are_told(&ceph, &name);
     command(&["snapshot", "rename", &location, "two", "zwei"]).success();
     let listed = json(&command(&["snapshot", "list", "--json", &location]).success());
     let names: Vec<_> = listed.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();

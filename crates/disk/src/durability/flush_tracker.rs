@@ -34,7 +34,7 @@ use std::time::Duration;
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Result, SnapshotChange,
-    Storage, StorageSnapshot, SyncMode, Unmap, WriteCache,
+    Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache,
 };
 
 use super::decide::WriteMethod;
@@ -513,6 +513,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     async fn list_snapshots(&self) -> Result<Vec<StorageSnapshot>> {
         self.storage.list_snapshots().await
+    }
+
+    async fn changes_since(&self, snapshot: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
+        self.storage.changes_since(snapshot, range).await
     }
 
     async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
     GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, SnapshotChange, Storage,
-    StorageSnapshot, SyncMode, Unmap, WriteCache, errno,
+    StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache, errno,
 };
 
 use connection::Connection;
@@ -257,6 +257,10 @@ impl Storage for RbdStorage {
     async fn list_snapshots(&self) -> Result<Vec<StorageSnapshot>> {
         let list = |image: &connection::Image| image.snapshots();
         self.connection.run_blocking("cannot list the snapshots", list).await
+    }
+
+    async fn changes_since(&self, snapshot: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
+        snapshots::changes_since(&self.connection, snapshot, range).await
     }
 
     async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {

@@ -1,8 +1,12 @@
-//! Changes of an image's snapshots, and what is wrong with those that fail.
+//! Changes of an image's snapshots and since them, and what is wrong with those that fail.
 
-use blockhouse_core::{Error, ErrorKind, Result, SnapshotChange};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SnapshotChange, StorageChange, errno};
 
 use super::connection::{Connection, Image};
+
+/// The longest range that one call looks for changes in: each of its objects is a message, and a request may have changed
+/// as little as a sector.
+const MAX_CHANGE_RANGE: u64 = 1 << 30;
 
 /// Carries a change out.
 pub(super) async fn change(connection: &Connection, change: SnapshotChange<'_>) -> Result<()> {
@@ -24,6 +28,42 @@ pub(super) async fn change(connection: &Connection, change: SnapshotChange<'_>) 
         17 /* EEXIST */ => error.hint("choose another name"),
         _ => error,
     })
+}
+
+/// The parts of a range, which is asked for in pieces, that have changed since a snapshot.
+pub(super) async fn changes_since(
+    connection: &Connection,
+    snapshot: &str,
+    range: ByteRange,
+) -> Result<Vec<StorageChange>> {
+    let mut changes: Vec<StorageChange> = Vec::new();
+    let mut rest = range;
+    while !rest.is_empty() {
+        let piece = rest.truncate(MAX_CHANGE_RANGE);
+        rest = rest.skip(piece.length());
+        let since = snapshot.to_owned();
+        let ask = move |image: &Image| image.changes_since(&since, piece);
+        let found = connection.run_blocking("cannot find what has changed", ask).await;
+        let found = found.map_err(|error| match error.errno() {
+            errno::EINVAL => {
+                error.hint("the snapshot has to be older than what it is compared with")
+            }
+            _ => error,
+        })?;
+        for change in found {
+            match changes.last_mut() {
+                Some(last) if is_next(last, &change) => {
+                    last.range = ByteRange::between(last.range.offset(), change.range.end());
+                }
+                _ => changes.push(change),
+            }
+        }
+    }
+    Ok(changes)
+}
+
+fn is_next(last: &StorageChange, next: &StorageChange) -> bool {
+    last.allocation == next.allocation && last.range.end() == next.range.offset()
 }
 
 /// Ceph's tools have no way to write the name of a snapshot with these letters.

@@ -1,13 +1,13 @@
-//! The snapshots of an image.
+//! The snapshots of an image, and what has changed since one.
 
 use std::ffi::c_int;
 use std::io;
 use std::time::Duration;
 
-use blockhouse_core::{SnapshotChange, StorageSnapshot};
+use blockhouse_core::{Allocation, ByteRange, SnapshotChange, StorageChange, StorageSnapshot};
 
 use super::image::{Image, text};
-use super::library::{SnapshotRecord, Time};
+use super::library::{Handle, SnapshotRecord, Time};
 use super::waiter::Waiter;
 use super::{c_string, check};
 
@@ -56,6 +56,36 @@ impl<W: Waiter> Image<W> {
         }
     }
 
+    /// What was written or discarded in a range since a snapshot was taken, in order.
+    ///
+    /// # Errors
+    /// ENOENT where there is no such snapshot, EINVAL for one that is younger than what the image was opened on.
+    pub(crate) fn changes_since(
+        &self,
+        snapshot: &str,
+        range: ByteRange,
+    ) -> io::Result<Vec<StorageChange>> {
+        let snapshot = c_string(snapshot)?;
+        let mut found = Changes { range, changes: Vec::new() };
+        let (whole_objects, with_parent) = (0, 1);
+        // SAFETY: the callback is called during the call only, and gets what was found, which nothing else uses meanwhile.
+        let code = unsafe {
+            (self.rbd().rbd_diff_iterate2)(
+                self.handle,
+                snapshot.as_ptr(),
+                range.offset(),
+                range.length(),
+                with_parent,
+                whole_objects,
+                on_change,
+                (&raw mut found).cast(),
+            )
+        };
+        check(code)?;
+        found.changes.sort_by_key(|change| change.range.offset());
+        Ok(found.changes)
+    }
+
     /// Changes the snapshots.
     ///
     /// # Errors
@@ -85,5 +115,55 @@ impl<W: Waiter> Image<W> {
             }
         };
         check(code).map(drop)
+    }
+}
+
+/// What a diff has found in a range.
+struct Changes {
+    range: ByteRange,
+    changes: Vec<StorageChange>,
+}
+
+impl Changes {
+    /// Takes in an extent, as far as it is in the range.
+    fn add(&mut self, offset: u64, length: u64, exists: bool) {
+        let start = offset.max(self.range.offset());
+        let end = offset.saturating_add(length).min(self.range.end());
+        if start < end {
+            let allocation = if exists { Allocation::Data } else { Allocation::Hole };
+            self.changes.push(StorageChange { range: ByteRange::between(start, end), allocation });
+        }
+    }
+}
+
+/// # Safety
+/// `found` is [`Changes`] that nothing else uses during the call.
+unsafe extern "C" fn on_change(offset: u64, length: usize, exists: c_int, found: Handle) -> c_int {
+    // SAFETY: the caller guarantees it.
+    let found = unsafe { &mut *found.cast::<Changes>() };
+    found.add(offset, length as u64, exists != 0);
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_is_taken_as_far_as_it_is_in_the_range() {
+        let mut found = Changes { range: ByteRange::between(100, 200), changes: Vec::new() };
+        for (offset, length) in [(0, 100), (90, 20), (150, 10), (190, u64::MAX), (200, 1)] {
+            found.add(offset, length, offset != 150);
+        }
+        let change = |start, end, allocation| StorageChange {
+            range: ByteRange::between(start, end),
+            allocation,
+        };
+        let expected = [
+            change(100, 110, Allocation::Data),
+            change(150, 160, Allocation::Hole),
+            change(190, 200, Allocation::Data),
+        ];
+        assert_eq!(found.changes, expected);
     }
 }
