@@ -121,7 +121,8 @@ pub trait Storage: 'static {
         ready(Ok(None))
     }
 
-    /// Whether [`close`](Self::close) gives something back, so that operations fail afterwards.
+    /// Whether [`close`](Self::close) gives something back, so that operations fail afterwards. A storage with a `close` of its
+    /// own says so here: otherwise it is closed while operations are in flight.
     fn needs_close(&self) -> bool {
         false
     }

@@ -33,7 +33,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// # Errors
     /// `Unsupported` for a format without bitmaps; `Corrupt` where the directory contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
-        self.disk.format().bitmaps()?.list().await
+        self.disk.begin_use().format().bitmaps()?.list().await
     }
 
     /// What the bitmap of this name says of `range`: extents that follow each other, `max` at least unless there are
@@ -49,7 +49,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         max: usize,
     ) -> Result<Vec<BitmapExtent>> {
         self.disk.check_inside(range)?;
-        self.disk.format().bitmaps()?.extents(name, range, max).await
+        self.disk.begin_use().format().bitmaps()?.extents(name, range, max).await
     }
 
     /// How many bytes the bitmap of this name says to have changed, in whole granules but for the end of the disk.
@@ -123,13 +123,13 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         change: impl AsyncFnOnce(&Bitmaps<'_, FlushTracker<S>>) -> Result<()>,
     ) -> Result<Pause> {
         self.disk.check_access(0)?;
-        let bitmaps = self.disk.format().bitmaps()?;
-        self.disk.format().flush(SyncMode::Data).await?;
+        self.disk.format().bitmaps()?;
+        self.disk.begin_use().format().flush(SyncMode::Data).await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await;
-        // It may have become read-only meanwhile.
+        // It may have become read-only meanwhile, or another image have taken the place of this one.
         self.disk.check_access(0)?;
-        change(&bitmaps).await?;
+        change(&self.disk.format().bitmaps()?).await?;
         Ok(Pause { length: began.elapsed() })
     }
 }

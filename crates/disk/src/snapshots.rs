@@ -50,7 +50,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// `Unsupported` for a format without snapshots; `Corrupt` where the table contradicts the format.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
-        self.disk.format().snapshots()?.list().await
+        self.disk.begin_use().format().snapshots()?.list().await
     }
 
     /// The parts of `range`, which lies inside the disk, that have changed since a snapshot was taken, in order. Only the
@@ -61,7 +61,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// snapshot, or it is younger than the one that the disk was opened on.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
         self.disk.check_inside(range)?;
-        self.disk.format().snapshots()?.changes_since(name, range).await
+        self.disk.begin_use().format().snapshots()?.changes_since(name, range).await
     }
 
     /// Takes a snapshot of the disk; durable when it returns.
@@ -237,7 +237,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
         self.check_possible()?;
-        self.disk.format().flush(SyncMode::Data).await?;
+        self.disk.begin_use().format().flush(SyncMode::Data).await?;
         self.run_quiesced(change).await
     }
 

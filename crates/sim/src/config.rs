@@ -33,6 +33,8 @@ pub struct Config {
     pub size: Size,
     /// How long operations take.
     pub latency: Latency,
+    /// Whether its closing gives something back: a handle that was closed is not used any more then.
+    pub needs_close: bool,
 }
 
 /// Whether a disk's size changes.
@@ -95,6 +97,7 @@ impl Default for Config {
             read_after_discard: ReadAfterDiscard::Undefined,
             size: Size::Grows,
             latency: Latency { data: 10..=100, flush: 50..=500 },
+            needs_close: true,
         }
     }
 }
@@ -129,6 +132,8 @@ impl Config {
             },
             size: Size::Grows,
             latency: Latency { data: 1..=100, flush: 1..=300 },
+            // Not drawn from the sequence, so that what else a seed means stays what it was.
+            needs_close: random.clone().bool(),
         }
     }
 }

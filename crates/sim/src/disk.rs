@@ -25,7 +25,7 @@ use crate::state::State;
 use crate::{Clock, Config, Fault, Operation, Sim, Support};
 
 /// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close) is the one handle, and the test
-/// fails where anything goes on by it.
+/// fails where anything goes on by it, if the disk [needs](Config::needs_close) that.
 pub struct SimDisk {
     shared: Arc<Shared>,
     is_closed: AtomicBool,
@@ -36,6 +36,7 @@ struct Shared {
     process: Process,
     alignment: Alignment,
     fua: Fua,
+    needs_close: bool,
     state: Mutex<State>,
 }
 
@@ -51,6 +52,7 @@ impl SimDisk {
             process: sim.process().clone(),
             alignment: state.config.alignment,
             fua: state.config.fua,
+            needs_close: state.config.needs_close,
             state: Mutex::new(state),
         }))
     }
@@ -312,11 +314,11 @@ impl Storage for SimDisk {
     }
 
     fn needs_close(&self) -> bool {
-        true
+        self.shared.needs_close
     }
 
     async fn close(&self) -> Result<()> {
-        self.is_closed.store(true, Ordering::Release);
+        self.is_closed.store(self.needs_close(), Ordering::Release);
         Ok(())
     }
 }

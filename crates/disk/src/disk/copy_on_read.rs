@@ -37,7 +37,8 @@ impl<S: Storage> Disk<S> {
                 );
             }
         };
-        let writer = self.writer();
+        let image = self.begin_use();
+        let writer = image.writer();
         writer.read_and_populate(range, into, &|| self.begin_copy(writer), &failed).await
     }
 
@@ -46,7 +47,8 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What the backing file or the image answers.
     pub(super) async fn copy_ahead(&self, range: ByteRange) -> Result<()> {
-        let writer = self.writer();
+        let image = self.begin_use();
+        let writer = image.writer();
         writer.populate_all(range, &|| self.begin_copy(writer)).await
     }
 

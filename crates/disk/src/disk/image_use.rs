@@ -1,26 +1,37 @@
 //! What is in flight on an image: where another image has taken its place, its storage is closed after that.
 //!
 //! Reads, flushes and the ends of durable changes go on at the image that they began at. A storage that gives something back when
-//! it is closed, such as a lock on another host, fails them from then on. Others cost nothing here.
+//! it is closed, such as a lock on another host, fails them from then on; so it is closed after those in flight, and every
+//! request that goes to such a storage keeps a guard. Others cost nothing here: they stay open.
+
+use std::iter::successors;
+use std::sync::Arc;
 
 use blockhouse_core::Storage;
 use blockhouse_core::sync::{EpochGuard, Epochs};
-use blockhouse_format::Format;
 
-use crate::durability::FlushTracker;
+use crate::layer::Layer;
 
 /// See the module's page.
 pub(super) struct ImageUses(Option<Box<Epochs>>);
 
+/// Keeps what was in use open.
+pub(super) type UseGuard<'a> = Option<EpochGuard<'a>>;
+
 impl ImageUses {
-    /// Of an image that nothing uses yet.
-    pub(super) fn new<S: Storage>(format: &Format<FlushTracker<S>>) -> Self {
-        let needs_close = format.storage().needs_close() || format.data().needs_close();
+    /// Of an image that nothing uses yet, with the backing files that it has now. One that takes the place of such a
+    /// backing file later is on the same storage.
+    pub(super) fn new<S: Storage>(layer: &Layer<S>) -> Self {
+        let mut layers = successors(Some(layer), |layer| layer.backing_layer().map(Arc::as_ref));
+        let needs_close = layers.any(|layer| {
+            let format = layer.format();
+            format.storage().needs_close() || format.data().needs_close()
+        });
         Self(needs_close.then(Box::default))
     }
 
-    /// Keeps the image's storage open until the guard is dropped. `None`: it stays open.
-    pub(super) fn begin(&self) -> Option<EpochGuard<'_>> {
+    /// Keeps the image and what is behind it open until the guard is dropped. `None`: all of it stays open anyway.
+    pub(super) fn begin(&self) -> UseGuard<'_> {
         self.0.as_ref().map(|epochs| epochs.enter())
     }
 

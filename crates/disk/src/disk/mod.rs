@@ -20,6 +20,7 @@
 mod access;
 mod base;
 mod copy_on_read;
+mod current_image;
 mod detach;
 mod earlier_counts;
 mod failures;
@@ -38,7 +39,6 @@ mod write_protection;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 
-use blockhouse_core::sync::EpochGuard;
 use blockhouse_core::{
     Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, StateMemory, Storage,
     ToolProgress, WriteCache,
@@ -197,7 +197,7 @@ impl<S: Storage> Disk<S> {
 
     fn new(layer: Layer<S>, options: Options) -> Self {
         let writer = Writer::new(Arc::new(layer));
-        let uses = ImageUses::new(writer.layer().format());
+        let uses = ImageUses::new(writer.layer());
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
         let protection = WriteProtection::default();
         let (observers, read_probes, failures) = Default::default();
@@ -312,11 +312,12 @@ impl<S: Storage> Disk<S> {
     /// The same disk over `backing`, the disk of its backing file: what the image does not have is read
     /// from there, and past its end as zeros.
     #[must_use]
-    pub fn with_backing(self, backing: Arc<Self>) -> Self {
+    pub fn with_backing(mut self, backing: Arc<Self>) -> Self {
         let access = backing.options().access;
         self.layer().set_backing(Arc::clone(backing.writer().layer()), access);
         // Nothing else uses it yet.
         self.layer().set_claims_all(self.options.copy_on_read);
+        self.uses = ImageUses::new(self.writer.layer());
         self
     }
 
@@ -449,8 +450,8 @@ impl<S: Storage> Disk<S> {
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(self.name()).at(range.offset()));
         }
-        let _use = self.begin_use();
-        self.layer().block_status(range, cache, 0).await
+        let image = self.begin_use();
+        image.layer().block_status(range, cache, 0).await
     }
 
     /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to this
@@ -464,8 +465,8 @@ impl<S: Storage> Disk<S> {
         cache: &mut BlockStatusCache,
     ) -> Result<MapEntry> {
         self.check_inside(range)?;
-        let _use = self.begin_use();
-        self.layer().map_entry(range, cache).await
+        let image = self.begin_use();
+        image.layer().map_entry(range, cache).await
     }
 
     /// The image at a [`depth`](MapEntry::depth) of the chain: its data file's name, and its properties.
@@ -518,7 +519,6 @@ impl<S: Storage> Disk<S> {
         if let Some(state) = self.state.get() {
             state.close();
         }
-        self.uses.ended().await;
         let (image, data) = (format.storage(), format.data());
         let image_closed = image.close().await;
         let data_closed = match std::ptr::eq(image, data) {
@@ -526,18 +526,6 @@ impl<S: Storage> Disk<S> {
             false => data.close().await,
         };
         closed.and(image_closed).and(data_closed).and(self.close_base().await)
-    }
-
-    /// Keeps the storage of the current image open until the guard is dropped.
-    fn begin_use(&self) -> Option<EpochGuard<'_>> {
-        loop {
-            let disk = self.current();
-            let guard = disk.uses.begin()?;
-            // It may have been replaced before this was seen.
-            if std::ptr::eq(disk, self.current()) {
-                return Some(guard);
-            }
-        }
     }
 
     /// Begins a change of the image, once none of the whole image is made.

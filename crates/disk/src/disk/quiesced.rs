@@ -2,7 +2,8 @@
 //!
 //! A [`Disk`] stays what its users hold; the image below it can be replaced. The image that takes over is a disk of its own, the *successor*. From then on every
 //! request of the disk goes to the successor's image. What was replaced stays in memory and its files stay open until the disk is
-//! dropped, because requests that read from it may still be in flight; it is closed, so that it is durable and complete.
+//! dropped, because requests that read from it may still be in flight; it is closed, so that it is durable and complete, and where that
+//! fails requests ([`image_use`](super::image_use)) after those in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -141,11 +142,13 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
 pub struct ReplacedImage<'a, S: Storage>(&'a Disk<S>);
 
 impl<S: Storage> ReplacedImage<'_, S> {
-    /// Makes everything of it durable, as [`Disk::close`] does.
+    /// Waits for what is in flight on it, where its storage gives something back. Makes everything of it durable, as
+    /// [`Disk::close`] does.
     ///
     /// # Errors
     /// What the storage answers.
     pub async fn close(self) -> Result<()> {
+        self.0.uses.ended().await;
         self.0.close_image().await
     }
 }

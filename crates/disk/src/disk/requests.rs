@@ -21,6 +21,7 @@ use blockhouse_core::{
 use blockhouse_format::SpaceMode;
 
 use super::Disk;
+use super::image_use::UseGuard;
 use super::quiesce::WriteGuard;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
@@ -31,16 +32,26 @@ use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
-/// A change in flight. Observers are told of it before it counts as ended.
+/// A change in flight: while it exists, no other image takes the place of the one that it goes to. Observers are told of
+/// it before it counts as ended.
 struct Turn<'a> {
     change: Option<Box<ObservedChange>>,
+    image: UseGuard<'a>,
     _guard: WriteGuard<'a>,
 }
 
-impl Turn<'_> {
-    /// The change was carried out. What the request is to wait for before it is answered.
-    fn end(self) -> Vec<ChangeWait> {
-        self.change.map_or_else(Vec::new, |change| (*change).complete())
+/// A change that was carried out and is not answered yet. Its image stays open, because the change is made durable there.
+struct Ended<'a> {
+    image: UseGuard<'a>,
+    /// What it is to wait for after that.
+    waits: Vec<ChangeWait>,
+}
+
+impl<'a> Turn<'a> {
+    /// The change was carried out.
+    fn end(self) -> Ended<'a> {
+        let waits = self.change.map_or_else(Vec::new, |change| (*change).complete());
+        Ended { image: self.image, waits }
     }
 }
 
@@ -72,7 +83,6 @@ impl<S: Storage> Disk<S> {
         if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
             self.request_stats().wait(operation, pin!(turn)).await;
         }
-        let in_use = self.begin_use();
         let outcome = match request {
             Request::Read { offset, into } => {
                 self.read_probes.note(offset, into.len() as u64);
@@ -83,7 +93,6 @@ impl<S: Storage> Disk<S> {
             }
             request => self.submit_change(request, operation).await,
         };
-        drop(in_use);
         timer.end(&outcome);
         if let Err(error) = &outcome {
             self.report_failure(operation, error);
@@ -98,7 +107,6 @@ impl<S: Storage> Disk<S> {
     /// As [`submit`](Self::submit).
     pub async fn submit_unlimited(&self, request: Request) -> Result<()> {
         let timer = self.request_stats().begin(ExportKind::Local, &request);
-        let _use = self.begin_use();
         let outcome = match request {
             Request::Read { offset, into } => self.submit_read(offset, into).await,
             request => self.submit_change(request, timer.operation()).await,
@@ -115,7 +123,7 @@ impl<S: Storage> Disk<S> {
 
     /// Carries out anything but a read.
     async fn submit_change(&self, request: Request, operation: Operation) -> Result<()> {
-        let (waits, sync) = match request {
+        let (ended, sync) = match request {
             Request::Read { .. } => unreachable!("a read changes nothing"),
             Request::Write { offset, from, durability } => {
                 let (turn, from) = self.begin_write_turn(operation, offset, from).await?;
@@ -136,16 +144,16 @@ impl<S: Storage> Disk<S> {
                 self.submit_discard(range, &sync).await?;
                 (turn.end(), sync)
             }
-            Request::Flush => return self.format().flush(SyncMode::Data).await,
+            Request::Flush => return self.begin_use().format().flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
                 if self.copies_on_read() {
                     Box::pin(self.copy_ahead(range)).await?;
                 }
-                return self.layer().prefetch(range).await;
+                return self.begin_use().layer().prefetch(range).await;
             }
         };
-        end_change(sync, waits).await
+        end_change(sync, ended).await
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].
@@ -175,8 +183,7 @@ impl<S: Storage> Disk<S> {
         let cluster_size = self.check_one_cluster(range)?;
         let sync = self.begin_sync(Durability::None);
         let result = self.writer().write_compressed(range, cluster_size, bytes, &sync).await?;
-        let waits = turn.end();
-        end_change(sync, waits).await?;
+        end_change(sync, turn.end()).await?;
         Ok(result)
     }
 
@@ -192,8 +199,8 @@ impl<S: Storage> Disk<S> {
         let claim = self.begin_claim(Operation::WriteZeroes, range).await;
         let left = self.writer().take_space(range, mode).await?;
         drop(claim);
-        let waits = turn.end();
-        end_change(self.begin_sync(Durability::None), waits).await?;
+        let sync = self.begin_sync(Durability::None);
+        end_change(sync, turn.end()).await?;
         Ok(left)
     }
 
@@ -212,7 +219,11 @@ impl<S: Storage> Disk<S> {
     async fn begin_turn(&self, operation: Operation, offset: u64, length: u64) -> Turn<'_> {
         let guard = self.wait_until_unquiesced(operation).await;
         self.wait_for_observers(operation, offset, length).await;
-        Turn { change: self.observers.begin(offset, length, None), _guard: guard }
+        self.turn(guard, self.observers.begin(offset, length, None))
+    }
+
+    fn turn<'a>(&'a self, guard: WriteGuard<'a>, change: Option<Box<ObservedChange>>) -> Turn<'a> {
+        Turn { change, image: self.current().uses.begin(), _guard: guard }
     }
 
     /// Waits until the image may be changed, for a write. The bytes are in memory of its own where observers are shown
@@ -227,12 +238,10 @@ impl<S: Storage> Disk<S> {
         let length = from.len() as u64;
         self.wait_for_observers(operation, offset, length).await;
         if !self.observers.want_bytes(length) {
-            let change = self.observers.begin(offset, length, None);
-            return Ok((Turn { change, _guard: guard }, from));
+            return Ok((self.turn(guard, self.observers.begin(offset, length, None)), from));
         }
         let from = private_copy(from)?;
-        let change = self.observers.begin(offset, length, Some(&from));
-        Ok((Turn { change, _guard: guard }, from))
+        Ok((self.turn(guard, self.observers.begin(offset, length, Some(&from))), from))
     }
 
     /// Waits until no observer holds a change of these bytes off.
@@ -259,7 +268,8 @@ impl<S: Storage> Disk<S> {
         if range.is_empty() {
             return Ok(());
         }
-        self.layer().read(range, into).await
+        let image = self.begin_use();
+        image.layer().read(range, into).await
     }
 
     // Zero writes and discards are boxed below, so that the future of the common way stays small.
@@ -371,8 +381,10 @@ impl<S: Storage> Disk<S> {
 }
 
 /// Makes a change that was carried out as durable as it asks, and waits for what observers have it wait for.
-async fn end_change<S: Storage>(sync: RequestSync<'_, S>, waits: Vec<ChangeWait>) -> Result<()> {
+async fn end_change<S: Storage>(sync: RequestSync<'_, S>, ended: Ended<'_>) -> Result<()> {
+    let Ended { waits, image } = ended;
     sync.complete().await?;
+    drop(image);
     for wait in waits {
         wait.await;
     }

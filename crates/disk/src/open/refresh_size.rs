@@ -16,10 +16,11 @@ impl ImageDisk {
     /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
     /// read nor kept; the disk stays as it is.
     pub async fn refresh_size(&self) -> Result<Option<u64>> {
-        if !self.layer().format().is_raw() {
+        let image = self.begin_use();
+        if !image.format().is_raw() {
             return Ok(None);
         }
-        let storage = self.format().storage().storage();
+        let storage = image.format().storage().storage();
         let Some(size) = storage.query_size().await? else {
             return Ok(None);
         };
@@ -32,7 +33,7 @@ impl ImageDisk {
             return Ok(None);
         }
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
-        let _claim = self.layer().claim_end(self.size()).await;
+        let _claim = image.layer().claim_end(self.size()).await;
         storage.set_min_size(size);
         Ok(Some(new))
     }

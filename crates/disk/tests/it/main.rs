@@ -32,6 +32,7 @@ mod qcow2_resize_crash;
 mod qcow2_table_moves;
 mod qcow2_write;
 mod qemu;
+mod replaced;
 mod requests;
 mod restarts;
 mod snapshot;

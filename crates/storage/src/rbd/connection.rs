@@ -5,7 +5,8 @@
 //! has ended are completed by the others, or by the closing.
 //!
 //! Guarantees:
-//! - An operation that was begun ends, also while the image is closed, and keeps its memory until then.
+//! - An operation that was begun ends, also while the image is closed, and keeps its memory until then. Where a blocking call was
+//!   given up, the image is closed at the end of that.
 //! - After the client was fenced, every operation fails with the first such error.
 
 use std::future::Future;
