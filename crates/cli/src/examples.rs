@@ -594,6 +594,8 @@ fn as_text(examples: &[Example]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     /// The words of each command that `command` has, itself included.
@@ -638,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parser_accepts_each_example() {
+    fn the_parser_accepts_each_example_whether_all_is_defined_or_its_command_alone() {
         let examples = EXAMPLES.iter().flat_map(|(_, examples)| *examples);
         for line in examples.flat_map(|example| example.line.split(" && ")) {
             // What the shell does is no argument.
@@ -646,8 +648,11 @@ mod tests {
                 .iter()
                 .fold(line, |line, end| line.split(end).next().unwrap_or_default());
             let parsed = crate::command().try_get_matches_from(words(line));
-            if let Err(error) = parsed {
-                assert!(!error.use_stderr(), "{line}: {error}");
+            let alone = crate::Arguments::command().try_get_matches_from(words(line));
+            match (parsed, alone) {
+                (Ok(_), Ok(_)) => {}
+                (Ok(_), Err(error)) => panic!("{line}: only with all defined: {error}"),
+                (Err(error), _) => assert!(!error.use_stderr(), "{line}: {error}"),
             }
         }
     }

@@ -24,6 +24,7 @@ mod create;
 mod create_options;
 mod ctl;
 mod dd;
+mod deferred;
 mod examples;
 mod generate;
 mod habits;
@@ -55,6 +56,7 @@ use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use deferred::Deferred;
 use logging::{Delivery, LogFormat};
 
 /// Serve and manage the disk images of virtual machines.
@@ -88,64 +90,64 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Measure on this machine what the fast ways of doing things bring.
-    Bench(bench::Arguments),
+    Bench(Deferred<bench::Arguments>),
     /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
-    Serve(Box<serve::Arguments>),
+    Serve(Deferred<Box<serve::Arguments>>),
     /// Make an image a block device of this host, served in the background.
-    Attach(attach::AttachArguments),
+    Attach(Deferred<attach::AttachArguments>),
     /// Remove a block device that 'attach' has made.
-    Detach(attach::DetachArguments),
+    Detach(Deferred<attach::DetachArguments>),
     /// Make a new image.
-    Create(create::Arguments),
+    Create(Deferred<create::Arguments>),
     /// Copy an image into another format.
-    Convert(convert::Arguments),
+    Convert(Deferred<convert::Arguments>),
     /// Copy a part of an image, as dd does.
-    Dd(dd::Arguments),
+    Dd(Deferred<dd::Arguments>),
     /// Tell whether two images have the same content.
-    Compare(compare::Arguments),
+    Compare(Deferred<compare::Arguments>),
     /// Look for errors in an image.
-    Check(check::Arguments),
+    Check(Deferred<check::Arguments>),
     /// Tell what an image is and how it would be served.
-    Info(info::Arguments),
+    Info(Deferred<info::Arguments>),
     /// Tell which parts of an image have data, and where.
-    Map(map::Arguments),
+    Map(Deferred<map::Arguments>),
     /// Tell how long the file of a new image would be.
-    Measure(measure::Arguments),
+    Measure(Deferred<measure::Arguments>),
     /// Make an image longer or shorter.
-    Resize(resize::Arguments),
+    Resize(Deferred<resize::Arguments>),
     /// Change options of an image in place.
-    Amend(amend::Arguments),
+    Amend(Deferred<amend::Arguments>),
     /// Put what an image has into its backing file.
-    Commit(commit::Arguments),
+    Commit(Deferred<commit::Arguments>),
     /// Give an image another backing file.
-    Rebase(rebase::Arguments),
+    Rebase(Deferred<rebase::Arguments>),
     /// List, take, apply, delete and rename the snapshots inside an image.
-    Snapshot(snapshot::Arguments),
+    Snapshot(Deferred<snapshot::Arguments>),
     /// List, add, remove, clear, enable, disable and merge the bitmaps of changes inside an image.
-    Bitmap(bitmap::Arguments),
+    Bitmap(Deferred<bitmap::Arguments>),
     /// Copy a disk, or what of it has changed, to a qcow2 image.
-    Backup(backup::Arguments),
+    Backup(Deferred<backup::Arguments>),
     /// Make a disk of a backup, with all that it needs behind it, and compare the two.
-    Restore(restore::Arguments),
+    Restore(Deferred<restore::Arguments>),
     /// Ask things of a running server: which disks and exports it has, and to change them.
-    Ctl(Box<ctl::Arguments>),
+    Ctl(Deferred<Box<ctl::Arguments>>),
     /// Show what a running server does, live in the terminal.
-    Top(top::Arguments),
+    Top(Deferred<top::Arguments>),
     /// Have another process, of a newer version for example, go on with what a server serves.
-    Upgrade(upgrade::Arguments),
+    Upgrade(Deferred<upgrade::Arguments>),
     /// Store a machine's state in a snapshot, or get it out again.
-    Vmstate(vmstate::Arguments),
+    Vmstate(Deferred<vmstate::Arguments>),
 }
 
-/// The definition of the command line, with examples.
+/// The whole definition of the command line, with examples.
 fn command() -> clap::Command {
-    examples::add_to(Arguments::command())
+    examples::add_to(deferred::at_once(Arguments::command))
 }
 
 fn parse() -> Result<Arguments, clap::Error> {
     let mut command = Arguments::command();
     let matches = command.try_get_matches_from_mut(std::env::args_os()).or_else(|_| {
-        // Help has examples, which cost half as much again as the definition itself.
+        // What is told to people is made of all options and examples.
         command = self::command();
         command.try_get_matches_from_mut(std::env::args_os())
     });
@@ -182,30 +184,30 @@ fn main() -> ExitCode {
     }
     let done = |()| ExitCode::SUCCESS;
     let result = match arguments.command {
-        Command::Serve(serve) => serve::run(*serve, is_verbose),
-        Command::Amend(amend) => amend::run(&amend).map(done),
-        Command::Attach(arguments) => attach::attach(&arguments),
-        Command::Detach(arguments) => attach::detach(&arguments).map(done),
-        Command::Backup(backup) => backup::run(backup).map(done),
-        Command::Bitmap(bitmap) => bitmap::run(bitmap).map(done),
-        Command::Bench(bench) => bench::run(&bench).map(done),
-        Command::Check(check) => check::run(&check),
-        Command::Compare(compare) => compare::run(&compare),
-        Command::Convert(convert) => convert::run(convert).map(done),
-        Command::Create(create) => create::run(create).map(done),
-        Command::Ctl(ctl) => ctl::run(*ctl).map(done),
-        Command::Dd(dd) => dd::run(&dd).map(done),
-        Command::Info(info) => info::run(&info).map(done),
-        Command::Map(map) => map::run(&map).map(done),
-        Command::Measure(measure) => measure::run(measure).map(done),
-        Command::Resize(resize) => resize::run(&resize).map(done),
-        Command::Restore(restore) => restore::run(&restore).map(done),
-        Command::Commit(commit) => commit::run(commit).map(done),
-        Command::Rebase(rebase) => rebase::run(rebase).map(done),
-        Command::Snapshot(snapshot) => snapshot::run(snapshot).map(done),
-        Command::Top(top) => top::run(&top).map(done),
-        Command::Upgrade(upgrade) => upgrade::run(upgrade).map(done),
-        Command::Vmstate(vmstate) => vmstate::run(vmstate).map(done),
+        Command::Serve(Deferred(serve)) => serve::run(*serve, is_verbose),
+        Command::Amend(Deferred(amend)) => amend::run(&amend).map(done),
+        Command::Attach(Deferred(arguments)) => attach::attach(&arguments),
+        Command::Detach(Deferred(arguments)) => attach::detach(&arguments).map(done),
+        Command::Backup(Deferred(backup)) => backup::run(backup).map(done),
+        Command::Bitmap(Deferred(bitmap)) => bitmap::run(bitmap).map(done),
+        Command::Bench(Deferred(bench)) => bench::run(&bench).map(done),
+        Command::Check(Deferred(check)) => check::run(&check),
+        Command::Compare(Deferred(compare)) => compare::run(&compare),
+        Command::Convert(Deferred(convert)) => convert::run(convert).map(done),
+        Command::Create(Deferred(create)) => create::run(create).map(done),
+        Command::Ctl(Deferred(ctl)) => ctl::run(*ctl).map(done),
+        Command::Dd(Deferred(dd)) => dd::run(&dd).map(done),
+        Command::Info(Deferred(info)) => info::run(&info).map(done),
+        Command::Map(Deferred(map)) => map::run(&map).map(done),
+        Command::Measure(Deferred(measure)) => measure::run(measure).map(done),
+        Command::Resize(Deferred(resize)) => resize::run(&resize).map(done),
+        Command::Restore(Deferred(restore)) => restore::run(&restore).map(done),
+        Command::Commit(Deferred(commit)) => commit::run(commit).map(done),
+        Command::Rebase(Deferred(rebase)) => rebase::run(rebase).map(done),
+        Command::Snapshot(Deferred(snapshot)) => snapshot::run(snapshot).map(done),
+        Command::Top(Deferred(top)) => top::run(&top).map(done),
+        Command::Upgrade(Deferred(upgrade)) => upgrade::run(upgrade).map(done),
+        Command::Vmstate(Deferred(vmstate)) => vmstate::run(vmstate).map(done),
     };
     finish(result)
 }

@@ -1,0 +1,49 @@
+//! Options of commands that are defined when their command is met.
+//!
+//! Reason: the options of all commands take longer to define than the program takes to load, and a run has one command.
+//! Invariant: what is defined so serves only to parse words that are right. Help, errors and pages are made of the whole
+//! definition ([`at_once`]).
+
+use std::cell::Cell;
+
+use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
+
+thread_local! {
+    /// Whether the options are to be there at once.
+    static AT_ONCE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `define` makes, with the options of each command.
+pub fn at_once(define: impl FnOnce() -> Command) -> Command {
+    AT_ONCE.set(true);
+    let command = define();
+    AT_ONCE.set(false);
+    command
+}
+
+/// The arguments of a command, defined when it is met.
+pub struct Deferred<A>(pub A);
+
+impl<A: FromArgMatches> FromArgMatches for Deferred<A> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        A::from_arg_matches(matches).map(Self)
+    }
+
+    fn from_arg_matches_mut(matches: &mut ArgMatches) -> Result<Self, Error> {
+        A::from_arg_matches_mut(matches).map(Self)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        self.0.update_from_arg_matches(matches)
+    }
+}
+
+impl<A: Args> Args for Deferred<A> {
+    fn augment_args(command: Command) -> Command {
+        if AT_ONCE.get() { A::augment_args(command) } else { command.defer(A::augment_args) }
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        A::augment_args_for_update(command)
+    }
+}
