@@ -432,6 +432,28 @@ fn names_have_limits_and_are_unique() {
 }
 
 #[test]
+fn a_name_that_is_no_text_is_found_as_it_is_listed() {
+    let (sim, disk, _) = fresh(&mut Rng::with_seed(8));
+    let made = disk.clone();
+    sim.block_on(async move {
+        let image = open(&made).await;
+        image.create_snapshot(&new("before-update"), None).await.expect("there is room");
+        image.close().await.expect("a good disk");
+    });
+    let mut bytes = disk.content();
+    let name = bytes.windows(13).position(|bytes| bytes == b"before-update").expect("its name");
+    bytes[name + 6] = 0xff;
+    let disk = SimDisk::new(&sim, plain(), bytes);
+    sim.block_on(async move {
+        let image = open(&disk).await;
+        let listed = image.snapshots().await.expect("a good image");
+        assert_eq!(listed[0].name, "before\u{fffd}update");
+        image.delete_snapshot(&listed[0].name).await.expect("it is listed so");
+        assert!(image.snapshots().await.expect("a good image").is_empty());
+    });
+}
+
+#[test]
 fn narrow_refcounts_refuse_and_nothing_changes() {
     let sim = Sim::new(1);
     let disk = SimDisk::new(&sim, plain(), Vec::new());

@@ -18,8 +18,8 @@ use super::limits::{
     MAX_BITMAP_BYTES, MAX_BITMAP_DIRECTORY, MAX_BITMAP_NAME, MAX_BITMAP_TABLE, MAX_BITMAPS,
     MAX_GRANULARITY_BITS, MAX_OFFSET, MIN_GRANULARITY_BITS,
 };
-use super::table_io;
 use super::words::{be32, be64, words_of};
+use super::{names, table_io};
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
@@ -160,7 +160,7 @@ impl BitmapEntry {
     /// For users.
     pub(crate) fn described(&self, header: &Header) -> Bitmap {
         Bitmap {
-            name: self.text(),
+            name: names::listed(&self.name),
             granularity: 1 << self.granularity_bits,
             is_enabled: self.flags.contains(BitmapFlags::AUTO),
             is_in_use: self.flags.contains(BitmapFlags::IN_USE),
@@ -168,13 +168,9 @@ impl BitmapEntry {
         }
     }
 
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.name).into_owned()
-    }
-
     /// For messages.
     pub(crate) fn called(&self) -> String {
-        format!("the bitmap '{}'", self.text().escape_default())
+        format!("the bitmap '{}'", names::listed(&self.name).escape_default())
     }
 
     /// How many bits a disk of `size` bytes needs.
@@ -286,7 +282,7 @@ impl BitmapEntry {
 /// # Errors
 /// `InvalidInput` where none has.
 pub(crate) fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
-    entries.iter().position(|entry| entry.name == name.as_bytes()).ok_or_else(|| {
+    names::index_of(entries.iter().map(|entry| &entry.name[..]), name).ok_or_else(|| {
         let error = Error::new(ErrorKind::InvalidInput, format!("has no bitmap '{name}'"));
         error.on(image).hint("'bitmap list' names those that it has")
     })

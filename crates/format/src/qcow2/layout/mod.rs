@@ -12,6 +12,7 @@ pub(crate) mod extensions;
 pub(crate) mod geometry;
 pub(crate) mod header;
 pub(crate) mod limits;
+pub(crate) mod names;
 pub(crate) mod options;
 pub(crate) mod refcount;
 pub(crate) mod snapshot_table;

@@ -10,8 +10,8 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
 use super::header::Header;
 use super::limits::{MAX_L1_BYTES, MAX_SNAPSHOT_EXTRA, MAX_SNAPSHOT_TABLE, MAX_SNAPSHOTS};
-use super::table_io;
 use super::words::{self, be32, be64};
+use super::{names, table_io};
 
 /// What an entry is made of besides extra data, id and name.
 const FIXED: usize = 40;
@@ -92,10 +92,9 @@ impl SnapshotEntry {
     }
 
     pub(crate) fn described(&self, image_size: u64) -> Snapshot {
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         Snapshot {
-            id: text(&self.id),
-            name: text(&self.name),
+            id: names::listed(&self.id),
+            name: names::listed(&self.name),
             created: self.created,
             vm_clock: self.vm_clock,
             vm_state_size: self.vm_state_size(),
@@ -111,8 +110,8 @@ impl SnapshotEntry {
 
     /// For messages.
     pub(crate) fn called(&self) -> String {
-        let text = |bytes| String::from_utf8_lossy(bytes).escape_default().to_string();
-        format!("the snapshot '{}' (id {})", text(&self.name), text(&self.id))
+        let [name, id] = [&self.name, &self.id].map(|bytes| names::listed(bytes));
+        format!("the snapshot '{}' (id {})", name.escape_default(), id.escape_default())
     }
 
     /// Whether an entry of an image of that version says less than it has to.

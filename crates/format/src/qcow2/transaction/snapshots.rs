@@ -13,7 +13,7 @@ use crate::qcow2::bitmaps::LiveBitmaps;
 use crate::qcow2::layout::bitmap_directory::BitmapEntry;
 use crate::qcow2::layout::limits::MAX_SNAPSHOT_NAME;
 use crate::qcow2::layout::snapshot_table::{self, EntryFacts, Snapshot, SnapshotEntry};
-use crate::qcow2::layout::{table_io, words};
+use crate::qcow2::layout::{names, table_io, words};
 
 use super::bitmaps::{change_directory, mark_all, prepare_directory};
 use super::metadata_transaction::{L1Users, MetadataTransaction, RefcountDelta, Transactions};
@@ -214,8 +214,8 @@ pub(crate) async fn show_snapshot<S: Storage>(
 }
 
 pub(super) fn index_of(image: &str, name: &str, entries: &[SnapshotEntry]) -> Result<usize> {
-    let by_name = entries.iter().position(|entry| entry.name == name.as_bytes());
-    let by_id = || entries.iter().position(|entry| entry.id == name.as_bytes());
+    let by_name = names::index_of(entries.iter().map(|entry| &entry.name[..]), name);
+    let by_id = || names::index_of(entries.iter().map(|entry| &entry.id[..]), name);
     by_name.or_else(by_id).ok_or_else(|| {
         let error = Error::new(ErrorKind::InvalidInput, format!("has no snapshot '{name}'"));
         error.on(image).hint("'snapshot list' names those that it has")

@@ -1,0 +1,42 @@
+//! Names of snapshots and bitmaps, as people read and write them.
+//!
+//! In an image they are bytes. Guarantee: what [`listed`] gives for a name that no other is listed as, [`index_of`] finds.
+
+/// A name for people: bytes that are no UTF-8 become U+FFFD.
+pub(crate) fn listed(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).into_owned()
+}
+
+/// Which of these names is meant: the first that has these bytes, else the only one that is listed so.
+pub(crate) fn index_of<'a>(
+    names: impl Iterator<Item = &'a [u8]> + Clone,
+    meant: &str,
+) -> Option<usize> {
+    names.clone().position(|name| name == meant.as_bytes()).or_else(|| {
+        let mut alike = names.enumerate().filter(|(_, name)| listed(name) == meant);
+        let (index, _) = alike.next()?;
+        alike.next().is_none().then_some(index)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_found_as_it_is_listed_where_that_is_one_name() {
+        let names: [&[u8]; 5] = [b"one", b"t\xffwo", b"\xfe", b"\xff", "t\u{fffd}hree".as_bytes()];
+        let index = |meant: &str| index_of(names.into_iter(), meant);
+        assert_eq!(index("one"), Some(0));
+        assert_eq!(index(&listed(b"t\xffwo")), Some(1));
+        assert_eq!(index("t\u{fffd}hree"), Some(4));
+        assert_eq!(index("\u{fffd}"), None, "two are listed so");
+        assert_eq!(index("four"), None);
+    }
+
+    #[test]
+    fn a_name_with_these_bytes_goes_before_one_that_is_listed_so() {
+        let names: [&[u8]; 2] = [b"\xff", "\u{fffd}".as_bytes()];
+        assert_eq!(index_of(names.into_iter(), "\u{fffd}"), Some(1));
+    }
+}
