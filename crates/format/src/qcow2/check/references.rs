@@ -86,6 +86,7 @@ impl<'a, S: Storage> References<'a, S> {
         references.walk_l2_tables(progress).await?;
         references.walk_bitmaps().await?;
         references.walk_refcounts().await?;
+        references.find_shared_l1();
         Ok(references)
     }
 
@@ -284,6 +285,20 @@ impl<'a, S: Storage> References<'a, S> {
         let inside = clusters.filter(|&cluster| cluster < self.counts.clusters());
         self.refcount_clusters.extend(inside);
         Ok(())
+    }
+
+    /// The active L1 table must have its clusters alone, whatever their refcounts are: it is changed in place.
+    fn find_shared_l1(&mut self) {
+        let location = L1Location::active(self.header);
+        if !location.is_possible(self.geometry) {
+            return;
+        }
+        let mut clusters = location.clusters(self.geometry);
+        clusters.end = clusters.end.min(self.counts.clusters());
+        if clusters.into_iter().any(|cluster| self.counts.get(cluster) != 1) {
+            let offset = location.offset;
+            self.problem(format!("the active L1 table at offset {offset} overlaps other data"));
+        }
     }
 
     /// Refcounts must have their clusters alone, whatever these count: they are changed in place.
