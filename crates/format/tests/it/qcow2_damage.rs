@@ -5,8 +5,8 @@ use std::time::Duration;
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Unmap};
 use blockhouse_format::Intent;
 use blockhouse_format::qcow2::{
-    Access, CreateOptions, NewSnapshot, OpenOptions, Preallocation, Preparation, Qcow2,
-    SnapshotPlan, Switch, check, create,
+    Access, CheckReport, CreateOptions, NewSnapshot, OpenOptions, Preallocation, Preparation,
+    Qcow2, SnapshotPlan, Switch, check, create,
 };
 use blockhouse_sim::{Config, Latency, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -177,6 +177,11 @@ fn image_with_first_entry(host: u64) -> Vec<u8> {
     bytes
 }
 
+async fn check_read_only(disk: SimDisk) -> CheckReport {
+    let options = OpenOptions { access: Access::ReadOnly, ..OpenOptions::default() };
+    check(&Qcow2::open(disk, options).await.unwrap()).await.unwrap()
+}
+
 #[test]
 fn tables_are_neither_overwritten_nor_given_back_as_data_and_the_image_is_marked() {
     // Refcount table, refcount block, L1 table.
@@ -219,10 +224,7 @@ fn a_table_that_many_refer_to_is_read_once() {
     bytes[64..72].copy_from_slice(&(table as u64).to_be_bytes());
     let disk = SimDisk::new(&sim, config(), bytes);
     let counted = disk.clone();
-    let report = sim.block_on(async move {
-        let options = OpenOptions { access: Access::ReadOnly, ..OpenOptions::default() };
-        check(&Qcow2::open(disk, options).await.unwrap()).await.unwrap()
-    });
+    let report = sim.block_on(check_read_only(disk));
     assert!(report.corruptions >= u64::from(count), "snapshots share a table: {report:?}");
     let (operations, _) = counted.counts();
     assert!(operations < u64::from(count) + 50, "{operations} operations");
@@ -236,10 +238,7 @@ fn an_active_l1_table_that_is_an_l2_table_too_is_found_by_a_check() {
     bytes[first..first + 8].copy_from_slice(&l1.to_be_bytes());
     let sim = Sim::new(0);
     let disk = SimDisk::new(&sim, config(), bytes);
-    let report = sim.block_on(async move {
-        let options = OpenOptions { access: Access::ReadOnly, ..OpenOptions::default() };
-        check(&Qcow2::open(disk, options).await.unwrap()).await.unwrap()
-    });
+    let report = sim.block_on(check_read_only(disk));
     let wanted = format!("the active L1 table at offset {l1} overlaps other data");
     assert!(report.problems.contains(&wanted), "{report:?}");
 }

@@ -294,8 +294,7 @@ impl<'a, S: Storage> References<'a, S> {
             return;
         }
         let mut clusters = location.clusters(self.geometry);
-        clusters.end = clusters.end.min(self.counts.clusters());
-        if clusters.into_iter().any(|cluster| self.counts.get(cluster) != 1) {
+        if clusters.any(|cluster| self.counts.get(cluster) > 1) {
             let offset = location.offset;
             self.problem(format!("the active L1 table at offset {offset} overlaps other data"));
         }
