@@ -18,7 +18,7 @@ fn info(name: &str, access: Access) -> ExportInfo {
     let description = format!("The export {name}");
     let bitmaps = vec!["monday".into(), "b".into()];
     let (name, size, preferred_block) = (name.into(), 1 << 30, 4096);
-    ExportInfo { name, description, size, access, preferred_block, bitmaps }
+    ExportInfo { name, description, size, access, smallest_block: 1, preferred_block, bitmaps }
 }
 
 impl ExportLookup for Exports {

@@ -11,6 +11,7 @@ pub mod ceph;
 pub mod control;
 mod data;
 mod deadline;
+pub mod generated;
 pub mod guest;
 pub mod hostile;
 pub mod image_tool;

@@ -1,4 +1,4 @@
-//! As much of JSON Schema as docs/control.schema.json uses: whether a value fits, and random values that do.
+//! As much of JSON Schema as the one of the control socket uses: whether a value fits, and random values that do.
 
 use fastrand::Rng;
 use serde_json::{Map, Value, json};

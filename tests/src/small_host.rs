@@ -1,6 +1,6 @@
 //! Small file systems that can be filled up.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -60,6 +60,16 @@ impl SmallHost {
     /// The path of a file on it.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
+    }
+
+    /// Takes all of its room for a new file of this name, whose path is returned.
+    pub fn fill_up(&self, name: &str) -> PathBuf {
+        let ballast = self.path(name);
+        let mut file = std::fs::File::create(&ballast).expect("a file");
+        for size in [1 << 20, 4096, 512] {
+            while file.write(&vec![1; size]).is_ok_and(|count| count > 0) {}
+        }
+        ballast
     }
 }
 

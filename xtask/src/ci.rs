@@ -1,11 +1,14 @@
 //! `cargo xtask ci`: everything that must be clean before a change lands, the quick checks first.
 //!
-//! Stops at the first failure. Each step ends with a line saying how long it took.
+//! Stops at the first failure. Each step ends with a line saying how long it took. Steps that take
+//! long are left out, or cut down, where nothing that they show has changed since the last commit that
+//! passed all of them (`changes`); the first line says which, and `--all` runs them all the same.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result};
 
+use crate::changes::{self, Changes};
 use crate::{deny, fuzz, lab, test, tidy};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
@@ -15,46 +18,112 @@ const FUZZ_SECONDS: u64 = 8;
 /// For servers that are killed: a part of all combinations, another one each time.
 const KILL_SECONDS: &str = "20";
 
-type Step = (&'static str, fn(&Workspace) -> Result<()>);
+/// Servers that are killed.
+const KILL: &[&str] = &["blockhouse-daemon", "lab-kill"];
+/// The packages in `crates/` that fuzz targets use, and the targets.
+const FUZZ: &[&str] = &["blockhouse-daemon", "blockhouse-fuzz"];
+/// The scenarios of `cargo xtask vm`, and whose promises each shows.
+const SCENARIOS: &[(&str, &str)] = &[
+    ("fua", "blockhouse-disk"),
+    ("first-writes", "blockhouse-disk"),
+    ("power", "blockhouse-disk"),
+    ("guest", "blockhouse-nbd"),
+    ("guest-vhost-user", "blockhouse-vhost-user"),
+    ("nbd", "blockhouse-nbd"),
+    ("ublk", "blockhouse-ublk"),
+    ("ublk-costs", "blockhouse-ublk"),
+    ("ublk-nvme", "blockhouse-ublk"),
+    ("ublk-hostile", "blockhouse-ublk"),
+    ("attach-nbd", "blockhouse-kernel-nbd"),
+    ("io-poll", "blockhouse-disk"),
+    ("lost-writes", "blockhouse-disk"),
+];
+
+type Step = (&'static str, fn(&Workspace, &Changes) -> Result<()>);
 
 const STEPS: &[Step] = &[
-    ("fmt", |workspace| {
+    ("fmt", |workspace, _| {
         cargo_step(workspace, "fmt --all --check", None)?;
         fuzz::check_format(workspace)
     }),
-    ("tidy", tidy::run),
-    ("clippy", |workspace| {
+    ("tidy", |workspace, _| tidy::run(workspace)),
+    ("clippy", |workspace, _| {
         cargo_step(workspace, "clippy --workspace --all-targets --locked -- -D warnings", None)
     }),
-    ("doc", |workspace| {
+    ("doc", |workspace, _| {
         let flags = Some(("RUSTDOCFLAGS", "-Dwarnings"));
         cargo_step(workspace, "doc --workspace --no-deps --locked", flags)
     }),
-    ("deny", deny::run),
-    ("test", |workspace| test::run(workspace, &[])),
-    ("kill", |_| {
+    ("deny", |workspace, _| deny::run(workspace)),
+    ("test", |workspace, _| test::run(workspace, &[])),
+    ("kill", |_, changes| {
+        if !changes.reach(KILL) {
+            return Ok(());
+        }
         lab::run("lab-kill", &["--seconds", KILL_SECONDS])?;
         // Made wrong on purpose, it must fail.
         lab::run("lab-kill", &["load", "--without-state", "--seconds", "3"])
     }),
-    ("vm", |_| lab::run("lab-vm", &[])),
-    ("fuzz", |workspace| fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))),
-    ("fuzz-lint", fuzz::lint),
+    ("vm", |_, changes| {
+        let reached: Vec<_> = scenarios(changes, true).collect();
+        if reached.is_empty() { Ok(()) } else { lab::run("lab-vm", &reached) }
+    }),
+    ("fuzz", |workspace, changes| {
+        if !changes.reach(FUZZ) {
+            return Ok(());
+        }
+        fuzz::run(workspace, &fuzz::Options::all(FUZZ_SECONDS))?;
+        fuzz::lint(workspace)
+    }),
 ];
 
-/// Runs all steps.
-pub fn run(workspace: &Workspace) -> Result<()> {
+/// Runs all steps; with `all` also what no change has reached, and notes the commit then.
+pub fn run(workspace: &Workspace, all: bool) -> Result<()> {
     let started = Instant::now();
+    let changes = if all {
+        Changes::Everything("--all".to_owned())
+    } else {
+        Changes::since_proven(workspace)
+    };
+    println!("ci: {}", left_out(&changes));
     for (name, step) in STEPS {
         let step_started = Instant::now();
         println!("ci: {name} ...");
-        let result = step(workspace);
+        let result = step(workspace, &changes);
         let verdict = if result.is_ok() { "ok" } else { "FAILED" };
         println!("ci: {name} {verdict} after {:.1} s", step_started.elapsed().as_secs_f64());
         result.with_context(|| format!("step {name}"))?;
     }
     println!("ci: all clean after {:.1} s", started.elapsed().as_secs_f64());
-    Ok(())
+    if all { changes::note_proven(workspace) } else { Ok(()) }
+}
+
+/// The scenarios that `changes` reach, or those that they do not.
+fn scenarios(changes: &Changes, reached: bool) -> impl Iterator<Item = &'static str> {
+    let of_these = SCENARIOS
+        .iter()
+        .filter(move |(_, package)| changes.reach(&[*package, "lab-vm"]) == reached);
+    of_these.map(|(name, _)| *name)
+}
+
+/// The line that says what is not run, and why.
+fn left_out(changes: &Changes) -> String {
+    let commit = match changes {
+        Changes::Everything(reason) => return format!("every step in full: {reason}"),
+        Changes::Packages { commit, .. } => commit,
+    };
+    let whole = [("kill", KILL), ("fuzz", FUZZ)];
+    let mut names: Vec<_> = whole
+        .iter()
+        .filter(|(_, packages)| !changes.reach(packages))
+        .map(|(name, _)| (*name).to_owned())
+        .collect();
+    names.extend(scenarios(changes, false).map(|scenario| format!("vm {scenario}")));
+    if names.is_empty() {
+        return format!("every step in full: all have changed since {commit}");
+    }
+    let names = names.join(", ");
+    format!("left out, because nothing that they show has changed since {commit}: {names}")
 }
 
 fn cargo_step(workspace: &Workspace, line: &str, env: Option<(&str, &str)>) -> Result<()> {

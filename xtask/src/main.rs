@@ -5,12 +5,14 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 
+mod changes;
 mod ci;
 mod deny;
 mod dist;
 mod fuzz;
 mod lab;
 mod loom;
+mod map;
 mod options;
 mod soak;
 mod test;
@@ -44,9 +46,15 @@ enum Task {
     Fuzz(fuzz::Options),
     /// Crash disks in the simulator, millions of times, each time by other seeds
     Soak(soak::Options),
-    /// Check the rules that no compiler checks: lengths, headers, circles, layers, unsafe code, banned words
+    /// Check the rules that no compiler checks: lengths, headers, circles, layers, unsafe code, documentation
     Tidy,
-    /// Write docs/options.md anew, after options of the command line have changed
+    /// Say which file is about what: all, or those whose path or first line has WORD
+    Map {
+        /// Words that a line must have, in any case
+        #[arg(value_name = "WORD")]
+        words: Vec<String>,
+    },
+    /// Make the option reference, the control socket's schema, man pages and completions in target/generated
     Options,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
     Deny,
@@ -62,7 +70,11 @@ enum Task {
     #[command(disable_help_flag = true)]
     Kill(lab::Args),
     /// Everything that must be clean before a change lands
-    Ci,
+    Ci {
+        /// Run the steps, too, that show only what has not changed since the commit in `.ci/proven`
+        #[arg(long)]
+        all: bool,
+    },
 }
 
 fn main() -> ExitCode {
@@ -83,12 +95,13 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
         Task::Fuzz(options) => fuzz::run(workspace, &options),
         Task::Soak(options) => soak::run(workspace, &options),
         Task::Tidy => tidy::run(workspace),
+        Task::Map { words } => map::run(workspace, &words),
         Task::Options => options::run(workspace),
         Task::Deny => deny::run(workspace),
         Task::Dist(options) => dist::run(workspace, &options),
         Task::Compare(args) => lab::exec("lab-compare", &args),
         Task::Vm(args) => lab::exec("lab-vm", &args),
         Task::Kill(args) => lab::exec("lab-kill", &args),
-        Task::Ci => ci::run(workspace),
+        Task::Ci { all } => ci::run(workspace, all),
     }
 }

@@ -1,5 +1,7 @@
-//! `cargo xtask options`: writes docs/options.md and docs/control.schema.json, as the binary makes them from the
-//! definition of its command line and of its control socket.
+//! `cargo xtask options`: makes the option reference, the schema of the control socket, man pages and completions.
+//!
+//! The binary makes them from the definitions that it parses by. They are in `target/generated` and in packages
+//! (`cargo xtask dist`), not in the repository, so nothing has to be kept equal to them.
 
 use std::process::Command;
 
@@ -9,7 +11,7 @@ use lab_tools::build::{Profile, build_binary};
 use lab_tools::process;
 use lab_tools::workspace::Workspace;
 
-/// Builds the binary and replaces the pages.
+/// Builds the binary, makes the files and prints the folder that has them.
 pub fn run(workspace: &Workspace) -> Result<()> {
     let folder = workspace.target().join("generated");
     std::fs::create_dir_all(&folder)
@@ -17,11 +19,9 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     let mut generate = Command::new(build_binary(workspace, Profile::Dev)?);
     generate.arg("__generate").arg(&folder);
     process::run(generate)?;
-    for name in ["options.md", "control.schema.json"] {
-        let page = workspace.root().join("docs").join(name);
-        std::fs::copy(folder.join(name), &page)
-            .with_context(|| format!("cannot write {}", page.display()))?;
-        println!("xtask: wrote {}", page.display());
-    }
+    println!(
+        "xtask: options.md, control.schema.json, man and completions are in {}",
+        folder.display()
+    );
     Ok(())
 }

@@ -161,6 +161,9 @@ fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Resul
         Setting::EncryptLuks => ("encrypt.format", false),
         Setting::EncryptIterTime(_) => ("encrypt.iter-time", false),
         Setting::KeySecret(_) | Setting::UsualLuks => ("encrypt", false),
+        Setting::NoCopyOnWrite(_) => ("nocow", false),
+        Setting::ExtentSize(_) => ("extent_size_hint", false),
+        Setting::Size(size) => ("size", *size == disk.size()),
         Setting::Compat(_) | Setting::LazyRefcounts(_) => return Ok(()),
     };
     if is_same {

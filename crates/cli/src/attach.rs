@@ -47,7 +47,7 @@ pub struct DetachArguments {
     device: Device,
     /// Remove it although it is mounted, or its server has other exports, which end with it.
     ///
-    /// What uses it gets errors, and what it has not written yet is lost.
+    /// Its users get errors, and data that they have not written yet is lost.
     #[arg(long)]
     force: bool,
 }

@@ -16,10 +16,11 @@ use blockhouse_disk::{
     ImageDisk, ImageFormat, ImageOptions, RangeCopy, TargetContent, changed_since, check_new_name,
     exists, open, part_of, rename_finished,
 };
-use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_storage::{ImageStorage, Location};
 
+use crate::copy_target::tell_of_sectors;
 use crate::copy_target::without_leaks;
 use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::open_args::OpenArgs;
@@ -95,15 +96,16 @@ impl Arguments {
         let part = part_of(&self.target);
         match (exists(&part).await?, self.resume) {
             (true, false) => bail!(
-                "{}: is what an earlier command left behind; go on with it (--resume), or remove it",
+                "{}: is left of an earlier command; resume it with --resume, or remove it",
                 part.display()
             ),
             (false, true) => {
-                bail!("{}: there is no backup to go on with; leave --resume out", part.display())
+                bail!("{}: there is no backup to resume; leave --resume out", part.display())
             }
             (true, true) | (false, false) => {}
         }
         let source = open(&self.source, self.open.read_only(self.source_format)?).await?;
+        tell_of_sectors(&source);
         let source = Arc::new(source);
         let target = match &self.incremental {
             None => self.fill_whole(&source, &part, phases).await,
@@ -201,10 +203,11 @@ impl Arguments {
     async fn part(&self, part: &Path, options: CreateOptions) -> Result<Arc<ImageDisk>> {
         if !self.resume {
             let progress = ToolProgress::default();
-            create_qcow2(part, &options, AllowedPaths::default(), &progress).await?;
+            create_qcow2(part, &options, AllowedPaths::default(), NewFile::default(), &progress)
+                .await?;
             return Ok(Arc::new(self.open_target(part).await?));
         }
-        let advice = || format!("{}: cannot go on with it; remove it", part.display());
+        let advice = || format!("{}: cannot be resumed; remove it", part.display());
         let target = self.open_target(part).await.with_context(advice)?;
         let is_like_it =
             target.size() == options.size && target.backing_file() == options.backing.as_ref();

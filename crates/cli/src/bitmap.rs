@@ -7,7 +7,7 @@ use anyhow::Result;
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, ImageDisk, ImageFormat, ImageOptions, Locking, NewBitmap,
-    make_sidecar, open_without_backing,
+    make_sidecar, open_without_backing, remove_unused_sidecar,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Command, FromArgMatches};
@@ -198,7 +198,7 @@ enum Action {
 /// A new bitmap, of an image or of a served disk.
 #[derive(clap::Args)]
 pub struct NewBitmapArgs {
-    /// What to call it: 1 to 1023 bytes, unlike all others.
+    /// The new name: 1 to 1023 bytes, unlike all others.
     pub name: String,
     /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a cluster,
     /// but 4 KiB at least and 64 KiB at most.
@@ -259,9 +259,14 @@ async fn run_action(action: Action) -> Result<()> {
             if text.is_empty() { Ok(()) } else { output::print(&text) }
         }
         Action::Add { image, new: NewBitmapArgs { name, granularity, disabled } } => {
-            image.make_sidecar().await?;
+            let is_new = image.make_sidecar().await?;
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
-            disk.bitmaps().add(&NewBitmap { name, granularity, is_enabled: !disabled }).await?;
+            let new = NewBitmap { name, granularity, is_enabled: !disabled };
+            let added = disk.bitmaps().add(&new).await;
+            if added.is_err() && is_new {
+                image.remove_unused_sidecar(&disk).await?;
+            }
+            added?;
             Ok(disk.close().await?)
         }
         Action::Remove(named) => named.change(BitmapAction::Remove).await,
@@ -273,7 +278,8 @@ async fn run_action(action: Action) -> Result<()> {
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             match source_file {
                 Some(file) => {
-                    let options = image.options(source_format, Access::ReadOnly, Locking::Held)?;
+                    // It is copied: a bitmap that lacks changes would become a backup that does.
+                    let options = image.access.open.read_only(source_format)?;
                     let other = open(&file, options).await?;
                     disk.bitmaps().merge(&name, &other, &source).await?;
                     other.close().await?;
@@ -305,12 +311,19 @@ impl Image {
         open(&named.path, self.options(named.format, access, locking)?).await
     }
 
-    /// A place for the bitmaps of a raw image, if it has none yet.
-    async fn make_sidecar(&self) -> Result<()> {
+    /// A place for the bitmaps of a raw image, if it has none yet: whether there was none.
+    async fn make_sidecar(&self) -> Result<bool> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
         let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
         Ok(make_sidecar(&named.path, &options).await.map_err(told)?)
+    }
+
+    /// Takes that place away again.
+    async fn remove_unused_sidecar(&self, disk: &ImageDisk) -> Result<()> {
+        let ImageAccess { format, image_opts, .. } = &self.access;
+        let named = image_opts.resolve_to_change(&self.image, *format)?;
+        Ok(remove_unused_sidecar(disk, &named.path).await?)
     }
 
     fn options(
@@ -319,7 +332,11 @@ impl Image {
         access: Access,
         locking: Locking,
     ) -> Result<ImageOptions> {
-        Ok(ImageOptions { access, locking, ..self.access.open.read_only(format)? })
+        let open = &self.access.open;
+        Ok(match access {
+            Access::ReadOnly => ImageOptions { locking, ..open.look_only(format)? },
+            Access::ReadWrite => ImageOptions { locking, ..open.read_write(format)? },
+        })
     }
 }
 

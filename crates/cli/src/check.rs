@@ -1,7 +1,7 @@
 //! `blockhouse check`: checks the metadata of an image, and repairs it.
 //!
-//! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made, 2 the
-//! image is corrupt, 3 it has leaks only, 63 the format has nothing to check. Problems are printed on
+//! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made or the
+//! command line is wrong, 2 the image is corrupt, 3 it has leaks only, 63 the format has nothing to check. Problems are printed on
 //! standard error, sums on standard output.
 
 use std::process::ExitCode;
@@ -9,16 +9,18 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use blockhouse_core::{Storage, ToolProgress};
 use blockhouse_disk::{
-    CheckReport, IfCorrupt, ImageFormat, format_by_name, open_for_repair, open_metadata,
-    replay_state,
+    CheckReport, IfCorrupt, ImageFormat, PendingChanges, format_by_name, open_for_repair,
+    open_metadata, replay_state,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
 use serde_json::json;
 
+use crate::called_as;
 use crate::create::wrong_usage;
 use crate::image_args::ImageArgs;
 use crate::image_opts::Named;
+use crate::info::missing_as_json;
 use crate::open_args::SourceCacheArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
@@ -57,7 +59,7 @@ enum Outcome {
     /// There is nothing to check in this format.
     NotCheckable(&'static str),
     /// It was only checked.
-    Checked(CheckReport, &'static str),
+    Checked(CheckReport, &'static str, Option<PendingChanges>),
     /// It was repaired, as far as that was possible.
     Repaired(RepairReport, &'static str),
 }
@@ -80,14 +82,19 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let outcome = shown.beside(|| progress.get(), work)?;
     let name = image.to_string();
-    let (report, repaired, format) = match outcome {
+    let (report, repaired, format, pending) = match outcome {
         Outcome::NotCheckable(format) => {
             let why = format!("the format {format} does not support checks");
-            output::tell(&format!("blockhouse: {name}: {why}"));
+            output::tell(&match called_as::is_qemu_img() {
+                true => "qemu-img: This image format does not support checks".to_owned(),
+                false => format!("blockhouse: {name}: {why}"),
+            });
             return Ok(ExitCode::from(NOT_CHECKABLE));
         }
-        Outcome::Checked(report, format) => (report, None, format),
-        Outcome::Repaired(repaired, format) => (repaired.left.clone(), Some(repaired), format),
+        Outcome::Checked(report, format, pending) => (report, None, format, pending),
+        Outcome::Repaired(repaired, format) => {
+            (repaired.left.clone(), Some(repaired), format, None)
+        }
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
     for problem in &found.problems {
@@ -98,7 +105,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     }
     let fixed = repaired.as_ref().map_or(FixCounts::default(), FixCounts::of);
     let text = if image.is_json() {
-        as_json(&name, format, &report, fixed)
+        as_json((&name, format), &report, fixed, pending.as_ref())
     } else {
         as_text(&report, fixed)
     };
@@ -112,11 +119,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
     // Locked, so that no program writes until the report is there.
-    let (path, options) = arguments.image.read_only()?;
+    let (path, options) = arguments.image.look_only()?;
+    let state = options.state.directory().cloned();
     let disk = open_metadata(&path, arguments.source_cache.apply(options)).await?;
+    let pending = state.map_or(Ok(None), |dir| disk.pending_changes(&dir))?;
     let report = disk.check_with(progress).await?;
     let format = disk.format_name();
-    Ok(report.map_or(Outcome::NotCheckable(format), |report| Outcome::Checked(report, format)))
+    Ok(report
+        .map_or(Outcome::NotCheckable(format), |report| Outcome::Checked(report, format, pending)))
 }
 
 async fn repair_image(
@@ -163,22 +173,14 @@ impl FixCounts {
 }
 
 fn as_text(report: &CheckReport, fixed: FixCounts) -> String {
+    let is_qemu = called_as::is_qemu_img();
     let mut lines = Vec::new();
-    if fixed.corruptions > 0 || fixed.leaks > 0 {
-        let FixCounts { corruptions, leaks } = fixed;
-        lines.push(format!("Repaired: {leaks} leaked clusters, {corruptions} corruptions."));
+    if is_qemu {
+        lines.extend(words_of_qemu(report, fixed));
+    } else {
+        lines.extend(words_of(report, fixed));
     }
-    let &CheckReport { corruptions, leaks, total_clusters: total, .. } = report;
-    if corruptions == 0 && leaks == 0 {
-        lines.push("No errors were found on the image.".to_owned());
-    }
-    if corruptions > 0 {
-        lines
-            .push(format!("{corruptions} errors: data may be lost, and each write may lose more."));
-    }
-    if leaks > 0 {
-        lines.push(format!("{leaks} leaked clusters: they waste space but harm no data."));
-    }
+    let &CheckReport { total_clusters: total, .. } = report;
     if total > 0 && report.allocated_clusters > 0 {
         let CheckReport { allocated_clusters: allocated, .. } = *report;
         let share = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
@@ -189,12 +191,68 @@ fn as_text(report: &CheckReport, fixed: FixCounts) -> String {
             share(report.compressed_clusters, allocated)
         ));
     }
-    lines.push(format!("Image end offset: {}", report.end));
+    if !is_qemu || report.end > 0 {
+        lines.push(format!("Image end offset: {}", report.end));
+    }
     lines.join("\n")
 }
 
+/// The findings and repairs, in the words of `qemu-img check`.
+fn words_of_qemu(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
+    let mut lines = Vec::new();
+    let FixCounts { corruptions, leaks } = fixed;
+    if corruptions > 0 || leaks > 0 {
+        lines.push(format!(
+            "The following inconsistencies were found and repaired:\n\n    {leaks} leaked clusters\n    {corruptions} \
+             corruptions\n\nDouble checking the fixed image now..."
+        ));
+    }
+    let &CheckReport { corruptions, leaks, .. } = report;
+    if corruptions == 0 && leaks == 0 {
+        lines.push("No errors were found on the image.".to_owned());
+    }
+    if corruptions > 0 {
+        lines.push(format!(
+            "\n{corruptions} errors were found on the image.\nData may be corrupted, or further writes to the image \
+             may corrupt it."
+        ));
+    }
+    if leaks > 0 {
+        lines.push(format!(
+            "\n{leaks} leaked clusters were found on the image.\nThis means waste of disk space, but no harm to data."
+        ));
+    }
+    lines
+}
+
+/// The same in ours.
+fn words_of(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
+    let mut lines = Vec::new();
+    if fixed.corruptions > 0 || fixed.leaks > 0 {
+        let FixCounts { corruptions, leaks } = fixed;
+        lines.push(format!("Repaired: {leaks} leaked clusters, {corruptions} corruptions."));
+    }
+    let &CheckReport { corruptions, leaks, .. } = report;
+    if corruptions == 0 && leaks == 0 {
+        lines.push("No errors were found on the image.".to_owned());
+    }
+    if corruptions > 0 {
+        lines
+            .push(format!("{corruptions} errors: data may be lost, and each write may lose more."));
+    }
+    if leaks > 0 {
+        lines.push(format!("{leaks} leaked clusters: they waste space but harm no data."));
+    }
+    lines
+}
+
 /// As `qemu-img` does, counts of zero are left out.
-fn as_json(name: &str, format: &str, report: &CheckReport, fixed: FixCounts) -> String {
+fn as_json(
+    (name, format): (&str, &str),
+    report: &CheckReport,
+    fixed: FixCounts,
+    pending: Option<&PendingChanges>,
+) -> String {
     let mut value = json!({ "filename": name, "format": format, "check-errors": 0 });
     for (key, count) in [
         ("image-end-offset", report.end),
@@ -210,6 +268,9 @@ fn as_json(name: &str, format: &str, report: &CheckReport, fixed: FixCounts) -> 
         if count > 0 {
             value[key] = count.into();
         }
+    }
+    if let Some(pending) = pending {
+        value["blockhouse"] = json!({ "missing-changes": missing_as_json(pending) });
     }
     format!("{value:#}")
 }

@@ -14,6 +14,7 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
+use crate::called_as;
 use crate::image_args::resolve_relative;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, TargetCacheArgs};
@@ -30,8 +31,8 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// The backing file that gets the content; left out, the image's own. Where it is a deeper one of the chain, the
-    /// image keeps what it has, and those between the two are of no use any more but as a part of its chain.
+    /// The backing file that gets the content; left out, the image's own. If it is a deeper one of the chain, the
+    /// image keeps its content, and the files between the two are useful as a part of its chain only.
     #[arg(long, short, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Leave in the image what it has, instead of emptying it.
@@ -50,7 +51,7 @@ pub struct Arguments {
     image_opts: ImageOptsArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The image. What it has goes into its backing file, and it is empty afterwards.
+    /// The image. Its content goes into its backing file, and it is empty afterwards.
     image: PathBuf,
 }
 
@@ -85,10 +86,10 @@ pub fn run(arguments: Arguments) -> Result<()> {
     })?;
     for image in between {
         output::tell(&format!(
-            "blockhouse: {image}: is over a changed backing file, and no disk by itself any more"
+            "blockhouse: {image}: its backing file has changed; it is a part of this chain only, not a disk by itself"
         ));
     }
-    Ok(())
+    if called_as::is_qemu_img() { output::print_unless_quiet("Image committed.") } else { Ok(()) }
 }
 
 /// Makes `base` read as `overlay` does, which keeps all it has. What of the two is the same is not written.

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
-use crate::output::{self, ReaderGone};
+use crate::output;
 use crate::parallel::{default_threads, run_parallel};
 use crate::progress::{Progress, ProgressArgs};
 
@@ -67,10 +67,11 @@ pub struct Arguments {
 
 impl Arguments {
     async fn open(&self, image: &Path, format: Option<ImageFormat>) -> Result<ImageDisk> {
-        let Named { path, format, is_shared, .. } = self.image_opts.resolve(image, format)?;
+        let Named { path, format, part, is_shared, .. } =
+            self.image_opts.resolve_to_read(image, format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
-        let options = ImageOptions { locking, ..self.open.read_only(format)? };
+        let options = ImageOptions { locking, part, ..self.open.read_image(&path, format)? };
         Ok(open(&path, self.source_cache.apply(options)).await?)
     }
 }
@@ -113,7 +114,6 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         as_text(difference, sizes)
     };
     match output::print_unless_quiet(&text) {
-        Err(error) if error.is::<ReaderGone>() => Err(error),
         // A status of 1 would say that the images are different.
         Err(error) => Ok(report_error(&error, NO_ANSWER)),
         Ok(()) => Ok(match difference {
@@ -145,6 +145,7 @@ fn difference(
     let comparing =
         CompareJob::new(Arc::clone(one), Arc::clone(other), MAX_IN_FLIGHT.div_ceil(threads));
     run_parallel(
+        event_loop,
         progress,
         threads,
         || async { Ok(comparing.work().await?) },
@@ -155,23 +156,26 @@ fn difference(
 }
 
 fn report_error(error: &anyhow::Error, status: u8) -> ExitCode {
-    output::tell(&format!("blockhouse: {error:#}"));
+    output::tell_failure(error);
     ExitCode::from(status)
 }
 
 fn as_text(difference: Difference, [one, other]: [u64; 2]) -> String {
     match difference {
-        Difference::Same if one == other => "The images are the same.".to_owned(),
+        Difference::Same if one == other => "Images are identical.".to_owned(),
         Difference::Same => {
-            format!("The images are the same but for zeros at the end ({one} and {other} bytes).")
+            format!(
+                "Warning: Image size mismatch!\nImages are identical.\nOne has {one} bytes and the other {other}: what is \
+                 more is zeros."
+            )
         }
-        Difference::Content(offset) => {
-            format!("The images are different, from offset {offset} ({offset:#x}) on.")
-        }
+        Difference::Content(offset) => format!("Content mismatch at offset {offset}!"),
         Difference::Status(offset) => {
-            format!("The images are stored differently, from offset {offset} ({offset:#x}) on.")
+            format!("Strict mode: Offset {offset} block status mismatch!")
         }
-        Difference::Size => format!("The images have different sizes: {one} and {other} bytes."),
+        Difference::Size => {
+            format!("Strict mode: Image size mismatch!\nOne has {one} bytes and the other {other}.")
+        }
     }
 }
 

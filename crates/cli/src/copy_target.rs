@@ -4,7 +4,6 @@
 //! `TARGET.part` beside it. A file that has the name already is left alone, unless it is to be replaced, which happens
 //! at one moment at the very end, or to be overwritten in place.
 
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,19 +12,22 @@ use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk, ImageFormat,
-    ImageOptions, Locking, StateUse, TargetContent, check_new_name, create as create_file, exists,
-    open, open_for_repair, open_locked, open_without_backing, part_of, remove_created,
-    rename_finished,
+    Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk,
+    ImageFormat, ImageOptions, Locking, StateUse, TargetContent, check_apart, check_new_name,
+    exists, is_device, keeps_its_place, open, open_for_repair, open_locked, open_without_backing,
+    part_of, remove_created, rename_finished,
 };
-use blockhouse_engine::HostFile;
-use blockhouse_format::qcow2::{Repair, repair};
+use blockhouse_engine::{HostFile, NewFile};
+use blockhouse_format::qcow2::{Preallocation, Repair, repair};
 use blockhouse_storage::Location;
 
-use crate::create::{create_luks, create_qcow2, format_of_new, key_time, luks_header, wrong_usage};
+use crate::create::{
+    create_luks, create_qcow2, create_raw, format_of_new, key_time, luks_header, wrong_usage,
+};
 use crate::create_options::{self, Setting};
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
+use crate::output;
 
 /// The formats of a copy.
 #[derive(clap::Args)]
@@ -36,7 +38,7 @@ pub struct CopyFormats {
     pub source_format: Option<ImageFormat>,
     /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short = 'O', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
+    pub format: Option<ImageFormat>,
 }
 
 impl CopyFormats {
@@ -44,6 +46,17 @@ impl CopyFormats {
     pub fn of_target(&self, path: &Path) -> ImageFormat {
         self.format.unwrap_or_else(|| format_of_new(path))
     }
+}
+
+/// How a copy is made.
+#[derive(Clone, Copy, Default)]
+pub struct How {
+    /// Clusters are compressed.
+    pub compress: bool,
+    /// Zeros are written as data is.
+    pub writes_zeros: bool,
+    /// Unreadable parts become zeros.
+    pub salvages: bool,
 }
 
 /// What becomes of a target that exists.
@@ -71,7 +84,7 @@ pub async fn without_leaks(
     part: &Path,
     open: impl AsyncFnOnce() -> Result<ImageDisk>,
 ) -> Result<ImageDisk> {
-    let advice = || format!("{}: cannot go on with it; remove it", part.display());
+    let advice = || format!("{}: cannot be resumed; remove it", part.display());
     match disk.check().await.with_context(advice)? {
         Some(report) if report.corruptions > 0 => {
             bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
@@ -106,6 +119,8 @@ pub struct TargetSpec<'a> {
     /// `None`: around the page cache where that can be.
     pub cache: Option<CacheMode>,
     pub open: &'a OpenArgs,
+    /// The disks that are read for it.
+    pub sources: Vec<&'a ImageDisk>,
 }
 
 /// The target of a copy.
@@ -124,6 +139,14 @@ struct Finish {
     replaced_file: Option<HostFile>,
     if_exists: IfExists,
     can_resume: bool,
+}
+
+impl Finish {
+    /// Nothing is left to do.
+    fn in_place(path: PathBuf) -> Self {
+        let (part, replaced_file, if_exists) = (None, None, IfExists::Fail);
+        Self { path, part, replaced_file, if_exists, can_resume: false }
+    }
 }
 
 impl Target {
@@ -161,12 +184,27 @@ impl Target {
     }
 }
 
+/// Warns where a copy of a disk loses the size of its sectors, which no format that is written can state.
+pub fn tell_of_sectors(source: &ImageDisk) {
+    let sector = source.logical_block_size();
+    if sector != 512 {
+        output::tell(&format!(
+            "blockhouse: {}: its disk has sectors of {sector} bytes, which a copy cannot say: serve that with \
+             --logical-block-size {sector}, or guests do not find its partitions",
+            source.name()
+        ));
+    }
+}
+
 impl TargetSpec<'_> {
     /// Makes or opens the target. Needs the loop of the current thread.
     ///
     /// # Errors
     /// One that names the target: it exists, cannot be made, is too small, or is no part of this copy.
     pub async fn build(self) -> Result<Target> {
+        if self.backing_name().is_none() {
+            self.sources.iter().for_each(|source| tell_of_sectors(source));
+        }
         if self.is_overwritten() {
             return self.overwrite().await;
         }
@@ -179,10 +217,10 @@ impl TargetSpec<'_> {
             }
             Location::Rbd(_) => return self.fill_part(None).await,
         }
-        let found = std::fs::metadata(path).ok();
-        if found.as_ref().is_some_and(|found| found.file_type().is_block_device()) {
+        if is_device(path) {
             return self.replace("a block device").await;
         }
+        let found = std::fs::metadata(path).ok();
         if found.is_some() && self.if_there != IfThere::Replace {
             bail!(
                 "{}: exists and is left alone; choose another name, or replace it with --force",
@@ -192,6 +230,7 @@ impl TargetSpec<'_> {
         check_new_name(path)?;
         // A program that uses it would go on with a file that has no name any more.
         let replaced_file = match found {
+            Some(_) if keeps_its_place(path) => return self.fill_in_place().await,
             Some(_) => Some(open_locked(path)?),
             None => None,
         };
@@ -205,6 +244,8 @@ impl TargetSpec<'_> {
             IfThere::Resume => (self.open_partial(&part).await?, TargetContent::Unknown),
             _ => (self.create_new(&part).await?, self.content_of_new()),
         };
+        // Its data file may have been there before.
+        self.check_apart(&disk)?;
         let if_exists = match self.if_there {
             IfThere::Replace => IfExists::Replace,
             _ => IfExists::Fail,
@@ -213,6 +254,15 @@ impl TargetSpec<'_> {
         let can_resume = self.can_resume;
         let finish = Finish { path, part: Some(part), replaced_file, if_exists, can_resume };
         Ok(Target { disk: Arc::new(disk), content, finish })
+    }
+
+    /// The file that is there, emptied: it is mounted where it is, or its folder takes no new file.
+    async fn fill_in_place(self) -> Result<Target> {
+        let path = self.path.to_owned();
+        let file = NewFile { is_in_place: true, ..create_options::new_file(&self.settings) };
+        let disk = self.make(&path, file).await?;
+        let finish = Finish::in_place(path);
+        Ok(Target { disk: Arc::new(disk), content: self.content_of_new(), finish })
     }
 
     /// An overlay reads as its backing file, and what is encrypted as anything.
@@ -235,12 +285,26 @@ impl TargetSpec<'_> {
     async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
         if exists(part).await? {
             bail!(
-                "{}: is what an earlier copy left behind; go on with it (--resume), or remove it",
+                "{}: is left of an earlier copy; resume it with --resume, or remove it",
                 part.display()
             );
         }
+        let opened = self.make(part, create_options::new_file(&self.settings)).await;
+        if opened.is_err() {
+            // Nothing is in it yet.
+            remove_created(part).await;
+        }
+        opened
+    }
+
+    /// An empty image at this path.
+    async fn make(&self, part: &Path, file: NewFile) -> Result<ImageDisk> {
         match self.format {
-            ImageFormat::Raw => create_file(part, self.size, ImageFormat::Raw).await?,
+            ImageFormat::Raw => {
+                let mode = create_options::raw(&self.settings);
+                let mode = mode.unwrap_or_else(|why| wrong_usage(&why));
+                create_raw(part, self.size, mode, file, &ToolProgress::default()).await?;
+            }
             ImageFormat::Qcow2 => {
                 let options = create_options::qcow2(self.size, self.settings.clone());
                 let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
@@ -249,25 +313,20 @@ impl TargetSpec<'_> {
                     options.encryption = Some(self.open.keys().create_header(secret, time)?);
                 }
                 let progress = ToolProgress::default();
-                create_qcow2(part, &options, self.allowed_paths()?, &progress).await?;
+                create_qcow2(part, &options, self.allowed_paths()?, file, &progress).await?;
             }
             ImageFormat::Luks => {
                 let header = luks_header(self.open.keys(), &self.settings)?;
-                create_luks(part, self.size, &header).await?;
+                create_luks(part, self.size, &header, file).await?;
             }
             ImageFormat::Foreign(_) => bail!("{}", self.format.not_made()),
         }
-        let opened = self.open_target(part).await;
-        if opened.is_err() {
-            // Nothing is in it yet.
-            remove_created(part).await;
-        }
-        opened
+        self.open_target(part).await
     }
 
     /// The partial copy of an earlier conversion.
     async fn open_partial(&self, part: &Path) -> Result<ImageDisk> {
-        let advice = || format!("{}: cannot go on with it; remove it", part.display());
+        let advice = || format!("{}: cannot be resumed; remove it", part.display());
         let disk = self.open_target(part).await.with_context(advice)?;
         if disk.size() != self.size {
             bail!(
@@ -290,22 +349,50 @@ impl TargetSpec<'_> {
     /// What has a size of its own, and is overwritten where that is meant: `what` says what it is.
     async fn replace(self, what: &str) -> Result<Target> {
         let path = self.path;
+        let takes_space = |one: &Setting| matches!(one, Setting::Preallocation(mode) if *mode != Preallocation::Off);
+        if self.format == ImageFormat::Raw && self.settings.iter().any(takes_space) {
+            bail!(
+                "{}: Unsupported preallocation mode: it is {what}, which has its space; leave preallocation out",
+                path.display()
+            );
+        }
         if self.if_there == IfThere::Fail {
             bail!(
                 "{}: is {what}, and all that is on it would be lost; say --force to overwrite it",
                 path.display()
             );
         }
-        if self.format != ImageFormat::Raw {
-            bail!("{}: is {what}: only raw images can be written to it", path.display());
+        match self.format {
+            ImageFormat::Raw => self.overwrite().await,
+            _ if is_device(path) => self.fill_device().await,
+            _ => bail!("{}: is {what}: only raw images can be written to it", path.display()),
         }
-        self.overwrite().await
+    }
+
+    /// An image on a device, in the place of all that was there.
+    async fn fill_device(self) -> Result<Target> {
+        let path = self.path;
+        let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
+        // Before anything is written.
+        let device = self.open_with(path, raw, cache, StateUse::Off).await?;
+        self.check_apart(&device)?;
+        device.close().await?;
+        drop(device);
+        let (disk, content) = match self.if_there {
+            IfThere::Resume => (self.open_partial(path).await?, TargetContent::Unknown),
+            _ => (self.make(path, NewFile::default()).await?, self.content_of_new()),
+        };
+        // Its data file may have been there before.
+        self.check_apart(&disk)?;
+        let finish = Finish::in_place(path.to_owned());
+        Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
     /// What is there already, in place.
     async fn overwrite(self) -> Result<Target> {
         let path = self.path;
         let disk = self.open_target(path).await?;
+        self.check_apart(&disk)?;
         if disk.size() < self.size {
             bail!(
                 "{}: has {} bytes, and the source {}; use a larger device or image",
@@ -329,14 +416,13 @@ impl TargetSpec<'_> {
                 TargetContent::Zero
             }
         };
-        let finish = Finish {
-            path: path.to_owned(),
-            part: None,
-            replaced_file: None,
-            if_exists: IfExists::Fail,
-            can_resume: self.can_resume,
-        };
+        let finish = Finish::in_place(path.to_owned());
         Ok(Target { disk: Arc::new(disk), content, finish })
+    }
+
+    /// Before anything is written.
+    fn check_apart(&self, target: &ImageDisk) -> blockhouse_core::Result<()> {
+        self.sources.iter().try_for_each(|source| check_apart(target, source))
     }
 
     async fn open_target(&self, path: &Path) -> Result<ImageDisk> {
@@ -345,13 +431,13 @@ impl TargetSpec<'_> {
         let cache = self.cache.unwrap_or(usual);
         let is_free = self.cache.is_none();
         let state = self.state()?;
-        match self.open_with(path, cache, state.clone()).await {
+        match self.open_with(path, Some(self.format), cache, state.clone()).await {
             // No direct I/O here, or clusters smaller than the host's blocks.
             Err(error)
                 if is_free
                     && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
             {
-                Ok(self.open_with(path, CacheMode::Writeback, state).await?)
+                Ok(self.open_with(path, Some(self.format), CacheMode::Writeback, state).await?)
             }
             opened => Ok(opened?),
         }
@@ -360,21 +446,24 @@ impl TargetSpec<'_> {
     async fn open_with(
         &self,
         path: &Path,
+        format: Option<ImageFormat>,
         cache: CacheMode,
         state: StateUse,
     ) -> blockhouse_core::Result<ImageDisk> {
         let options = ImageOptions {
-            format: Some(self.format),
+            format,
             access: Access::ReadWrite,
             cache,
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
             copy_on_read: false,
+            block_sizes: BlockSizes::OF_IMAGE,
             locking: Locking::Held,
             state,
             allowed_paths: self.allowed_paths()?,
             remote_backing: self.open.remote_backing(),
             secrets: self.open.secrets()?,
+            part: None,
         };
         match self.is_overlay() {
             true => open(path, options).await,

@@ -1,27 +1,35 @@
 //! `blockhouse create`: new images.
 //!
-//! Guarantees: an image that exists is left alone, a new image is durable when the command ends, and a
-//! command that fails leaves none. Options that do not exist or contradict each other on the
-//! command line are wrong usage; nothing is touched then.
+//! Guarantees: a file that exists is left alone, a new image is durable when the command ends, and
+//! a command that fails leaves none. A block device is overwritten, once it is known that nothing
+//! uses it and that the image's tables fit; no byte that was on it is ever a part of the new disk.
+//! Options that do not exist or contradict each other on the command line are wrong usage; nothing
+//! is touched then.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
-use blockhouse_core::{ByteRange, Storage, SyncMode, ToolProgress};
+use anyhow::{Context, Result, anyhow, bail};
+use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
-    AllowedPaths, Backing, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
-    check_raw_backing, create as create_file, format_for_new, open_created, open_without_backing,
-    remove_created,
+    AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
+    QemuName, StateUse, behind_links, check_raw_backing, create as create_file, create_as, exists,
+    format_for_new, is_device, note_data_file, open_created, open_without_backing, part_of,
+    plain_backing, remove_created, rename_finished,
 };
-use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
+use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{SpaceMode, preallocate, qcow2};
+use blockhouse_storage::ImageStorage;
 
+use crate::called_as;
 use crate::create_options::{self, Setting, Settings};
+use crate::formatting;
 use crate::image_args::{resolve_relative, tell_if_not_free};
 use crate::open_args::{AllowPathArgs, KeyArgs, read_only};
 use blockhouse_daemon::size;
 
+use crate::logging;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
 
@@ -45,7 +53,7 @@ pub struct Arguments {
     #[arg(long, short = 'F', value_name = "FORMAT", value_parser = create_options::parse_backing_format)]
     backing_format: Option<Setting>,
     /// Make the overlay without a look at its backing file, which need not be there yet. The size has to be given.
-    #[arg(short = 'u', long = "unsafe", requires = "size")]
+    #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
     #[command(flatten)]
     progress: ProgressArgs,
@@ -53,7 +61,8 @@ pub struct Arguments {
     allow: AllowPathArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone.
+    /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone. On a block device
+    /// it takes the place of all that is there; a raw disk is the device itself, and keeps it.
     image: Option<PathBuf>,
     /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that of the
     /// backing file.
@@ -69,25 +78,48 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     settings.extend(arguments.backing.take());
     settings.extend(arguments.backing_format.take());
     let Some(image) = arguments.image.take() else { wrong_usage("which image to make is missing") };
-    let size = arguments.size.map(|size| whole_sectors(&image, size));
+    let size = match (arguments.size, create_options::size_of(&settings)) {
+        (Some(_), Some(_)) => wrong_usage("the image size must be specified only once"),
+        (said, option) => said.or(option),
+    };
+    if arguments.only_name && size.is_none() {
+        wrong_usage(SIZE_IS_MISSING);
+    }
+    let said = size.unwrap_or(0);
+    let size = size.map(|size| whole_sectors(&image, size));
+    let image = match image.to_str().and_then(QemuName::of) {
+        Some(named) => named.map_err(|why| anyhow!("{}: {why}", image.display()))?.path,
+        None => image,
+    };
+    let image = behind_links(&image);
+    arguments.size = size;
+    let file = new_file(&image, &settings);
     let (shown, made) = (Progress::start(arguments.progress)?, ToolProgress::default());
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     match arguments.format.unwrap_or_else(|| format_of_new(&image)) {
-        ImageFormat::Raw => {
-            let mode = create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
+        format @ ImageFormat::Raw => {
+            let mode = create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
-            let work = || event_loop.block_on(create_raw(&image, size, mode, &made));
+            formatting::print(&image, format, said, &settings)?;
+            if is_device(&image) {
+                return check_device(&image, size, mode);
+            }
+            let work = || event_loop.block_on(create_whole_raw(&image, size, mode, file, &made));
             shown.beside(|| made.get(), work)
         }
         ImageFormat::Qcow2 => {
-            let options = arguments.qcow2_options(size, settings)?;
-            let work = || event_loop.block_on(arguments.create_qcow2(&image, options, &made));
+            let options = arguments.qcow2_options(size, settings.clone())?;
+            let work = || {
+                let made = arguments.create_qcow2(&image, options, &settings, file, &made);
+                event_loop.block_on(made)
+            };
             shown.beside(|| made.get(), work)
         }
         ImageFormat::Luks => {
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
             let header = luks_header(&arguments.keys, &settings)?;
-            event_loop.block_on(create_luks(&image, size, &header))
+            formatting::print(&image, ImageFormat::Luks, said, &settings)?;
+            event_loop.block_on(create_luks(&image, size, &header, file))
         }
         format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
     }
@@ -120,10 +152,13 @@ impl Arguments {
         &self,
         image: &Path,
         mut options: qcow2::CreateOptions,
+        settings: &[Setting],
+        file: NewFile,
         progress: &ToolProgress,
     ) -> Result<()> {
         if self.only_name {
-            return make_qcow2(image, &options, progress).await;
+            formatting::print(image, ImageFormat::Qcow2, options.size, settings)?;
+            return make_qcow2(image, &options, file, progress).await;
         }
         let allowed = AllowedPaths::new(&self.allow.allow_path)?;
         if self.size.is_none()
@@ -131,8 +166,33 @@ impl Arguments {
         {
             options.size = open_backing(image, backing, allowed.clone()).await?.size();
         }
-        create_qcow2(image, &options, allowed, progress).await
+        formatting::print(image, ImageFormat::Qcow2, options.size, settings)?;
+        create_qcow2(image, &options, allowed, file, progress).await
     }
+}
+
+/// How the file of a new image is made; under the name qemu-img in place of a file that is there.
+fn new_file(image: &Path, settings: &[Setting]) -> NewFile {
+    let is_in_place = called_as::is_qemu_img() && image.is_file();
+    NewFile { is_in_place, ..create_options::new_file(settings) }
+}
+
+/// A device is a raw disk as it is, where it is large enough.
+fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> {
+    let name = image.display();
+    let mut device = std::fs::File::open(image).with_context(|| format!("{name}: cannot open"))?;
+    let has = std::io::Seek::seek(&mut device, std::io::SeekFrom::End(0));
+    let has = has.with_context(|| format!("{name}: cannot find its size"))?;
+    if mode.is_some() {
+        bail!(
+            "{name}: Unsupported preallocation mode: a device has its space; leave preallocation out"
+        );
+    }
+    if has < size {
+        bail!("{name}: is a device of {has} bytes, and {size} are needed; use a larger one");
+    }
+    output::tell(&format!("blockhouse: {name}: is a device, and keeps what is on it"));
+    Ok(())
 }
 
 /// Disks consist of whole sectors: a size with a part of one is rounded up, and that is said.
@@ -157,9 +217,10 @@ pub fn key_time(settings: &[Setting]) -> Option<Duration> {
 
 /// Ends the program as for any other wrong usage.
 pub fn wrong_usage(why: &str) -> ! {
-    const WRONG_USAGE: i32 = 2;
     output::tell(&format!("error: {why}\n\nFor more information, try '--help'."));
-    std::process::exit(WRONG_USAGE)
+    // A server's lines are written by a thread of their own.
+    logging::flush();
+    std::process::exit(called_as::wrong_usage_status())
 }
 
 /// The header of a new LUKS container. Wrong usage ends the program.
@@ -171,44 +232,85 @@ pub fn luks_header(keys: &KeyArgs, settings: &[Setting]) -> Result<Vec<u8>> {
     keys.create_header(create_options::key_secret(settings), time)
 }
 
+/// The outcome of the work on a new file, which is removed where that has failed.
+async fn or_removed(file: &Path, made: blockhouse_core::Result<()>) -> blockhouse_core::Result<()> {
+    if made.is_err() {
+        remove_created(file).await;
+    }
+    made
+}
+
 /// Makes a new LUKS container with a disk of `size` bytes, which reads as anything.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
-pub async fn create_luks(image: &Path, size: u64, header: &[u8]) -> Result<()> {
-    create_file(image, size.saturating_add(header.len() as u64), ImageFormat::Raw).await?;
+pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) -> Result<()> {
+    create_as(image, size.saturating_add(header.len() as u64), ImageFormat::Raw, file).await?;
     let finish = async {
         let storage = open_created(image).await?;
         blockhouse_format::create_luks(&storage, header).await?;
         storage.close().await
     };
-    let finished = finish.await;
-    if finished.is_err() {
-        remove_created(image).await;
-    }
-    Ok(finished?)
+    Ok(or_removed(image, finish.await).await?)
 }
 
-async fn create_raw(
+/// As [`create_raw`], under a name of its own until its space is taken: a file that has the name of the image is whole.
+async fn create_whole_raw(
     image: &Path,
     size: u64,
     mode: Option<SpaceMode>,
+    file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
-    create_file(image, size, ImageFormat::Raw).await?;
+    if mode.is_none() || file.is_in_place || exists(image).await? {
+        return create_raw(image, size, mode, file, progress).await;
+    }
+    let part = part_of(image);
+    // A file that an earlier command left begins anew.
+    let file = NewFile { is_in_place: part.is_file(), ..file };
+    create_raw(&part, size, mode, file, progress).await?;
+    Ok(rename_finished(&part, image, IfExists::Fail).await?)
+}
+
+/// Refuses to take space that the file system has not.
+///
+/// # Errors
+/// `NoSpace`.
+async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Result<()> {
+    match storage.free_space().await {
+        // A file system without a size of its own says 0.
+        Ok(Some(free)) if 0 < free && free < bytes => {
+            let (bytes, free) = (size::show(bytes), size::show(free));
+            let what = format!("its space is {bytes}, and the file system has {free} left");
+            let error = blockhouse_core::Error::new(ErrorKind::NoSpace, what);
+            Err(error.on(storage.name()).hint("make room, or leave preallocation out"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Makes a new raw image with its space. `progress` tells of space that is taken.
+///
+/// # Errors
+/// One that names the file; no file is left then.
+pub async fn create_raw(
+    image: &Path,
+    size: u64,
+    mode: Option<SpaceMode>,
+    file: NewFile,
+    progress: &ToolProgress,
+) -> Result<()> {
+    create_as(image, size, ImageFormat::Raw, file).await?;
     let Some(mode) = mode else { return Ok(()) };
     let finish = async {
         let storage = open_created(image).await?;
+        check_room(&storage, size).await?;
         progress.begin(size);
         preallocate(&storage, ByteRange::between(0, size), mode, progress).await?;
         storage.flush(SyncMode::Full).await?;
         storage.close().await
     };
-    let finished = finish.await;
-    if finished.is_err() {
-        remove_created(image).await;
-    }
-    Ok(finished?)
+    Ok(or_removed(image, finish.await).await?)
 }
 
 /// Makes a new qcow2 image, and says so if it names what commands open only when they are told to. `progress` tells of
@@ -220,40 +322,50 @@ pub async fn create_qcow2(
     image: &Path,
     options: &qcow2::CreateOptions,
     allowed: AllowedPaths,
+    file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
     if let Some(backing) = &options.backing {
         open_backing(image, backing, allowed).await?;
     }
-    make_qcow2(image, options, progress).await
+    make_qcow2(image, options, file, progress).await
 }
 
 /// As [`create_qcow2`], without a look at the backing file.
 async fn make_qcow2(
     image: &Path,
     options: &qcow2::CreateOptions,
+    file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
     // The name is durable from here on. Until its header is written, the file is empty or starts
     // with zeros, which no program takes for an image.
-    create_file(image, 0, ImageFormat::Raw).await?;
-    let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
-    let outcome = fill_qcow2(image, data_path.as_deref(), options, progress).await;
-    if outcome.is_err() {
-        remove_created(image).await;
+    create_as(image, 0, ImageFormat::Raw, file).await?;
+    if let Some(DataFile { name, .. }) = &options.data_file {
+        note_data_file(image, name);
     }
-    outcome?;
+    let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
+    let filled = fill_qcow2(image, data_path.as_deref(), options, progress).await;
+    or_removed(image, filled).await?;
     if let Some(backing) = &options.backing {
         tell_if_not_free(image, &backing.name, "backing file");
     }
-    if let Some(data_file) = &options.data_file {
-        tell_if_not_free(image, &data_file.name, "data file");
+    if let Some(DataFile { name, .. }) = &options.data_file
+        && !AllowedPaths::is_free_to_write(image, name)
+        && !tell_if_not_free(image, name, "data file")
+    {
+        output::tell(&format!(
+            "blockhouse: {}: its data file '{}' is not called after it: commands write to it only with --allow-path",
+            image.display(),
+            String::from_utf8_lossy(name)
+        ));
     }
     Ok(())
 }
 
 /// Makes the empty `image` a qcow2 image with a new data file. A data file that could not be
-/// finished is removed.
+/// finished is removed. A device as the data file keeps its size, and as the raw disk what is on
+/// it.
 async fn fill_qcow2(
     image: &Path,
     data: Option<&Path>,
@@ -261,21 +373,23 @@ async fn fill_qcow2(
     progress: &ToolProgress,
 ) -> blockhouse_core::Result<()> {
     let storage = open_created(image).await?;
+    let space = match options.preallocation {
+        Preallocation::Falloc | Preallocation::Full => options.size,
+        Preallocation::Off | Preallocation::Metadata => 0,
+    };
     let Some(path) = data else {
+        check_room(&storage, space).await?;
         qcow2::create_with(&storage, None, options, progress).await?;
         return storage.close().await;
     };
     create_file(path, 0, ImageFormat::Raw).await?;
     let finish = async {
         let data = open_created(path).await?;
+        check_room(&data, space).await?;
         qcow2::create_with(&storage, Some(&data), options, progress).await?;
         storage.close().await
     };
-    let finished = finish.await;
-    if finished.is_err() {
-        remove_created(path).await;
-    }
-    finished
+    or_removed(path, finish.await).await
 }
 
 /// Opens the backing file of a new image: one that cannot be opened as what it is said to be would be of no use.
@@ -284,14 +398,16 @@ async fn open_backing(
     backing: &Backing,
     allowed_paths: AllowedPaths,
 ) -> Result<ImageDisk> {
+    let (backing, part) = plain_backing(backing, &image.display().to_string())?;
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
     // What is missing there is told when the new image is used.
     let options =
         ImageOptions { locking: Locking::None, allowed_paths, ..read_only(format, StateUse::Off) };
+    let options = options.in_part(part);
     let failed = || format!("{}: no backing file", image.display());
-    if options.format == Some(ImageFormat::Raw) {
+    if options.format == Some(ImageFormat::Raw) && part.is_none() {
         check_raw_backing(&path).await.with_context(failed)?;
     }
     open_without_backing(&path, options).await.with_context(failed)

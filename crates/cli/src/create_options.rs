@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use blockhouse_disk::{Backing, DataFile, ImageFormat, is_address, is_foreign_address};
+use blockhouse_disk::{Backing, DataFile, ImageFormat, QemuName, is_address, is_foreign_address};
+use blockhouse_engine::NewFile;
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
@@ -41,6 +42,12 @@ pub enum Setting {
     KeySecret(String),
     /// An algorithm of LUKS that every new image has.
     UsualLuks,
+    /// Whether writes change the file in place on file systems that copy otherwise.
+    NoCopyOnWrite(Switch),
+    /// In how many bytes at a time the file system is to give the file space.
+    ExtentSize(u32),
+    /// Bytes of the disk.
+    Size(u64),
 }
 
 /// What one `-o` says.
@@ -65,6 +72,10 @@ impl Settings {
 
 /// The options, as `-o help` lists them.
 pub const HELP: &str = "\
+Options of all images:
+  extent_size_hint=SIZE               in how many bytes at a time XFS gives the file space
+  nocow=on|off                        have btrfs write in place (off)
+  size=SIZE                           the size of the disk, if it is not said otherwise
 Options of raw images:
   preallocation=off|falloc|full       reserve space, or write zeros
 Options of qcow2 images:
@@ -94,7 +105,8 @@ const DEFAULT_KEY_TIME: u32 = 2000;
 /// All names, as listed to users.
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
-                     data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret";
+                     data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret, nocow, \
+                     extent_size_hint, size";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///
@@ -148,8 +160,8 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
         .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;
     let wrong = |known: &str| format!("{name} cannot be '{value}'; use {known}");
     let switch = || match value {
-        "on" => Ok(Switch::On),
-        "off" => Ok(Switch::Off),
+        "on" | "yes" | "true" | "y" => Ok(Switch::On),
+        "off" | "no" | "false" | "n" => Ok(Switch::Off),
         _ => Err(wrong("on or off")),
     };
     match name {
@@ -182,10 +194,12 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
             "full" => Ok(Setting::Preallocation(Preallocation::Full)),
             _ => Err(wrong("off, metadata, falloc or full")),
         },
-        "backing_file" if is_foreign_address(value.as_bytes()) => Err(format!(
-            "the backing file '{value}' is no file but an address of QEMU; write a server's export as a URI \
+        "backing_file" if is_foreign_address(value.as_bytes()) && QemuName::of(value).is_none() => {
+            Err(format!(
+                "the backing file '{value}' is no file but an address of QEMU; write a server's export as a URI \
              (nbd://HOST/NAME); if it is a file, write './{value}'"
-        )),
+            ))
+        }
         "backing_file" if (1..=1023).contains(&value.len()) => {
             Ok(Setting::BackingFile(value.to_owned()))
         }
@@ -209,6 +223,12 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
             Ok(time @ 1..=60_000) => Ok(Setting::EncryptIterTime(time)),
             _ => Err(wrong("1 to 60000 milliseconds")),
         },
+        "nocow" => switch().map(Setting::NoCopyOnWrite),
+        "extent_size_hint" => match size::parse(value).map(u32::try_from) {
+            Ok(Ok(size)) => Ok(Setting::ExtentSize(size)),
+            _ => Err(wrong("a size below 4G")),
+        },
+        "size" => size::parse(value).map(Setting::Size),
         "encrypt.key-secret" | "key-secret" if !value.is_empty() => {
             Ok(Setting::KeySecret(value.to_owned()))
         }
@@ -260,14 +280,16 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             | Setting::EncryptIterTime(_)
             | Setting::KeySecret(_)
             | Setting::UsualLuks => {}
+            // They are the file's.
+            Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
         }
     }
     options.backing = match (backing_file, backing_format) {
         (Some(name), Some(format)) => Some(Backing { name: name.into(), format: Some(format) }),
         (Some(name), None) => {
             return Err(format!(
-                "the format of the backing file '{name}' is not guessed; add backing_fmt=raw or \
-                 backing_fmt=qcow2"
+                "the format of the backing file '{name}' is not guessed; add -F raw or -F qcow2 (with -o, \
+                 backing_fmt=raw or backing_fmt=qcow2)"
             ));
         }
         (None, Some(_)) => return Err("backing_fmt without backing_file".to_owned()),
@@ -306,6 +328,7 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
         match setting {
             Setting::EncryptIterTime(given) => time = *given,
             Setting::KeySecret(_) | Setting::UsualLuks => {}
+            Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
             _ => {
                 return Err(
                     "LUKS containers have no options (-o) but key-secret and iter-time".to_owned()
@@ -314,6 +337,27 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
         }
     }
     Ok(Duration::from_millis(time.into()))
+}
+
+/// Hints about the new file for its file system.
+pub fn new_file(settings: &[Setting]) -> NewFile {
+    let mut file = NewFile::default();
+    for setting in settings {
+        match setting {
+            Setting::NoCopyOnWrite(switch) => file.no_copy_on_write = *switch == Switch::On,
+            Setting::ExtentSize(size) => file.extent_size = Some(*size),
+            _ => {}
+        }
+    }
+    file
+}
+
+/// The size of the disk, where an option says it; the last counts.
+pub fn size_of(settings: &[Setting]) -> Option<u64> {
+    settings.iter().rev().find_map(|setting| match setting {
+        Setting::Size(size) => Some(*size),
+        _ => None,
+    })
 }
 
 /// The name of the secret that opens the image that is to be made; the last counts.
@@ -328,13 +372,19 @@ pub fn key_secret(settings: &[Setting]) -> Option<&str> {
 ///
 /// # Errors
 /// An option that only qcow2 has.
-pub fn raw(settings: Vec<Setting>) -> Result<Option<SpaceMode>, String> {
+pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
     let mut mode = None;
     for setting in settings {
         mode = match setting {
             Setting::Preallocation(Preallocation::Off) => None,
             Setting::Preallocation(Preallocation::Falloc) => Some(SpaceMode::Falloc),
             Setting::Preallocation(Preallocation::Full) => Some(SpaceMode::Full),
+            Setting::Preallocation(Preallocation::Metadata) => {
+                return Err("Unsupported preallocation mode 'metadata' of a raw image, which has \
+                            none; use off, falloc or full"
+                    .to_owned());
+            }
+            Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => mode,
             _ => {
                 return Err("raw images have no options (-o) but preallocation=off, falloc and \
                             full; for others say --format qcow2"
@@ -383,14 +433,22 @@ mod tests {
             ("cluster_size=256", "512"),
             ("compat=2", "0.10"),
             ("refcount_bits=3", "64"),
-            ("lazy_refcounts=yes", "on or off"),
+            ("lazy_refcounts=1", "on or off"),
             ("preallocation=lots", "metadata"),
             ("backing_fmt=qed", "qcow2"),
             ("backing_file=", "1023"),
-            ("backing_file=nbd:host:10809", "./nbd"),
+            ("backing_file=sheepdog:disk", "./sheepdog"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(known), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_server_is_a_backing_file_as_qemu_names_it() {
+        for name in ["nbd:host:10809", "nbd://host/disk"] {
+            let expected = [Setting::BackingFile(name.to_owned())];
+            assert_eq!(settings(&format!("backing_file={name}")), expected);
         }
     }
 

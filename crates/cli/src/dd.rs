@@ -12,8 +12,9 @@ use blockhouse_daemon::size;
 use blockhouse_disk::{ImageOptions, Locking, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
+use crate::called_as;
 use crate::convert::copy;
-use crate::copy_target::{CopyFormats, IfThere, TargetSpec};
+use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
 use crate::create::{whole_sectors, wrong_usage};
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
@@ -61,7 +62,7 @@ enum Operand {
 fn parse_operand(text: &str) -> Result<Operand, String> {
     const NAMES: &str = "if=, of=, bs=, skip=, count= and isize=";
     let (name, value) =
-        text.split_once('=').ok_or_else(|| format!("'{text}' is none of {NAMES}"))?;
+        text.split_once('=').ok_or_else(|| format!("'{text}' is not one of {NAMES}"))?;
     let number = || size::parse(value);
     Ok(match name {
         "if" => Operand::Source(value.into()),
@@ -124,11 +125,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         );
     };
     let progress = Progress::start(arguments.progress)?;
-    let Named { path: source, format, is_shared, .. } =
-        arguments.image_opts.resolve(source, arguments.formats.source_format)?;
+    let Named { path: source, format, part, is_shared, .. } =
+        arguments.image_opts.resolve_to_read(source, arguments.formats.source_format)?;
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
+    let options = ImageOptions { locking, part, ..arguments.open.read_image(&source, format)? };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open(&source, options))?;
     let part = operands.part_of(source.size()).unwrap_or_else(|| {
@@ -144,14 +145,20 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         format: arguments.formats.of_target(path),
         settings: Vec::new(),
         size: whole_sectors(path, part.length()),
-        if_there: if arguments.force { IfThere::Replace } else { IfThere::Fail },
+        if_there: if arguments.force || called_as::is_qemu_img() {
+            IfThere::Replace
+        } else {
+            IfThere::Fail
+        },
         can_resume: false,
         compress: false,
         cache: None,
         open: &arguments.open,
+        sources: vec![&source],
     };
     let target = event_loop.block_on(spec.build())?;
-    let copied = copy(&progress, vec![(Arc::new(source), part)], &target, false);
+    let parts = vec![(Arc::new(source), part)];
+    let copied = copy(&mut event_loop, &progress, parts, &target, How::default());
     event_loop.block_on(target.finish(copied))
 }
 

@@ -1,4 +1,4 @@
-//! The examples at the end of each `--help`, of the man pages and of docs/options.md.
+//! The examples at the end of each `--help`, of the man pages and of the option reference.
 //!
 //! Invariants, which tests check: every command has at least one, each is accepted by the parser, and works as typed.
 //! The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called before, and bitmaps called changes and week)
@@ -31,7 +31,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "bench",
         &[
-            example("What FUA brings in this folder", "blockhouse bench fua"),
+            example("The gain of FUA in this folder", "blockhouse bench fua"),
             example("Everything, as a page with plots", "blockhouse bench all --html report.html"),
         ],
     ),
@@ -160,8 +160,14 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "measure",
         &[
-            example("What a copy of the image would take", "blockhouse measure -O qcow2 disk.img"),
-            example("What a new disk would take", "blockhouse measure -O qcow2 --size 20G"),
+            example(
+                "The space that a copy of the image would take",
+                "blockhouse measure -O qcow2 disk.img",
+            ),
+            example(
+                "The space that a new disk would take",
+                "blockhouse measure -O qcow2 --size 20G",
+            ),
         ],
     ),
     (
@@ -178,7 +184,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "Refcounts may be written late",
                 "blockhouse amend -o lazy_refcounts=on disk.qcow2",
             ),
-            example("What can be changed", "blockhouse amend -o help"),
+            example("List the options that can be changed", "blockhouse amend -o help"),
         ],
     ),
     ("commit", &[example("Into base.img, which over.qcow2 names", "blockhouse commit over.qcow2")]),
@@ -272,7 +278,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "bitmap merge",
         &[example(
-            "What either has recorded, in week",
+            "All that either has recorded, in week",
             "blockhouse bitmap merge disk.qcow2 week changes",
         )],
     ),
@@ -281,7 +287,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             example("All of it", "blockhouse backup disk.qcow2 monday.qcow2"),
             example(
-                "What has changed since a bitmap was begun",
+                "The changes since a bitmap was begun",
                 "blockhouse backup disk.qcow2 tuesday.qcow2 --incremental changes --base base.img",
             ),
         ],
@@ -302,7 +308,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "ctl",
         &[
-            example("What is served", "blockhouse ctl control exports"),
+            example("List the exports", "blockhouse ctl control exports"),
             example("All that can be asked", "blockhouse ctl --help"),
         ],
     ),
@@ -326,7 +332,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "ctl unexport",
         &[example(
-            "What exports tells",
+            "The list of exports, as JSON",
             "blockhouse ctl control unexport 'nbd+unix:///?socket=disk.sock'",
         )],
     ),
@@ -458,7 +464,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "ctl job",
         &[example(
-            "The guest goes on with the target",
+            "The guest continues on the target",
             "blockhouse ctl control job mirror1 complete",
         )],
     ),
@@ -466,11 +472,11 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         "ctl job complete",
         &[
             example(
-                "The guest goes on with the target",
+                "The guest continues on the target",
                 "blockhouse ctl control job mirror1 complete",
             ),
             example(
-                "The guest goes on with it on another host",
+                "The guest continues on another host",
                 "blockhouse ctl control job mirror1 complete --hand-over",
             ),
         ],
@@ -490,7 +496,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     ("ctl stats", &[example("Of all disks", "blockhouse ctl control stats")]),
     (
         "ctl events",
-        &[example("Who comes and leaves", "blockhouse ctl control events client.came client.left")],
+        &[example(
+            "Clients that come and leave",
+            "blockhouse ctl control events client.came client.left",
+        )],
     ),
     ("ctl version", &[example("With all methods", "blockhouse ctl control version")]),
     (
@@ -514,11 +523,11 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         "upgrade",
         &[
             example(
-                "To the program that is at its path by now",
+                "To the program that --upgrade-to of the server names, or to the one that runs",
                 "blockhouse upgrade --control control",
             ),
             example(
-                "To another one",
+                "To one of several that --upgrade-to names",
                 "blockhouse upgrade --control control --binary \"$(command -v blockhouse)\"",
             ),
             example(

@@ -1,5 +1,5 @@
-//! What users of qemu-img and qemu-nbd type by habit and this command line spells otherwise: wrong usage all the same, and
-//! the line says what to type.
+//! Habits of qemu-img's and qemu-nbd's users that this command line spells otherwise: the error of wrong usage names the
+//! spelling.
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -8,26 +8,28 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 type Habit = (&'static str, &'static [&'static str], &'static str);
 
 /// Commands that are not there.
-const COMMANDS: &[(&str, &str)] =
-    &[("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'")];
+const COMMANDS: &[(&str, &str)] = &[
+    ("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'"),
+    ("start", "'blockhouse serve IMAGE' serves it, with --fork in the background"),
+    ("run", "'blockhouse serve IMAGE' serves it, with --fork in the background"),
+    ("stop", "Ctrl-C or SIGTERM stops a server: 'kill PROCESS', or 'systemctl stop UNIT'"),
+    (
+        "status",
+        "'blockhouse ctl SOCKET exports' or 'blockhouse top SOCKET', of a server with --control",
+    ),
+    (
+        "list",
+        "'blockhouse ctl SOCKET disks', of a server with --control, or 'blockhouse snapshot list IMAGE'",
+    ),
+];
 
 /// Options that are not there.
 const OPTIONS: &[Habit] = &[
-    (
-        "convert",
-        &["--salvage"],
-        "without it: what cannot be read ends the copy, and --resume goes on with it",
-    ),
-    ("convert", &["-C"], "leave it out"),
-    ("serve", &["-p", "--port", "-b", "--bind"], "--nbd nbd://ADDRESS:PORT/NAME"),
     ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
-    ("serve", &["--aio"], "--engine io_uring|linux-aio|threads"),
-    ("serve", &["-n", "--nocache"], "--cache none"),
     ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
-    ("convert", &["--target-image-opts"], "name the target by its path or URI"),
 ];
 
-/// Adds to an error of usage what to type instead.
+/// Adds the right spelling to an error of usage.
 pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
@@ -78,10 +80,9 @@ mod tests {
     #[test]
     fn habits_are_answered_with_the_right_spelling() {
         for (line, tip) in [
-            ("blockhouse convert --salvage a b", "--resume"),
-            ("blockhouse serve -p 10810 disk.img", "nbd://ADDRESS:PORT"),
-            ("blockhouse serve --aio=native disk.img", "--engine"),
+            ("blockhouse serve --tls-creds tls0 disk.img", "--tls-certificates"),
             ("blockhouse connect disk.img", "nbd-client"),
+            ("blockhouse start disk.img", "blockhouse serve IMAGE"),
         ] {
             let message = message(line);
             assert!(message.contains(tip), "{line}: {message}");

@@ -2,11 +2,11 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking};
+use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking, QemuName, is_address};
 use blockhouse_storage::Location;
 
 use crate::image_opts::{ImageOptsArgs, Named};
@@ -22,8 +22,8 @@ pub struct ImageArgs {
     format: Option<ImageFormat>,
     #[command(flatten)]
     output: OutputArgs,
-    /// Do not lock the image: also look at it while another program writes to it. What is told may be
-    /// neither what it was nor what it becomes.
+    /// Do not lock the image: also look at it while another program writes to it. The output
+    /// may be inconsistent.
     #[arg(long, short = 'U')]
     pub force_share: bool,
     #[command(flatten)]
@@ -76,13 +76,24 @@ impl ImageArgs {
     /// blocks, and locked against writers until it has been looked at.
     ///
     /// # Errors
-    /// As [`OpenArgs::read_only`] and [`ImageOptsArgs::resolve`].
+    /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].
     pub fn read_only(&self) -> Result<(PathBuf, ImageOptions)> {
-        let Named { path, format, is_shared, .. } =
-            self.image_opts.resolve(&self.image, self.format)?;
+        let Named { path, format, part, is_shared, .. } =
+            self.image_opts.resolve_to_read(&self.image, self.format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
-        Ok((path, ImageOptions { locking, ..self.open.read_only(format)? }))
+        let options = self.open.read_image(&path, format)?;
+        Ok((path, ImageOptions { locking, part, ..options }))
+    }
+
+    /// As [`read_only`](Self::read_only), for a command that only looks at it.
+    ///
+    /// # Errors
+    /// As [`read_only`](Self::read_only).
+    pub fn look_only(&self) -> Result<(PathBuf, ImageOptions)> {
+        let (path, options) = self.read_only()?;
+        let state = self.open.look_only(options.format)?.state;
+        Ok((path, ImageOptions { state, ..options }))
     }
 
     /// Where it is, for a change of it.
@@ -94,32 +105,33 @@ impl ImageArgs {
     }
 }
 
-/// Says that commands need an option for a new image, where they do.
-pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) {
-    if Location::is_remote(name) {
-        return output::tell(&format!(
-            "blockhouse: {}: its {role} '{}' is on another server: commands open it only with --allow-remote",
-            image.display(),
-            String::from_utf8_lossy(name)
-        ));
-    }
-    if AllowedPaths::is_free_to_name(image, name) {
-        return;
-    }
-    let file = resolve_relative(image, name);
-    let folder = file.parent().unwrap_or(Path::new("/"));
-    output::tell(&format!(
-        "blockhouse: {}: its {role} '{}' is no regular file below the image's own folder: commands open \
-         it only with --allow-path '{}'",
-        image.display(),
-        String::from_utf8_lossy(name),
-        folder.display()
-    ));
+/// Says that commands need an option for a new image, where they do: whether it has said so.
+pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
+    let plain = match str::from_utf8(name).ok().and_then(QemuName::of) {
+        Some(Ok(named)) => named.path.into_os_string().into_vec(),
+        _ => name.to_vec(),
+    };
+    let name = &*plain;
+    let named = String::from_utf8_lossy(name);
+    let why = if Location::is_remote(name) {
+        "is on another server: commands open it only with --allow-remote".to_owned()
+    } else if AllowedPaths::is_free_to_name(image, name) {
+        return false;
+    } else {
+        let file = resolve_relative(image, name);
+        let folder = file.parent().unwrap_or(Path::new("/")).display();
+        format!(
+            "is no regular file below the image's own folder, or hidden: commands open it only with \
+             --allow-path '{folder}'"
+        )
+    };
+    output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
+    true
 }
 
-/// The path of a file that an image names, relative to the image.
+/// The path of a file that an image names, relative to the image; an address as it is.
 pub fn resolve_relative(image: &Path, name: &[u8]) -> PathBuf {
-    if Location::is_remote(name) {
+    if is_address(name) {
         return PathBuf::from(OsStr::from_bytes(name));
     }
     image.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))

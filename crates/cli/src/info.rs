@@ -5,21 +5,21 @@ use std::path::{Path, PathBuf};
 
 use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
-use blockhouse_core::{Capabilities, ErrorKind, Offload, WriteCache};
+use blockhouse_core::{Alignment, Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_daemon::control::Listed;
 use blockhouse_disk::{
     Backing, Bitmap, CacheMode, DataFile, Features, ImageDisk, ImageOptions, Locking,
-    PendingChanges, StateDir, StateUse, open, open_metadata,
+    PendingChanges, StateDir, StateUse, open_metadata, open_to_look, plain_backing,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
-use blockhouse_format::Encryption;
 use blockhouse_format::qcow2::{Compression, Switch, Version};
+use blockhouse_format::{Encryption, VmdkFacts};
 use serde_json::{Map, Value, json};
 
 use crate::bitmap;
 use crate::image_args::ImageArgs;
-use crate::output;
-use crate::snapshot_list;
+use crate::luks_info;
+use crate::{called_as, output, qemu_info, snapshot_list};
 use blockhouse_daemon::size;
 
 /// Arguments of `info`.
@@ -30,6 +30,19 @@ pub struct Arguments {
     /// Tell of the image, of its backing file, and so on to the end of the chain.
     #[arg(long)]
     backing_chain: bool,
+    /// Tell the limits of requests too, by the names that QEMU has for them.
+    #[arg(long)]
+    limits: bool,
+    /// The cache mode of the limits.
+    #[arg(
+        short = 't',
+        long = "cache",
+        hide = true,
+        value_name = "MODE",
+        default_value = "writeback"
+    )]
+    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<CacheMode>))]
+    limits_cache: CacheMode,
 }
 
 /// What there is to say.
@@ -37,9 +50,17 @@ struct Facts {
     image: PathBuf,
     format: &'static str,
     cluster_size: Option<u64>,
+    logical_block_size: u64,
     qcow2: Option<Features>,
     backing: Option<Backing>,
     data_file: Option<DataFile>,
+    /// Names of the files with the disk's data, of a format that has several.
+    extents: Vec<Vec<u8>>,
+    vmdk: Option<VmdkFacts>,
+    /// Whether the files that the image names may be looked at.
+    follows: bool,
+    /// The limits of requests, where they are asked for.
+    limits: Option<Value>,
     virtual_size: u64,
     /// In bytes; `None` where another server has the image.
     actual_size: Option<u64>,
@@ -73,7 +94,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let facts = chain
         .into_iter()
         .map(|(image, options)| facts_of(&mut event_loop, image, options, state.as_ref()));
-    let facts = facts.collect::<Result<Vec<_>>>()?;
+    let mut facts = facts.collect::<Result<Vec<_>>>()?;
+    if arguments.limits {
+        for one in &mut facts {
+            one.limits = Some(limits_of(one, arguments.limits_cache));
+        }
+    }
     output::print(&match (arguments.image.is_json(), &*facts) {
         (false, facts) => facts.iter().map(as_text).collect::<Vec<_>>().join("\n\n"),
         (true, [facts]) if !arguments.backing_chain => format!("{:#}", as_json(facts)),
@@ -84,14 +110,17 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 /// The images of a chain, each with the format that the one before says. That they may be opened is found out first.
 async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, ImageOptions)>> {
     let all = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
-    drop(open(image, all).await?);
+    drop(open_to_look(image, all).await?);
     let mut chain = vec![(image.to_owned(), options.clone())];
     loop {
         let (image, options) = chain.last().expect("it begins with one");
         let disk = open_as_served(image, options.clone()).await?;
-        let Some(Backing { name, format }) = disk.backing_file() else { return Ok(chain) };
+        let Some(backing) = disk.backing_file() else { return Ok(chain) };
+        let (backing, part) = plain_backing(backing, disk.name())?;
+        let Backing { name, format } = &*backing;
         let format = format.as_deref().map(str::parse).transpose().map_err(anyhow::Error::msg)?;
-        let behind = (resolve_relative(image, name), ImageOptions { format, ..options.clone() });
+        let options = ImageOptions { format, ..options.clone() }.in_part(part);
+        let behind = (resolve_relative(image, name), options);
         chain.push(behind);
     }
 }
@@ -114,6 +143,7 @@ fn facts_of(
     options: ImageOptions,
     state: Option<&StateDir>,
 ) -> Result<Facts> {
+    let follows = !options.allowed_paths.is_none();
     let disk = event_loop.block_on(open_as_served(&image, options))?;
     let actual_size = match disk.file() {
         Some(_) => Some(blocks_of(&image)? * 512 + disk.query_extents_allocated()?),
@@ -124,8 +154,13 @@ fn facts_of(
         qcow2: disk.features(),
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
+        logical_block_size: disk.logical_block_size(),
         backing: disk.backing_file().cloned(),
         data_file: disk.data_file().cloned(),
+        extents: disk.extent_files().to_vec(),
+        vmdk: disk.vmdk_facts(),
+        follows,
+        limits: None,
         virtual_size: disk.size(),
         actual_size,
         file_size: disk.file().map(|_| size_of(&image)).transpose()?,
@@ -167,7 +202,30 @@ fn size_of(image: &Path) -> Result<u64> {
     size().with_context(|| format!("{}: cannot find its size", image.display()))
 }
 
+/// The limits of requests, by the keys of `qemu-img info --limits` (QEMU 10.1 and later).
+fn limits_of(facts: &Facts, cache: CacheMode) -> Value {
+    const PAGE: u32 = 4096;
+    const MAX_BUFFERS: u32 = 1024;
+    let alignment = match cache {
+        CacheMode::None | CacheMode::Directsync => facts.capabilities.alignment,
+        CacheMode::Writeback | CacheMode::Writethrough | CacheMode::Unsafe => Alignment::BYTE,
+    };
+    let cluster = facts.qcow2.and(facts.cluster_size).unwrap_or(0);
+    json!({
+        "request-alignment": alignment.offset,
+        "discard-alignment": cluster,
+        "write-zeroes-alignment": cluster,
+        "max-iov": MAX_BUFFERS,
+        "min-mem-alignment": alignment.memory,
+        "opt-mem-alignment": alignment.memory.max(PAGE),
+    })
+}
+
 fn as_text(facts: &Facts) -> String {
+    if called_as::is_qemu_img() {
+        let snapshots = snapshot_list::as_qemu_table(&facts.snapshots);
+        return qemu_info::text_of(&as_json(facts), &snapshots);
+    }
     let Facts { image, format, virtual_size, actual_size, capabilities, engine, .. } = facts;
     let mut lines = vec![
         format!("image: {}", image.display()),
@@ -198,16 +256,28 @@ fn as_text(facts: &Facts) -> String {
         ));
     }
     if let Some(size) = facts.cluster_size {
-        lines.push(format!("cluster size: {size} bytes"));
+        lines.push(format!("cluster_size: {size}"));
+    }
+    if facts.logical_block_size != 512 {
+        lines.push(format!("sector size: {} bytes", facts.logical_block_size));
     }
     if let Some(DataFile { name, raw }) = &facts.data_file {
         let what = if *raw == Switch::On { "the raw disk" } else { "clusters of the image" };
         lines.push(format!("data file: {} ({what})", String::from_utf8_lossy(name)));
     }
     if let Some(Backing { name, format }) = &facts.backing {
-        let format = format.as_deref().unwrap_or("not stored in the image");
+        let full = resolve_relative(image, name);
         let name = String::from_utf8_lossy(name);
-        lines.push(format!("backing file: {name} (format: {format})"));
+        let full = match full == Path::new(&*name) {
+            true => String::new(),
+            false => format!(" (actual path: {})", full.display()),
+        };
+        lines.push(format!("backing file: {name}{full}"));
+        lines.extend(format.as_ref().map(|format| format!("backing file format: {format}")));
+    }
+    if let Some(vmdk) = &facts.vmdk {
+        lines.push(format!("create type: {}", vmdk.create_type.escape_debug()));
+        lines.push(format!("CID: {:08x} (parent: {:08x})", vmdk.cid, vmdk.parent_cid));
     }
     if let Some(qcow2) = &facts.qcow2 {
         lines.push(format!("not closed (dirty): {}", qcow2.is_dirty));
@@ -221,10 +291,7 @@ fn as_text(facts: &Facts) -> String {
         lines.push(format!("bitmap: {name} ({granularity}, {})", bitmap::state_of(bitmap)));
     }
     if !facts.snapshots.is_empty() {
-        lines.push("snapshots:".into());
-        lines.extend(
-            snapshot_list::as_text(&facts.snapshots).lines().map(|line| format!("  {line}")),
-        );
+        lines.push(snapshot_list::as_qemu_table(&facts.snapshots));
     }
     lines.extend([
         format!("engine: {engine}"),
@@ -235,6 +302,9 @@ fn as_text(facts: &Facts) -> String {
         format!("fast zeroes: {}", available(capabilities.write_zeroes)),
         format!("written zeroes ahead: {}", available(capabilities.prepare_zeroes)),
     ]);
+    for (key, value) in facts.limits.iter().flat_map(|limits| limits.as_object()).flatten() {
+        lines.push(format!("{}: {value}", key.replace('-', " ")));
+    }
     lines.join("\n")
 }
 
@@ -264,17 +334,20 @@ fn as_json(facts: &Facts) -> Value {
     if let Some(actual_size) = actual_size {
         value["actual-size"] = (*actual_size).into();
     }
+    if let Some(limits) = &facts.limits {
+        value["limits"] = limits.clone();
+    }
     if let Some(size) = facts.file_size {
-        value["children"] = json!([{ "name": "file", "info": file_data(facts, size) }]);
+        value["children"] = children_of(facts, size).into();
     }
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         value["blockhouse"]["cut-off"] =
             json!({ "offset": truncation.offset, "file-size": truncation.file_size });
     }
-    if let Some(PendingChanges { changes, process, state_file }) = &facts.pending {
-        value["blockhouse"]["missing-changes"] =
-            json!({ "changes": changes, "process": process, "state-file": state_file });
+    if let Some(pending) = &facts.pending {
+        value["blockhouse"]["missing-changes"] = missing_as_json(pending);
     }
+    value["blockhouse"]["references"] = references(facts);
     if let Some(encryption) = &facts.encryption {
         let header = encryption.header();
         value["encrypted"] = true.into();
@@ -295,6 +368,9 @@ fn as_json(facts: &Facts) -> Value {
     if let Some(size) = facts.cluster_size {
         value["cluster-size"] = size.into();
     }
+    if facts.logical_block_size != 512 {
+        value["logical-block-size"] = facts.logical_block_size.into();
+    }
     if let Some(Backing { name, format }) = &facts.backing {
         let name = String::from_utf8_lossy(name);
         let full = resolve_relative(image, name.as_bytes());
@@ -314,9 +390,28 @@ fn as_json(facts: &Facts) -> Value {
             let bitmaps = facts.bitmaps.iter().map(bitmap::value_of).collect();
             data.insert("bitmaps".into(), Value::Array(bitmaps));
         }
+        if let Some(encryption) = &facts.encryption {
+            let mut encrypt = luks_info::as_json(encryption.header());
+            encrypt["format"] = "luks".into();
+            data.insert("encrypt".into(), encrypt);
+        }
+        value["format-specific"] = json!({ "type": format, "data": data });
+    } else if let Some(vmdk) = &facts.vmdk {
+        value["format-specific"] = json!({ "type": format, "data": vmdk_data(vmdk, image) });
+    } else if let Some(encryption) = &facts.encryption {
+        let data = luks_info::as_json(encryption.header());
         value["format-specific"] = json!({ "type": format, "data": data });
     }
     value
+}
+
+/// All names of other files and servers that are in the image, none of which was opened for this.
+fn references(facts: &Facts) -> Value {
+    let backing = facts.backing.iter().map(|backing| ("backing-file", &backing.name));
+    let data = facts.data_file.iter().map(|file| ("data-file", &file.name));
+    let extents = facts.extents.iter().map(|name| ("extent", name));
+    let all = backing.chain(data).chain(extents);
+    all.map(|(role, name)| json!({ "role": role, "name": String::from_utf8_lossy(name) })).collect()
 }
 
 fn write_cache(capabilities: &Capabilities) -> &'static str {
@@ -333,21 +428,66 @@ fn available(offload: Offload) -> &'static str {
     }
 }
 
-/// The file or device below the image, by the keys of `qemu-img info` (QEMU 8.0 and later).
-fn file_data(facts: &Facts, size: u64) -> Value {
-    let format = match std::fs::metadata(&facts.image).is_ok_and(|file| file.is_file()) {
+/// What is below the image, by the keys of `qemu-img info` (QEMU 8.0 and later): the extents that it names where they can
+/// be looked at, and its own file.
+fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
+    let named = |(role, name): (String, &Vec<u8>)| {
+        let path = resolve_relative(&facts.image, name);
+        let (size, actual) = (size_of(&path).ok()?, blocks_of(&path).ok()? * 512);
+        Some(json!({ "name": role, "info": file_data(&path, size, Some(actual)) }))
+    };
+    let extents = facts.vmdk.iter().flat_map(|vmdk| vmdk.extents.iter().enumerate());
+    let extents = extents.filter_map(|(index, extent)| {
+        extent.file.as_ref().map(|name| (format!("extents.{index}"), name))
+    });
+    let mut children: Vec<_> =
+        if facts.follows { extents.filter_map(named).collect() } else { Vec::new() };
+    let actual = blocks_of(&facts.image).ok().map(|blocks| blocks * 512);
+    let info = file_data(&facts.image, size, actual);
+    children.push(json!({ "name": "file", "info": info }));
+    children
+}
+
+fn file_data(path: &Path, size: u64, actual_size: Option<u64>) -> Value {
+    let format = match std::fs::metadata(path).is_ok_and(|file| file.is_file()) {
         true => "file",
         false => "host_device",
     };
     json!({
         "children": [],
-        "filename": facts.image.display().to_string(),
+        "filename": path.display().to_string(),
         "format": format,
         // In sectors, as everything that QEMU opens.
         "virtual-size": size.next_multiple_of(512),
-        "actual-size": facts.actual_size,
+        "actual-size": actual_size,
         "dirty-flag": false,
         "format-specific": { "type": format, "data": {} },
+    })
+}
+
+/// The `format-specific` data of a VMDK image, by the keys of `qemu-img info`.
+fn vmdk_data(vmdk: &VmdkFacts, image: &Path) -> Value {
+    let extents = vmdk.extents.iter().map(|extent| {
+        let file = extent.file.as_ref();
+        let path = file.map_or(image.to_owned(), |name| resolve_relative(image, name));
+        let mut value = json!({
+            "filename": path.display().to_string(),
+            "format": extent.kind,
+            "virtual-size": extent.size,
+        });
+        if let Some(size) = extent.grain_size {
+            value["cluster-size"] = size.into();
+        }
+        if extent.is_compressed {
+            value["compressed"] = true.into();
+        }
+        value
+    });
+    json!({
+        "cid": vmdk.cid,
+        "parent-cid": vmdk.parent_cid,
+        "create-type": vmdk.create_type,
+        "extents": extents.collect::<Vec<_>>(),
     })
 }
 
@@ -368,4 +508,10 @@ fn qcow2_data(features: &Features) -> Map<String, Value> {
         data.insert("extended-l2".into(), (features.extended_l2 == Switch::On).into());
     }
     data
+}
+
+/// Answered changes that an image lacks.
+pub fn missing_as_json(pending: &PendingChanges) -> Value {
+    let PendingChanges { changes, process, state_file } = pending;
+    json!({ "changes": changes, "process": process, "state-file": state_file })
 }

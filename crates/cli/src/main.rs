@@ -15,6 +15,8 @@ mod background;
 mod backup;
 mod bench;
 mod bitmap;
+mod block_size_args;
+mod called_as;
 mod check;
 mod commit;
 mod compare;
@@ -26,12 +28,14 @@ mod ctl;
 mod dd;
 mod deferred;
 mod examples;
+mod formatting;
 mod generate;
 mod habits;
 mod image_args;
 mod image_opts;
 mod info;
 mod logging;
+mod luks_info;
 mod map;
 mod measure;
 mod open_args;
@@ -40,6 +44,7 @@ mod parallel;
 mod phases;
 mod pipe;
 mod progress;
+mod qemu_info;
 mod rate;
 mod rebase;
 mod resize;
@@ -50,21 +55,27 @@ mod snapshot;
 mod snapshot_list;
 mod top;
 mod upgrade;
+mod version;
 mod vmstate;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind};
+use blockhouse_daemon::control::{LACKS_CHANGES as LACKS_CHANGES_CODE, RpcError};
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use deferred::Deferred;
 use logging::{Delivery, LogFormat};
+use version::VERSION;
 
 /// Serve and manage the disk images of virtual machines.
 #[derive(Parser)]
-#[command(name = "blockhouse", version, about, max_term_width = 100)]
+#[command(name = "blockhouse", version = VERSION, about, max_term_width = 100)]
 struct Arguments {
     /// Say more on standard error and in the ready lines.
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, display_order = 900, action = clap::ArgAction::Count)]
     verbose: u8,
     /// How messages on standard error are written: text for people, or json, one object a line with time,
     /// level, target, message and fields. In text those of a server begin with the time; systemd's journal
@@ -72,6 +83,7 @@ struct Arguments {
     #[arg(
         long,
         global = true,
+        display_order = 902,
         value_enum,
         default_value = "text",
         value_name = "FORMAT",
@@ -79,9 +91,13 @@ struct Arguments {
     )]
     log_format: LogFormat,
 
-    /// Print only errors and what was asked for: no progress, and no result that the exit status tells as well.
-    #[arg(short, long, global = true)]
+    /// Print errors and requested output only: no progress, and no result that the exit status has, too.
+    #[arg(short, long, global = true, display_order = 901)]
     quiet: bool,
+
+    /// As qemu-img has it: what is traced there has no counterpart.
+    #[arg(short = 'T', long, hide = true, value_name = "PATTERN")]
+    trace: Option<String>,
 
     #[command(subcommand)]
     command: Command,
@@ -133,26 +149,27 @@ enum Command {
     Ctl(Deferred<Box<ctl::Arguments>>),
     /// Show what a running server does, live in the terminal.
     Top(Deferred<top::Arguments>),
-    /// Have another process, of a newer version for example, go on with what a server serves.
+    /// Hand all that a server serves over to another process, of a newer version for example.
     Upgrade(Deferred<upgrade::Arguments>),
     /// Store a machine's state in a snapshot, or get it out again.
     Vmstate(Deferred<vmstate::Arguments>),
 }
 
-/// The whole definition of the command line, with examples.
+/// The whole definition of the command line, in groups and with examples.
 fn command() -> clap::Command {
-    examples::add_to(deferred::at_once(Arguments::command))
+    examples::add_to(serve::groups::apply(deferred::at_once(Arguments::command)))
 }
 
 fn parse() -> Result<Arguments, clap::Error> {
+    let words = called_as::words();
     let mut command = Arguments::command();
-    let matches = command.try_get_matches_from_mut(std::env::args_os()).or_else(|_| {
+    let matches = command.try_get_matches_from_mut(&words).or_else(|_| {
         // What is told to people is made of all options and examples.
         command = self::command();
-        command.try_get_matches_from_mut(std::env::args_os())
+        command.try_get_matches_from_mut(&words)
     });
     let matches = matches.map_err(|error| {
-        let words: Vec<_> = std::env::args_os().map(|word| word.to_string_lossy().into()).collect();
+        let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into()).collect();
         habits::explain(error, &words)
     })?;
     Arguments::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
@@ -165,13 +182,22 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|word| word == blockhouse_daemon::LAUNCH_WORD) {
         return finish(blockhouse_daemon::launch().map(|()| ExitCode::SUCCESS));
     }
+    // A file that may not become longer is an error of the write.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    if let Some(version) = called_as::version() {
+        return finish(output::print(&version).map(|()| ExitCode::SUCCESS));
+    }
     let arguments = match parse() {
         Ok(arguments) => arguments,
         // `--help` and `--version` are results; a terminal gets them with colours, by clap.
         Err(help) if !help.use_stderr() && !io::stdout().is_terminal() => {
             return finish(output::print(help.to_string().trim_end()).map(|()| ExitCode::SUCCESS));
         }
-        Err(error) => error.exit(),
+        Err(error) if error.use_stderr() => {
+            let _ = error.print();
+            std::process::exit(called_as::wrong_usage_status());
+        }
+        Err(help) => help.exit(),
     };
     let delivery = match arguments.command {
         Command::Serve(_) => Delivery::Queued,
@@ -212,14 +238,27 @@ fn main() -> ExitCode {
     finish(result)
 }
 
+/// A bitmap that lacks changes has a status of its own, so that a backup program makes a full
+/// backup then. qemu-img has none.
+const LACKS_CHANGES: u8 = 3;
+
+fn failure_status(error: &anyhow::Error) -> ExitCode {
+    let kind = error.downcast_ref::<Error>().map(Error::kind);
+    let code = error.downcast_ref::<RpcError>().map(|error| error.code);
+    let lacks = kind == Some(ErrorKind::LacksChanges) || code == Some(LACKS_CHANGES_CODE);
+    match lacks && !called_as::is_qemu_img() {
+        true => ExitCode::from(LACKS_CHANGES),
+        false => ExitCode::FAILURE,
+    }
+}
+
 /// The exit status, with a line for an error.
 fn finish(result: anyhow::Result<ExitCode>) -> ExitCode {
     let code = match result {
         Ok(code) => code,
-        Err(error) if error.is::<output::ReaderGone>() => output::end_by_sigpipe(),
         Err(error) => {
-            output::tell_error(&format!("blockhouse: {error:#}"));
-            ExitCode::FAILURE
+            output::tell_failure(&error);
+            failure_status(&error)
         }
     };
     logging::finish();

@@ -18,7 +18,7 @@ pub struct Arguments {
     /// Tell of the disk from this offset on.
     #[arg(long, short, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
     start_offset: u64,
-    /// Tell of so many bytes at most.
+    /// Tell of this many bytes at most.
     #[arg(long, short = 'l', value_name = "SIZE", value_parser = size::parse)]
     max_length: Option<u64>,
     /// Tell which parts were written or discarded since this snapshot was taken. Of a raw image in Ceph only, and
@@ -96,21 +96,25 @@ fn is_zero(kind: MapEntryKind) -> bool {
 /// As `qemu-img` does: one line for each part.
 fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let lines = parts.iter().map(|&MapEntry { guest, depth, kind }| {
-        let mut value = json!({
-            "start": guest.offset(),
-            "length": guest.length(),
-            "depth": depth,
-            "present": !matches!(kind, MapEntryKind::Hole { .. }),
-            "zero": is_zero(kind),
-            "data": has_data(kind),
-            "compressed": kind == MapEntryKind::Compressed,
-        });
-        if let Some(host) = host(kind) {
-            value["offset"] = disk.locate(depth, host).1.into();
-        }
-        value.to_string()
+        let (start, length) = (guest.offset(), guest.length());
+        let place = host(kind).map(|host| format!(", \"offset\": {}", disk.locate(depth, host).1));
+        // The order and the spaces are those that scripts look for.
+        format!(
+            "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {}, \"zero\": {}, \
+             \"data\": {}, \"compressed\": {}{}}}",
+            !matches!(kind, MapEntryKind::Hole { .. }),
+            is_zero(kind),
+            has_data(kind),
+            kind == MapEntryKind::Compressed,
+            place.unwrap_or_default(),
+        )
     });
     format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
+}
+
+/// As C prints it, and so QEMU: 0 without its mark.
+fn hexadecimal(number: u64) -> String {
+    if number == 0 { "0".into() } else { format!("{number:#x}") }
 }
 
 /// The parts with data, and the files that have it.
@@ -119,13 +123,12 @@ fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
         format!("{offset:<16}{length:<16}{place:<16}{file}")
     };
     let with_data = parts.iter().filter(|part| !is_zero(part.kind)).map(|part| {
-        let [offset, length] =
-            [part.guest.offset(), part.guest.length()].map(|bytes| format!("{bytes:#x}"));
+        let [offset, length] = [part.guest.offset(), part.guest.length()].map(hexadecimal);
         let data_name = disk.layer_at(part.depth).map_or("", |layer| layer.data_name);
         let (file, place) = match host(part.kind) {
             Some(host) => {
                 let (file, offset) = disk.locate(part.depth, host);
-                (file, format!("{offset:#x}"))
+                (file, hexadecimal(offset))
             }
             None => (data_name, "compressed".into()),
         };

@@ -89,7 +89,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     };
     let figures = match arguments.target_format {
         ImageFormat::Raw => {
-            create_options::raw(settings).unwrap_or_else(|why| wrong_usage(&why));
+            create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
             raw(&arguments)?
         }
         ImageFormat::Qcow2 => {
@@ -154,11 +154,11 @@ fn with_image<T>(
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
 ) -> Result<T> {
     let Some(image) = &arguments.image else { wrong_usage("which image to copy is missing") };
-    let Named { path, format, is_shared, .. } =
-        arguments.image_opts.resolve(image, arguments.format)?;
+    let Named { path, format, part, is_shared, .. } =
+        arguments.image_opts.resolve_to_read(image, arguments.format)?;
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
+    let options = ImageOptions { locking, part, ..arguments.open.read_image(&path, format)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = match &arguments.snapshot {
             None => open(&path, options).await?,

@@ -7,11 +7,12 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions, KeyFiles,
-    Locking, RemoteBacking, Secrets, StateDir, StateUse,
+    Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions,
+    KeyFiles, Locking, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
 };
 
 use crate::secret_object::{self, SecretObject};
+use crate::{called_as, output};
 
 /// What images may name (docs/security.md).
 #[derive(clap::Args, Clone, Debug)]
@@ -19,8 +20,10 @@ pub struct AllowPathArgs {
     /// Let images name files below this folder, or this file, as their backing files and data files. May be
     /// repeated.
     ///
-    /// Without it an image may name only regular files below its own folder. Reason: an image from a stranger can
-    /// name any file of this host. A path that is given on the command line is not restricted.
+    /// Without it an image may name only regular files below its own folder, no name of which begins with a dot, and has
+    /// only its own data file written to (docs/security.md). Reason: an image from a stranger can name any file of this
+    /// host. A path that is given on the command line is not restricted. The name of an image on another server, as
+    /// 'rbd:POOL/IMAGE?conf=FILE&id=USER', allows that image with the files and the user that it names.
     #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
     /// Let images name exports of other servers (nbd://...) and images in Ceph (rbd:...) as their backing files.
@@ -33,6 +36,17 @@ impl AllowPathArgs {
     pub fn remote_backing(&self) -> RemoteBacking {
         if self.allow_remote { RemoteBacking::Allowed } else { RemoteBacking::Refused }
     }
+}
+
+/// The files that images may name, or that no name is followed.
+#[derive(clap::Args, Clone, Debug)]
+pub struct ReferenceArgs {
+    #[command(flatten)]
+    pub allow: AllowPathArgs,
+    /// Open no file and no server that an image names: no backing file, no data file, no extents elsewhere. For images from
+    /// strangers; 'info --json' tells all names that are in one.
+    #[arg(long, conflicts_with_all = ["allow_path", "allow_remote"])]
+    pub no_references: bool,
 }
 
 /// The keys of encrypted images.
@@ -102,25 +116,64 @@ impl KeyArgs {
 #[derive(clap::Args, Clone)]
 pub struct OpenArgs {
     #[command(flatten)]
-    allow: AllowPathArgs,
+    references: ReferenceArgs,
     #[command(flatten)]
     keys: KeyArgs,
     /// Where the image's server keeps what outlives it, as its --state says. If it was killed, commands that change
-    /// the image begin with what it answered last, and those that only read it warn. By default they look where
-    /// servers have it by default; off looks nowhere.
+    /// the image begin with what it answered last, those that read its data fail, and those that only look at it warn.
+    /// By default they look where servers have it by default; off looks nowhere.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
 }
 
 impl OpenArgs {
-    /// How an image is opened that a tool only reads: it warns where changes are missing that a server answered before
-    /// it died.
+    /// As [`read_only`](Self::read_only), of the image at `path`: where neither its name nor the caller says its format, it
+    /// is found in the file, and no name that is in it is followed then.
+    ///
+    /// # Errors
+    /// As there; the file cannot be read.
+    pub fn read_image(&self, path: &Path, format: Option<ImageFormat>) -> Result<ImageOptions> {
+        let found = if format.is_none() { probe_nameless(path)? } else { None };
+        let options = self.read_only(format.or(found))?;
+        let Some(found) = found else { return Ok(options) };
+        if !output::is_quiet() && !called_as::is_qemu_img() {
+            output::tell(&format!(
+                "blockhouse: {}: its name says no format; it looks like {} and is read as that",
+                path.display(),
+                found.as_str()
+            ));
+        }
+        let allowed_paths = AllowedPaths::none(
+            "its format was found in the file: say it with the option for formats, if you know who made the image",
+        );
+        Ok(ImageOptions { allowed_paths, ..options })
+    }
+
+    /// How an image is opened that a tool only looks at: a warning tells where changes are missing that a server answered
+    /// before it died.
+    ///
+    /// # Errors
+    /// As [`read_only`](Self::read_only).
+    pub fn look_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
+        let options = self.read_only(format)?;
+        let state = match options.state {
+            StateUse::Replay(dir) => StateUse::Look(dir),
+            other => other,
+        };
+        Ok(ImageOptions { state, ..options })
+    }
+
+    /// How an image is opened that a tool reads: it is refused where changes are missing that a server answered before it
+    /// died.
     ///
     /// # Errors
     /// A directory that was named cannot be used.
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        let allowed_paths = self.allowed_paths(None)?;
-        let remote_backing = self.allow.remote_backing();
+        let allowed_paths = match self.references.no_references {
+            true => AllowedPaths::refusing_all(),
+            false => self.allowed_paths(None)?,
+        };
+        let remote_backing = self.references.allow.remote_backing();
         let secrets = self.secrets()?;
         let options = read_only(format, self.state_use()?);
         Ok(ImageOptions { allowed_paths, remote_backing, secrets, ..options })
@@ -152,13 +205,13 @@ impl OpenArgs {
     /// # Errors
     /// One that names a path that is missing.
     pub fn allowed_paths(&self, named: Option<PathBuf>) -> blockhouse_core::Result<AllowedPaths> {
-        let paths: Vec<_> = self.allow.allow_path.iter().cloned().chain(named).collect();
+        let paths: Vec<_> = self.references.allow.allow_path.iter().cloned().chain(named).collect();
         AllowedPaths::new(&paths)
     }
 
     /// Whether images may name other servers.
     pub fn remote_backing(&self) -> RemoteBacking {
-        self.allow.remote_backing()
+        self.references.allow.remote_backing()
     }
 
     /// Where the state of killed servers is.
@@ -183,8 +236,7 @@ pub fn state_setup(value: Option<&Path>) -> StateSetup {
     }
 }
 
-/// How an image without names is opened that a tool only reads: it warns where changes are missing that a server answered before it
-/// died.
+/// How an image without names is opened that a tool only reads.
 pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
     ImageOptions {
         format,
@@ -193,11 +245,13 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
         copy_on_read: false,
+        block_sizes: BlockSizes::OF_IMAGE,
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),
         remote_backing: RemoteBacking::Refused,
         secrets: Secrets::default(),
+        part: None,
     }
 }
 

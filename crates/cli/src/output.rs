@@ -1,18 +1,18 @@
 //! Standard output and standard error: the one place where commands print.
 //!
 //! Guarantees: a result that standard output does not take is an error, with one line and a failure status;
-//! where its reader is gone (`info | head -1`) the process ends without a word, as by SIGPIPE. No failure
-//! of standard error ends the process. A standard output that is closed at the start counts as /dev/null,
+//! where its reader is gone (`info | head -1`) the command ends without a word and succeeds, because the reader has what it
+//! wanted. No failure of standard error ends the process. A standard output that is closed at the start counts as /dev/null,
 //! because the runtime of Rust opens that in its place.
 
-use std::fmt;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use signal_hook::consts::SIGPIPE;
 use tracing::Level;
 
+use crate::called_as;
 use crate::logging;
 
 /// Whether only errors and what was asked for are printed.
@@ -28,29 +28,29 @@ pub fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
-/// Standard output is a pipe that no process reads any more.
-#[derive(Debug)]
-pub struct ReaderGone;
-
-impl fmt::Display for ReaderGone {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("nothing reads standard output")
+/// Writes `text` and an end of line to standard output: the result of a command. A reader that is gone has what it
+/// wanted (`--help | grep -q WORD`).
+///
+/// # Errors
+/// The kernel's, ENOSPC for example.
+pub fn print(text: &str) -> Result<()> {
+    match write(text) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(anyhow::Error::new(error).context("standard output: cannot write the result"))
+        }
+        _ => Ok(()),
     }
 }
 
-/// Writes `text` and an end of line to standard output: the result of a command.
+/// As [`print()`], for one line of a stream without end: where its reader is gone, the process ends.
 ///
 /// # Errors
-/// The kernel's, ENOSPC for example. A pipe without a reader is [`ReaderGone`].
-pub fn print(text: &str) -> Result<()> {
-    write(text).map_err(|error| {
-        let is_gone = error.kind() == io::ErrorKind::BrokenPipe;
-        let error = anyhow::Error::new(error);
-        match is_gone {
-            true => error.context(ReaderGone),
-            false => error.context("standard output: cannot write the result"),
-        }
-    })
+/// As [`print()`].
+pub fn print_of_stream(text: &str) -> Result<()> {
+    match write(text) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => end_by_sigpipe(),
+        written => written.context("standard output: cannot write the result"),
+    }
 }
 
 /// As [`print()`], for a result that the exit status tells as well: not with `--quiet`.
@@ -80,6 +80,14 @@ pub fn tell(text: &str) {
 /// As [`tell`], for what ends the command.
 pub fn tell_error(text: &str) {
     logging::tell(text, Level::ERROR);
+}
+
+/// Says why the command has failed, with the words of QEMU's tools where it is called by such a name.
+pub fn tell_failure(error: &anyhow::Error) {
+    tell_error(&format!("{}: {error:#}", called_as::own_name()));
+    if let Some(words) = called_as::qemu_words(error) {
+        tell_error(&format!("{}: {words}", called_as::own_name()));
+    }
 }
 
 /// Passes on what another process of this program has said on its standard error. A failure is ignored, as by [`tell`].

@@ -1,9 +1,10 @@
 //! Work that several threads share, each on an event loop of its own, while this one shows the progress.
-
-use std::sync::mpsc::{RecvTimeoutError, channel};
+//!
+//! The loop of this thread runs meanwhile: connections that were made on it serve the others, too.
 
 use anyhow::{Context, Result};
-use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_engine::{EngineChoice, EventLoop, timeout};
+use futures_channel::oneshot;
 
 use crate::progress::{INTERVAL, Progress};
 
@@ -15,47 +16,47 @@ pub fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS)
 }
 
-/// Calls `work` once on each of `threads` threads and waits for all of them. `progress` shows what `position` says: bytes
-/// done, and of how many.
+/// Calls `work` once on each of `threads` threads and waits for all of them, while `event_loop` runs. `progress` shows what
+/// `position` says: bytes done, and of how many.
 ///
 /// # Errors
 /// The first that any of them answers.
 pub fn run_parallel<F: Future<Output = Result<()>>>(
+    event_loop: &mut EventLoop,
     progress: &Progress,
     threads: usize,
     work: impl Fn() -> F + Sync,
     position: impl Fn() -> (u64, u64),
 ) -> Result<()> {
     let display = progress.display(position().1);
-    let (work, (ended, all_ended)) = (&work, channel());
+    let work = &work;
     let outcome = std::thread::scope(|scope| {
         let mut running = Vec::new();
         for _ in 0..threads.max(1) {
-            let ended = ended.clone();
+            let (end, ended) = oneshot::channel::<()>();
             let job = move || {
-                let outcome = EventLoop::new(EngineChoice::Auto)
+                let _end = end;
+                EventLoop::new(EngineChoice::Auto)
                     .context("no engine can be used here")
-                    .and_then(|mut event_loop| event_loop.block_on(work()));
-                // The receiver outlives all threads.
-                let _ = ended.send(());
-                outcome
+                    .and_then(|mut event_loop| event_loop.block_on(work()))
             };
             let thread = std::thread::Builder::new().spawn_scoped(scope, job);
             match thread {
-                Ok(thread) => running.push(thread),
-                Err(error) if running.is_empty() => {
-                    return Err(error).context("cannot start a thread");
-                }
+                Ok(thread) => running.push((thread, ended)),
+                // The process may have no more threads (`ulimit -u`): this one does the work.
+                Err(_) if running.is_empty() => return event_loop.block_on(work()),
                 // Fewer threads do the same work.
                 Err(_) => break,
             }
         }
-        for _ in 0..running.len() {
-            while let Err(RecvTimeoutError::Timeout) = all_ended.recv_timeout(INTERVAL) {
-                display.show(position());
+        event_loop.block_on(async {
+            for (_, ended) in &mut running {
+                while timeout(INTERVAL, &mut *ended).await.is_none() {
+                    display.show(position());
+                }
             }
-        }
-        running.into_iter().try_for_each(|thread| {
+        });
+        running.into_iter().try_for_each(|(thread, _)| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     });

@@ -1,4 +1,4 @@
-//! How fast a command may write: `-r`.
+//! The limit on a command's writes, `-r`.
 
 use std::num::NonZeroU64;
 
@@ -8,28 +8,29 @@ use blockhouse_disk::{ImageDisk, MAX_RATE, RateLimits};
 /// The option of commands that copy.
 #[derive(clap::Args, Clone, Copy)]
 pub struct RateArgs {
-    /// Write no more than so many bytes a second to the target: 512K, 100M.
+    /// Limit writes to the target, in bytes a second: 512K, 100M; 0 is no limit.
     #[arg(long = "rate-limit", short = 'r', value_name = "BYTES", value_parser = parse)]
-    rate: Option<NonZeroU64>,
+    rate: Option<Rate>,
 }
 
-fn parse(text: &str) -> Result<NonZeroU64, String> {
-    let rate = NonZeroU64::new(size::parse(text)?.min(MAX_RATE));
-    rate.ok_or_else(|| {
-        "nothing would be written at 0; leave it out to write as fast as it goes".into()
-    })
+/// Bytes a second; `None` is no limit.
+#[derive(Clone, Copy)]
+struct Rate(Option<NonZeroU64>);
+
+fn parse(text: &str) -> Result<Rate, String> {
+    Ok(Rate(NonZeroU64::new(size::parse(text)?.min(MAX_RATE))))
 }
 
 impl RateArgs {
     /// Whether there is a limit.
     pub fn is_given(self) -> bool {
-        self.rate.is_some()
+        self.rate.is_some_and(|Rate(rate)| rate.is_some())
     }
 
-    /// Has `disk` keep to it.
+    /// Sets the limit of `disk`.
     pub fn apply(self, disk: &ImageDisk) {
-        if self.rate.is_some() {
-            disk.set_limits(RateLimits { bps_write: self.rate, ..RateLimits::default() });
+        if let Some(Rate(bps_write @ Some(_))) = self.rate {
+            disk.set_limits(RateLimits { bps_write, ..RateLimits::default() });
         }
     }
 }

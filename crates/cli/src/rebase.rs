@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_core::{ErrorKind, ToolProgress};
 use blockhouse_disk::{
-    Access, Backing, ImageDisk, ImageFormat, ImageOptions, check_raw_backing, is_foreign_address,
-    open, open_without_backing, prepare_rebase, set_backing_file,
+    Access, Backing, ImageDisk, ImageFormat, ImageOptions, QemuName, check_raw_backing,
+    is_foreign_address, open, open_without_backing, plain_backing, prepare_rebase,
+    set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
@@ -37,11 +38,16 @@ pub struct Arguments {
     #[arg(long)]
     no_backing: bool,
     /// Its format: raw or qcow2.
-    #[arg(short = 'F', long, value_name = "FORMAT")]
-    #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
-    backing_format: Option<ImageFormat>,
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = parse_backing_format)]
+    backing_format: Option<String>,
     #[command(flatten)]
     target_cache: TargetCacheArgs,
+    /// As qemu-img has it: an image that is changed is locked all the same.
+    #[arg(short = 'U', hide = true)]
+    force_share: bool,
+    /// As qemu-img has it: what is copied is not compressed.
+    #[arg(short = 'c', hide = true)]
+    compress: bool,
     #[command(flatten)]
     source_cache: SourceCacheArgs,
     #[command(flatten)]
@@ -52,6 +58,11 @@ pub struct Arguments {
     open: OpenArgs,
     /// The image.
     image: PathBuf,
+}
+
+/// A format's name, which is stored as it was typed: QEMU has several for the bytes themselves.
+fn parse_backing_format(name: &str) -> Result<String, String> {
+    name.parse::<ImageFormat>().map(|_| name.to_owned())
 }
 
 /// Runs the command.
@@ -71,10 +82,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     } else {
         arguments.with_same_content(&mut event_loop, &shown, new.as_ref())?
     };
-    let named = new.map(|(name, format)| Backing {
-        name: name.into_vec(),
-        format: Some(format.as_str().to_owned()),
-    });
+    let named = new.map(|(name, format)| Backing { name: name.into_vec(), format: Some(format) });
     event_loop.block_on(async {
         set_backing_file(&disk, named.clone()).await?;
         anyhow::Ok(disk.close().await?)
@@ -86,7 +94,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 }
 
 /// The name and the format of a backing file.
-type NewBacking = (OsString, ImageFormat);
+type NewBacking = (OsString, String);
 
 impl Arguments {
     /// The new backing file, after what cannot be meant is refused.
@@ -94,11 +102,11 @@ impl Arguments {
         if self.only_name && self.backing.is_none() && !self.no_backing {
             wrong_usage(
                 "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
-                 all that is read from the old backing file is to be lost",
+                 the image shall lose what it reads from the old one",
             );
         }
         let backing = self.backing.clone().filter(|name| !name.is_empty());
-        let new = match (backing, self.backing_format) {
+        let new = match (backing, self.backing_format.clone()) {
             (Some(name), Some(format)) => (name, format),
             (Some(name), None) => bail!(
                 "the format of the backing file '{}' is not guessed; say -F raw or -F qcow2",
@@ -107,7 +115,8 @@ impl Arguments {
             (None, Some(_)) => bail!("a format of the backing file (-F) without the file (-b)"),
             (None, None) => return Ok(None),
         };
-        if is_foreign_address(new.0.as_encoded_bytes()) {
+        let is_understood = new.0.to_str().and_then(QemuName::of).is_some();
+        if is_foreign_address(new.0.as_encoded_bytes()) && !is_understood {
             let name = new.0.display();
             bail!(
                 "'{name}' is no file but an address of QEMU; write a server's export as a URI (nbd://HOST/NAME); if \
@@ -143,19 +152,26 @@ async fn open_new(
     options: ImageOptions,
 ) -> Result<Option<ImageDisk>> {
     let Some((name, format)) = new else { return Ok(None) };
-    let path = resolve_relative(image, name.as_encoded_bytes());
+    let backing = Backing { name: name.as_encoded_bytes().to_vec(), format: Some(format.clone()) };
+    let format: ImageFormat = format.parse().map_err(anyhow::Error::msg)?;
+    let (plain, part) = plain_backing(&backing, &image.display().to_string())?;
+    let path = resolve_relative(image, &plain.name);
     let failed = || format!("{}: no backing file", image.display());
-    if *format == ImageFormat::Raw {
+    if format == ImageFormat::Raw && part.is_none() {
         check_raw_backing(&path).await.with_context(failed)?;
     }
-    let options = ImageOptions { format: Some(*format), access: Access::ReadOnly, ..options };
+    let options = ImageOptions { format: Some(format), access: Access::ReadOnly, ..options };
+    let options = options.in_part(part);
     let opened = open(&path, options).await;
     opened.map(Some).with_context(failed)
 }
 
 /// Says what looks wrong about a name that is stored all the same. The file may not be there yet.
 async fn warn_of_new(image: &Path, new: Option<&NewBacking>) {
-    let Some((name, ImageFormat::Raw)) = new else { return };
+    let Some((name, format)) = new else { return };
+    if format.parse() != Ok(ImageFormat::Raw) {
+        return;
+    }
     let path = resolve_relative(image, name.as_encoded_bytes());
     if let Err(error) = check_raw_backing(&path).await
         && error.kind() == ErrorKind::InvalidInput

@@ -8,8 +8,10 @@ use blockhouse_disk::{ImageDisk, ImageFormat, open, take_space};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::SpaceMode;
 
+use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
+use crate::output;
 use crate::progress::{Progress, ProgressArgs};
 use blockhouse_daemon::size::{self, NewSize};
 
@@ -22,8 +24,8 @@ pub struct Arguments {
     /// Make the disk shorter: what lies beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space for what a longer disk has more: off takes it when it is written, falloc at once, full writes zeros to
-    /// it. Without the space the disk keeps its size.
+    /// Space for what a longer disk has more: off takes it when it is written, falloc (and metadata) at once, full
+    /// writes zeros to it. Without the space the disk keeps its size.
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
     preallocation: Space,
     #[command(flatten)]
@@ -52,10 +54,9 @@ fn parse_space(text: &str) -> Result<Space, String> {
         "off" => Ok(Space::Later),
         "falloc" => Ok(Space::Now(SpaceMode::Falloc)),
         "full" => Ok(Space::Now(SpaceMode::Full)),
-        "metadata" => {
-            Err("clusters get their places together with space here: use falloc or full".into())
-        }
-        _ => Err("use off, falloc or full".into()),
+        // Clusters get their places together with space here.
+        "metadata" => Ok(Space::Now(SpaceMode::Falloc)),
+        _ => Err("use off, metadata, falloc or full".into()),
     }
 }
 
@@ -70,7 +71,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let opened = event_loop.block_on(open(&image, options));
     let disk = opened.map_err(|error| match error.kind() {
         ErrorKind::Locked => error.hint(
-            "if that is 'blockhouse serve --control SOCKET', its guests are told of the new size by 'blockhouse ctl \
+            "if that is 'blockhouse serve --control SOCKET', resize it, and its guests see the new size, by 'blockhouse ctl \
              SOCKET resize NAME SIZE'; else stop that program first",
         ),
         _ => error,
@@ -88,7 +89,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             return Err(event_loop.block_on(take_back(&disk, added, error)));
         }
     }
-    Ok(event_loop.block_on(disk.close())?)
+    event_loop.block_on(disk.close())?;
+    if called_as::is_qemu_img() { output::print_unless_quiet("Image resized.") } else { Ok(()) }
 }
 
 /// Makes the disk as long as it was before `added`, whose space could not be taken: why, and what became of the disk.
@@ -108,7 +110,11 @@ async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> an
 }
 
 async fn resize(disk: &ImageDisk, size: u64, may_shrink: bool) -> Result<()> {
-    if size >= disk.size() {
+    // A device keeps the size that it has.
+    if size == disk.size() {
+        return Ok(());
+    }
+    if size > disk.size() {
         return Ok(disk.resize(size).await?);
     }
     if may_shrink {

@@ -12,7 +12,7 @@ use blockhouse_disk::{CompareJob, ImageDisk, ImageOptions, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 use crate::convert::copy;
-use crate::copy_target::{CopyFormats, IfThere, Target, TargetSpec};
+use crate::copy_target::{CopyFormats, How, IfThere, Target, TargetSpec};
 use crate::create::wrong_usage;
 use crate::open_args::OpenArgs;
 use crate::parallel::{default_threads, run_parallel};
@@ -65,14 +65,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         compress: false,
         cache: None,
         open: &arguments.open,
+        sources: vec![&source],
     };
     let target = event_loop.block_on(spec.build())?;
     let range = ByteRange::between(0, source.size());
-    let copied =
-        copy(&progress, vec![(Arc::clone(&source), range)], &target, false).and_then(|()| {
-            event_loop.block_on(target.disk.flush())?;
-            compare(&progress, &source, &target)
-        });
+    let parts = vec![(Arc::clone(&source), range)];
+    let copied = copy(&mut event_loop, &progress, parts, &target, How::default()).and_then(|()| {
+        event_loop.block_on(target.disk.flush())?;
+        compare(&mut event_loop, &progress, &source, &target)
+    });
     event_loop.block_on(target.finish(copied))
 }
 
@@ -83,12 +84,18 @@ impl Arguments {
 }
 
 /// What follows the disk on a larger device is none of it.
-fn compare(progress: &Progress, source: &Arc<ImageDisk>, target: &Target) -> Result<()> {
+fn compare(
+    event_loop: &mut EventLoop,
+    progress: &Progress,
+    source: &Arc<ImageDisk>,
+    target: &Target,
+) -> Result<()> {
     let threads = default_threads();
     let max_in_flight = MAX_IN_FLIGHT.div_ceil(threads);
     let (one, other) = (Arc::clone(source), Arc::clone(&target.disk));
     let job = CompareJob::of_start(one, other, source.size(), max_in_flight);
-    run_parallel(progress, threads, || async { Ok(job.work().await?) }, || job.progress())?;
+    let work = || async { Ok(job.work().await?) };
+    run_parallel(event_loop, progress, threads, work, || job.progress())?;
     match job.difference() {
         Some(offset) => Err(anyhow!(
             "{}: reads otherwise than the backup at offset {offset}, after it was written; check the storage below",

@@ -41,9 +41,9 @@ pub struct Arguments {
 
 /// What to do, as qemu-img's users say it.
 #[derive(clap::Args)]
-#[group(required = true, multiple = false)]
+#[group(multiple = false)]
 struct Flag {
-    /// List the snapshots, in qemu-img's columns; dates are in UTC.
+    /// List the snapshots, in qemu-img's columns; so where no option says what to do.
     #[arg(short = 'l')]
     list: bool,
     /// The same as 'create IMAGE NAME'.
@@ -70,7 +70,7 @@ enum Action {
     Create {
         #[command(flatten)]
         image: Image,
-        /// What to call it: 1 to 255 bytes, unlike all others.
+        /// The new name: 1 to 255 bytes, unlike all others.
         name: String,
     },
     /// Make the disk what it was when the snapshot was taken. What was written since is gone.
@@ -93,7 +93,7 @@ enum Action {
         image: Image,
         /// The snapshot's name, or its id.
         name: String,
-        /// What to call it from now on.
+        /// The new name.
         new_name: String,
     },
 }
@@ -172,7 +172,11 @@ async fn run_closed(action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
             let disk = open(&image, Access::ReadOnly, Locking::None).await?;
-            let snapshots = disk.snapshots().list().await?;
+            let snapshots = match disk.snapshots().list().await {
+                // A format without snapshots has none.
+                Err(error) if error.kind() == ErrorKind::Unsupported && style.is_qemu => Vec::new(),
+                listed => listed?,
+            };
             print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), &style)
         }
         Action::Create { image, name } => {
@@ -249,7 +253,11 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
         Access::ReadOnly => reach.image_opts.resolve(image, reach.format)?,
         Access::ReadWrite => reach.image_opts.resolve_to_change(image, reach.format)?,
     };
-    let options = ImageOptions { access, locking, ..reach.open.read_only(named.format)? };
+    let options = match access {
+        Access::ReadOnly => reach.open.look_only(named.format)?,
+        Access::ReadWrite => reach.open.read_write(named.format)?,
+    };
+    let options = ImageOptions { locking, ..options };
     // The tables are all that is needed.
     let opened = open_without_backing(&named.path, options).await;
     Ok(opened.map_err(|error| match error.kind() {

@@ -14,12 +14,12 @@ pub struct Arguments {
     /// The control socket of the server: that of its --control.
     #[arg(long, value_name = "SOCKET")]
     control: PathBuf,
-    /// The program that goes on, with the server's own command line. Left out, the one that the server was started
-    /// from, as it is at its path by now.
+    /// The program that goes on, with the server's own command line: one that --upgrade-to of the
+    /// server names. Left out, the first of these; the program that runs, if there is none.
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
     /// Disconnect clients with TLS first, when what they have in flight is done: their connections cannot be handed over.
-    /// Those that connect again go on with the new process. Without this, nothing is upgraded while there are such clients.
+    /// Those that connect again use the new process. Without this, nothing is upgraded while there are such clients.
     #[arg(long)]
     disconnect_tls: bool,
 }

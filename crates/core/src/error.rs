@@ -14,6 +14,8 @@ pub mod errno {
     pub const EPERM: i32 = 1;
     /// Input/output error.
     pub const EIO: i32 = 5;
+    /// Interrupted system call.
+    pub const EINTR: i32 = 4;
     /// Resource temporarily unavailable.
     pub const EAGAIN: i32 = 11;
     /// Cannot allocate memory.
@@ -30,6 +32,8 @@ pub mod errno {
     pub const ENOSPC: i32 = 28;
     /// Operation not supported.
     pub const EOPNOTSUPP: i32 = 95;
+    /// Operation canceled.
+    pub const ECANCELED: i32 = 125;
     /// Disk quota exceeded.
     pub const EDQUOT: i32 = 122;
     /// Cannot send after transport endpoint shutdown.
@@ -53,6 +57,8 @@ pub enum ErrorKind {
     Locked,
     /// The image contradicts itself.
     Corrupt,
+    /// A record of changes lacks some, for good: what relies on it has to begin anew.
+    LacksChanges,
     /// The host failed the operation.
     Io,
 }
@@ -60,7 +66,7 @@ pub enum ErrorKind {
 impl ErrorKind {
     fn errno(self) -> i32 {
         match self {
-            Self::InvalidInput => errno::EINVAL,
+            Self::InvalidInput | Self::LacksChanges => errno::EINVAL,
             Self::PastEnd | Self::NoSpace => errno::ENOSPC,
             Self::ReadOnly => errno::EPERM,
             Self::Unsupported => errno::EOPNOTSUPP,
@@ -145,7 +151,10 @@ impl Error {
     pub fn is_host_failure(&self) -> bool {
         match self.kind() {
             ErrorKind::ReadOnly => self.0.source.is_some(),
-            ErrorKind::InvalidInput | ErrorKind::PastEnd | ErrorKind::Unsupported => false,
+            ErrorKind::InvalidInput
+            | ErrorKind::PastEnd
+            | ErrorKind::Unsupported
+            | ErrorKind::LacksChanges => false,
             ErrorKind::NoSpace | ErrorKind::Locked | ErrorKind::Corrupt | ErrorKind::Io => true,
         }
     }
@@ -163,6 +172,11 @@ impl Error {
     /// this is not known.
     pub fn is_confined(&self) -> bool {
         self.0.confined
+    }
+
+    /// The name of the file, where it is known.
+    pub fn path(&self) -> Option<&str> {
+        self.0.path.as_deref()
     }
 
     /// The kind of failure.

@@ -18,13 +18,21 @@ impl ByteRange {
         offset.checked_add(length).map(|_| Self { offset, length })
     }
 
-    /// The bytes from `start` up to and without `end`.
-    ///
-    /// # Panics
-    /// When `end` lies before `start`.
+    /// The bytes from `start` up to and without `end`: none when `end` lies before `start`. A wrong
+    /// assumption about one request or job ends no process; tests stop there.
     pub fn between(start: u64, end: u64) -> Self {
-        assert!(start <= end, "a range ends before it starts: {start}..{end}");
-        Self { offset: start, length: end - start }
+        debug_assert!(start <= end, "a range ends before it starts: {start}..{end}");
+        Self { offset: start, length: end.saturating_sub(start) }
+    }
+
+    /// The bytes that both have: none when they do not touch.
+    pub fn intersection(self, other: Self) -> Self {
+        self.after(other.offset).before(other.end())
+    }
+
+    /// Whether all of `other` lies inside.
+    pub fn contains(self, other: Self) -> bool {
+        self.offset <= other.offset && other.end() <= self.end()
     }
 
     /// The first byte.
@@ -82,6 +90,16 @@ impl ByteRange {
     pub fn skip(self, count: u64) -> Self {
         let count = count.min(self.length);
         Self { offset: self.offset + count, length: self.length - count }
+    }
+
+    /// The bytes from `offset` on: all, some or none.
+    pub fn after(self, offset: u64) -> Self {
+        self.skip(offset.saturating_sub(self.offset))
+    }
+
+    /// The bytes before `offset`: all, some or none.
+    pub fn before(self, offset: u64) -> Self {
+        self.truncate(offset.saturating_sub(self.offset))
     }
 }
 
@@ -169,6 +187,20 @@ mod tests {
         assert_eq!(range.align_outward(4096), ByteRange::between(0, 12288));
         assert_eq!(range.align_inward(4096), Some(ByteRange::between(4096, 8192)));
         assert_eq!(ByteRange::between(4097, 8191).align_inward(4096), None);
+    }
+
+    #[test]
+    fn a_cut_outside_of_a_range_leaves_all_or_none_of_it() {
+        let range = ByteRange::between(10, 20);
+        let none = |at| ByteRange::between(at, at);
+        assert_eq!(
+            [5, 10, 15, 20, 25].map(|at| range.after(at)),
+            [range, range, ByteRange::between(15, 20), none(20), none(20)]
+        );
+        assert_eq!(
+            [5, 10, 15, 20, 25].map(|at| range.before(at)),
+            [none(10), none(10), ByteRange::between(10, 15), range, range]
+        );
     }
 
     #[test]

@@ -54,6 +54,10 @@ pub struct IoVector {
     lost: Option<NonNull<AtomicBool>>,
 }
 
+/// The mark of vectors that were cut past their end: a wrong assumption about one request, which fails by
+/// [`IoVector::check_intact`].
+static CUT_PAST_END: AtomicBool = AtomicBool::new(true);
+
 // SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
 // one), and the owner is itself `Send + Sync`; so moving it moves the access with it. `lost` is an
 // atomic that the owner keeps.
@@ -143,8 +147,13 @@ impl IoVector {
             return next;
         }
         self.segments.extend_from_slice(&next.segments);
+        // Parts of one vector have one owner: thousands of them do not nest.
+        let owner = match Arc::ptr_eq(&self.owner, &next.owner) {
+            true => self.owner,
+            false => Arc::new((self.owner, next.owner)),
+        };
         Self {
-            owner: Arc::new((self.owner, next.owner)),
+            owner,
             segments: self.segments,
             length: self.length + next.length,
             lost: self.lost.or(next.lost),
@@ -176,12 +185,13 @@ impl IoVector {
             && others.iter().all(|one| address_bits(one) | (one.length & (length - 1)) == 0)
     }
 
-    /// Drops the first `count` bytes.
-    ///
-    /// # Panics
-    /// When there are fewer.
+    /// Drops the first `count` bytes. Where there are fewer, none is left, and the vector is
+    /// [not intact](Self::is_intact).
     pub fn advance(&mut self, mut count: usize) {
-        assert!(count <= self.length, "cannot advance {count} of {} bytes", self.length);
+        if count > self.length {
+            count = self.length;
+            self.lost = Some(NonNull::from_ref(&CUT_PAST_END));
+        }
         self.length -= count;
         let mut whole = 0;
         while count > 0 {
@@ -198,13 +208,14 @@ impl IoVector {
         self.segments.drain(..whole);
     }
 
-    /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others.
-    ///
-    /// # Panics
-    /// When there are fewer than `at` bytes.
+    /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others. Where there are fewer than
+    /// `at`, the answer has none, and neither is [intact](Self::is_intact).
     #[must_use]
-    pub fn split_off(&mut self, at: usize) -> Self {
-        assert!(at <= self.length, "cannot divide {} bytes at {at}", self.length);
+    pub fn split_off(&mut self, mut at: usize) -> Self {
+        if at > self.length {
+            at = self.length;
+            self.lost = Some(NonNull::from_ref(&CUT_PAST_END));
+        }
         let mut kept = SmallVec::new();
         let mut rest = SmallVec::new();
         let mut left = at;
@@ -440,12 +451,10 @@ impl IoVectorList {
         self.vectors.iter().map(IoVector::len).sum::<usize>() - self.length
     }
 
-    /// Passes over the first `count` bytes. Their memory stays owned until [`clear`](Self::clear).
-    ///
-    /// # Panics
-    /// When there are fewer.
-    pub fn advance(&mut self, mut count: usize) {
-        assert!(count <= self.length, "cannot advance {count} of {} bytes", self.length);
+    /// Passes over the first `count` bytes, or all that there are. Their memory stays owned until
+    /// [`clear`](Self::clear).
+    pub fn advance(&mut self, count: usize) {
+        let mut count = count.min(self.length);
         self.length -= count;
         while count > 0 {
             let segment = &mut self.segments[self.done];
@@ -624,8 +633,19 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "cannot divide")]
-    fn dividing_past_the_end_is_refused() {
-        let _ = sample().split_off(17);
+    fn what_is_cut_past_the_end_is_not_intact() {
+        let mut divided = sample();
+        let rest = divided.split_off(17);
+        assert_eq!((divided.len(), rest.len()), (16, 0));
+        assert!(divided.check_intact().is_err() && rest.check_intact().is_err());
+        let mut passed = sample();
+        passed.advance(16);
+        assert!(passed.is_empty() && passed.check_intact().is_ok());
+        passed.advance(1);
+        assert_eq!(passed.check_intact().unwrap_err().errno(), errno::EFAULT);
+        let mut list = IoVectorList::new();
+        list.push(sample());
+        list.advance(17);
+        assert!(list.is_empty() && list.segments().is_empty());
     }
 }

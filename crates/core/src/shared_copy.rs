@@ -124,8 +124,9 @@ mod x86_64 {
     macro_rules! copy_loop {
         (
             $(#[$attribute:meta])*
-            $name:ident: $class:ident by $mov:literal, vector $vector:literal at 0, $vector2:literal,
-            $vector3:literal, block $block:literal, then $end:literal
+            $name:ident: $register:literal by $mov:literal, vector $vector:literal at 0,
+            $vector2:literal, $vector3:literal, block $block:literal, then $end:literal,
+            changed $($changed:tt)+
         ) => {
             $(#[$attribute])*
             pub(super) unsafe fn $name(source: *const u8, target: *mut u8, length: usize) {
@@ -133,21 +134,22 @@ mod x86_64 {
                 // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of them one
                 // after the other. The last access ends at the ranges' ends and begins inside, because
                 // `length` is at least one vector. No other memory is accessed, the stack is not, and all
-                // registers that change are named. The accesses to the shared side are those that the
+                // registers that change are named: those of the loop, and all that `vzeroupper` changes
+                // (a register of 512 bits is changed with its lower part). The accesses to the shared side are those that the
                 // module's page tells. The caller has checked that the processor has the instructions.
                 unsafe {
                     asm!(
                         "test {blocks}, {blocks}",
                         "jz 3f",
                         "2:",
-                        concat!($mov, " {a}, [{s}]"),
-                        concat!($mov, " {b}, [{s} + ", $vector, "]"),
-                        concat!($mov, " {c}, [{s} + ", $vector2, "]"),
-                        concat!($mov, " {d}, [{s} + ", $vector3, "]"),
-                        concat!($mov, " [{t}], {a}"),
-                        concat!($mov, " [{t} + ", $vector, "], {b}"),
-                        concat!($mov, " [{t} + ", $vector2, "], {c}"),
-                        concat!($mov, " [{t} + ", $vector3, "], {d}"),
+                        concat!($mov, " ", $register, "0, [{s}]"),
+                        concat!($mov, " ", $register, "1, [{s} + ", $vector, "]"),
+                        concat!($mov, " ", $register, "2, [{s} + ", $vector2, "]"),
+                        concat!($mov, " ", $register, "3, [{s} + ", $vector3, "]"),
+                        concat!($mov, " [{t}], ", $register, "0"),
+                        concat!($mov, " [{t} + ", $vector, "], ", $register, "1"),
+                        concat!($mov, " [{t} + ", $vector2, "], ", $register, "2"),
+                        concat!($mov, " [{t} + ", $vector3, "], ", $register, "3"),
                         // Subtracted: -128 fits into a byte of the instruction, 128 does not.
                         concat!("sub {s}, -", $block),
                         concat!("sub {t}, -", $block),
@@ -157,15 +159,15 @@ mod x86_64 {
                         "test {vectors}, {vectors}",
                         "jz 5f",
                         "4:",
-                        concat!($mov, " {a}, [{s}]"),
-                        concat!($mov, " [{t}], {a}"),
+                        concat!($mov, " ", $register, "0, [{s}]"),
+                        concat!($mov, " [{t}], ", $register, "0"),
                         concat!("add {s}, ", $vector),
                         concat!("add {t}, ", $vector),
                         "dec {vectors}",
                         "jnz 4b",
                         "5:",
-                        concat!($mov, " {a}, [{s_end} - ", $vector, "]"),
-                        concat!($mov, " [{t_end} - ", $vector, "], {a}"),
+                        concat!($mov, " ", $register, "0, [{s_end} - ", $vector, "]"),
+                        concat!($mov, " [{t_end} - ", $vector, "], ", $register, "0"),
                         $end,
                         s = inout(reg) source => _,
                         t = inout(reg) target => _,
@@ -173,10 +175,7 @@ mod x86_64 {
                         vectors = inout(reg) vectors => _,
                         s_end = in(reg) source.add(length),
                         t_end = in(reg) target.add(length),
-                        a = out($class) _,
-                        b = out($class) _,
-                        c = out($class) _,
-                        d = out($class) _,
+                        $(out($changed) _,)+
                         options(nostack),
                     );
                 }
@@ -188,13 +187,16 @@ mod x86_64 {
         /// # Safety
         /// As for [`super::copy`]; the processor has AVX.
         #[target_feature(enable = "avx")]
-        copy_avx: ymm_reg by "vmovdqu", vector 32 at 0, 64, 96, block 128, then "vzeroupper"
+        copy_avx: "ymm" by "vmovdqu", vector 32 at 0, 64, 96, block 128, then "vzeroupper",
+        changed "ymm0" "ymm1" "ymm2" "ymm3" "ymm4" "ymm5" "ymm6" "ymm7" "ymm8" "ymm9" "ymm10" "ymm11"
+        "ymm12" "ymm13" "ymm14" "ymm15"
     );
 
     copy_loop!(
         /// # Safety
         /// As for [`super::copy`]. Every x86-64 processor has these instructions.
-        copy_sse2: xmm_reg by "movdqu", vector 16 at 0, 32, 48, block 64, then ""
+        copy_sse2: "xmm" by "movdqu", vector 16 at 0, 32, 48, block 64, then "",
+        changed "xmm0" "xmm1" "xmm2" "xmm3"
     );
 }
 

@@ -42,7 +42,9 @@ pub trait Storage: 'static {
 
     /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
     /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when the bytes
-    /// were not accepted for want of room; what is written past the end makes the storage longer.
+    /// were not all accepted for want of room. What is written past the end makes the storage longer. A
+    /// write that fails may have stored any part of the bytes, and [`size`](Self::size) says how long
+    /// that has made the storage.
     ///
     /// A durable write is a write and a flush in one, so its failure may be the only report of an
     /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it says
@@ -98,6 +100,12 @@ pub trait Storage: 'static {
     /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
     fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
 
+    /// Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where it is known that the storage cannot become `size`
+    /// bytes long, whatever room there is. Changes nothing.
+    fn check_size(&self, _size: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do not
     /// lengthen it one by one. New bytes read as zeros; what is there stays, whatever happens at the same
     /// time. It is a hint: a storage that cannot leaves its length alone.
@@ -126,6 +134,10 @@ pub trait Storage: 'static {
     fn needs_close(&self) -> bool {
         false
     }
+
+    /// What is asked from now on is asked to close it: a storage of another host, which may never answer, limits how long
+    /// that waits.
+    fn begin_close(&self) {}
 
     /// Gives back what the storage holds on another host, such as a lock. Operations that begin later may fail. A
     /// storage that is dropped without it gives that back as well, but may block its thread until then. What is

@@ -60,7 +60,7 @@ fn open_slot(
 fn refusal(header: &LuksHeader, mut reasons: Vec<String>) -> Error {
     let count = header.slots.len();
     if count == 0 {
-        let what = "its LUKS header has no key slot in use: no key opens it any more";
+        let what = "its LUKS header has no key slot in use: no key can open it";
         return Error::new(ErrorKind::Unsupported, what)
             .hint("restore the header from a backup (cryptsetup luksHeaderRestore)");
     }

@@ -14,6 +14,7 @@ use blockhouse_vhost_user::RegisteredMemory;
 use serde::Deserialize;
 use toml::Spanned;
 
+use crate::control_socket::ControlSocket;
 use crate::disk_options::{DiskOptions, check_absolute};
 use crate::limit_options::{DiskThrottle, LimitOptions};
 use crate::limits::{self, Limit};
@@ -66,7 +67,7 @@ fn no_server() -> Spanned<ServerOptions> {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 struct ServerOptions {
-    control: Option<PathBuf>,
+    control: Option<TextOf<ControlSocket>>,
     pid_file: Option<PathBuf>,
     metrics: Option<TextOf<MetricsAddress>>,
     state: Option<PathBuf>,
@@ -192,12 +193,13 @@ impl Config {
                 server.socket_mode.map(|TextOf(mode)| mode),
                 server.socket_group.map(|TextOf(group)| group),
             ),
-            control: server.control,
+            control: server.control.map(|TextOf(control)| control),
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
             user,
             sandbox: if server.sandbox { SandboxUse::On } else { SandboxUse::Off },
             sandbox_allow: server.sandbox_allow,
+            upgrade_to: Vec::new(),
             config: Some(path),
             hand_over,
         }
@@ -275,16 +277,12 @@ fn check_server(server: &ServerOptions) -> Result<(), String> {
         return Err("poll-max-us is at most 1000000".into());
     }
     let off = Path::new("off");
-    let paths = [
-        &server.control,
-        &server.pid_file,
-        &server.state,
-        &server.tls_certificates,
-        &server.tls_psk,
-    ];
+    let control = server.control.as_ref().map(|TextOf(control)| &control.path);
+    let paths = [&server.pid_file, &server.state, &server.tls_certificates, &server.tls_psk];
     paths
         .into_iter()
         .flatten()
+        .chain(control)
         .filter(|path| *path != off)
         .try_for_each(|path| check_absolute(path))
 }
@@ -329,7 +327,7 @@ fn configured(
     let mut setup = options.setup()?;
     setup.throttle = setup.throttle.map(|own| throttle(own, groups)).transpose()?;
     if others.iter().any(|other| other.setup.name == setup.name) {
-        return Err(format!("two disks are called {:?}; give each a name of its own", setup.name));
+        return Err(format!("two disks are called {:?}; give each its own name", setup.name));
     }
     let mut addresses = Vec::new();
     for text in &options.exports {

@@ -4,7 +4,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking, is_address,
+    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking,
+    is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use schemars::JsonSchema;
@@ -18,7 +19,7 @@ use crate::text_fields::{Size, some_size, some_text, text};
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskOptions {
-    /// What it is called, unlike all others. Left out: the name of the image's file.
+    /// The disk's name, unlike all others. Left out: the name of the image's file.
     pub name: Option<String>,
     /// The image: an absolute path, or the URI of an export of another server.
     pub path: PathBuf,
@@ -34,16 +35,29 @@ pub struct DiskOptions {
     #[serde(default, deserialize_with = "text")]
     #[schemars(with = "Option<String>")]
     pub cache: CacheMode,
-    /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing. Left out: unmap.
+    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does nothing. Left out: unmap.
     #[serde(default)]
     pub discard: DiscardName,
-    /// What becomes of writes of nothing but zeros: off, on or unmap. Left out: off.
+    /// Writes of nothing but zeros: off, on or unmap. Left out: off.
     #[serde(default)]
     pub detect_zeroes: DetectZeroesName,
+    /// Bytes of the disk's sectors, 512 to 4096, by which its partitions are numbered. Left out: as the image says (VHDX),
+    /// otherwise 512.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub logical_block_size: Option<u64>,
+    /// Bytes of the blocks that guests had better write at once. Left out: the host's.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub physical_block_size: Option<u64>,
+    /// Bytes of the unit of discards that guests are told. Left out: a cluster, at least 64 KiB.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub discard_granularity: Option<u64>,
     /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
     #[serde(default)]
     pub copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, so many bytes a second (0: no limit), and
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (0: no limit), and
     /// detach the backing file: the job `stream`. Left out: not.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
@@ -61,6 +75,10 @@ pub struct DiskOptions {
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
+    /// Whether no name in the image is followed: it has no backing file, no data file and no extents elsewhere, or is
+    /// refused.
+    #[serde(default)]
+    pub no_references: bool,
     /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on each image of the chain.
     #[serde(default)]
     pub key_files: Vec<PathBuf>,
@@ -148,6 +166,12 @@ impl DiskOptions {
         if self.create.is_some() && self.snapshot.is_some() {
             return Err("a new image has no snapshots; leave out create or snapshot".into());
         }
+        if self.no_references && (self.allow_remote || !self.allow_paths.is_empty()) {
+            return Err(
+                "no-references follows no name; leave allow-paths and allow-remote out, or it"
+                    .into(),
+            );
+        }
         check_filling(self.copy_on_read, self.prefetch, self.read_only || self.snapshot.is_some())?;
         check_bitmaps(&self.bitmaps, self.snapshot.as_deref())?;
         Ok(DiskSetup {
@@ -158,11 +182,17 @@ impl DiskOptions {
             cache: self.cache,
             discard,
             detect_zeroes,
+            block_sizes: BlockSizes::new(
+                self.logical_block_size,
+                self.physical_block_size,
+                self.discard_granularity,
+            )?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create.map(|size| size.next_multiple_of(512)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
+            no_references: self.no_references,
             keys: KeyFiles {
                 keys: self.key_files.clone(),
                 passphrases: self.passphrase_files.clone(),
@@ -247,6 +277,8 @@ mod tests {
             (r#"{"path":"/a","create":18446744073709551615}"#, "too large"),
             (r#"{"path":"/a","detect-zeroes":"unmap","discard":"ignore"}"#, "needs discard unmap"),
             (r#"{"path":"/a","create":1,"snapshot":"s"}"#, "no snapshots"),
+            (r#"{"path":"/a","logical-block-size":"8K"}"#, "from 512 to 4096"),
+            (r#"{"path":"/a","no-references":true,"allow-paths":["/b"]}"#, "follows no name"),
             (r#"{"path":"/a","bitmaps":["b"],"snapshot":"s"}"#, "not of a snapshot"),
             (r#"{"path":"/a","bitmaps":["b","c","b"]}"#, "'b' is named twice"),
             (r#"{"path":"/a","read_only":true}"#, "unknown field"),

@@ -77,6 +77,17 @@ pub enum Event {
         /// Why, in one line.
         message: String,
     },
+    /// A bitmap was given up, because its place is full or fails: the guest's change was made and
+    /// is not in it. It can only be removed, and the next backup has to be a full one.
+    #[serde(rename = "bitmap.lost")]
+    BitmapLost {
+        /// The name of the disk.
+        disk: String,
+        /// The bitmap's name.
+        bitmap: String,
+        /// Why, in one line.
+        message: String,
+    },
     /// An export is served.
     #[serde(rename = "export.added")]
     ExportAdded {
@@ -126,6 +137,17 @@ pub enum Event {
         job: String,
         /// The name of its disk.
         disk: String,
+    },
+    /// A job was asked to complete, and cannot yet: the guest would be held off for too long. It goes on, and can be asked
+    /// again.
+    #[serde(rename = "job.postponed")]
+    JobPostponed {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// Why, in one line.
+        error: String,
     },
     /// A job is over, as it was asked.
     #[serde(rename = "job.ended")]
@@ -179,19 +201,21 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 18] = [
+    pub const NAMES: [&str; 20] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
         "disk.error",
         "disk.no-space",
         "disk.flush-failed",
+        "bitmap.lost",
         "export.added",
         "export.removed",
         "client.came",
         "client.left",
         "job.started",
         "job.ready",
+        "job.postponed",
         "job.ended",
         "job.failed",
         "backup.began",
@@ -209,18 +233,20 @@ impl Event {
             Self::DiskError { .. } => 3,
             Self::NoSpace { .. } => 4,
             Self::FlushFailed { .. } => 5,
-            Self::ExportAdded { .. } => 6,
-            Self::ExportRemoved { .. } => 7,
-            Self::ClientCame { .. } => 8,
-            Self::ClientLeft { .. } => 9,
-            Self::JobStarted { .. } => 10,
-            Self::JobReady { .. } => 11,
-            Self::JobEnded { .. } => 12,
-            Self::JobFailed { .. } => 13,
-            Self::BackupBegan { .. } => 14,
-            Self::BackupEnded { .. } => 15,
-            Self::BackupFailed { .. } => 16,
-            Self::Lost { .. } => 17,
+            Self::BitmapLost { .. } => 6,
+            Self::ExportAdded { .. } => 7,
+            Self::ExportRemoved { .. } => 8,
+            Self::ClientCame { .. } => 9,
+            Self::ClientLeft { .. } => 10,
+            Self::JobStarted { .. } => 11,
+            Self::JobReady { .. } => 12,
+            Self::JobPostponed { .. } => 13,
+            Self::JobEnded { .. } => 14,
+            Self::JobFailed { .. } => 15,
+            Self::BackupBegan { .. } => 16,
+            Self::BackupEnded { .. } => 17,
+            Self::BackupFailed { .. } => 18,
+            Self::Lost { .. } => 19,
         };
         Self::NAMES[index]
     }

@@ -108,7 +108,7 @@ pub(crate) fn give_up_left(address: &Address) {
 /// Gives up what was kept and is not used, with its files.
 pub(crate) fn give_up_unused() {
     for Kept { name, .. } in std::mem::take(&mut *KEPT.lock()) {
-        tracing::info!("{name}: a socket that was kept is not listened at any more");
+        tracing::info!("{name}: a socket that the service manager kept is no longer used");
         // Dropped, the file is removed.
         drop(parse(&name).and_then(|(address, identity)| file_of(&address, identity?)));
         service_manager::forget(&name);

@@ -45,7 +45,7 @@ impl Offers {
             return Err("several images need names that are not empty".into());
         }
         if let Some(name) = repeated(names) {
-            return Err(format!("two images have --name '{name}'; give each a name of its own"));
+            return Err(format!("two images have --name '{name}'; give each its own name"));
         }
         Ok(Self { images: images.to_vec(), names: names.to_vec() })
     }
@@ -64,7 +64,7 @@ impl Offers {
         };
         if let Some(name) = repeated(&names) {
             return Err(format!(
-                "two images are called '{name}'; give each image a name of its own: one --name NAME per \
+                "two images are called '{name}'; give each image its own name: one --name NAME per \
                  image, in their order"
             ));
         }

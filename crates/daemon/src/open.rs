@@ -31,7 +31,7 @@ pub(crate) fn state_use(
             return Ok(StateUse::Keep(StateDir::create_for(path, user)?));
         }
         (StateSetup::Usual, Some(user)) => {
-            return Ok(try_keep(StateDir::create_for(&StateDir::default_path_for(user), user)));
+            return try_keep(StateDir::create_for(&StateDir::default_path_for(user), user));
         }
         _ => {}
     }
@@ -39,21 +39,26 @@ pub(crate) fn state_use(
         StateSetup::Off => Ok(StateUse::Off),
         StateSetup::Dir(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
         StateSetup::Usual if disks.iter().all(DiskSetup::is_read_only) => {
-            Ok(StateUse::Replay(StateDir::find_default()))
+            Ok(StateDir::find_default().map_or(StateUse::Look(None), StateUse::TryKeep))
         }
         StateSetup::Usual => {
-            Ok(try_keep(StateDir::default_path().and_then(|path| StateDir::create(&path))))
+            try_keep(StateDir::default_path().and_then(|path| StateDir::create(&path)))
         }
     }
 }
 
-/// The usual directory, or none.
-fn try_keep(dir: blockhouse_core::Result<StateDir>) -> StateUse {
+/// The usual directory, or none where this host has no place for it.
+///
+/// # Errors
+/// The directory is another user's, or open to others. Any user may take its name in `/dev/shm`, and
+/// must not be able to decide that a server's death loses what it answered.
+fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
     match dir {
-        Ok(dir) => StateUse::TryKeep(dir),
+        Ok(dir) => Ok(StateUse::TryKeep(dir)),
+        Err(error) if error.kind() == ErrorKind::InvalidInput => Err(error.into()),
         Err(error) => {
             tracing::warn!("{NOT_KEPT}: {error}");
-            StateUse::Off
+            Ok(StateUse::Off)
         }
     }
 }
@@ -70,11 +75,16 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         discard: disk.discard,
         detect_zeroes: disk.detect_zeroes,
         copy_on_read: disk.copy_on_read,
+        block_sizes: disk.block_sizes,
         locking: Locking::Held,
         state: state.clone(),
-        allowed_paths: AllowedPaths::new(&disk.allow_paths)?,
+        allowed_paths: match disk.no_references {
+            true => AllowedPaths::refusing_all(),
+            false => AllowedPaths::new(&disk.allow_paths)?,
+        },
         remote_backing: disk.remote_backing,
         secrets: disk.keys.read()?,
+        part: None,
     })
 }
 
@@ -106,6 +116,16 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
     for bitmap in &setup.bitmaps {
         // Whether it is there and consistent.
         disk.bitmaps().extents(bitmap, ByteRange::between(0, 0), 0).await?;
+    }
+    if let Some(sector) = setup.block_sizes.logical()
+        && !disk.size().is_multiple_of(sector)
+    {
+        bail!(
+            "{}: its {} bytes are no multiple of the sectors of {sector} bytes that it is to have; use \
+             'blockhouse resize' to make it longer",
+            disk.name(),
+            disk.size()
+        );
     }
     match setup.create {
         Some(size) if disk.size() != size => bail!(

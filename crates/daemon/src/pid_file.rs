@@ -5,11 +5,12 @@
 //! process has written it since.
 
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use rustix::fs::OFlags;
 
 /// The file while this process serves.
 pub(crate) struct PidFile {
@@ -46,11 +47,22 @@ impl PidFile {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        if fs::read_to_string(&self.path).is_ok_and(|content| content == number()) {
+        if has_number(&self.path).unwrap_or(false) {
             // What cannot be removed names a process that has ended, as after a kill.
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+/// Whether the file is one with the number of this process. Another program may have put anything in its place: a link, a
+/// pipe, a file without an end.
+fn has_number(path: &Path) -> std::io::Result<bool> {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let mut content = Vec::new();
+    let is_file = file.metadata()?.is_file();
+    file.take(number().len() as u64 + 1).read_to_end(&mut content)?;
+    Ok(is_file && content == number().as_bytes())
 }
 
 fn number() -> String {

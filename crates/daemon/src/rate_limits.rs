@@ -75,7 +75,7 @@ pub fn plan(
         let count = others.map(|planned| *planned = Some(argument)).count();
         if count == 0 {
             return Err(
-                "a --limit of rates without disk=NAME is for the other disks, and there are none"
+                "a --limit of rates without disk=NAME is for the other disks, but each disk has its own"
                     .into(),
             );
         }
@@ -213,7 +213,7 @@ mod tests {
             (&["iops=1", "bps=1"], "two --limit of rates are for all"),
             (&["iops=1,disk=b,group=g", "bps=1,disk=a.img,group=g"], "in one"),
             (&["disk=b,group=g"], "group=g has a rate"),
-            (&["iops=1,disk=b,disk=a.img,disk=a.raw", "iops=1"], "there are none"),
+            (&["iops=1,disk=b,disk=a.img,disk=a.raw", "iops=1"], "each disk has its own"),
         ] {
             let error = planned(arguments, &disks).expect_err(words);
             assert!(error.contains(words), "{arguments:?}: {error}");

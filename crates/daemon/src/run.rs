@@ -3,7 +3,6 @@
 //! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
 //! longer, and the configuration, and reads the files of TLS again; SIGUSR2 has another process go on.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,12 +16,13 @@ use signal_hook::iterator::Signals;
 
 use crate::config::ConfiguredDisk;
 use crate::control::UpgradeReply;
+use crate::control_socket::ControlSocket;
 use crate::hand_over::destination::{self, TakenOver};
 use crate::hand_over::requests::{EncryptedClients, UpgradeRequest, UpgradeRequests};
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::io_poll;
 use crate::kept_sockets;
-use crate::launcher::{LaunchRules, Launcher, Programs};
+use crate::launcher::{LaunchRules, Launcher};
 use crate::metrics::StartTime;
 use crate::open::{open_all, state_use};
 use crate::pid_file::PidFile;
@@ -109,6 +109,8 @@ fn begin(
     ready: impl FnOnce(&Service),
 ) -> Result<(Service, Option<PidFile>)> {
     if setup.hand_over {
+        // It was executed by a descriptor, whose number it would be called by.
+        let _ = rustix::thread::set_name(c"blockhouse");
         let (service, pid_file) = take_over(setup, launcher, upgrades)?;
         watchdog::start(service.workers().handles(), Started::Before);
         return Ok((service, pid_file));
@@ -200,7 +202,8 @@ impl Opened {
             outcome => outcome?,
         }
         if let (Some(socket), Some(own)) = (control, loops.control) {
-            service.add_control(socket, own, upgrades.clone())?;
+            let answers = setup.control.as_ref().map(|control| control.answers.clone());
+            service.add_control(socket, answers.unwrap_or_default(), own, upgrades.clone())?;
         }
         match configured {
             Some(configured) => service.running().set_configured(configured),
@@ -228,14 +231,15 @@ fn start(
     // Before the image: an address in use must not leave a new image behind.
     let sockets = listen(setup, passed)?;
     let devices = vhost_user::listen(setup)?;
-    let private = setup.private_permissions();
-    let control = setup.control.as_ref();
-    let bind = |path: &PathBuf| kept_sockets::bind(&Address::Unix(path.clone()), private);
-    let control = control.map(bind).transpose()?;
-    let metrics = setup.metrics.as_ref().map(|address| address.bind(private)).transpose()?;
+    let bind = |control: &ControlSocket| {
+        kept_sockets::bind(&Address::Unix(control.path.clone()), control.permissions)
+    };
+    let control = setup.control.as_ref().map(bind).transpose()?;
+    let metrics = setup.metrics.as_ref().map(|address| address.bind()).transpose()?;
     kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
+    sandbox::enter_before_ceph(setup);
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
@@ -357,9 +361,9 @@ fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
     LaunchRules {
         arguments: source::arguments(),
         user: setup.user,
-        // The control socket is the way to ask for another one.
-        programs: if setup.control.is_some() { Programs::Any } else { Programs::Own },
-        not_below: sandbox.writable().to_vec(),
+        programs: setup.upgrade_to.clone(),
+        reach: sandbox.reach().clone(),
+        capabilities: sandbox::capabilities_of_successor(setup),
     }
 }
 
@@ -372,7 +376,7 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
     if !passed.is_empty() {
         let sockets = match setup.nbd.is_empty() {
             true => sockets::passed_for_all(passed, &all()?),
-            false => sockets::passed_for(passed, setup.nbd.clone()),
+            false => sockets::passed_for(passed, setup.nbd.clone(), setup.tls.as_ref()),
         };
         return Ok(sockets.map_err(WrongUsage)?);
     }
@@ -380,5 +384,5 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
     if setup.nbd.is_empty() && !has_devices && setup.config.is_none() {
         return Ok(vec![sockets::at_default(&setup.disks[0].path, setup.permissions, all()?)?]);
     }
-    sockets::bind_uris(setup.nbd.clone(), setup.permissions)
+    sockets::bind_uris(setup.nbd.clone(), setup.permissions, setup.tls.as_ref())
 }

@@ -9,9 +9,12 @@ use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
-use crate::control::{Closed, Control};
+use crate::control::{Closed, Control, listed_jobs};
+use crate::control_socket::Answers;
+use crate::events::Subscription;
+use crate::finishing::{Finishing, close_all};
 use crate::hand_over::requests::UpgradeRequests;
-use crate::metrics::{MetricsServer, Reading, StartTime};
+use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
 use crate::running::{
     EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningUblk,
     ServedSocket,
@@ -97,40 +100,35 @@ impl Service {
         }));
     }
 
-    /// Serves requests of this user at a control socket.
+    /// Serves requests at a control socket: those for the methods of `answers`.
     pub(crate) fn add_control(
         &mut self,
         socket: BoundSocket,
+        answers: Answers,
         workers: Workers,
         upgrades: UpgradeRequests,
     ) -> Result<()> {
         let running = Arc::clone(&self.running);
-        self.control = Some(Control::start(socket, workers, running, upgrades)?);
+        self.control = Some(Control::start(socket, workers, running, answers, upgrades)?);
         Ok(())
     }
 
     /// Serves metrics at a listening socket.
     pub(crate) fn add_metrics(&mut self, bound: BoundSocket, workers: Workers) {
-        self.metrics = Some(MetricsServer::start(bound, workers, self.reading()));
+        self.metrics = Some(MetricsServer::start(bound, workers, self.running.clone()));
     }
 
     /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
         if let (Some(address), Some(workers)) = (setup.metrics.clone(), workers) {
-            let (private, reading) = (setup.private_permissions(), self.reading());
-            self.metrics = Some(MetricsServer::start_when_free(address, private, workers, reading));
+            self.metrics =
+                Some(MetricsServer::start_when_free(address, workers, self.running.clone()));
         }
     }
 
     /// Reads the configuration again by this loop, whenever that is asked for.
     pub(crate) fn add_reloads(&mut self, workers: Option<Workers>) {
         self.reloads = workers;
-    }
-
-    /// The values of all metrics when it is asked.
-    fn reading(&self) -> Reading {
-        let running = Arc::clone(&self.running);
-        Arc::new(move || running.gathered())
     }
 
     /// The loops.
@@ -277,7 +275,7 @@ impl Service {
         }
     }
 
-    /// Stops accepting, completes what is in flight, and flushes.
+    /// Stops accepting, completes what is in flight, and flushes. What a storage does not answer is given up.
     pub(crate) fn end(self) -> Result<()> {
         let Self { workers, running, control, metrics, reloads } = self;
         // So that nothing else holds the disks.
@@ -288,21 +286,24 @@ impl Service {
         // While the workers still execute what it may wait for.
         // Requests wait for jobs.
         let jobs = running.jobs().stop();
-        let control = control.map(Control::stop);
-        running.stop_devices();
-        running.stop_ublk();
-        let (draining, disks) = (running.server().clone(), running.disks());
-        // While the sockets still listen: see `SocketFile`.
-        running.forget_sockets();
-        workers.run(move || async move { draining.drain().await });
-        // All of them, also when one fails.
-        let close =
-            |disk: Arc<RunningDisk>| workers.run(move || async move { disk.disk.close().await });
-        let outcomes: Vec<_> = disks.into_iter().map(close).collect();
+        let handle = workers.first().clone();
+        let finished = Finishing { running: Arc::clone(&running), handle, control }.finish();
+        let (disks, is_finished) = (running.disks(), finished.is_some());
+        let (are_closed, outcome) = workers.run(move || close_all(disks, is_finished));
+        let control = finished.and_then(|finished| finished.control);
+        let loops = [jobs, control, reloads].into_iter().flatten().chain([workers]);
+        if !(is_finished && are_closed) {
+            tracing::warn!(
+                "ends beside what does not: requests, clients, or what the control socket was asked for"
+            );
+            // A request in flight there may be waited for for ever.
+            loops.for_each(std::mem::forget);
+            return outcome;
+        }
         drop(running);
         // After the last flush: a disk may have connections on the loop by which it was opened, or moved.
-        [jobs, control, reloads].into_iter().flatten().chain([workers]).for_each(Workers::stop);
-        Ok(outcomes.into_iter().collect::<Result<(), _>>()?)
+        loops.for_each(Workers::stop);
+        outcome
     }
 }
 
@@ -320,4 +321,18 @@ fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<Runnin
         }
     }
     Ok(adopted.into_iter().map(|(disk, _)| disk).collect())
+}
+
+impl Observed for Running {
+    fn samples(&self) -> Vec<Samples> {
+        self.gathered()
+    }
+
+    fn jobs(&self) -> serde_json::Value {
+        serde_json::json!(listed_jobs(self))
+    }
+
+    fn subscribe(&self) -> Subscription {
+        self.events().subscribe()
+    }
 }

@@ -6,12 +6,13 @@ use std::fmt;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking,
+    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
 use blockhouse_vhost_user::RegisteredMemory;
 
+use crate::control_socket::ControlSocket;
 use crate::limit_options::DiskThrottle;
 use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
@@ -45,10 +46,10 @@ pub struct Setup {
     pub limits: Limits,
     /// TLS for NBD clients.
     pub tls: Option<TlsSetup>,
-    /// Who may connect to the Unix sockets that are bound; left out, to those of control and metrics only this user.
+    /// The users that may connect to the Unix sockets of guests that are bound.
     pub permissions: SocketPermissions,
     /// The control socket.
-    pub control: Option<PathBuf>,
+    pub control: Option<ControlSocket>,
     /// The file that names the process while it serves.
     pub pid_file: Option<PathBuf>,
     /// Where the metrics are served.
@@ -59,6 +60,9 @@ pub struct Setup {
     pub sandbox: SandboxUse,
     /// Folders and files below which requests may open more then, beside the folders of the disks and sockets.
     pub sandbox_allow: Vec<PathBuf>,
+    /// The programs that upgrades may start beside the one that runs: the first one is the usual
+    /// one.
+    pub upgrade_to: Vec<PathBuf>,
     /// The configuration that it was made from, to be read again.
     pub config: Option<PathBuf>,
     /// Whether to go on with what the process serves that has started this one, instead of starting anew.
@@ -66,12 +70,14 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// Who may connect to the sockets of control and metrics.
-    pub(crate) fn private_permissions(&self) -> SocketPermissions {
-        match self.permissions == SocketPermissions::default() {
-            true => SocketPermissions::PRIVATE,
-            false => self.permissions,
-        }
+    /// Whether users may have disks opened and changed while it serves: at the control socket or by the configuration.
+    pub(crate) fn takes_changes(&self) -> bool {
+        self.is_controlled() || self.config.is_some()
+    }
+
+    /// Whether the control socket answers methods that change something.
+    pub(crate) fn is_controlled(&self) -> bool {
+        self.control.as_ref().is_some_and(|control| control.answers.has_changes())
     }
 }
 
@@ -124,6 +130,8 @@ pub struct DiskSetup {
     pub discard: Discard,
     /// What becomes of writes of zeros.
     pub detect_zeroes: DetectZeroes,
+    /// The block sizes that it announces.
+    pub block_sizes: BlockSizes,
     /// Whether what is read from its backing file becomes its own.
     pub copy_on_read: bool,
     /// Whether a stream begins by itself, which copies so many bytes a second; 0: as many as there is room for.
@@ -136,6 +144,8 @@ pub struct DiskSetup {
     pub allow_paths: Vec<PathBuf>,
     /// Whether it may name exports of other servers.
     pub remote_backing: RemoteBacking,
+    /// Whether no name in the image is followed.
+    pub no_references: bool,
     /// The keys of its encrypted images.
     pub keys: KeyFiles,
     /// The bitmaps that its NBD clients may ask for, by their names.

@@ -86,6 +86,10 @@ fn exponent_of(unit: &str) -> Result<u32, String> {
         "T" | "t" => Ok(4),
         "P" | "p" => Ok(5),
         "E" | "e" => Ok(6),
+        "KB" | "MB" | "GB" | "TB" | "PB" | "EB" => Err(format!(
+            "'{unit}' may mean a power of 1000; write {0} or {0}iB, which is one of 1024",
+            &unit[..1]
+        )),
         _ => Err(format!("'{unit}' is no unit; use K, M, G, T, P or E (512, 64K, 1.5G)")),
     }
 }
@@ -93,10 +97,16 @@ fn exponent_of(unit: &str) -> Result<u32, String> {
 /// The way `qemu-img` shows sizes: "1.5 GiB".
 pub fn show(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let exponent = (bytes.max(1).ilog2() / 10) as usize;
+    let is_next = |exponent: usize| bytes as f64 >= 1000.0 * (1u64 << (10 * exponent)) as f64;
+    let exponent = (0..UNITS.len() - 1).find(|&exponent| !is_next(exponent));
+    let exponent = exponent.unwrap_or(UNITS.len() - 1);
     let value = bytes as f64 / (1u64 << (10 * exponent)) as f64;
     // Three significant digits, without trailing zeros.
-    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    let digits = match value {
+        ..1.0 if bytes > 0 => 3,
+        ..10.0 => 2,
+        _ => usize::from(value < 100.0),
+    };
     let text = format!("{value:.digits$}");
     let text = if digits > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
     format!("{text} {}", UNITS[exponent])

@@ -22,6 +22,50 @@ impl FromStr for SocketMode {
     }
 }
 
+/// The first part of a text with options behind commas, and the options. Two commas are one that belongs to a part.
+pub(crate) fn split_options(text: &str) -> (String, Vec<String>) {
+    let mut parts = vec![String::new()];
+    let mut letters = text.chars().peekable();
+    while let Some(letter) = letters.next() {
+        match letter {
+            ',' if letters.next_if_eq(&',').is_none() => parts.push(String::new()),
+            letter => parts.last_mut().expect("one at least").push(letter),
+        }
+    }
+    let path = parts.remove(0);
+    (path, parts)
+}
+
+/// The users that may connect to a socket that is this user's alone unless its options say more: `mode=MODE`, `group=GROUP`.
+#[derive(Default)]
+pub(crate) struct PrivatePermissions {
+    mode: Option<SocketMode>,
+    group: Option<GroupName>,
+}
+
+impl PrivatePermissions {
+    /// Takes an option in, if it is one of these.
+    ///
+    /// # Errors
+    /// Its value makes no sense.
+    pub(crate) fn take(&mut self, option: &str) -> Result<bool, String> {
+        match option.split_once('=') {
+            Some(("mode", mode)) => self.mode = Some(mode.parse()?),
+            Some(("group", group)) => self.group = Some(group.parse()?),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// As the options said.
+    pub(crate) fn get(self) -> SocketPermissions {
+        match (self.mode, self.group) {
+            (None, None) => SocketPermissions::PRIVATE,
+            (mode, group) => permissions(mode, group),
+        }
+    }
+}
+
 /// Who may connect; with a group alone, its members may.
 pub fn permissions(mode: Option<SocketMode>, group: Option<GroupName>) -> SocketPermissions {
     let mode = mode.or(group.map(|_| SocketMode(0o660)));

@@ -9,12 +9,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_engine::Stream;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
-use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions};
+use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions, TlsMode};
 use blockhouse_storage::Location;
 use listenfd::ListenFd;
 
 use crate::kept_sockets;
 use crate::offers::Offer;
+use crate::setup::TlsSetup;
 
 /// A listening socket and its exports.
 pub struct ListenSocket {
@@ -29,8 +30,17 @@ pub struct ListenSocket {
 }
 
 impl ListenSocket {
-    fn new(bound: BoundSocket, offers: Vec<Offer>) -> Self {
-        Self { bound, security: Security::Plain, offers, connections: Vec::new() }
+    fn new(bound: BoundSocket, security: Security, offers: Vec<Offer>) -> Self {
+        Self { bound, security, offers, connections: Vec::new() }
+    }
+}
+
+/// What an address that was written asks of clients. It is asked before there is a socket, whose own address may be
+/// another one: that of a host's name, or with a port in the place of 0.
+fn security_at(tls: Option<&TlsSetup>, address: &Address) -> Security {
+    match tls.map(|tls| tls.mode_at(address)) {
+        Some(TlsMode::Required) => Security::Tls,
+        Some(TlsMode::Optional) | None => Security::Plain,
     }
 }
 
@@ -38,9 +48,11 @@ impl ListenSocket {
 pub fn bind_uris(
     plan: Vec<(Address, Vec<Offer>)>,
     permissions: SocketPermissions,
+    tls: Option<&TlsSetup>,
 ) -> Result<Vec<ListenSocket>> {
     let listen = |(address, offers)| {
-        Ok(ListenSocket::new(kept_sockets::bind(&address, permissions)?, offers))
+        let bound = kept_sockets::bind(&address, permissions)?;
+        Ok(ListenSocket::new(bound, security_at(tls, &address), offers))
     };
     plan.into_iter().map(listen).collect()
 }
@@ -72,7 +84,7 @@ pub fn passed_for_all(
     passed: Vec<BoundSocket>,
     offers: &[Offer],
 ) -> Result<Vec<ListenSocket>, String> {
-    let socket = |bound| Ok(ListenSocket::new(bound, offers.to_vec()));
+    let socket = |bound| Ok(ListenSocket::new(bound, Security::Plain, offers.to_vec()));
     passed.into_iter().map(socket).collect()
 }
 
@@ -83,6 +95,7 @@ pub fn passed_for_all(
 pub fn passed_for(
     mut passed: Vec<BoundSocket>,
     plan: Vec<(Address, Vec<Offer>)>,
+    tls: Option<&TlsSetup>,
 ) -> Result<Vec<ListenSocket>, String> {
     let shown = |address: &Address| {
         NbdUri { security: Security::Plain, address: address.clone(), export: String::new() }
@@ -92,12 +105,13 @@ pub fn passed_for(
     for (address, offers) in plan {
         let Some(index) = passed.iter().position(|bound| is_same(&bound.address, &address)) else {
             return Err(format!(
-                "--nbd {}: the service manager passed its own sockets to listen at, and this is none of \
+                "--nbd {}: the service manager passed its own sockets to listen at, and this is not one of \
                  them; leave --nbd out to serve at those, or add the address to the socket unit",
                 shown(&address)
             ));
         };
-        sockets.push(ListenSocket::new(passed.remove(index), offers));
+        let security = security_at(tls, &address);
+        sockets.push(ListenSocket::new(passed.remove(index), security, offers));
     }
     match passed.first() {
         None => Ok(sockets),
@@ -148,10 +162,22 @@ pub fn at_default(
     permissions: SocketPermissions,
     offers: Vec<Offer>,
 ) -> Result<ListenSocket> {
+    if image.is_dir() {
+        bail!("{}: is a folder, and no image; name the file or device in it", image.display());
+    }
     let folder = runtime_folder()?;
-    let name = Location::base_name(image).context("the image's path has no file name")?;
+    let name = Location::base_name(image).with_context(|| {
+        format!(
+            "{}: has no name to call a socket after; name one: --nbd nbd+unix:///?socket=PATH",
+            image.display()
+        )
+    })?;
     let path = folder.join(name).with_added_extension("sock");
-    Ok(ListenSocket::new(kept_sockets::bind(&Address::Unix(path), permissions)?, offers))
+    Ok(ListenSocket::new(
+        kept_sockets::bind(&Address::Unix(path), permissions)?,
+        Security::Plain,
+        offers,
+    ))
 }
 
 /// The folder for sockets that only this user may use: `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the
@@ -181,4 +207,30 @@ pub fn runtime_folder() -> Result<PathBuf> {
         );
     }
     Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use blockhouse_nbd::TlsFiles;
+
+    use super::*;
+
+    #[test]
+    fn a_passed_socket_asks_for_tls_as_its_uri_does_whatever_its_host_is_called() {
+        let tcp = |host: &str, port| Address::Tcp { host: host.into(), port };
+        for (is_only, expected) in [(true, Security::Tls), (false, Security::Plain)] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = listener.local_addr().unwrap().port();
+            let written = tcp("localhost", port);
+            let (socket, address) = (listener.into(), tcp("127.0.0.1", port));
+            let only = if is_only { vec![written.clone()] } else { Vec::new() };
+            let (files, mode) = (TlsFiles::Psk("keys".into()), TlsMode::Optional);
+            let tls = TlsSetup { mode, files, allowed: Vec::new(), only };
+            let passed = vec![BoundSocket { socket, address, file: None }];
+            let sockets = passed_for(passed, vec![(written, Vec::new())], Some(&tls)).unwrap();
+            assert_eq!(sockets[0].security, expected);
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_nbd::uri::{Address, Security};
-use blockhouse_nbd::{SocketTls, TlsFiles, TlsMode, TlsServer};
+use blockhouse_nbd::{Server, SocketTls, TlsFiles, TlsMode, TlsServer};
 
 use crate::setup::TlsSetup;
 
@@ -53,10 +53,14 @@ impl Tls {
         Ok(tls.map(|tls| SocketTls { server: Arc::clone(&tls.server), mode }))
     }
 
-    /// Reads the files again, for new connections. What fails is logged, and changes nothing.
-    pub fn reload(&self) {
+    /// Reads the files again, for new connections; those of `server` end that were revoked. What
+    /// fails is logged, and changes nothing.
+    pub fn reload(&self, server: &Server) {
         match self.server.reload() {
-            Ok(()) => tracing::info!("TLS: read the files again"),
+            Ok(()) => {
+                tracing::info!("TLS: read the files again");
+                server.end_refused_clients(&self.server);
+            }
             Err(error) => tracing::error!("TLS: what was read before stays in force: {error}"),
         }
     }

@@ -77,11 +77,16 @@ impl ServedDevice {
         self.server.device().resized();
     }
 
-    /// Completes what is in flight and ends.
-    pub fn stop(self) {
-        let Self { server, file, path: _ } = self;
+    /// Takes nothing more: the beginning of [`stop`](Self::stop).
+    pub fn begin_stop(&mut self) {
         // While it still listens: see `SocketFile`.
-        drop(file);
-        server.stop();
+        self.file = None;
+        self.server.begin_stop();
+    }
+
+    /// Completes what is in flight and ends.
+    pub fn stop(mut self) {
+        self.begin_stop();
+        self.server.stop();
     }
 }

@@ -3,6 +3,7 @@
 use blockhouse_disk::CacheMode;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 
+use crate::control_socket::ControlSocket;
 use crate::setup::Setup;
 
 /// The warnings about `setup`, one line each.
@@ -14,13 +15,34 @@ pub(crate) fn about(setup: &Setup) -> Vec<String> {
          use it for what can be made again"
             .to_owned()
     });
-    let is_open_to_others = setup.permissions.mode.is_some_and(|mode| mode & 0o002 != 0);
-    let control = (is_open_to_others && setup.control.is_some()).then(|| {
-        "--socket-mode lets every user of this host use the control socket, and so do all that this server may; leave \
-         others out, as in 0660"
-            .to_owned()
+    let is_open_to_others = |control: &&ControlSocket| {
+        control.permissions.mode.is_some_and(|mode| mode & 0o002 != 0)
+            && control.answers.has_changes()
+    };
+    let control = setup.control.as_ref().filter(is_open_to_others).map(|control| {
+        format!(
+            "{}: the mode of this control socket lets every user of this host do what this server may; leave others out, \
+             as in mode=0660, or let it be read-only",
+            control.path.display()
+        )
     });
-    everywhere.chain(cache).chain(control).collect()
+    everywhere.chain(cache).chain(control).chain(warn_of_nothing(setup)).collect()
+}
+
+/// A configuration with which nothing is served.
+fn warn_of_nothing(setup: &Setup) -> Option<String> {
+    let path = setup.config.as_ref()?;
+    if !(setup.nbd.is_empty() && setup.devices.is_empty() && setup.ublk.is_empty()) {
+        return None;
+    }
+    let how = match &setup.control {
+        Some(control) => format!("or ask at {} (blockhouse ctl)", control.path.display()),
+        None => "and reload it by SIGHUP: there is no control socket either".to_owned(),
+    };
+    Some(format!(
+        "{}: nothing is served: no disk in it has exports; add [[disk]] with path and exports, {how}",
+        path.display()
+    ))
 }
 
 /// A socket at all addresses of the host.

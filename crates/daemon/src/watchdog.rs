@@ -1,8 +1,8 @@
-//! The service manager's watchdog: it hears that the server is alive while every event loop runs.
+//! The service manager's watchdog: it gets messages as long as every event loop runs.
 //!
 //! Guarantee: each message (`WATCHDOG=1`, sd_notify(3)) follows a task on every loop that was submitted after the message
 //! before. So while a loop hangs no message is sent, and the service manager ends the server after the unit's
-//! `WatchdogSec=` and starts it anew. A loop that goes on in time has cost nothing. Without a watchdog nothing runs.
+//! `WatchdogSec=` and starts it again. A loop that runs in time costs nothing. Without a watchdog nothing runs.
 
 use std::time::Duration;
 
@@ -11,8 +11,7 @@ use sd_notify::NotifyState;
 
 use crate::service_manager;
 
-/// Into how many parts the time of the service manager is divided: with one message in each, a loop may be held up for
-/// three of them.
+/// The messages in each interval of the service manager: a loop may hang for three quarters of it.
 const PARTS: u32 = 4;
 
 /// The process that the service manager started, and so the one that its environment is for.
@@ -20,24 +19,24 @@ const PARTS: u32 = 4;
 pub(crate) enum Started {
     /// This one.
     Here,
-    /// One whose environment this process has, because it goes on in its place.
+    /// The process before an upgrade, whose environment this one has.
     Before,
 }
 
-/// Starts the thread that asks `loops` and tells the service manager, if that wants to be told. It ends when a loop has
-/// ended.
+/// Starts the thread that runs a task on each of `loops` and notifies the service manager, if that has a watchdog. The
+/// thread ends with the first loop.
 pub(crate) fn start(loops: Vec<Handle>, started: Started) {
     let Some(time) = time(started) else { return };
     let tell = || service_manager::tell(&[NotifyState::Watchdog]);
     let watch = move || watch(&loops, time / PARTS, tell);
     if let Err(error) = std::thread::Builder::new().name("watchdog".into()).spawn(watch) {
         tracing::warn!(
-            "no thread for the watchdog, the service manager will end this server: {error}"
+            "cannot start the watchdog's thread: the service manager will end this server when WatchdogSec= is over: {error}"
         );
     }
 }
 
-/// After how much silence the service manager acts; `None` without a watchdog.
+/// The time without a message after which the service manager acts; `None` without a watchdog.
 fn time(started: Started) -> Option<Duration> {
     if started == Started::Here {
         return sd_notify::watchdog_enabled();
@@ -94,10 +93,7 @@ mod tests {
         // One message may have been on its way; the loop cannot have run a task that was submitted since.
         while messages.try_recv().is_ok() {}
         let late = std::iter::from_fn(|| messages.recv_timeout(Duration::from_millis(200)).ok());
-        assert!(
-            late.count() <= 1,
-            "a loop hangs, and the service manager is told that all is well"
-        );
+        assert!(late.count() <= 1, "a loop hangs, and messages go on");
         drop(release);
         messages.recv_timeout(LONG).expect("it goes on");
         loops.into_iter().for_each(LoopThread::stop);

@@ -126,7 +126,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.format().bitmaps()?;
         self.disk.begin_use().format().flush(SyncMode::Data).await?;
         let began = Instant::now();
-        let _quiesced = self.disk.quiesce().await;
+        let _quiesced = self.disk.quiesce().await?;
         // It may have become read-only meanwhile, or another image have taken the place of this one.
         self.disk.check_access(0)?;
         change(&self.disk.format().bitmaps()?).await?;

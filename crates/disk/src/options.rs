@@ -26,6 +26,67 @@ pub enum FlushPolicy {
     Ignore,
 }
 
+/// The block sizes that a disk announces in place of those that follow from its image.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockSizes {
+    logical: Option<u64>,
+    physical: Option<u64>,
+    discard: Option<u64>,
+}
+
+impl BlockSizes {
+    /// As the image has them.
+    pub const OF_IMAGE: Self = Self { logical: None, physical: None, discard: None };
+
+    /// The largest sector: Linux has none beyond its smallest page.
+    const MAX_LOGICAL: u64 = 4096;
+    const MAX_PHYSICAL: u64 = 2 << 20;
+    const MAX_DISCARD: u64 = 1 << 30;
+
+    /// Bytes of a sector, of a block that is written at once, and of the unit of discards; `None` for the image's.
+    ///
+    /// # Errors
+    /// Why no disk has such sizes, in words.
+    pub fn new(
+        logical: Option<u64>,
+        physical: Option<u64>,
+        discard: Option<u64>,
+    ) -> Result<Self, String> {
+        let sizes = [
+            ("logical-block-size", logical, Self::MAX_LOGICAL),
+            ("physical-block-size", physical, Self::MAX_PHYSICAL),
+            ("discard-granularity", discard, Self::MAX_DISCARD),
+        ];
+        for (name, size, most) in sizes {
+            let is_possible = |size: u64| size.is_power_of_two() && (512..=most).contains(&size);
+            if let Some(size) = size.filter(|&size| !is_possible(size)) {
+                return Err(format!("{name} {size}: use a power of two from 512 to {most}"));
+            }
+            if let (Some(size), Some(logical)) = (size, logical)
+                && size < logical
+            {
+                return Err(format!("{name} {size} is less than logical-block-size {logical}"));
+            }
+        }
+        Ok(Self { logical, physical, discard })
+    }
+
+    /// Bytes of a sector.
+    pub fn logical(self) -> Option<u64> {
+        self.logical
+    }
+
+    /// Bytes of a block that is written at once.
+    pub fn physical(self) -> Option<u64> {
+        self.physical
+    }
+
+    /// Bytes of the unit of discards.
+    pub fn discard(self) -> Option<u64> {
+        self.discard
+    }
+}
+
 /// How a disk is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -43,6 +104,8 @@ pub struct Options {
     pub copy_on_read: bool,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
+    /// The block sizes that it announces.
+    pub block_sizes: BlockSizes,
 }
 
 impl Default for Options {
@@ -56,6 +119,7 @@ impl Default for Options {
             detect_zeroes: DetectZeroes::Off,
             copy_on_read: false,
             bitmap_activity: BitmapActivity::default(),
+            block_sizes: BlockSizes::OF_IMAGE,
         }
     }
 }
@@ -65,5 +129,29 @@ impl Options {
     pub(crate) fn of_format(self) -> OpenOptions {
         let Self { access, discard, bitmap_activity, .. } = self;
         OpenOptions { access, discard, bitmap_activity }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_block_sizes_are_refused() {
+        let some = BlockSizes::new(Some(4096), Some(65536), Some(1 << 20)).expect("they fit");
+        assert_eq!(some.logical(), Some(4096));
+        assert_eq!(BlockSizes::new(None, None, None), Ok(BlockSizes::OF_IMAGE));
+        for (sizes, why) in [
+            ([Some(256), None, None], "logical-block-size 256"),
+            ([Some(8192), None, None], "from 512 to 4096"),
+            ([None, Some(1000), None], "physical-block-size 1000"),
+            ([None, None, Some(0)], "discard-granularity 0"),
+            ([Some(4096), Some(512), None], "is less than"),
+            ([Some(4096), None, Some(1024)], "is less than"),
+        ] {
+            let [logical, physical, discard] = sizes;
+            let error = BlockSizes::new(logical, physical, discard).expect_err(why);
+            assert!(error.contains(why), "{error}");
+        }
     }
 }

@@ -71,8 +71,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes; `ReadOnly`;
     /// `NoSpace`. Nothing has changed then.
     pub async fn create(&self, name: &str) -> Result<(Snapshot, Pause)> {
-        let taken = self.create_unless(name, || false).await?;
-        Ok(taken.expect("a snapshot that is not cancelled"))
+        self.create_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
     /// As [`create`](Self::create), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing
@@ -154,6 +153,11 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         }
     }
 
+    fn cancelled(&self) -> Error {
+        let what = "the change of its snapshots was cancelled";
+        Error::new(ErrorKind::Io, what).on(self.disk.name())
+    }
+
     /// Refuses to change the snapshots of an image that no request goes to any more.
     fn check_current(&self, image: &Disk<S>) -> Result<()> {
         if std::ptr::eq(self.disk.current(), image) {
@@ -189,8 +193,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// As [`apply`](Self::apply).
     pub async fn delete(&self, name: &str) -> Result<Pause> {
-        let deleted = self.delete_unless(name, || false).await?;
-        Ok(deleted.expect("a deletion that is not cancelled"))
+        self.delete_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
     /// As [`delete`](Self::delete), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing
@@ -253,7 +256,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
         let began = Instant::now();
-        let _quiesced = self.disk.quiesce().await;
+        let _quiesced = self.disk.quiesce().await?;
         // It may have become read-only meanwhile, or another image have taken the place of this one.
         self.disk.check_access(0)?;
         self.disk.check_stays()?;

@@ -1,8 +1,7 @@
 //! Answers of the calls that a loop waits in (`io_uring_enter`, `epoll_wait`, `io_getevents`) which they are
 //! not expected to give.
 //!
-//! Some pass: the kernel was short of memory, or dropped completions because it was (EBADR). So a loop goes
-//! on, with a pause, so that it does not spin. Where every call fails for seconds the loop can serve nothing
+//! Some pass: the kernel was short of memory. So a loop goes on, with a pause, so that it does not spin. Where every call fails for seconds the loop can serve nothing
 //! any more: then it panics, so that a service manager can start the server anew.
 
 use std::io;
@@ -28,12 +27,27 @@ impl BrokenWait {
     /// # Panics
     /// When it has failed for seconds without working once.
     pub(crate) fn failed(&mut self, call: &str, error: &io::Error) {
+        assert!(self.goes_on(call, error), "{call} fails all the time: {error}");
+    }
+
+    /// As [`failed`](Self::failed), for a wait that must not unwind: it ends the process.
+    pub(crate) fn failed_or_abort(&mut self, call: &str, error: &io::Error) {
+        if !self.goes_on(call, error) {
+            eprintln!("blockhouse: {call} fails all the time: {error}");
+            std::process::abort();
+        }
+    }
+
+    /// Counts a failure and pauses; `false` after too many.
+    fn goes_on(&mut self, call: &str, error: &io::Error) -> bool {
         self.0 += 1;
         if self.0 == 1 {
             tracing::error!("{call} failed, and is tried again: {error}");
         }
-        assert!(self.0 < MAX_FAILURES, "{call} fails all the time: {error}");
-        std::thread::sleep(PAUSE);
+        if self.0 < MAX_FAILURES {
+            std::thread::sleep(PAUSE);
+        }
+        self.0 < MAX_FAILURES
     }
 }
 
@@ -44,7 +58,7 @@ mod tests {
     #[test]
     fn a_call_that_works_again_is_forgiven() {
         let mut wait = BrokenWait::default();
-        let error = io::Error::from_raw_os_error(libc::EBADR);
+        let error = io::Error::from_raw_os_error(libc::ENOMEM);
         for _ in 0..3 {
             wait.failed("io_uring_enter", &error);
         }

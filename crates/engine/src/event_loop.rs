@@ -6,7 +6,7 @@
 
 use std::future::Future;
 use std::io;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -130,17 +130,25 @@ impl EventLoop {
     /// # Panics
     /// Inside of another loop.
     pub fn block_on<F: Future>(&mut self, future: F) -> F::Output {
+        let mut output = None;
+        {
+            let main = pin!(async { output = Some(future.await) });
+            self.run(main);
+        }
+        output.expect("the loop runs until its main future is ready")
+    }
+
+    /// [`block_on`](Self::block_on), compiled once for all futures.
+    fn run(&mut self, mut main: Pin<&mut dyn Future<Output = ()>>) {
         assert!(try_current(|_| ()).is_none(), "an event loop cannot run inside of another");
         let _entered = EnterGuard::new(&self.local);
         let local = Rc::clone(&self.local);
         let waker = local.tasks.main_waker();
-        let mut future = pin!(future);
         loop {
             if local.tasks.ready.take_main() {
                 local.tasks.budget.renew();
-                let poll = future.as_mut().poll(&mut Context::from_waker(&waker));
-                if let Poll::Ready(output) = poll {
-                    return output;
+                if main.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
+                    return;
                 }
             }
             for _ in 0..MAX_POLLS_PER_ITERATION {
@@ -153,14 +161,16 @@ impl EventLoop {
 }
 
 impl Drop for EventLoop {
-    /// Drops all tasks, then waits until the kernel has given back everything that it holds.
+    /// Drops all tasks, then waits until the kernel has given back everything that it holds, but for
+    /// commands to devices: these complete when their device is stopped, which may have been refused. They
+    /// keep their memory and their files until the process ends.
     fn drop(&mut self) {
         let local = &self.local;
         let _entered = EnterGuard::new(local);
         local.tasks.clear();
         // Operations whose futures live on elsewhere were not cancelled yet.
         local.in_flight().into_iter().for_each(|token| local.cancel(token));
-        while !local.in_flight().is_empty() {
+        while local.has_transfers_in_flight() {
             local.poll(&mut self.done, &mut self.messages);
             // No task runs any more, neither a new one nor one that was woken.
             local.tasks.clear();
@@ -236,5 +246,26 @@ impl<R> Future for Submission<R> {
 
     fn poll(mut self: std::pin::Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         std::pin::Pin::new(&mut self.0).poll(cx).map(Result::ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::Buffer;
+
+    use super::*;
+    use crate::operation::{DeviceCommand, Operation};
+
+    #[test]
+    fn a_command_that_never_completes_does_not_keep_a_loop_from_ending() {
+        let event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+        let file = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        let mut buffer = Buffer::new(4096);
+        let (file, memory) = (Arc::new(file), buffer.lend());
+        let kept = Arc::downgrade(&file);
+        let command = DeviceCommand { file, code: 0, argument: [0; 8], memory };
+        event_loop.local.hold(Operation::Command(command));
+        drop(event_loop);
+        assert!(kept.upgrade().is_some(), "the driver may still write to its memory");
     }
 }

@@ -41,6 +41,7 @@ mod byte_lock;
 mod confinement;
 mod descriptors;
 mod detached_syncs;
+mod device_user;
 mod driver;
 mod engine;
 mod epoll;
@@ -54,6 +55,7 @@ mod host_file;
 mod io_poll;
 mod linux_aio;
 mod local;
+mod local_time;
 mod locked;
 mod loop_shared;
 mod loop_thread;
@@ -91,6 +93,7 @@ pub use descriptors::{
     DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage,
     keep_descriptors_from_children, raise_descriptor_limit,
 };
+pub use device_user::{device_folder, device_user, is_in_use};
 pub use engine::{Engine, EngineChoice, EngineReport};
 pub use event_loop::{EventLoop, Handle, Submission};
 pub use event_signal::{EventSignal, is_eventfd};
@@ -99,8 +102,9 @@ pub use fixed_files::FixedFiles;
 pub use guest_memory::{
     GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
 };
-pub use host_file::{HostFile, OpenFiles, OpenMode, PageCache};
+pub use host_file::{HostFile, NewFile, OpenFiles, OpenMode, PageCache};
 pub use io_poll::{IoPoll, check_io_poll};
+pub use local_time::{DateTime, local_time};
 pub use locked::{Locked, LockedBytes};
 pub use loop_thread::LoopThread;
 pub use mapping::{Fault, FaultDomain};
@@ -108,7 +112,7 @@ pub use probe::FileKind;
 pub use registered_buffer_count::count_registered_buffers;
 pub use ring_restrictions::DeviceCommands;
 pub use signal_rings::reserve_signal_rings;
-pub use sleep::{Sleep, sleep, timeout};
+pub use sleep::{Sleep, has_timers, sleep, timeout};
 pub use socket::{Listener, Stream, is_stopped};
 pub use socket_option::{peer_process, unsent_bytes};
 pub use spawn::{Task, current_party, spawn, spawn_detached};

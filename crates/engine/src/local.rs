@@ -129,6 +129,21 @@ impl Local {
         self.operations.borrow().in_flight().collect()
     }
 
+    /// Whether the kernel has operations other than commands to devices.
+    pub(crate) fn has_transfers_in_flight(&self) -> bool {
+        let operations = self.operations.borrow();
+        let is_transfer = |token| !matches!(operations.operation(token), Operation::Command(_));
+        operations.in_flight().any(is_transfer)
+    }
+
+    /// Takes an operation in as one that the kernel has and never completes.
+    #[cfg(test)]
+    pub(crate) fn hold(&self, operation: Operation) {
+        let inserted =
+            self.operations.borrow_mut().insert(&mut Some(operation), None, Waker::noop());
+        assert!(inserted.is_ok(), "there is a free slot");
+    }
+
     /// Does the operation inline, where that needs no waiting.
     pub(crate) fn try_inline(&self, operation: &Operation) -> Option<i32> {
         self.driver.borrow_mut().try_inline(operation)

@@ -306,8 +306,8 @@ impl OperationTable {
 }
 
 impl Drop for OperationTable {
-    /// A loop waits for all its operations before it ends, so none is left here, unless it panicked
-    /// over that. Then what the kernel still writes to must stay for ever.
+    /// A loop waits for its operations before it ends. Commands to a device that was not stopped are left,
+    /// or any if the loop panicked: what the kernel may still write to must stay for ever.
     fn drop(&mut self) {
         if self.in_flight().next().is_some() {
             std::mem::forget(std::mem::take(&mut self.slots));

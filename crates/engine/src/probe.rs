@@ -81,6 +81,15 @@ pub(crate) fn alignment(file: &File, kind: FileKind) -> io::Result<Alignment> {
     }
 }
 
+/// The block that zeroing and discarding without data demand: a device's sector, also through the page
+/// cache. File systems take any range.
+pub(crate) fn offload_block(file: &File, kind: FileKind) -> io::Result<u32> {
+    match kind {
+        FileKind::BlockDevice => Ok(rustix::fs::ioctl_blksszget(file)?),
+        FileKind::Regular => Ok(1),
+    }
+}
+
 /// Whether the kernel knows `RWF_DSYNC` for this file. A read may carry it, to no effect, so this
 /// can be asked without writing.
 pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {

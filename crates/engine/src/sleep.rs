@@ -25,6 +25,11 @@ pub fn sleep(duration: Duration) -> Sleep {
     Sleep { due: clock::read_now() + duration.min(MAX_SLEEP), key: None }
 }
 
+/// Whether this is inside of an event loop: only there is time waited for.
+pub fn has_timers() -> bool {
+    local::try_current(|_| ()).is_some()
+}
+
 /// Waits for the future, but not longer than `limit`: then the future is dropped, and there is no output.
 pub async fn timeout<T>(limit: Duration, future: impl Future<Output = T>) -> Option<T> {
     let (mut future, mut end) = (pin!(future), sleep(limit));

@@ -2,7 +2,7 @@
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
-use crate::qcow2::Voucher;
+use crate::qcow2::{BitmapLossObserver, Voucher};
 use crate::{Bitmap, BitmapAction, BitmapExtent, Format, NewBitmap, Qcow2};
 
 impl<S: Storage> Format<S> {
@@ -21,6 +21,14 @@ impl<S: Storage> Format<S> {
             && image.is_sidecar()
         {
             image.vouch_by(vouch);
+        }
+    }
+
+    /// Has `observer` told of each bitmap that has to be given up from now on, because a change
+    /// could not be recorded in it. Only the first observer of an image is.
+    pub fn observe_bitmap_losses(&self, observer: BitmapLossObserver) {
+        if let Self::Qcow2(image) = self {
+            image.observe_bitmap_losses(observer);
         }
     }
 

@@ -5,6 +5,7 @@ use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 use crate::qcow2;
 use crate::{
     Backing, CacheCounts, CheckReport, Compression, DataFile, Encryption, Features, Format,
+    VmdkFacts,
 };
 
 impl<S: Storage> Format<S> {
@@ -27,6 +28,27 @@ impl<S: Storage> Format<S> {
     /// Whether it is the sidecar of a raw disk, which is its data file: see [`Sidecar`](qcow2::Sidecar).
     pub fn is_sidecar(&self) -> bool {
         matches!(self, Self::Qcow2(qcow2) if qcow2.is_sidecar())
+    }
+
+    /// Whether the raw disk of a sidecar is longer than it should be, because a process died that
+    /// changed its size.
+    pub fn is_longer_than_its_disk(&self) -> bool {
+        match self {
+            Self::Qcow2(image) => image.is_sidecar() && image.data().size() > image.size(),
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
+        }
+    }
+
+    /// Cuts off what the raw disk of a sidecar has past its end, which was never a part of it or is
+    /// none any more.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn cut_to_its_disk(&self) -> Result<()> {
+        match self {
+            Self::Qcow2(image) if image.is_sidecar() => image.data().resize(image.size()).await,
+            _ => Ok(()),
+        }
     }
 
     /// Whether the image is a raw one, opened as such and not through a sidecar.
@@ -90,6 +112,14 @@ impl<S: Storage> Format<S> {
         }
     }
 
+    /// Bytes of the sectors that the image says its disk has, a power of two; 512 where it does not say.
+    pub fn logical_block_size(&self) -> u64 {
+        match self {
+            Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => 512,
+            Self::Foreign(foreign) => foreign.sector_size(),
+        }
+    }
+
     /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as many.
     pub fn allocation_unit(&self) -> u64 {
         match self {
@@ -114,8 +144,31 @@ impl<S: Storage> Format<S> {
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
         match self {
-            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
+            Self::Raw(_) | Self::Luks(_) => None,
             Self::Qcow2(qcow2) => qcow2.backing(),
+            Self::Foreign(foreign) => foreign.backing(),
+        }
+    }
+
+    /// Refuses `backing` as the backing file of this image where the image says that it must be another one.
+    ///
+    /// # Errors
+    /// `Corrupt` where it was changed since the image was made, `InvalidInput` where it is of another format.
+    pub fn check_backing(&self, backing: &Self) -> Result<()> {
+        match (self, backing) {
+            (Self::Foreign(foreign), Self::Foreign(backing)) => {
+                foreign.check_backing(Some(backing))
+            }
+            (Self::Foreign(foreign), _) => foreign.check_backing(None),
+            _ => Ok(()),
+        }
+    }
+
+    /// The descriptor of a VMDK image; `None` for other formats.
+    pub fn vmdk_facts(&self) -> Option<VmdkFacts> {
+        match self {
+            Self::Foreign(foreign) => foreign.vmdk_facts(),
+            Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => None,
         }
     }
 

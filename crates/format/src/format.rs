@@ -93,12 +93,28 @@ impl<S: Storage> Format<S> {
     /// intents is handed back by exactly one of [`link`](Self::link) and
     /// [`abort`](Self::abort).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
-        match self {
-            Self::Raw(raw) => Ok(raw.map(range, intent)),
-            Self::Luks(luks) => Ok(luks.map(range)),
-            Self::Qcow2(qcow2) => qcow2.map(range, intent).await,
-            Self::Foreign(foreign) => foreign.map(range, intent).await,
+        let extent = match self {
+            Self::Raw(raw) => return Ok(raw.map(range, intent)),
+            Self::Luks(luks) => return Ok(luks.map(range)),
+            Self::Qcow2(qcow2) => qcow2.map(range, intent).await?,
+            Self::Foreign(foreign) => foreign.map(range, intent).await?,
+        };
+        self.check_extent(range, intent, extent)
+    }
+
+    /// Refuses an extent that is not what was asked for. All that use it cut buffers by it: where an image leads the
+    /// mapping astray, that one request fails.
+    fn check_extent(&self, range: ByteRange, intent: Intent, extent: Extent) -> Result<Extent> {
+        let Extent { guest, alloc_range, .. } = extent;
+        let is_first = guest.offset() == range.offset() && !guest.is_empty();
+        if is_first && range.contains(guest) && alloc_range.contains(guest) {
+            return Ok(extent);
         }
+        if intent != Intent::Read {
+            self.abort(extent, Abort::Ended);
+        }
+        let what = format!("the {} mapping answers {extent:?} for {range}", self.name());
+        Err(Error::new(ErrorKind::Corrupt, what).on(self.storage().name()).at(range.offset()))
     }
 
     /// As [`map`](Self::map), for a change after which the disk reads what it did before: bitmaps do not record it.
@@ -322,12 +338,25 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Lets [`map`](Self::map) for a change accept ranges up to `size`, past the end of the disk: so the
-    /// caller can make zeros of the bytes that [`resize`](Self::resize) will show. The size stays.
-    pub async fn prepare_resize(&self, size: u64) -> Result<()> {
+    /// Whether the guest's disk may become `size` bytes long, as far as that is known without a change: before work on it that
+    /// takes long.
+    ///
+    /// # Errors
+    /// Those of [`resize`](Self::resize).
+    pub fn check_resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.prepare_resize(size).await,
+            Self::Qcow2(qcow2) => qcow2.check_resize(size),
+        }
+    }
+
+    /// Lets [`map`](Self::map) for a change accept ranges up to `size`, past the end of the disk: so the
+    /// caller can make zeros of the bytes that [`resize`](Self::resize) will show. The size stays.
+    /// What comes before `from` is prepared already, or a part of the disk.
+    pub async fn prepare_resize(&self, from: u64, size: u64) -> Result<()> {
+        match self {
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.prepare_resize(from, size).await,
         }
     }
 
@@ -410,6 +439,17 @@ impl<S: Storage> Format<S> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.settle().await,
+        }
+    }
+
+    /// Writes what [`settle`](Self::settle) would, late refcounts among it, and flushes, while requests go on.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn settle_ahead(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.settle_ahead().await,
         }
     }
 

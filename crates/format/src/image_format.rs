@@ -25,6 +25,8 @@ impl FromStr for ImageFormat {
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
             "raw" => Ok(Self::Raw),
+            // QEMU's names of what is below a format: the bytes themselves.
+            "file" | "host_device" | "nbd" | "rbd" => Ok(Self::Raw),
             "luks" => Ok(Self::Luks),
             "qcow2" => Ok(Self::Qcow2),
             _ => ForeignKind::by_name(name).map(Self::Foreign).ok_or_else(|| {

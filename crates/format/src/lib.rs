@@ -2,7 +2,7 @@
 //!
 //! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves guest data: the
 //! I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`] is QEMU's format, whose design
-//! is told in `docs/qcow2.md` in the repository. [`Foreign`] images are those of other programs, which are only read
+//! is in `qcow2/README.md`. [`Foreign`] images are those of other programs, which are only read
 //! (`docs/formats.md`); [`Luks`] is a container whose disk the I/O path decrypts.
 //!
 //! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all their options,
@@ -44,7 +44,7 @@ mod raw;
 mod snapshots;
 
 pub use bitmaps::Bitmaps;
-pub use foreign::{Foreign, ForeignKind};
+pub use foreign::{Foreign, ForeignKind, VmdkExtent, VmdkFacts};
 pub use format::Format;
 pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};

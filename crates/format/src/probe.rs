@@ -7,6 +7,7 @@ use std::path::Path;
 
 use blockhouse_core::{Buffer, Result, Storage};
 
+use crate::foreign::is_vmdk_descriptor;
 use crate::image_format::suffix;
 
 /// How many first bytes [`name_of`] looks at, and how many last ones [`name_of_end`].
@@ -19,7 +20,6 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"QED\0", "qed"),
     (0, b"KDMV", "vmdk"),
     (0, b"COWD", "vmdk"),
-    (0, b"# Disk DescriptorFile", "vmdk"),
     (64, b"\x7f\x10\xda\xbe", "vdi"),
     (0, b"vhdxfile", "vhdx"),
     (0, b"conectix", "vpc"),
@@ -39,7 +39,8 @@ pub fn name_of(first: &[u8]) -> Option<&'static str> {
     let matches = |&&(offset, bytes, _): &&(usize, &[u8], &str)| {
         first.get(offset..).is_some_and(|rest| rest.starts_with(bytes))
     };
-    SIGNATURES.iter().find(matches).map(|&(_, _, name)| name)
+    let found = SIGNATURES.iter().find(matches).map(|&(_, _, name)| name);
+    found.or_else(|| is_vmdk_descriptor(first).then_some("vmdk"))
 }
 
 /// The name of the format that a file with these last [`LENGTH`] bytes seems to have. A disk image's last

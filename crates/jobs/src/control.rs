@@ -77,6 +77,8 @@ struct State {
     completion: Option<Completion>,
     /// From here on it cannot be cancelled.
     is_committed: bool,
+    /// Why it could not be completed last, and how many times it could not.
+    postponed: (u64, String),
     /// How it is going to end.
     decided: Option<JobEnd>,
     speed: Option<NonZeroU64>,
@@ -92,6 +94,7 @@ impl Default for State {
             is_cancelled: false,
             completion: None,
             is_committed: false,
+            postponed: Default::default(),
             decided: None,
             speed: None,
         }
@@ -178,6 +181,33 @@ impl JobControl {
         self.changed.wait_until(ended).await
     }
 
+    /// How many times it was asked to complete, and could not yet.
+    pub fn postponements(&self) -> u64 {
+        self.state.lock().postponed.0
+    }
+
+    /// Why it could not complete yet when it was asked last; empty where it never was so.
+    pub fn why_postponed(&self) -> String {
+        self.state.lock().postponed.1.clone()
+    }
+
+    /// Waits for its end, or until it cannot be completed yet: one time more than `known`. Then the error says why, and it
+    /// can be asked again.
+    ///
+    /// # Errors
+    /// Why it cannot be completed yet, in one line.
+    pub async fn ended_or_postponed(&self, known: u64) -> Result<JobEnd, String> {
+        let outcome = || {
+            let state = self.state.lock();
+            match &state.stage {
+                JobStage::Ended(end) => Some(Ok(end.clone())),
+                _ if state.postponed.0 > known => Some(Err(state.postponed.1.clone())),
+                _ => None,
+            }
+        };
+        self.changed.wait_until(outcome).await
+    }
+
     /// Waits until it is known that the job is going to end without its result, and how, or for its end. What is left to do
     /// then may take as long as the target takes to answer. Nothing of the guest waits for it.
     pub async fn decided(&self) -> JobEnd {
@@ -214,6 +244,16 @@ impl JobControl {
         let mut state = self.state.lock();
         state.is_committed = !state.is_cancelled;
         state.is_committed
+    }
+
+    /// It cannot be completed yet: it goes on, and can be cancelled and asked again.
+    pub(crate) fn postpone(&self, error: &Error) {
+        {
+            let mut state = self.state.lock();
+            state.postponed = (state.postponed.0 + 1, error.to_string());
+            (state.completion, state.is_committed) = (None, false);
+        }
+        self.changed.notify_all();
     }
 
     /// It is going to end so: the first one holds.

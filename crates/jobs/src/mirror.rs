@@ -7,6 +7,9 @@
 //!    target is flushed. Then the first sector is written durably in place of the mark. That is the moment in which the
 //!    target is complete. The disk is switched to it, or retired, and the guest's changes go on.
 //!
+//!    Where that takes longer than `MAX_PAUSE`, the guest's changes go on with the source, the target has its mark again,
+//!    and the job is ready as before: it can be asked to complete once more.
+//!
 //! Guarantees: an error of the target ends the job, and no request of the guest. Until the moment of step 3 the source
 //! is the disk, and the target has the mark; from then on the target has everything that was answered. Whatever the target
 //! does, changes are held off for `MAX_PAUSE` at most, and go on at once when the job is cancelled or fails. The source is
@@ -51,7 +54,7 @@ const PROBES: usize = 4;
 const PROBE_UNIT: u64 = 4096;
 /// The longest, in these units.
 const MAX_PROBE_UNITS: u64 = 8;
-/// How long the guest's changes are held off at most. Then they go on, and the job fails.
+/// How long the guest's changes are held off at most. Then they go on, and the job is to be completed another time.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the guest's changes wait for their copy.
@@ -120,6 +123,7 @@ pub struct Mirror<S: Storage> {
     tracker: Arc<Tracker>,
     copier: Copier<S>,
     clock: Rc<dyn JobClock>,
+    marked: Box<dyn Fn() -> Result<()>>,
     before_completion: Box<dyn Fn() -> Result<()>>,
     before_switch: Action,
     source_kept: Box<dyn Fn()>,
@@ -129,6 +133,8 @@ pub struct Mirror<S: Storage> {
 /// Why there is no result.
 enum Stop {
     Cancelled,
+    /// It would hold the guest off for too long: it is to be completed another time.
+    Late(Error),
     Failed(Error),
     /// The copier has failed, and has the error.
     CopyFailed,
@@ -205,11 +211,20 @@ impl<S: Storage> Mirror<S> {
             tracker,
             copier,
             clock,
+            marked: Box::new(|| Ok(())),
             before_completion,
             before_switch: Box::new(|| Box::pin(ready(Ok(())))),
             source_kept,
             is_over: Cell::new(false),
         })
+    }
+
+    /// Has `action` done when the target has its mark, durably, and before anything is copied. Where it fails, so does the
+    /// job.
+    #[must_use]
+    pub fn marked(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
+        self.marked = Box::new(action);
+        self
     }
 
     /// Has `action` done before the target becomes complete, while the guest goes on. Where it fails, so does the job.
@@ -261,16 +276,15 @@ impl<S: Storage> Mirror<S> {
         self.copier.tell_progress();
         match (steps, copied) {
             (Ok((completion, pause)), _) => JobEnd::Completed { completion, pause },
-            (Err(Stop::Failed(error)), _) | (Err(Stop::CopyFailed), Err(error)) => {
-                JobEnd::failed(&error)
-            }
+            (Err(Stop::Failed(error) | Stop::Late(error)), _)
+            | (Err(Stop::CopyFailed), Err(error)) => JobEnd::failed(&error),
             (Err(Stop::Cancelled), _) | (Err(Stop::CopyFailed), Ok(())) => JobEnd::Cancelled,
         }
     }
 
     fn decide(&self, stop: &Stop) {
         match stop {
-            Stop::Failed(error) => self.control.decide(JobEnd::failed(error)),
+            Stop::Failed(error) | Stop::Late(error) => self.control.decide(JobEnd::failed(error)),
             Stop::Cancelled => self.control.decide(JobEnd::Cancelled),
             // It is, with the error.
             Stop::CopyFailed => {}
@@ -306,8 +320,9 @@ impl<S: Storage> Mirror<S> {
         if self.kind == TargetKind::Copy {
             self.check_distinct().await?;
             mark_incomplete(&self.target, self.source.name()).await?;
+            (self.marked)()?;
         }
-        self.source.observe(Arc::clone(&self.tracker) as _).await;
+        self.unless_ending(self.source.observe(Arc::clone(&self.tracker) as _)).await??;
         if self.options.mode == CopyMode::WriteBlocking {
             self.tracker.block_writes();
         }
@@ -318,7 +333,20 @@ impl<S: Storage> Mirror<S> {
         let is_ready = |left| self.copier.passes() > 1 && left <= MAX_READY_LEFT;
         let ready = || (is_ready(self.copier.remaining()) || self.copier.is_idle()).then_some(());
         self.keep_up(MAX_READY_LEFT, ready).await?;
+        loop {
+            match self.complete_when_asked().await {
+                Err(Stop::Late(error)) => {
+                    tracing::warn!("{}: is not moved yet: {error}", self.source.name());
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// The job is ready until it is asked to complete, and does so.
+    async fn complete_when_asked(&self) -> Result<(Completion, Duration), Stop> {
         self.control.set_stage(JobStage::Ready);
+        self.tracker.limit_backlog(self.options.backlog);
         let completion = self.keep_up(MAX_READY_LEFT, || self.control.completion()).await?;
         self.control.set_stage(JobStage::Completing);
         let is_blocking = || self.tracker.is_blocking();

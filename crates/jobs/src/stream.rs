@@ -8,7 +8,7 @@
 //!
 //! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its backing file, and names it; a
 //! job that is cancelled, fails or is killed leaves what it has filled, and another one goes on from there; one that
-//! [tries again](Stream::try_again) goes on by itself when a part could not be filled. No request
+//! [tries again](Stream::try_again) leaves a part that cannot be filled to its next pass, and fills all others. No request
 //! of the guest fails by it. Nothing is ever changed in the backing file. When the job's end is decided, nothing is written to the
 //! disk that the backing file answers later: the disk may be closed then.
 
@@ -36,6 +36,10 @@ use crate::retry::Retry;
 const MAX_IN_FLIGHT: usize = 8;
 /// Parts that are in flight together where the rate is limited.
 const MAX_AT_RATE: usize = 2;
+/// With so many failures in a row the storage is gone, and all is left until a pause is over.
+const MAX_FAILED: u32 = 32;
+/// Bytes that are left out where it cannot be looked up which part is the next one.
+const SKIPPED: u64 = 1 << 20;
 
 /// A disk that is going to be filled. See the module's page.
 pub struct Stream<S: Storage> {
@@ -44,13 +48,26 @@ pub struct Stream<S: Storage> {
     clock: Rc<dyn JobClock>,
     pace: RefCell<Pace>,
     meter: RefCell<Meter>,
-    /// Up to here everything is filled or being filled.
+    /// Up to here everything is filled, being filled, or left to the next pass.
     cursor: Cell<u64>,
+    pass: Cell<Pass>,
     /// When the next part may begin.
     schedule: Schedule,
     /// Of parts that could not be filled; `None`: the job fails.
     retry: Option<Retry>,
     _guard: PopulatingGuard,
+}
+
+/// How far a pass over the disk is.
+#[derive(Clone, Copy, Default)]
+struct Pass {
+    /// Bytes that were begun of those that an earlier pass has left; `None` in the first one.
+    left: Option<u64>,
+    /// Bytes that are left to the next one, and the first of them.
+    failed: u64,
+    first_failed: Option<u64>,
+    /// Failures since something was filled.
+    failures: u32,
 }
 
 /// What may be begun now.
@@ -72,8 +89,8 @@ impl<S: Storage> Stream<S> {
         clock: Rc<dyn JobClock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.export_load()));
-        let (meter, cursor, schedule, retry) = Default::default();
-        Self { disk, control, clock, pace, meter, cursor, schedule, retry, _guard: guard }
+        let (meter, cursor, pass, schedule, retry) = Default::default();
+        Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, _guard: guard }
     }
 
     /// Tries again what cannot be filled, until it is cancelled: for a job that nobody looks after, over storage that may be
@@ -121,7 +138,11 @@ impl<S: Storage> Stream<S> {
         loop {
             // Before it looks, so that it misses nothing.
             let news = self.control.changed().listen();
-            let is_ending = is_all_begun || outcome.is_err() || self.control.is_cancelled();
+            let is_over = outcome.is_err() || self.control.is_cancelled();
+            if is_all_begun && !is_over && parts.is_empty() && self.begin_next_pass() {
+                is_all_begun = false;
+            }
+            let is_ending = is_all_begun || is_over;
             if is_ending && parts.is_empty() {
                 return outcome;
             }
@@ -134,7 +155,7 @@ impl<S: Storage> Stream<S> {
                             parts.push(self.populate(part));
                         }
                         Ok(None) => is_all_begun = true,
-                        Err(error) => outcome = self.bear(error),
+                        Err(error) => outcome = self.leave_out(error),
                     }
                     continue;
                 }
@@ -143,7 +164,6 @@ impl<S: Storage> Stream<S> {
             };
             if let Some(Err(error)) = next_event(&mut parts, news, sleep).await {
                 outcome = outcome.and(self.bear(error));
-                is_all_begun = false;
             }
         }
     }
@@ -151,7 +171,7 @@ impl<S: Storage> Stream<S> {
     /// The next part, while those in flight go on: guests may wait for them.
     ///
     /// # Errors
-    /// What looking it up answers, or one of those in flight.
+    /// What looking it up answers, or one of those in flight that ends the job.
     async fn find_part(
         &self,
         cache: &mut BlockStatusCache,
@@ -162,9 +182,63 @@ impl<S: Storage> Stream<S> {
             let part = pin!(next_event(parts, pending(), None));
             match select(found.as_mut(), part).await {
                 Either::Left((found, _)) => return found,
-                Either::Right((ended, _)) => ended.unwrap_or(Ok(()))?,
+                Either::Right((ended, _)) => {
+                    if let Some(Err(error)) = ended {
+                        self.bear(error)?;
+                    }
+                }
             }
         }
+    }
+
+    /// The next part cannot be looked up: it is left to the next pass.
+    fn leave_out(&self, error: Error) -> Result<()> {
+        let start = self.cursor.get();
+        let end = self.disk.size().min(start.saturating_add(SKIPPED));
+        self.count_begun(end.saturating_sub(start), end);
+        self.count_failed(start, end.saturating_sub(start));
+        self.bear(error)
+    }
+
+    /// All of a pass has ended. Whether another one begins, after a pause: something was left to it.
+    fn begin_next_pass(&self) -> bool {
+        let pass = self.pass.get();
+        let Some(first) = pass.first_failed else { return false };
+        self.cursor.set(first);
+        self.pass.set(Pass { left: Some(pass.failed), ..Pass::default() });
+        if let Some(pause) = self.retry.as_ref().and_then(|retry| retry.fail(self.clock.now())) {
+            tracing::warn!(
+                "{}: {} bytes cannot be filled from its backing file; all else is, and they are tried again in {} s",
+                self.disk.name(),
+                pass.failed,
+                pause.as_secs()
+            );
+        }
+        true
+    }
+
+    /// So many bytes were begun, up to `end`.
+    fn count_begun(&self, bytes: u64, end: u64) {
+        self.cursor.set(end);
+        let pass = self.pass.get();
+        self.pass.set(Pass { left: pass.left.map(|left| left.saturating_sub(bytes)), ..pass });
+    }
+
+    /// So many bytes are left to the next pass.
+    fn count_failed(&self, offset: u64, bytes: u64) {
+        let pass = self.pass.get();
+        self.pass.set(Pass {
+            failed: pass.failed.saturating_add(bytes),
+            first_failed: Some(pass.first_failed.map_or(offset, |first| first.min(offset))),
+            ..pass
+        });
+    }
+
+    /// Bytes that are not begun, or left to the next pass.
+    fn left(&self) -> u64 {
+        let pass = self.pass.get();
+        let ahead = || self.disk.size().saturating_sub(self.cursor.get());
+        pass.left.unwrap_or_else(ahead).saturating_add(pass.failed)
     }
 
     /// Something could not be filled, or not be looked up.
@@ -174,7 +248,15 @@ impl<S: Storage> Stream<S> {
             self.control.decide(JobEnd::failed(&error));
             return Err(error);
         };
-        if let Some(pause) = retry.fail(self.clock.now()) {
+        let pass = self.pass.get();
+        let failures = (pass.failures + 1) % MAX_FAILED;
+        self.pass.set(Pass { failures, ..pass });
+        if failures == 1 {
+            tracing::warn!("{}: a part is left to the backing file: {error}", self.disk.name());
+        }
+        if failures == 0
+            && let Some(pause) = retry.fail(self.clock.now())
+        {
             tracing::warn!(
                 "{}: cannot be filled from its backing file, and tries again in {} s: {error}",
                 self.disk.name(),
@@ -208,7 +290,7 @@ impl<S: Storage> Stream<S> {
     }
 
     fn begin(&self, part: BackedRange, rate: Option<NonZeroU64>) {
-        self.cursor.set(part.range.end());
+        self.count_begun(part.range.length(), part.range.end());
         // Zeros are not read.
         if !part.is_zero {
             self.schedule.begin(part.range.length(), rate, self.clock.now());
@@ -218,12 +300,13 @@ impl<S: Storage> Stream<S> {
     async fn populate(&self, part: BackedRange) -> Result<()> {
         let go_on = || !self.control.is_decided();
         let filled = self.disk.populate(part, &go_on).await.inspect_err(|_| {
-            self.cursor.update(|cursor| cursor.min(part.range.offset()));
+            self.count_failed(part.range.offset(), part.range.length());
         })?;
+        self.pass.update(|pass| Pass { failures: 0, ..pass });
         self.retry.iter().for_each(|retry| retry.succeed(self.clock.now()));
         let copied = if part.is_zero { 0 } else { filled };
         self.pace.borrow_mut().count(copied);
-        let left = self.disk.size().saturating_sub(self.cursor.get());
+        let left = self.left();
         let mut meter = self.meter.borrow_mut();
         meter.count(self.clock.now(), copied, left);
         self.control.set_progress(meter.progress(left));

@@ -150,6 +150,12 @@ impl Tracker {
         self.backlog.bytes.load(Ordering::SeqCst)
     }
 
+    /// Has changes wait where the target is behind by so many bytes.
+    pub(crate) fn limit_backlog(&self, limit: u64) {
+        self.backlog.limit.store(limit, Ordering::SeqCst);
+        self.backlog.shortened.notify_all();
+    }
+
     /// Has changes wait until the target is behind by a little less than it is now, if that is more than `enough` bytes.
     pub(crate) fn shorten_backlog(&self, enough: u64) {
         let limit = self.backlog().saturating_sub(BACKLOG_STEP).max(enough);
@@ -278,7 +284,7 @@ impl Tracker {
         let (waiter, copied) = oneshot::channel();
         // Whole granules: the copier makes them clean.
         let aligned = range.align_outward(self.dirty.granularity());
-        let range = ByteRange::between(aligned.offset(), aligned.end().min(self.dirty.size()));
+        let range = aligned.before(self.dirty.size());
         {
             let state = &mut *self.state.lock();
             if !state.is_blocking {

@@ -5,11 +5,13 @@
 //! had is in the image.
 
 use std::fs;
+use std::ops::RangeInclusive;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -20,8 +22,8 @@ use crate::server;
 
 /// What notes of this program begin with, before the socket's path.
 const MARK: &str = "blockhouse ";
-/// Bytes of a logical block: requests of every sector are served.
-const BLOCK: u64 = 512;
+/// The logical blocks that the kernel has, in bytes.
+const BLOCKS: RangeInclusive<u64> = 512..=4096;
 /// How long the kernel may take until a device is there.
 const NODE_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(2);
@@ -58,7 +60,8 @@ pub fn attach(socket: &Path, number: Option<u32>) -> Result<u32, Error> {
     let export = negotiate(&mut stream).map_err(failed)?;
     let backend = format!("{MARK}{}", socket.display());
     let (size, flags) = (export.size, export.flags.bits());
-    let wanted = Wanted { number, size, block_size: BLOCK, flags, backend: &backend };
+    let block_size = export.block.clamp(*BLOCKS.start(), *BLOCKS.end());
+    let wanted = Wanted { number, size, block_size, flags, backend: &backend };
     let made = driver.connect(&wanted, &stream).map_err(|error| {
         let name = number.map_or("an NBD device".to_owned(), |number| format!("/dev/nbd{number}"));
         Error::refused(format!("make {name}"), error)
@@ -102,20 +105,45 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     let backend = attribute(number, "backend").unwrap_or_default();
     let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
     // Without a server, a program that opens the device may wait until it is disconnected.
-    if how == Detach::Unused && server::listens(Path::new(socket)) {
-        check_unused(number)?;
-    }
+    let is_served = server::listens(Path::new(socket));
+    // The disconnect fails requests in flight. So the device is held, that nothing takes it meanwhile, and
+    // flushed, for programs that have it open. By force it is not waited for.
+    let _held = match how {
+        Detach::Unused if is_served => hold_unused(&node(number), number)?,
+        _ => None,
+    };
     let disconnected = driver.disconnect(number);
     disconnected.map_err(|error| Error::refused(format!("disconnect /dev/nbd{number}"), error))?;
     server::end(Path::new(socket))
 }
 
-/// Refuses a block device that is mounted, or held by another device. What merely has it open does not count: so do programs
-/// that look at every device.
-fn check_unused(number: u32) -> Result<(), Error> {
+/// Holds a block device exclusively until the descriptor is closed, and writes back what the page cache has of it. Refuses
+/// one that is mounted, or held by another device. What merely has it open does not count: so do programs that look at
+/// every device. `None` without a node.
+fn hold_unused(device: &Path, number: u32) -> Result<Option<OwnedFd>, Error> {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
-    match rustix::fs::open(node(number), flags, Mode::empty()) {
-        Err(Errno::BUSY) => Err(Error::Used(number)),
-        _ => Ok(()),
+    let held = match rustix::fs::open(device, flags, Mode::empty()) {
+        Ok(held) => held,
+        Err(Errno::BUSY) => return Err(Error::Used(number)),
+        Err(_) => return Ok(None),
+    };
+    let flushed = rustix::fs::fsync(&held);
+    flushed.map_err(|error| Error::refused(format!("flush /dev/nbd{number}"), error.into()))?;
+    Ok(Some(held))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_is_refused_and_what_is_unused_is_held() {
+        let folder = std::env::temp_dir();
+        let held = hold_unused(&folder.join("no-such-device"), 3).expect("there is no node");
+        assert!(held.is_none());
+        let file = folder.join(format!("blockhouse-detach-{}", std::process::id()));
+        fs::write(&file, b"data").unwrap();
+        assert!(hold_unused(&file, 3).expect("a file is never held").is_some());
+        fs::remove_file(&file).unwrap();
     }
 }

@@ -104,7 +104,7 @@ impl Driver {
         number.ok_or_else(|| io::Error::other("the kernel does not name the device"))
     }
 
-    /// Disconnects a device: requests in flight are answered first, later ones fail.
+    /// Disconnects a device: requests in flight and later ones fail. A flush before has those answered that it covers.
     ///
     /// # Errors
     /// The kernel's.

@@ -27,6 +27,8 @@ pub(crate) struct Export {
     pub(crate) size: u64,
     /// What it can do.
     pub(crate) flags: TransmissionFlags,
+    /// Bytes of the smallest block that it wants.
+    pub(crate) block: u64,
 }
 
 /// Chooses the default export of a server.
@@ -43,8 +45,8 @@ pub(crate) fn negotiate(stream: &mut UnixStream) -> io::Result<Export> {
         return Err(io::Error::other("it does not speak NBD"));
     }
     stream.write_all(&u32::from(FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes())?;
-    // The default export, and no further questions.
-    let data = [0; 6];
+    // The default export, and its blocks.
+    let data = [0, 0, 0, 0, 0, 1, 0, InfoType::BlockSize as u8];
     let mut option = OPTION_MAGIC.to_be_bytes().to_vec();
     option.extend(ClientOption::Go.number().to_be_bytes());
     option.extend((data.len() as u32).to_be_bytes());
@@ -57,14 +59,16 @@ pub(crate) fn negotiate(stream: &mut UnixStream) -> io::Result<Export> {
 }
 
 fn read_export(stream: &mut UnixStream) -> io::Result<Export> {
-    let mut export = None;
+    let (mut export, mut smallest) = (None, 1);
     for _ in 0..MAX_REPLIES {
         let (kind, data) = read_reply(stream)?;
         if kind == ReplyType::Ack as u32 {
+            let export = export.map(|export| Export { block: smallest, ..export });
             return export.ok_or_else(|| io::Error::other("it does not describe the export"));
         }
         if kind == ReplyType::Info as u32 {
             export = parse_export(&data).or(export);
+            smallest = parse_smallest_block(&data).unwrap_or(smallest);
         } else if kind >> 31 == 1 {
             let said = String::from_utf8_lossy(&data).into_owned();
             return Err(io::Error::other(format!("it refuses the export: {said}")));
@@ -89,7 +93,15 @@ fn read_reply(stream: &mut UnixStream) -> io::Result<(u32, Vec<u8>)> {
 fn parse_export(data: &[u8]) -> Option<Export> {
     let kind = number(data.get(..2)?);
     let flags = TransmissionFlags::from_bits_retain(number(data.get(10..12)?) as u16);
-    (kind == InfoType::Export as u64).then_some(Export { size: number(&data[2..10]), flags })
+    let size = number(&data[2..10]);
+    (kind == InfoType::Export as u64).then_some(Export { size, flags, block: 1 })
+}
+
+/// Information of the kind that has the block sizes.
+fn parse_smallest_block(data: &[u8]) -> Option<u64> {
+    let kind = number(data.get(..2)?);
+    let smallest = number(data.get(2..6)?);
+    (kind == InfoType::BlockSize as u64).then_some(smallest)
 }
 
 /// A number of up to 8 bytes.
@@ -111,7 +123,7 @@ mod tests {
             greeting.extend(OPTION_MAGIC.to_be_bytes());
             greeting.extend(FIXED_NEWSTYLE.to_be_bytes());
             server.write_all(&greeting)?;
-            let mut asked = [0; 4 + 16 + 6];
+            let mut asked = [0; 4 + 16 + 8];
             server.read_exact(&mut asked)?;
             assert_eq!(asked[12..16], ClientOption::Go.number().to_be_bytes());
             server.write_all(&said)
@@ -140,10 +152,13 @@ mod tests {
     #[test]
     fn an_export_is_what_the_server_says() {
         let ack = reply(ReplyType::Ack as u32, &[]);
-        let other = reply(ReplyType::Info as u32, &[0, 3, 0, 0]);
+        let other = reply(ReplyType::Info as u32, &[0, 2, 0, 0]);
         let said = [info(1 << 40, 0x10d), other, ack.clone()].concat();
         let export = with_server(said).expect("an export");
-        assert_eq!((export.size, export.flags.bits()), (1 << 40, 0x10d));
+        assert_eq!((export.size, export.flags.bits(), export.block), (1 << 40, 0x10d, 1));
+        let blocks = reply(ReplyType::Info as u32, &[0, 3, 0, 0, 16, 0, 0, 0, 16, 0, 2, 0, 0, 0]);
+        let export = with_server([blocks, info(1 << 40, 0x10d), ack.clone()].concat());
+        assert_eq!(export.expect("an export").block, 4096);
         assert!(with_server(ack).is_err(), "nothing was described");
     }
 

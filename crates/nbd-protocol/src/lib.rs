@@ -25,7 +25,8 @@ pub const MAX_STRING: usize = 4096;
 /// nothing was announced ("Size constraints"), and the one that is announced.
 pub const MAX_PAYLOAD: u32 = InFlightLimits::DEFAULT.request_bytes as u32;
 
-/// The id that stands for `base:allocation` in block status replies. Bitmaps have the ids that follow.
+/// The id that stands for `base:allocation` in block status replies. Bitmaps have the ids that follow, and then the
+/// depth of allocation.
 pub const ALLOCATION_CONTEXT: u32 = 1;
 
 /// The metadata context that tells what is allocated ("Metadata querying").
@@ -35,7 +36,11 @@ pub const BASE_ALLOCATION: &str = "base:allocation";
 /// follows (`docs/interop/nbd.txt` of QEMU).
 pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 
-/// The flag of a block status descriptor in such a context: the range has changed (`NBD_STATE_DIRTY`).
+/// The metadata context that tells which image of a chain has the data: 1 for the export's own, 2 for its backing file, and
+/// so on; 0 where none has any (`docs/interop/nbd.txt` of QEMU).
+pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
+
+/// The flag of a block status descriptor in the context of a bitmap: the range has changed (`NBD_STATE_DIRTY`).
 pub const DIRTY: u32 = 1 << 0;
 
 bitflags! {

@@ -120,7 +120,7 @@ fn parse(text: &str) -> Result<(NbdUri, Beside<'_>), String> {
     if text.contains(|c: char| c.is_ascii_control() || c == ' ') {
         return Err("a URI has no blanks; write them as %20".into());
     }
-    let (scheme, rest) = split_scheme(text).ok_or("not a URI: it does not begin with SCHEME:")?;
+    let (scheme, rest) = split_scheme(text).ok_or("not a URI: it does not begin with SCHEME:, as nbd+unix:///?socket=PATH and nbd://HOST:PORT do")?;
     type Transport = fn(&Parts<'_>, Option<PathBuf>) -> Result<Address, String>;
     let (transport, security): (Transport, _) = match scheme.to_ascii_lowercase().as_str() {
         "nbd" => (tcp, Security::Plain),

@@ -105,7 +105,7 @@ impl Default for Config {
 impl Config {
     /// Any disk.
     pub fn random(random: &mut Rng) -> Self {
-        let block = [1, 512, 4096][random.usize(..3)];
+        let block = [1, 512, 4096, 8192, 16384, 65536][random.usize(..6)];
         let support = |random: &mut Rng| {
             [Support::Yes, Support::No, Support::FailsOnFirstUse][random.usize(..3)]
         };

@@ -7,7 +7,7 @@
 use std::future;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{
@@ -22,7 +22,7 @@ use crate::faults::Failure;
 use crate::media::{Media, SECTOR};
 use crate::process::Process;
 use crate::state::State;
-use crate::{Clock, Config, Fault, Operation, Sim, Support};
+use crate::{Clock, Config, Fault, Latency, Operation, Sim, Support};
 
 /// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close) is the one handle, and the test
 /// fails where anything goes on by it, if the disk [needs](Config::needs_close) that.
@@ -37,7 +37,12 @@ struct Shared {
     alignment: Alignment,
     fua: Fua,
     needs_close: bool,
+    /// The size as it is remembered: that of the file, but for what operations have made longer whose
+    /// futures were dropped.
+    size: AtomicU64,
     state: Mutex<State>,
+    /// Operations that do not end before they are released; `None`: all end by themselves.
+    held: Mutex<Option<Vec<u64>>>,
 }
 
 impl SimDisk {
@@ -53,7 +58,9 @@ impl SimDisk {
             alignment: state.config.alignment,
             fua: state.config.fua,
             needs_close: state.config.needs_close,
+            size: state.media.size().into(),
             state: Mutex::new(state),
+            held: Mutex::default(),
         }))
     }
 
@@ -66,6 +73,11 @@ impl SimDisk {
         std::mem::take(&mut self.shared.state.lock().log)
     }
 
+    /// Whether an operation has failed that the disk does have, also one for which it had no room.
+    pub fn has_failed(&self) -> bool {
+        self.shared.state.lock().failed > 0
+    }
+
     /// Whether a flush or durable write has failed: what used the disk may remember that.
     pub(crate) fn has_failed_sync(&self) -> bool {
         self.shared.state.lock().failed_syncs > 0
@@ -75,6 +87,25 @@ impl SimDisk {
     pub fn counts(&self) -> (u64, u64) {
         let state = self.shared.state.lock();
         (state.started, state.ended)
+    }
+
+    /// From now on operations take other times.
+    pub fn set_latency(&self, latency: Latency) {
+        self.shared.state.lock().config.latency = latency;
+    }
+
+    /// From now on no operation ends: the disk does not answer.
+    pub fn hold(&self) {
+        self.shared.held.lock().get_or_insert_default();
+    }
+
+    /// Ends what was [held](Self::hold); from now on operations end by themselves.
+    pub fn release(&self) {
+        let held = self.shared.held.lock().take();
+        for id in held.into_iter().flatten() {
+            let completion = self.shared.state.lock().end(id);
+            completion.notify();
+        }
     }
 
     /// Adds a reason to fail.
@@ -127,6 +158,7 @@ impl SimDisk {
         let guard = OperationGuard { disk: self, id };
         let failure = outcome.wait().await;
         drop(guard);
+        self.note_size(operation, failure);
         match failure {
             None => Ok(()),
             Some(Failure { errno: code, loses_older }) => {
@@ -136,10 +168,28 @@ impl SimDisk {
                     Some(range) => error.at(range.offset()),
                     None => error,
                 };
-                // ENOSPC: nothing was written.
+                // ENOSPC: a part of the range was written at most.
                 let is_confined = code == errno::ENOSPC && !loses_older;
                 Err(if is_confined { error.confined() } else { error })
             }
+        }
+    }
+
+    /// Remembers the size that an operation has left.
+    fn note_size(&self, operation: Operation, failure: Option<Failure>) {
+        let size = &self.shared.size;
+        match (operation, failure) {
+            (Operation::Write(range, _) | Operation::PrepareZeroes(range), None) => {
+                size.fetch_max(range.end(), Ordering::Relaxed);
+            }
+            (Operation::Write(..) | Operation::PrepareZeroes(_), Some(_)) => {
+                size.fetch_max(self.shared.state.lock().media.size(), Ordering::Relaxed);
+            }
+            (Operation::Resize(new), None) => size.store(new, Ordering::Relaxed),
+            (Operation::Lengthen(new), None) => {
+                size.fetch_max(new, Ordering::Relaxed);
+            }
+            _ => {}
         }
     }
 
@@ -153,6 +203,9 @@ impl SimDisk {
         self.shared.clock.schedule(delay, move || {
             if !disk.shared.process.step() {
                 return;
+            }
+            if let Some(held) = &mut *disk.shared.held.lock() {
+                return held.push(id);
             }
             let completion = disk.shared.state.lock().end(id);
             completion.notify();
@@ -223,7 +276,7 @@ impl Storage for SimDisk {
     }
 
     fn size(&self) -> u64 {
-        self.shared.state.lock().media.size()
+        self.shared.size.load(Ordering::Relaxed)
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {

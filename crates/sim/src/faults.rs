@@ -1,4 +1,6 @@
-//! Which operations fail, and with what.
+//! Which operations fail, and with what; and which take long.
+
+use std::time::Duration;
 
 use fastrand::Rng;
 
@@ -9,7 +11,15 @@ use crate::OperationKind;
 pub struct Fault {
     kind: Option<OperationKind>,
     trigger: Trigger,
-    failure: Failure,
+    effect: Effect,
+}
+
+/// The fate of an operation.
+#[derive(Clone, Copy, Debug)]
+enum Effect {
+    Fails(Failure),
+    /// It takes so much longer.
+    Waits(Duration),
 }
 
 /// How an operation fails.
@@ -38,13 +48,22 @@ enum Trigger {
 impl Fault {
     /// The `n`-th operation from now on fails, counted from 0.
     pub fn nth(n: u64, errno: i32) -> Self {
-        Self { kind: None, trigger: Trigger::After(n), failure: Failure::of_range(errno) }
+        Self::with(Trigger::After(n), Effect::Fails(Failure::of_range(errno)))
+    }
+
+    /// The `n`-th operation from now on, counted from 0, takes `time` longer: it waits for a server that comes back then, or
+    /// never.
+    pub fn late(n: u64, time: Duration) -> Self {
+        Self::with(Trigger::After(n), Effect::Waits(time))
+    }
+
+    fn with(trigger: Trigger, effect: Effect) -> Self {
+        Self { kind: None, trigger, effect }
     }
 
     /// Each operation fails with `probability`.
     pub fn chance(probability: f64, errno: i32) -> Self {
-        let trigger = Trigger::Chance(probability);
-        Self { kind: None, trigger, failure: Failure::of_range(errno) }
+        Self::with(Trigger::Chance(probability), Effect::Fails(Failure::of_range(errno)))
     }
 
     /// Only operations of this kind count.
@@ -58,7 +77,9 @@ impl Fault {
     /// durable write fails through a page cache, with the errno with which the host could not write back.
     #[must_use]
     pub fn losing_older_writes(mut self) -> Self {
-        self.failure.loses_older = true;
+        if let Effect::Fails(failure) = &mut self.effect {
+            failure.loses_older = true;
+        }
         self
     }
 }
@@ -76,9 +97,13 @@ impl FaultPlan {
         self.0.clear();
     }
 
-    /// How the next operation, one of `kind`, fails.
-    pub(crate) fn decide(&mut self, kind: OperationKind, random: &mut Rng) -> Option<Failure> {
-        let mut failure = None;
+    /// How the next operation, one of `kind`, fails, and how much longer it takes.
+    pub(crate) fn decide(
+        &mut self,
+        kind: OperationKind,
+        random: &mut Rng,
+    ) -> (Option<Failure>, Duration) {
+        let (mut failure, mut late) = (None, Duration::ZERO);
         self.0.retain_mut(|fault| {
             if fault.kind.is_some_and(|wanted| wanted != kind) {
                 return true;
@@ -92,11 +117,14 @@ impl FaultPlan {
                 Trigger::Chance(probability) => (random.f64() < *probability, true),
             };
             if strikes {
-                failure = failure.or(Some(fault.failure));
+                match fault.effect {
+                    Effect::Fails(first) => failure = failure.or(Some(first)),
+                    Effect::Waits(time) => late = late.max(time),
+                }
             }
             stays
         });
-        failure
+        (failure, late)
     }
 }
 
@@ -108,7 +136,7 @@ mod tests {
     fn the_nth_operation_of_a_kind_fails_once() {
         let (mut plan, mut random) = (FaultPlan::default(), Rng::with_seed(0));
         plan.add(Fault::nth(1, 5).of(OperationKind::Flush));
-        let mut next = |kind| plan.decide(kind, &mut random);
+        let mut next = |kind| plan.decide(kind, &mut random).0;
         assert_eq!(next(OperationKind::Flush), None);
         assert_eq!(next(OperationKind::Write), None);
         assert_eq!(next(OperationKind::Flush), Some(Failure::of_range(5)));
@@ -119,7 +147,7 @@ mod tests {
     fn chance_strikes_as_often_as_said() {
         let (mut plan, mut random) = (FaultPlan::default(), Rng::with_seed(1));
         plan.add(Fault::chance(0.25, 28));
-        let strikes = |_: &u32| plan.decide(OperationKind::Read, &mut random).is_some();
+        let strikes = |_: &u32| plan.decide(OperationKind::Read, &mut random).0.is_some();
         let struck = (0..4000).filter(strikes).count();
         assert!((900..1100).contains(&struck), "{struck} of 4000");
     }

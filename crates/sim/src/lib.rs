@@ -26,6 +26,7 @@ mod disk;
 mod executor;
 mod explore;
 mod faults;
+mod forward;
 mod guests;
 mod history;
 mod media;

@@ -21,6 +21,8 @@ pub(crate) struct State {
     pub(crate) ended: u64,
     /// How many operations started that change the disk.
     pub(crate) changes: u64,
+    /// How many operations ended with a failure other than a refusal.
+    pub(crate) failed: u64,
     /// How many flushes and durable writes failed.
     pub(crate) failed_syncs: u64,
     /// The error of a durable operation whose future was dropped; the next flush answers it.
@@ -61,6 +63,7 @@ impl State {
             started: 0,
             ended: 0,
             changes: 0,
+            failed: 0,
             failed_syncs: 0,
             unreported_errno: None,
             random,
@@ -81,7 +84,8 @@ impl State {
         self.log.push(operation);
         let refusal = self.refusal(operation.kind()).or(self.past_end(operation));
         let refusal = refusal.map(Failure::of_range);
-        let failure = self.faults.decide(operation.kind(), &mut self.random).or(refusal);
+        let (failure, late) = self.faults.decide(operation.kind(), &mut self.random);
+        let failure = failure.or(refusal);
         let loses_older = failure.is_some_and(|failure| failure.loses_older);
         let is_flush_like = loses_older || matches!(operation, Operation::Flush(_));
         let is_refused = failure.is_some_and(|failure| failure.errno == errno::EOPNOTSUPP);
@@ -98,7 +102,7 @@ impl State {
             outcome: outcome.clone(),
         };
         self.in_flight.insert(id, in_flight);
-        (id, outcome, self.latency(operation.kind()))
+        (id, outcome, self.latency(operation.kind()) + late)
     }
 
     fn latency(&mut self, kind: OperationKind) -> Duration {
@@ -118,7 +122,10 @@ impl State {
             None => self.succeed(id, &mut done),
             // Refused: nothing changes.
             Some(Failure { errno: errno::EOPNOTSUPP, .. }) => {}
-            Some(failure) => self.fail(id, &done, failure),
+            Some(failure) => {
+                self.failed += 1;
+                self.fail(id, &done, failure);
+            }
         }
         let mut released = Vec::new();
         if done.is_detached {
@@ -226,7 +233,7 @@ impl State {
             Operation::Write(range, _) | Operation::PrepareZeroes(range) => {
                 (range.end() > self.media.size()).then_some(errno::ENOSPC)
             }
-            Operation::Resize(_) => Some(errno::EINVAL),
+            Operation::Resize(_) => Some(errno::EOPNOTSUPP),
             Operation::Lengthen(_) => Some(errno::EOPNOTSUPP),
             _ => None,
         }
@@ -290,20 +297,22 @@ impl State {
         }
     }
 
-    /// Applies a failed operation. After ENOSPC nothing was written; otherwise any part of a write may
-    /// be, and a sync may have lost what it covered.
+    /// Applies a failed operation. Any part of a write may have happened, and made a file longer. A sync
+    /// may have lost what it covered, unless it failed for want of space.
     fn fail(&mut self, id: u64, done: &InFlight, failure: Failure) {
         let is_full = failure.errno == errno::ENOSPC && !failure.loses_older;
-        if is_full && done.operation.kind() != OperationKind::Flush {
-            return;
-        }
         if let (Some(range), Some(bytes)) = (done.operation.range(), &done.bytes)
             && !matches!(done.operation, Operation::Read(_))
         {
+            let inside = match self.config.size {
+                Size::Grows => range,
+                Size::Fixed => range.truncate(self.media.size().saturating_sub(range.offset())),
+            };
+            let bytes = &bytes[..inside.length() as usize];
             self.media.write_torn(id, range.offset(), bytes, &mut self.random);
-            if done.operation.is_durable() {
+            if done.operation.is_durable() && !is_full {
                 self.media.fail_durable_write(range, &mut self.random);
-            } else if done.operation.kind() == OperationKind::Write
+            } else if matches!(done.operation, Operation::Write(..))
                 && self.config.write_cache == WriteCache::None
             {
                 self.media.make_stable(range);

@@ -102,7 +102,8 @@ impl Workload {
         if is_device {
             config.size = Size::Fixed;
             // Room for some, all, or more than all of the disk once more.
-            let length = (image.len() + random.usize(..2 * size)).next_multiple_of(4096);
+            let block = config.alignment.offset.max(4096) as usize;
+            let length = (image.len() + random.usize(..2 * size)).next_multiple_of(block);
             image.resize_with(length, || random.u8(..));
         }
         is_device

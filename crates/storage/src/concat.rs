@@ -16,6 +16,8 @@ pub struct Concat<S> {
     name: String,
     /// In the order of their ranges.
     files: Vec<(ByteRange, S)>,
+    /// Where in the only file its range begins; 0 where there are several.
+    skip: u64,
 }
 
 impl<S: Storage> Concat<S> {
@@ -40,7 +42,14 @@ impl<S: Storage> Concat<S> {
             let what = "a storage of no files";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(&name));
         }
-        Ok(Self { name, files: placed })
+        Ok(Self { name, files: placed, skip: 0 })
+    }
+
+    /// A part of one file, which it is in.
+    pub fn part(file: S, range: ByteRange) -> Self {
+        let name = file.name().to_owned();
+        let files = vec![(ByteRange::between(0, range.length()), file)];
+        Self { name, files, skip: range.offset() }
     }
 
     /// The range of each file.
@@ -56,7 +65,7 @@ impl<S: Storage> Concat<S> {
     /// The name of the file that has `offset`, and the place there.
     pub fn locate(&self, offset: u64) -> (&str, u64) {
         let (range, file, _) = self.find(offset);
-        (file.name(), offset - range.offset())
+        (file.name(), offset - range.offset() + self.skip)
     }
 
     /// The file that has `offset`, or the last one before it; and the bytes from `offset` on up to the next range.
@@ -105,7 +114,7 @@ impl<S: Storage> Storage for Concat<S> {
             let (range, file, length) = self.find(at);
             let length = length.min(into.len() as u64) as usize;
             let rest = into.split_off(length);
-            file.read(at - range.offset(), std::mem::replace(&mut into, rest)).await?;
+            file.read(at - range.offset() + self.skip, std::mem::replace(&mut into, rest)).await?;
             at += length as u64;
         }
         Ok(())
@@ -138,14 +147,14 @@ impl<S: Storage> Storage for Concat<S> {
         if inside == 0 {
             return Ok((Allocation::Hole, limit.min(range.length())));
         }
-        let start = range.offset() - place.offset();
+        let start = range.offset() - place.offset() + self.skip;
         file.block_status(ByteRange::between(start, start + inside.min(range.length()))).await
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
         let (place, file, _) = self.find(range.offset());
         let inside = place.end().saturating_sub(range.offset()).min(range.length());
-        let start = range.offset().saturating_sub(place.offset());
+        let start = range.offset().saturating_sub(place.offset()) + self.skip;
         match inside {
             0 => Ok(()),
             _ => file.prefetch(ByteRange::between(start, start + inside)).await,

@@ -35,6 +35,14 @@ impl ImageStorage {
         }
     }
 
+    /// From now on a request to another server that is not answered in this time fails; with `None` it waits as long
+    /// as it takes. A file and a cluster of Ceph have limits of their own.
+    pub fn set_answer_time(&self, time: Option<Duration>) {
+        if let Self::Nbd(nbd) = self {
+            nbd.set_answer_time(time);
+        }
+    }
+
     /// The file, where it is exactly one.
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
@@ -204,6 +212,13 @@ impl Storage for ImageStorage {
         }
     }
 
+    fn check_size(&self, size: u64) -> Result<()> {
+        match self {
+            Self::File(file) => file.check_size(size),
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => Ok(()),
+        }
+    }
+
     async fn extend_hint(&self, size: u64) {
         match self {
             Self::File(file) => file.extend_hint(size).await,
@@ -241,6 +256,16 @@ impl Storage for ImageStorage {
             Self::Rbd(rbd) => rbd.needs_close(),
             Self::Concat(files) => files.needs_close(),
             Self::View(view) => view.needs_close(),
+        }
+    }
+
+    fn begin_close(&self) {
+        match self {
+            Self::File(file) => file.begin_close(),
+            Self::Nbd(nbd) => nbd.begin_close(),
+            Self::Rbd(rbd) => rbd.begin_close(),
+            Self::Concat(files) => files.begin_close(),
+            Self::View(view) => view.begin_close(),
         }
     }
 

@@ -6,7 +6,7 @@ use openssl::ssl::{
     SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions,
     SslSessionCacheMode, SslVersion,
 };
-use openssl::x509::store::X509Lookup;
+use openssl::x509::store::{X509Lookup, X509StoreBuilderRef};
 use openssl::x509::verify::X509VerifyFlags;
 
 use crate::files::{TlsError, check_readable, unfit};
@@ -76,11 +76,10 @@ pub fn use_identity(
 ///
 /// # Errors
 /// It is not in PEM.
-pub fn use_revoked(builder: &mut SslContextBuilder, revoked: &Path) -> Result<(), TlsError> {
+pub fn use_revoked(store: &mut X509StoreBuilderRef, revoked: &Path) -> Result<(), TlsError> {
     if !revoked.exists() {
         return Ok(());
     }
-    let store = builder.cert_store_mut();
     store.set_flags(X509VerifyFlags::CRL_CHECK)?;
     store
         .add_lookup(X509Lookup::file())?

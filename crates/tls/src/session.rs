@@ -7,7 +7,7 @@ use std::io::{self, Write};
 
 use blockhouse_core::{Buffer, BufferPool};
 use openssl::error::ErrorStack;
-use openssl::ssl::{self, ErrorCode, Ssl, SslRef, SslStream};
+use openssl::ssl::{self, ErrorCode, Ssl, SslRef, SslStream, SslVersion};
 
 use crate::pipe::Pipe;
 
@@ -71,6 +71,15 @@ impl TlsSession {
     /// OpenSSL's view of it: the other side's certificate, the protocol, the cipher.
     pub fn ssl(&self) -> &SslRef {
         self.tls.ssl()
+    }
+
+    /// Whether a pre-shared key was used, so that the other side has it, too. No session is resumed otherwise.
+    pub fn is_by_key(&self) -> bool {
+        let ssl = self.ssl();
+        match ssl.version2() {
+            Some(SslVersion::TLS1_3) => ssl.session_reused(),
+            _ => ssl.current_cipher().is_some_and(|cipher| cipher.name().contains("PSK")),
+        }
     }
 
     /// Protocol and cipher, for people.

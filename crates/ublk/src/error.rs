@@ -28,7 +28,20 @@ pub enum Error {
     /// The driver refuses a step.
     #[error("cannot {what} /dev/ublkb{id}: {cause}")]
     Refused {
-        /// What was tried.
+        /// The attempt.
+        what: &'static str,
+        /// The device.
+        id: u32,
+        /// The driver's answer.
+        cause: io::Error,
+    },
+    /// The driver compares the server's process as the first PID namespace numbers it.
+    #[error(
+        "cannot {what} /dev/ublkb{id}: {cause}; Linux 6.16 and later serve no device from a PID namespace: run the \
+         server in the host's (--pid=host of a container)"
+    )]
+    PidNamespace {
+        /// The attempt.
         what: &'static str,
         /// The device.
         id: u32,

@@ -33,9 +33,14 @@ impl Gate {
 
     /// Lets no request begin any more, and waits for those in flight.
     pub(crate) async fn shut(&self) {
+        self.close();
+        self.in_flight.wait().await;
+    }
+
+    /// Lets no further request begin.
+    pub(crate) fn close(&self) {
         self.is_shut.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
-        self.in_flight.wait().await;
     }
 
     /// Lets requests begin again.

@@ -36,6 +36,10 @@ const MAX_PAUSES: u32 = 5000;
 /// After how many pauses a server that exists counts as one that goes on: two seconds. A process that was killed exists
 /// until its files are closed.
 const MAX_PAUSES_OF_SERVER: u32 = 1000;
+/// How long a device that is deleted is waited for. What has its block device open may keep it for ever.
+const DELETE_LIMIT: Duration = Duration::from_secs(2);
+/// The link of a process in the first PID namespace (`PROC_PID_INIT_INO` in Linux).
+const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 /// What notes of this program begin with, beside the image's 48 bits.
 const MARK: u64 = 0xb10c << 48;
 const IMAGE_BITS: u64 = (1 << 48) - 1;
@@ -57,6 +61,17 @@ pub(crate) trait Control {
         buffer: &mut [u8],
     ) -> io::Result<()>;
 
+    /// As [`UblkControl::command_within`].
+    fn command_within(
+        &mut self,
+        command: UblkCommand,
+        id: u32,
+        limit: Duration,
+    ) -> io::Result<Option<()>>;
+
+    /// Whether this process is in a PID namespace other than the first: the driver knows it by another number.
+    fn is_in_pid_namespace(&self) -> bool;
+
     /// Whether there is a process with this id.
     fn process_exists(&self, process: i32) -> bool;
 
@@ -76,6 +91,20 @@ impl Control for UblkControl {
         buffer: &mut [u8],
     ) -> io::Result<()> {
         Self::command(self, command, id, argument, buffer)
+    }
+
+    fn command_within(
+        &mut self,
+        command: UblkCommand,
+        id: u32,
+        limit: Duration,
+    ) -> io::Result<Option<()>> {
+        Self::command_within(self, command, id, limit)
+    }
+
+    fn is_in_pid_namespace(&self) -> bool {
+        let own = std::fs::read_link("/proc/self/ns/pid");
+        own.is_ok_and(|own| own.as_os_str() != FIRST_PID_NAMESPACE)
     }
 
     fn process_exists(&self, process: i32) -> bool {
@@ -317,9 +346,13 @@ pub(crate) fn start(
         Origin::Recovered | Origin::RecoveredAgain => (UblkCommand::EndRecovery, "go on with"),
     };
     let process = u64::try_from(server).expect("the id of a process");
-    control
-        .command(command, acquired.id, process, &mut [])
-        .map_err(Error::refused(what, acquired.id))
+    let started = control.command(command, acquired.id, process, &mut []);
+    started.map_err(|error| {
+        match error.raw_os_error() == Some(errno::EINVAL) && control.is_in_pid_namespace() {
+            true => Error::PidNamespace { what, id: acquired.id, cause: error },
+            false => Error::refused(what, acquired.id)(error),
+        }
+    })
 }
 
 /// Gives the block device of a live device another size, in sectors.
@@ -334,18 +367,34 @@ pub(crate) fn update_size(control: &mut impl Control, id: u32, sectors: u64) -> 
 }
 
 /// Removes the block device. Requests in flight complete first, so they must be served. Then all commands of its queues
-/// complete.
+/// complete. Where the kernel has no process or memory to carry the command out, it is repeated for ten seconds.
 pub(crate) fn stop(control: &mut impl Control, id: u32) -> Result<(), Error> {
-    control.command(UblkCommand::Stop, id, 0, &mut []).map_err(Error::refused("stop", id))
+    let mut pauses = 0;
+    loop {
+        match control.command(UblkCommand::Stop, id, 0, &mut []) {
+            Err(error) if is_short(&error) && pauses < MAX_PAUSES => {
+                pauses += 1;
+                control.pause();
+            }
+            outcome => return outcome.map_err(Error::refused("stop", id)),
+        }
+    }
 }
 
-/// Removes the device. Its number is free when nobody has its block device open.
+/// Whether a command was not carried out for a lack that may pass: a ring whose worker cannot be made cancels it.
+fn is_short(error: &io::Error) -> bool {
+    let short = [errno::ECANCELED, errno::EAGAIN, errno::ENOMEM, errno::EINTR];
+    error.raw_os_error().is_some_and(|code| short.contains(&code))
+}
+
+/// Removes the device. Its number is free when nothing has its block device open, which is not waited for: the device
+/// vanishes then by itself.
 pub(crate) fn delete(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let outcome = control.command(UblkCommand::DeleteAsync, id, 0, &mut []).or_else(|error| {
         match error.raw_os_error() {
-            // Linux 6.6 and before have no other way.
+            // Before about Linux 6.11 there is no other way; it waits, after it has removed the device.
             Some(errno::EOPNOTSUPP | errno::EINVAL) => {
-                control.command(UblkCommand::Delete, id, 0, &mut [])
+                control.command_within(UblkCommand::Delete, id, DELETE_LIMIT).map(drop)
             }
             _ => Err(error),
         }

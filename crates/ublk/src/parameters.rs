@@ -1,7 +1,7 @@
 //! What a block device is like (`struct ublk_params` of `<linux/ublk_cmd.h>`): block sizes, limits, its write cache.
 //!
 //! The kernel is told the truth: where writes are stable when they complete there is no cache to flush, and otherwise there
-//! is one, with FUA. All requests of one sector are taken; the physical block size says which are cheaper.
+//! is one, with FUA. The physical block size says which requests are cheaper.
 
 use blockhouse_core::{Durability, Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
@@ -10,8 +10,6 @@ use blockhouse_disk::{Access, Disk};
 pub(crate) const SECTOR: u64 = 512;
 /// The most sectors of a discard or of zeros: 1 GiB.
 const MAX_SECTORS: u32 = 1 << 21;
-/// The largest block that the kernel takes on all machines.
-const MAX_BLOCK: u64 = 4096;
 
 /// `UBLK_PARAM_TYPE_BASIC` and `UBLK_PARAM_TYPE_DISCARD`.
 const BASIC: u32 = 1 << 0;
@@ -31,10 +29,14 @@ pub(crate) struct Parameters {
     pub(crate) access: Access,
     /// Whether the kernel flushes.
     pub(crate) cache: WriteCache,
+    /// Bytes of the disk's sectors, 4096 at most: the kernel takes no more on some machines.
+    logical: u64,
     /// Bytes of a block that is written at once.
     block: u64,
     /// Bytes that are best written at once.
     unit: u64,
+    /// Bytes of the unit of discards.
+    discard_granularity: u64,
     /// The most bytes of a request with data.
     max_io_bytes: u32,
     /// Whether discards do anything.
@@ -47,13 +49,15 @@ impl Parameters {
 
     /// Those of a disk.
     pub(crate) fn of<S: Storage>(disk: &Disk<S>, max_io_bytes: u32) -> Self {
-        let block = u64::from(disk.alignment().offset).clamp(SECTOR, MAX_BLOCK);
+        let block = disk.physical_block_size();
         let capabilities = disk.capabilities();
         Self {
             size: disk.size(),
             access: disk.opened_access(),
             cache: capabilities.write_cache,
+            logical: disk.logical_block_size(),
             block,
+            discard_granularity: disk.discard_granularity(),
             unit: disk.cluster_size().unwrap_or(block).max(block),
             max_io_bytes,
             discard: capabilities.discard,
@@ -77,7 +81,7 @@ impl Parameters {
         put(&(Self::BYTES as u32).to_ne_bytes());
         put(&(BASIC | DISCARD).to_ne_bytes());
         put(&self.attributes().to_ne_bytes());
-        put(&[shift(SECTOR), shift(self.block), shift(self.unit), shift(self.block)]);
+        put(&[self.logical, self.block, self.unit, self.block].map(shift));
         put(&sectors(self.max_io_bytes.into()).to_ne_bytes());
         // No chunks that requests must not cross.
         put(&[0; 4]);
@@ -88,7 +92,7 @@ impl Parameters {
         let limit = |is_offered: bool| if is_offered && is_writable { MAX_SECTORS } else { 0 };
         let discards = limit(self.discard == Offload::Available);
         put(&[0; 4]);
-        put(&u32::try_from(self.unit).unwrap_or(u32::MAX).to_ne_bytes());
+        put(&u32::try_from(self.discard_granularity).unwrap_or(u32::MAX).to_ne_bytes());
         put(&discards.to_ne_bytes());
         put(&limit(true).to_ne_bytes());
         // One range of a discard; the rest is padding.
@@ -134,8 +138,10 @@ pub(crate) fn example(size: u64) -> Parameters {
         size,
         access: Access::ReadWrite,
         cache: WriteCache::Volatile,
+        logical: 1024,
         block: 4096,
         unit: 65536,
+        discard_granularity: 131_072,
         max_io_bytes: 512 << 10,
         discard: Offload::Available,
     }
@@ -158,10 +164,10 @@ mod tests {
         let bytes = parameters().to_bytes();
         assert_eq!((word(&bytes, 0), word(&bytes, 4)), (60, 3));
         assert_eq!(word(&bytes, 8), VOLATILE_CACHE | FUA);
-        assert_eq!(bytes[12..16], [9, 12, 16, 12]);
+        assert_eq!(bytes[12..16], [10, 12, 16, 12]);
         assert_eq!(word(&bytes, 16), 1024);
         assert_eq!(bytes[24..32], (1_u64 << 21).to_ne_bytes());
-        assert_eq!(word(&bytes, 44), 65536);
+        assert_eq!(word(&bytes, 44), 131_072);
         assert_eq!((word(&bytes, 48), word(&bytes, 52)), (MAX_SECTORS, MAX_SECTORS));
         assert_eq!(bytes[56..58], 1_u16.to_ne_bytes());
     }

@@ -46,15 +46,18 @@ pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
         return remove_unserved(&mut control, id);
     }
     let server = Server::of(&control, &info).ok_or(in_use(&info))?;
+    // Held until the device is gone, so that nothing takes it meanwhile.
+    let mut held = None;
     if how == Detach::Unused {
         server.check_alone(&info)?;
-        check_unused(id)?;
+        held = hold_unused(id)?;
     }
     let asked = pidfd_send_signal(&server.process, Signal::TERM);
     asked.map_err(|error| Error::refused("end the server of", id)(error.into()))?;
     if !server.has_ended(END_LIMIT) {
         return Err(Error::NotReleased { id, server: info.server });
     }
+    drop(held);
     remove_what_is_left(&mut control, &info)
 }
 
@@ -100,15 +103,19 @@ impl Server {
     }
 }
 
-/// Refuses a block device that is mounted, or held by another device. What merely has it open does not count: so do programs
-/// that look at every device.
-fn check_unused(id: u32) -> Result<(), Error> {
-    let device = format!("/dev/ublkb{id}");
-    match rustix::fs::open(device, OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC, Mode::empty()) {
-        Err(Errno::BUSY) => Err(Error::Used { id }),
+/// Holds a block device exclusively until the descriptor is closed, and writes back what the page cache has of it. Refuses
+/// one that is mounted, or held by another device. What merely has it open does not count: so do programs that look at
+/// every device.
+fn hold_unused(id: u32) -> Result<Option<OwnedFd>, Error> {
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    let held = match rustix::fs::open(format!("/dev/ublkb{id}"), flags, Mode::empty()) {
+        Ok(held) => held,
+        Err(Errno::BUSY) => return Err(Error::Used { id }),
         // A device without a node can be removed, too.
-        _ => Ok(()),
-    }
+        Err(_) => return Ok(None),
+    };
+    rustix::fs::fsync(&held).map_err(|error| Error::refused("flush", id)(error.into()))?;
+    Ok(Some(held))
 }
 
 /// The server has ended: in order, and the device is gone, or otherwise, and it waits.

@@ -49,11 +49,9 @@ pub fn check_driver() -> Result<(), Error> {
 
 /// A device whose queues wait for requests, and whose block device is not there yet.
 pub struct PreparedDevice<S: Storage> {
-    /// Dropped first: that has the queues end.
     owner: Owner,
-    device: Arc<UblkDevice>,
+    info: UblkInfo,
     disk: Arc<Disk<S>>,
-    queues: Vec<Queue>,
     image: String,
     end: Arc<UnexpectedEnd>,
 }
@@ -96,16 +94,37 @@ impl HandedOverDevice {
 struct Owner {
     control: UblkControl,
     acquired: Acquired,
+    /// The character device, once it is open. This is the only value that keeps it, beside the queues that run.
+    device: Option<Arc<UblkDevice>>,
+    queues: Vec<Queue>,
     is_started: bool,
+}
+
+impl Owner {
+    /// Removes the device: stops it, waits for its queues, closes its file, and deletes it. Reason for the order: while
+    /// the file is open, kernels without `DEL_DEV_ASYNC` do not complete the last command. Where the stop is refused
+    /// the queues do not end: nothing is waited for, and the device stays until this process ends.
+    fn remove(&mut self) -> Result<(), Error> {
+        let id = self.acquired.id;
+        match lifecycle::stop(&mut self.control, id) {
+            // Another process may have removed it. Then its queues have ended.
+            Err(error) if !error.is_missing() => return Err(error),
+            _ => {}
+        }
+        for queue in std::mem::take(&mut self.queues) {
+            // A loop that has ended has no commands.
+            let _ = queue.end.wait();
+        }
+        drop(self.device.take());
+        lifecycle::remove(&mut self.control, id)
+    }
 }
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        let Acquired { id, origin, .. } = self.acquired;
-        if !self.is_started && origin == Origin::Added {
-            // What failed before is what is told.
-            let _ = lifecycle::stop(&mut self.control, id);
-            let _ = lifecycle::delete(&mut self.control, id);
+        if !self.is_started && self.acquired.origin == Origin::Added {
+            // The first failure is reported.
+            let _ = self.remove();
         }
     }
 }
@@ -148,26 +167,26 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
             parameters: Parameters::of(disk, MAX_IO_BYTES),
         };
         let acquired = lifecycle::acquire(&mut control, &wanted)?;
-        let mut owner = Owner { control, acquired, is_started: false };
-        let id = acquired.id;
-        let device = UblkDevice::open(&mut owner.control, id);
+        let (device, queues, is_started) = (None, Vec::new(), false);
+        let mut owner = Owner { control, acquired, device, queues, is_started };
+        let device = UblkDevice::open(&mut owner.control, acquired.id);
         let device = Arc::new(device.map_err(|error| why_not_open(&acquired, error))?);
+        let info = *device.info();
         let end = Arc::<UnexpectedEnd>::default();
         let (queues, fetched) = spawn_queues(&device, disk, loops, &acquired.parameters, &end);
-        let image = options.image;
-        let prepared = Self { owner, device, disk: Arc::clone(disk), queues, image, end };
+        (owner.device, owner.queues) = (Some(device), queues);
         wait_until_fetched(&acquired, &fetched)?;
-        Ok(prepared)
+        Ok(Self { owner, info, disk: Arc::clone(disk), image: options.image, end })
     }
 
     /// Its number, N of `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
-        self.device.info().id
+        self.info.id
     }
 
     /// How many commands the driver has in flight on a loop, of so many.
     pub fn commands(&self, loops: usize) -> usize {
-        let UblkInfo { queues, depth, .. } = *self.device.info();
+        let UblkInfo { queues, depth, .. } = self.info;
         usize::from(queues).div_ceil(loops) * usize::from(depth)
     }
 
@@ -178,16 +197,17 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     /// Why it is not served. A new device is removed again; one that waited for its server goes on waiting, once this
     /// process has ended.
     pub fn start(self, removed: impl FnOnce() + Send + 'static) -> Result<Server<S>, Error> {
-        let Self { mut owner, device, disk, queues, image, end } = self;
+        let Self { mut owner, info, disk, image, end } = self;
         end.call(removed);
         let started = lifecycle::start(&mut owner.control, &owner.acquired, own_process());
         // Then it is removed here.
         started.inspect_err(|_| end.expect())?;
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;
+        let gates = owner.queues.iter().map(|queue| Arc::clone(&queue.gate)).collect();
         let client = disk.enter_client(ExportKind::Ublk);
         let owner = Mutex::new(owner);
-        let server = Server { disk, device, owner, queues, image, end, _client: client };
+        let server = Server { disk, info, owner, gates, image, end, _client: client };
         if origin != Origin::Added && parameters.size != server.disk.size() {
             server.resized()?;
         }
@@ -253,9 +273,10 @@ fn wait_until_fetched(
 /// A device that is served.
 pub struct Server<S: Storage> {
     disk: Arc<Disk<S>>,
-    device: Arc<UblkDevice>,
+    info: UblkInfo,
     owner: Mutex<Owner>,
-    queues: Vec<Queue>,
+    /// That of each queue.
+    gates: Vec<Arc<Gate>>,
     image: String,
     end: Arc<UnexpectedEnd>,
     _client: ClientGuard,
@@ -264,7 +285,7 @@ pub struct Server<S: Storage> {
 impl<S: Storage> Server<S> {
     /// Its number, N of `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
-        self.device.info().id
+        self.info.id
     }
 
     /// What the image is known by, for [`HandedOverDevice::new`].
@@ -275,14 +296,14 @@ impl<S: Storage> Server<S> {
     /// Carries out no request any more, and waits for those in flight. The others wait until [`resume`](Self::resume), or
     /// for the process that takes the device over. Needs a loop.
     pub async fn pause(&self) {
-        for queue in &self.queues {
-            queue.gate.shut().await;
+        for gate in &self.gates {
+            gate.shut().await;
         }
     }
 
     /// Goes on after [`pause`](Self::pause), also after one that was not awaited to its end.
     pub fn resume(&self) {
-        self.queues.iter().for_each(|queue| queue.gate.open());
+        self.gates.iter().for_each(|gate| gate.open());
     }
 
     /// The disk has another size: the block device gets it, too.
@@ -291,7 +312,7 @@ impl<S: Storage> Server<S> {
     /// The kernel cannot change it.
     pub fn resized(&self) -> Result<(), Error> {
         let id = self.id();
-        if self.device.info().flags & ublk_flag::UPDATE_SIZE == 0 {
+        if self.info.flags & ublk_flag::UPDATE_SIZE == 0 {
             return Err(Error::FixedSize { id });
         }
         let sectors = self.disk.size() / SECTOR;
@@ -299,24 +320,14 @@ impl<S: Storage> Server<S> {
     }
 
     /// Removes the block device, when the requests in flight have completed. The loops must still run. What others have in
-    /// their caches and not written yet fails: a file system should not be mounted from it any more.
+    /// their caches and not written yet fails: a file system should not be mounted from it any more. If the driver refuses
+    /// to stop it, no request is carried out from then on, and it waits for its next server once this process has ended.
     pub fn stop(self) {
-        let Self { disk, device, owner, queues, image: _, end, _client: _ } = self;
-        let id = device.info().id;
+        let Self { disk, info: _, owner, gates, image: _, end, _client: _ } = self;
         end.expect();
-        let control = &mut owner.lock().control;
-        match lifecycle::stop(control, id) {
-            // Another process may have removed it. Then its queues have ended.
-            Err(error) if !error.is_missing() => tracing::error!(disk = disk.name(), "{error}"),
-            _ => {}
-        }
-        for queue in queues {
-            // A loop that has ended has no commands.
-            let _ = queue.end.wait();
-        }
-        drop(device);
-        if let Err(error) = lifecycle::remove(control, id) {
+        if let Err(error) = owner.into_inner().remove() {
             tracing::error!(disk = disk.name(), "{error}");
+            gates.iter().for_each(|gate| gate.close());
         }
     }
 }

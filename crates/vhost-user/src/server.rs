@@ -101,8 +101,8 @@ impl<S: Storage + Send + Sync> Server<S> {
         &self.device
     }
 
-    /// Accepts no front-end any more, completes what is in flight, and ends. The loops must still run.
-    pub fn stop(self) {
+    /// Accepts no front-end any more, and pops no more requests: the beginning of [`stop`](Self::stop).
+    pub fn begin_stop(&self) {
         {
             let mut state = self.shared.state.lock();
             state.is_stopping = true;
@@ -112,6 +112,11 @@ impl<S: Storage + Send + Sync> Server<S> {
         self.resume();
         // Ends a wait for connections.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
+    }
+
+    /// Accepts no front-end any more, completes what is in flight, and ends. The loops must still run.
+    pub fn stop(self) {
+        self.begin_stop();
         // A thread that panicked is over as well.
         let _ = self.thread.join();
     }

@@ -17,6 +17,8 @@ enum Probe {
     Programs(&'static [&'static str]),
     /// The system's Python can import this module.
     PythonModule(&'static str),
+    /// pkg-config knows this library, with its headers.
+    Library(&'static str),
     /// Perl has this module. Its smallest package has not all that belong to it.
     PerlModule(&'static str),
 }
@@ -44,8 +46,10 @@ const GNUTLS: Package =
 const OPENSSL: Package = Package { name: "openssl", probe: Probe::Programs(&["openssl"]) };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
-/// What `cargo xtask test` needs.
+/// What `cargo xtask test` needs, the build of the binary included.
 pub const FOR_TESTS: &[Package] = &[
+    Package { name: "pkg-config", probe: Probe::Programs(&["pkg-config"]) },
+    Package { name: "libssl-dev", probe: Probe::Library("openssl") },
     QEMU_UTILS,
     QEMU_SYSTEM,
     LIBNBD,
@@ -211,6 +215,11 @@ fn present(probe: &Probe) -> bool {
             let mut python = Command::new("/usr/bin/python3");
             python.args(["-c", &format!("import {module}")]);
             succeeds(python)
+        }
+        Probe::Library(name) => {
+            let mut pkg_config = Command::new("pkg-config");
+            pkg_config.args(["--exists", name]);
+            succeeds(pkg_config)
         }
         Probe::PerlModule(module) => {
             let mut perl = Command::new("perl");

@@ -32,6 +32,8 @@ fn refuse(name: &str) -> Result<()> {
     let (call, rules, errno) = match name {
         "io_uring_setup" => (libc::SYS_io_uring_setup, Vec::new(), libc::EPERM),
         "io_setup" => (libc::SYS_io_setup, Vec::new(), libc::EPERM),
+        // As a kernel without Landlock.
+        "landlock" => (libc::SYS_landlock_create_ruleset, Vec::new(), libc::ENOSYS),
         "durable-pwritev2" => {
             let dsync = SeccompCmpOp::MaskedEq(libc::RWF_DSYNC as u64);
             let flags =

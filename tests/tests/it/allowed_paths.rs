@@ -1,7 +1,7 @@
 //! What an image may name: images of strangers, whose names lead all over the host.
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use blockhouse_tests::{
@@ -232,7 +232,8 @@ fn whoever_makes_an_image_that_needs_the_option_is_told() {
     assert!(told.stderr.contains(REASON), "{}", told.stderr);
     let told = command(&["rebase", "-u", "-b", "base.raw", "-F", "raw", image]).success();
     assert_eq!(told.stderr, "");
-    // A data file that the user names elsewhere, made and converted to.
+    // A data file elsewhere that the user named, made and converted to, needs no option while only that user can write
+    // to the image.
     for (verb, target) in [("create", "new.qcow2"), ("convert", "copy.qcow2")] {
         let data = format!("data_file=../other/{verb}.data");
         let target = host.scratch.path("own").join(target);
@@ -242,8 +243,117 @@ fn whoever_makes_an_image_that_needs_the_option_is_told() {
             _ => ["convert", "-o", &data, str(&source), str(&target)],
         };
         let told = command(&words).success();
-        assert!(told.stderr.contains(REASON), "{}", told.stderr);
+        assert_eq!(told.stderr, "");
+        command(&["map", str(&target)]).success();
+        fs::set_permissions(&target, fs::Permissions::from_mode(0o666)).unwrap();
         command(&["map", str(&target)]).failure(REASON);
         command(&["map", "--allow-path", str(&folder), str(&target)]).success();
+    }
+}
+
+/// A folder where strangers put images: a neighbour's disk, and files of the folder's owner.
+fn upload_folder() -> (Scratch, [PathBuf; 3]) {
+    let scratch = Scratch::new();
+    let victims = [".bashrc", ".ssh/authorized_keys", "victim.img"].map(|name| scratch.path(name));
+    fs::create_dir(scratch.path(".ssh")).unwrap();
+    for file in &victims {
+        fs::write(file, vec![b'v'; 1 << 20]).unwrap();
+    }
+    (scratch, victims)
+}
+
+#[test]
+fn no_file_is_written_to_because_an_image_says_so() {
+    require!(need::tools(&["qemu-img"]));
+    let (scratch, victims) = upload_folder();
+    let image = scratch.path("upload.qcow2");
+    for victim in &victims {
+        let name = victim.strip_prefix(scratch.path("")).unwrap();
+        for raw in ["", ",data_file_raw=on"] {
+            // It empties the file, which is put back.
+            let options = format!("data_file={}{raw}", str(name));
+            let make = ["create", "-q", "-f", "qcow2", "-o", &options, str(&image), "1M"];
+            let made = run_in(&scratch, &make);
+            assert!(made.status.success(), "{}", made.describe("makes the image"));
+            fs::write(victim, vec![b'v'; 1 << 20]).unwrap();
+            Serve::new(&scratch, &image).refused().failed(&[REASON, str(name)]);
+            for words in [
+                vec!["resize", str(&image), "2M"],
+                vec!["snapshot", "create", str(&image), "one"],
+                vec!["bitmap", "--add", str(&image), "b"],
+            ] {
+                command(&words).failure(REASON);
+            }
+            // A neighbour's disk can be read, and a hidden file cannot.
+            let is_hidden = str(name).starts_with('.');
+            let read = command(&["map", str(&image)]);
+            assert_eq!(read.status.success(), !is_hidden, "{}", read.describe("map"));
+            let served = Serve::new(&scratch, &image).flag("--read-only");
+            match is_hidden {
+                true => served.refused().failed(&[REASON, "hidden"]),
+                false => served.start().stop(),
+            }
+            let refused = Serve::new(&scratch, &image).flag("--read-only").flag("--no-references");
+            refused.refused().failed(&["no name in it is followed", "--no-references"]);
+            assert!(fs::read(victim).unwrap().iter().all(|byte| *byte == b'v'), "{name:?}");
+            // The caller may name it.
+            Serve::new(&scratch, &image).option("--allow-path", victim).start().stop();
+            fs::remove_file(&image).unwrap();
+        }
+    }
+}
+
+/// QEMU's tool in the folder, where it looks for data files.
+fn run_in(scratch: &Scratch, words: &[&str]) -> Outcome {
+    blockhouse_tests::run(
+        blockhouse_tests::tool("qemu-img").current_dir(scratch.path("")).args(words),
+    )
+}
+
+#[test]
+fn a_data_file_that_the_user_named_is_written_to_whatever_it_is_called() {
+    let scratch = Scratch::new();
+    let source = scratch.path("source.raw");
+    fs::write(&source, vec![3; 1 << 20]).unwrap();
+    for (data, image) in [("store.img", "a.qcow2"), ("b.raw", "b.qcow2")] {
+        let image = scratch.path(image);
+        let option = format!("data_file={data}");
+        let told = command(&["create", "-o", &option, str(&image), "1M"]).success();
+        assert_eq!(told.stderr, "");
+        Serve::new(&scratch, &image).start().stop();
+        command(&["resize", str(&image), "2M"]).success();
+    }
+    let copy = scratch.path("copy.qcow2");
+    command(&["convert", "-o", "data_file=copied", str(&source), str(&copy)]).success();
+    Serve::new(&scratch, &copy).start().stop();
+    // Neither a new name in the image nor a copy of it has another file written to.
+    let bytes = fs::read(&copy).unwrap();
+    let at = bytes.windows(6).rposition(|part| part == b"copied").unwrap();
+    let named = [&bytes[..at], b"source", &bytes[at + 6..]].concat();
+    fs::write(scratch.path("source"), vec![3; 1 << 20]).unwrap();
+    fs::write(&copy, named).unwrap();
+    Serve::new(&scratch, &copy).refused().failed(&[REASON, "'source'"]);
+}
+
+#[test]
+fn hidden_backing_files_are_refused_and_chains_in_one_folder_go_on() {
+    let (scratch, _) = upload_folder();
+    let at = |name: &str| scratch.path(name);
+    let base = at("base.raw");
+    fs::write(&base, vec![1; 1 << 20]).unwrap();
+    let chain = [("base.raw", "raw", "one.qcow2"), ("one.qcow2", "qcow2", "two.qcow2")];
+    for (below, format, image) in chain {
+        command(&["create", "-b", below, "-F", format, str(&at(image))]).success();
+    }
+    Serve::new(&scratch, &at("two.qcow2")).start().stop();
+    let (two, copy) = (at("two.qcow2"), at("copy.raw"));
+    command(&["convert", "--no-references", str(&two), str(&copy)]).failure("--no-references");
+    for hidden in [".bashrc", ".ssh/authorized_keys"] {
+        let image = at("hidden.qcow2");
+        let told = command(&["create", "-b", hidden, "-F", "raw", str(&image)]).success();
+        assert!(told.stderr.contains(REASON), "{}", told.stderr);
+        command(&["convert", str(&image), str(&copy)]).failure("hidden");
+        Serve::new(&scratch, &image).refused().failed(&[REASON, hidden]);
+        fs::remove_file(&image).unwrap();
     }
 }

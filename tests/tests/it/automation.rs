@@ -2,7 +2,6 @@
 //! the same exit statuses, keys and images, but for differences that docs/from-qemu.md gives a reason for.
 
 use std::collections::BTreeSet;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -26,23 +25,40 @@ enum Kind<'a> {
     Json,
     Text,
     Serve,
+    /// Both print these words.
+    Says(&'a str),
     /// The title of the reason why it is not so.
     Differs(&'a str),
 }
 
-/// The lines, without comments.
-fn lines() -> impl Iterator<Item = (Kind<'static>, &'static str)> {
+/// The lines that QEMU's tools of this version know, without comments.
+fn lines(version: u32) -> impl Iterator<Item = (Kind<'static>, &'static str)> {
     let lines = SCRIPT.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    lines.map(|line| match line.split_once(' ').expect("a command has words") {
+    let known = lines.filter_map(move |line| match line.strip_prefix("since10 ") {
+        Some(line) => (version >= 10).then_some(line),
+        None => Some(line),
+    });
+    known.map(|line| match line.split_once(' ').expect("a command has words") {
         ("json", rest) => (Kind::Json, rest),
         ("text", rest) => (Kind::Text, rest),
         ("serve", rest) => (Kind::Serve, rest),
+        ("says", rest) => {
+            let (words, rest) = rest[1..].split_once("' ").expect("words in quotes");
+            (Kind::Says(words), rest)
+        }
         ("differs", rest) => {
             let (why, rest) = rest[1..].split_once("\" ").expect("a title in quotes");
             (Kind::Differs(why), rest)
         }
         _ => (Kind::Plain, line),
     })
+}
+
+/// The first number of the version of QEMU's tools.
+fn qemu_version() -> u32 {
+    let told = qemu_img(&["--version"]).success().stdout;
+    let version = told.split_whitespace().nth(2).and_then(|word| word.split('.').next());
+    version.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{told}"))
 }
 
 /// A folder in which the tools of one of both programs have these names.
@@ -110,16 +126,13 @@ impl Drop for Server {
     }
 }
 
-/// The thin alias: our binary under the names of QEMU's tools.
+/// Our binary under the names of QEMU's tools.
 fn aliases(scratch: &Scratch) -> PathBuf {
     let folder = scratch.path("programs");
     std::fs::create_dir(&folder).expect("a folder");
-    for (name, command) in [("qemu-img", ""), ("qemu-nbd", " serve")] {
-        let path = folder.join(name);
-        let text = format!("#!/bin/sh\nexec '{}'{command} \"$@\"\n", blockhouse().display());
-        std::fs::write(&path, text).expect("a program");
-        let mode = std::fs::Permissions::from_mode(0o755);
-        std::fs::set_permissions(&path, mode).expect("it is ours");
+    let program = std::path::absolute(blockhouse()).expect("a path");
+    for name in ["qemu-img", "qemu-nbd"] {
+        std::os::unix::fs::symlink(&program, folder.join(name)).expect("a link");
     }
     folder
 }
@@ -157,6 +170,12 @@ fn difference(kind: Kind<'_>, theirs: &Outcome, ours: &Outcome) -> Option<String
         Kind::Differs(_) if codes[0] == codes[1] => Some("no difference".into()),
         Kind::Differs(_) => None,
         _ if codes[0] != codes[1] => Some(format!("exit statuses {codes:?}")),
+        Kind::Says(words) => {
+            let lacks = |outcome: &Outcome| {
+                !outcome.stdout.contains(words) && !outcome.stderr.contains(words)
+            };
+            (lacks(theirs) || lacks(ours)).then(|| format!("no '{words}'"))
+        }
         Kind::Text if theirs.stdout != ours.stdout => Some("another text".into()),
         Kind::Json => {
             let [theirs, ours] =
@@ -192,7 +211,7 @@ fn peoples_automation_works_with_both_programs() {
     let ours = Place::new(&scratch, "ours", Some(aliases(&scratch)));
     let mut wrong = Vec::new();
     let mut count = 0;
-    for (kind, line) in lines() {
+    for (kind, line) in lines(qemu_version()) {
         count += 1;
         if kind == Kind::Serve {
             let [theirs, ours] = [&theirs, &ours].map(|place| place.ask_server(line));

@@ -86,14 +86,14 @@ fn a_backup_that_was_cut_goes_on() {
     for is_increment in [false, true] {
         let target = bench.scratch.path(if is_increment { "day.qcow2" } else { "all.qcow2" });
         let words = bench.backup(&target, is_increment);
-        run(&words, &["--resume"]).failure("no backup to go on with");
+        run(&words, &["--resume"]).failure("no backup to resume");
         // The end of the disk's data cannot be read.
         let whole = std::fs::read(&bench.disk).expect("it is there");
         std::fs::write(&bench.disk, &whole[..whole.len() - (3 << 20)]).expect("shorter");
         run(&words, &[]).failure(hint);
         assert!(part(&target).exists() && !target.exists());
         run(&words, &["--resume"]).failure(hint);
-        run(&words, &[]).failure("is what an earlier command left behind");
+        run(&words, &[]).failure("is left of an earlier command");
         std::fs::write(&bench.disk, &whole).expect("as it was");
         // It goes on with a later moment.
         bench.write(6..7);
@@ -136,7 +136,7 @@ fn another_image_is_not_gone_on_with() {
     command(&["create", "--format", "qcow2", str(&part(&target)), "32M"]).success();
     run(&bench.backup(&target, true), &["--resume"]).failure("is no part of this backup");
     std::fs::write(part(&target), [7; 4096]).expect("it is there");
-    run(&bench.backup(&target, true), &["--resume"]).failure("cannot go on with it");
+    run(&bench.backup(&target, true), &["--resume"]).failure("cannot be resumed");
 }
 
 #[test]

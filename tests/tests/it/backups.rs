@@ -484,3 +484,40 @@ fn the_page_is_right() {
     folder.run("qemu-io -f raw -c 'read -P 7 1M 1M' -c 'read -P 8 2M 4M' restored.img");
     serving.stop();
 }
+
+/// A disk that has no bitmap yet comes in full beside the increments of the others.
+#[test]
+fn a_new_disk_comes_in_full_beside_increments() {
+    let scratch = Scratch::new();
+    let images = ["a.qcow2", "b.qcow2", "c.img"].map(|name| scratch.path(name));
+    for image in &images {
+        command(&["create", str(image), "8M"]).success();
+    }
+    let serve = Serve::new(&scratch, &images[0]).option("--control", scratch.socket("control"));
+    let server = serve.start();
+    let mut control = Control::connect(&scratch.socket("control"));
+    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let first =
+        json!({ "disks": ["a.qcow2"], "export": export, "bitmap": "day1", "backup": "one" });
+    control.get("backup.begin", first);
+    control.get("backup.end", json!({ "backup": "one" }));
+    for (image, name) in images.iter().zip(["a.qcow2", "b.qcow2", "c.img"]).skip(1) {
+        control.get("disk.open", json!({ "name": name, "path": image }));
+    }
+    let begin = |disks: &[&str], since: &str| json!({ "disks": disks, "export": export, "since": since, "bitmap": "day2", "backup": "two" });
+    // No disk has it: a name that was mistyped.
+    for disks in [&["b.qcow2"][..], &["a.qcow2", "b.qcow2"]] {
+        control.refused("backup.begin", begin(disks, "dya1"), FAILED, &["has no bitmap"]);
+    }
+    let begun = control.get("backup.begin", begin(&["b.qcow2", "a.qcow2", "c.img"], "day1"));
+    let since = |at: usize| begun["disks"][at]["since"].as_str();
+    assert_eq!([since(0), since(1), since(2)], [None, Some("day1"), None], "{begun}");
+    control.get("backup.end", json!({ "backup": "two" }));
+    for disk in ["a.qcow2", "b.qcow2", "c.img"] {
+        let list = control.get("bitmap.list", json!({ "disk": disk }));
+        let names: Vec<_> =
+            list.as_array().expect("a list").iter().map(|one| &one["name"]).collect();
+        assert!(names.contains(&&json!("day2")), "{disk}: {list}");
+    }
+    server.stop();
+}

@@ -81,7 +81,8 @@ fn validate(scratch: &Scratch) -> String {
         for error in Validator(schema).iter_errors(results): print(error.message)\n\
         results['rows'][0]['surprise'] = 1\n\
         assert list(Validator(schema).iter_errors(results)), 'the schema refuses nothing'";
-    let schema = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/bench.schema.json");
+    let schema =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../crates/cli/src/bench/report/results.schema.json");
     let mut python = Command::new("/usr/bin/python3");
     python.args(["-c", program, schema]).arg(scratch.path("results.json"));
     run(&mut python).success().stdout
@@ -155,7 +156,7 @@ fn all_questions_are_answered_in_the_announced_time_in_memory() {
     let scratch = Scratch::in_memory();
     check(&measure_all(&scratch, 20));
     require!(need::python_module("jsonschema"));
-    assert_eq!(validate(&scratch), "", "docs/bench.schema.json");
+    assert_eq!(validate(&scratch), "", "results.schema.json");
 }
 
 /// A measurement that has begun to write.

@@ -92,6 +92,43 @@ fn blocks_of_4096_bytes_are_announced_and_smaller_requests_are_served() {
     server.stop();
 }
 
+/// Through the page cache any range can be written, but zeroed and discarded only in whole sectors.
+#[test]
+fn zeros_and_discards_of_parts_of_sectors_are_carried_out_in_every_cache_mode() {
+    for (sectors, cache) in
+        [("4096", "writeback"), ("4096", "writethrough"), ("4096", "unsafe"), ("512", "writeback")]
+    {
+        let scratch = Scratch::new();
+        let image = scratch.image("backing", SIZE);
+        let device = require!(LoopDevice::over(&image, &["--sector-size", sectors]));
+        let server = Serve::new(&scratch, device.path()).option("--cache", cache).start();
+        let mut client = Client::open(&server.address());
+        let mut expected = random_bytes(&mut seeded(), 1 << 20);
+        assert_eq!(client.write(0, &expected, 0), 0);
+        for (offset, length, flags) in [
+            (1024, 512, 0),
+            (4196, 13, flag::FUA),
+            (8192, 512, flag::NO_HOLE),
+            (12_800, 6144, 0),
+            (20_000, 70_000, flag::NO_HOLE),
+            (98_303, 4098, flag::FUA),
+        ] {
+            assert_eq!(client.simple(command::WRITE_ZEROES, offset, length, flags), 0);
+            expected[offset as usize..][..length as usize].fill(0);
+        }
+        // A discarded range reads as anything; what is around it stays.
+        for (offset, length) in [(200_192, 512), (204_900, 8192), (220_000, 65_536)] {
+            assert_eq!(client.simple(command::TRIM, offset, length, 0), 0);
+            let now = client.read(offset, length).expect("it is read");
+            expected[offset as usize..][..length as usize].copy_from_slice(&now);
+        }
+        assert_eq!(client.flush(), 0);
+        assert_eq!(client.read(0, 1 << 20), Ok(expected), "{cache}, {sectors}");
+        client.disconnect();
+        server.stop();
+    }
+}
+
 /// `RWF_DSYNC` on a device would cost a FUA write and a flush where a thread waits for it: a write and a
 /// sync, which several writes can share, cost less.
 #[test]

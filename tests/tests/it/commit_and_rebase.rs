@@ -157,6 +157,27 @@ fn a_safe_rebase_keeps_the_content() {
 }
 
 #[test]
+fn an_image_that_stood_alone_keeps_its_zeros_over_a_backing_file() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::in_memory();
+    for options in OVERLAYS {
+        for format in ["raw", "qcow2"] {
+            let what = format!("{options} over {format}");
+            let image = scratch.path("alone.qcow2");
+            let _ = std::fs::remove_file(&image);
+            qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "14M"]).success();
+            qemu_io("qcow2", &image, &["write -P 3 1000k 3000k", "write -P 8 4M 1M"]);
+            qemu_io("qcow2", &image, &["discard 4M 512k", "write -P 4 12500k 12345"]);
+            let before = content(&scratch, &image);
+            other_base(&scratch, format);
+            command(&["rebase", "-b", "other", "-F", format, str(&image)]).success();
+            assert_same(&content(&scratch, &image), &before, &what);
+            check(&image);
+        }
+    }
+}
+
+#[test]
 fn an_unsafe_rebase_changes_the_name_only() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::in_memory();
@@ -266,7 +287,7 @@ fn a_commit_into_a_deeper_base_leaves_the_disk_as_it_is() {
             command(&["commit", "-b", str(top), str(top)]).failure("no backing file of this name");
         assert!(refused.stderr.contains("mid.qcow2 -> "), "{}", refused.stderr);
         let said = command(&["commit", "-p", "-b", str(base), str(top)]).success().stderr;
-        assert!(said.contains("mid.qcow2: is over a changed backing file"), "{said}");
+        assert!(said.contains("mid.qcow2: its backing file has changed"), "{said}");
         images.iter().for_each(|image| check(image));
         assert_same(&content(&scratch, top), &before, base_size);
         let mut whole = content(&scratch, base);

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use blockhouse_tests::control::Control;
+use blockhouse_tests::generated::control_schema;
 use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::schema::Schema;
 use blockhouse_tests::{Scratch, Serve, Server, eventually, seeded};
@@ -149,8 +150,6 @@ fn check(control: &mut Control, world: &World) {
 
 #[test]
 fn random_requests_disturb_nobody_and_leave_nothing_behind() {
-    let schema: Value = serde_json::from_str(include_str!("../../../docs/control.schema.json"))
-        .expect("the schema is JSON");
     let scratch = Scratch::new();
     let image = scratch.image("served", MIB);
     let socket = scratch.socket("control");
@@ -169,7 +168,7 @@ fn random_requests_disturb_nobody_and_leave_nothing_behind() {
             .collect();
         let fuzzers: Vec<_> = (0..3)
             .map(|index| {
-                let (mut random, world, schema) = (random.fork(), &world, &schema);
+                let (mut random, world, schema) = (random.fork(), &world, control_schema());
                 let (stop, socket) = (&stop, &socket);
                 scope.spawn(move || {
                     let mut control = Control::connect(socket);

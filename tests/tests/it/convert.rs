@@ -201,7 +201,11 @@ fn compare_finds_the_first_difference_and_has_qemu_imgs_exit_codes() {
         for images in [[str(&longer), str(&same)], [str(&same), str(&longer)]] {
             let (code, outcome) = status(&[&["compare"], &images[..]].concat());
             assert_eq!(code, Some(1));
-            assert!(outcome.stdout.contains(&format!("offset {at} ")), "{}", outcome.stdout);
+            assert!(
+                outcome.stdout.contains(&format!("mismatch at offset {at}!")),
+                "{}",
+                outcome.stdout
+            );
             let json = command(&[&["compare", "--json"], &images[..]].concat()).stdout;
             let json: Value = serde_json::from_str(&json).expect("JSON");
             assert_eq!((&json["same"], &json["offset"]), (&false.into(), &at.into()), "{json}");
@@ -369,8 +373,9 @@ fn a_block_device_is_overwritten_only_when_told_to() {
     let name = str(device.path());
     let convert = ["convert", "--format", "raw", str(&raw), name];
     command(&convert).failure("--force");
+    let image = ["convert", "--format", "qcow2", str(&raw), name];
+    command(&image).failure("--force");
     assert!(behind.content().iter().all(|&byte| byte == 0xee), "it was touched");
-    command(&["convert", "--force", "--format", "qcow2", str(&raw), name]).failure("raw");
     command(&[&convert[..], &["--force"]].concat()).success();
     let mut expected = std::fs::read(&raw).expect("the source");
     expected.resize(6 << 20, 0xee);
@@ -378,6 +383,13 @@ fn a_block_device_is_overwritten_only_when_told_to() {
     let large = scratch.image("large.raw", 7 << 20);
     let too_large = ["convert", "--force", "--format", "raw", large.str(), name];
     command(&too_large).failure("use a larger device");
+    command(&[&image[..], &["--force"]].concat()).success();
+    let back = scratch.path("back.raw");
+    command(&["convert", "--source-format", "qcow2", name, str(&back)]).success();
+    assert!(
+        std::fs::read(&back).expect("the copy") == std::fs::read(&raw).expect("the source"),
+        "the image on the device has another disk"
+    );
 }
 
 #[test]

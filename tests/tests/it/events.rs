@@ -6,6 +6,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use blockhouse_tests::control::Control;
+use blockhouse_tests::generated::control_schema;
 use blockhouse_tests::guest::Guest;
 use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::{Client, Framing, Greeted};
@@ -85,12 +86,11 @@ fn open(server: &Server) -> Client {
 
 /// All events up to the one of this name, which all fit the schema.
 fn events_until(control: &mut Control, name: &str) -> Vec<Value> {
-    let schema: Value = serde_json::from_str(include_str!("../../../docs/control.schema.json"))
-        .expect("the schema is JSON");
+    let schema = control_schema();
     let mut events = Vec::new();
     loop {
         let event = control.event();
-        assert_eq!(Schema::of(&schema, "/event").misfit(&event), None);
+        assert_eq!(Schema::of(schema, "/event").misfit(&event), None);
         let is_last = event["event"] == name;
         events.push(event);
         if is_last {

@@ -1,11 +1,10 @@
-//! The examples of `--help`, as docs/options.md has them: each works as typed.
+//! The examples of `--help`, as the option reference has them: each works as typed.
 
+use blockhouse_tests::generated::options;
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{Outcome, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use std::time::Duration;
-
-const OPTIONS: &str = include_str!("../../../docs/options.md");
 
 /// What the examples of a command take for granted.
 const IMAGES: &[&str] = &[
@@ -20,7 +19,7 @@ const IMAGES: &[&str] = &[
 
 /// The sections of the page: a command's words after `blockhouse`, and its text.
 fn sections() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let sections = OPTIONS.split("\n## blockhouse").skip(1);
+    let sections = options().split("\n## blockhouse").skip(1);
     sections.filter_map(|section| section.split_once('\n')).map(|(path, text)| (path.trim(), text))
 }
 

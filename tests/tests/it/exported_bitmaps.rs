@@ -9,6 +9,8 @@ use serde_json::{Value, json};
 use crate::bitmaps::{check, dirty};
 
 const FAILED: i64 = -32000;
+const DEPTH: &str = "qemu:allocation-depth";
+
 /// The page, up to backups of one moment.
 fn page() -> &'static str {
     let page = include_str!("../../../docs/backup.md");
@@ -44,8 +46,9 @@ fn compare_servers(scratch: &Scratch, image: &str, names: &[&str]) {
             assert_eq!(map(context, &[server.uri()]), *theirs, "{context}, {access}");
         }
         let told = json(&run(tool("nbdinfo").args(["--json", server.uri()])).success());
-        let allocation = ["base:allocation".to_owned()];
-        assert_eq!(told["exports"][0]["contexts"], json!([&allocation, &contexts[..]].concat()));
+        let [first, last] = ["base:allocation", DEPTH].map(|name| [name.to_owned()]);
+        let all = [&first, &contexts[..], &last].concat();
+        assert_eq!(told["exports"][0]["contexts"], json!(all));
         server.stop();
     }
 }
@@ -68,6 +71,26 @@ fn clients_see_what_qemu_shows_them() {
     change(image, "qcow2", &["write -z 200M 70K", "discard 299M 1M"]);
     compare_servers(&scratch, image, &["usual", fine, "coarse", "idle"]);
     check(image);
+}
+
+#[test]
+fn clients_see_which_image_of_a_chain_has_the_data() {
+    require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));
+    let scratch = Scratch::new();
+    let [base, middle, over] = ["base", "middle", "over"].map(|name| scratch.path(name));
+    let [base, middle, over] = [&base, &middle, &over].map(|path| str(path));
+    command(&["create", "-f", "raw", base, "1M"]).success();
+    command(&["create", "-f", "qcow2", "-F", "raw", "-b", base, middle, "3M"]).success();
+    command(&["create", "-f", "qcow2", "-F", "qcow2", "-b", middle, over, "4M"]).success();
+    change(middle, "qcow2", &["write -P 1 512K 128K", "write -z 2M 64K"]);
+    change(over, "qcow2", &["write -P 2 0 64K", "write -z 576K 64K", "write -P 3 3584K 64K"]);
+    for image in [over, middle] {
+        let theirs = map(DEPTH, &["[", "qemu-nbd", "-r", "-A", "-f", "qcow2", image, "]"]);
+        let server = Serve::new(&scratch, image.as_ref()).option("--format", "qcow2");
+        let server = server.flag("--read-only").flag("-A").start();
+        assert_eq!(map(DEPTH, &[server.uri()]), theirs, "{image}");
+        server.stop();
+    }
 }
 
 #[test]

@@ -43,7 +43,7 @@ fn nbdinfo_sees_everything_that_is_offered() {
     for offer in ["flush", "fua", "multi_conn", "zero", "trim", "fast_zero", "cache", "df"] {
         assert_eq!(export[format!("can_{offer}")], true, "{offer}: {export}");
     }
-    assert_eq!(export["contexts"], json!(["base:allocation"]));
+    assert_eq!(export["contexts"], json!(["base:allocation", "qemu:allocation-depth"]));
     assert_eq!(export["block_size_minimum"], 1);
     assert_eq!(export["block_size_maximum"], 32 * MIB);
     let preferred = export["block_size_preferred"].as_u64().expect("a number");

@@ -4,12 +4,14 @@
 use std::path::Path;
 use std::process::Command;
 
-use blockhouse_tests::image_tool::{command as command_line, json, qemu_img, str};
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command as command_line, json as printed, qemu_img, str};
 use blockhouse_tests::nbd::{Client, command, errno, flag};
 use blockhouse_tests::{
     Cache, Engine, FileSystem, Scratch, Serve, SmallHost, blockhouse, need, on_every_engine,
     require, run, tool,
 };
+use serde_json::json;
 
 const MIB: u64 = 1 << 20;
 /// What the file system has.
@@ -156,14 +158,6 @@ on_every_engine! {
     on_ext4_with_a_table_for_each_piece
 }
 
-/// Takes all that a file system has.
-fn fill_up(ballast: &Path) {
-    let mut file = std::fs::File::create(ballast).expect("a file");
-    for size in [1 << 20, 4096, 512] {
-        while std::io::Write::write(&mut file, &vec![1; size]).is_ok_and(|count| count > 0) {}
-    }
-}
-
 /// Who removes a bitmap there may do so to get space.
 #[test]
 fn bitmaps_are_removed_where_there_is_no_room() {
@@ -181,10 +175,10 @@ fn bitmaps_are_removed_where_there_is_no_room() {
     assert_eq!(client.write(MIB, &content(0), 0), 0);
     client.disconnect();
     server.stop();
-    fill_up(&host.path("ballast"));
+    host.fill_up("ballast");
     let dirty = |name: &str| {
         let told = command_line(&["bitmap", "list", "--json", str(&image)]).success();
-        let list = json(&told);
+        let list = printed(&told);
         let list = list.as_array().expect("a list");
         list.iter().find(|one| one["name"] == name).cloned()
     };
@@ -194,10 +188,116 @@ fn bitmaps_are_removed_where_there_is_no_room() {
         run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
         assert_eq!(dirty(gone), None);
         // It is gone, and its space is taken.
-        fill_up(&host.path(gone));
+        host.fill_up(gone);
     }
     assert_eq!(dirty("third"), before[2]);
     command_line(&["bitmap", "remove", str(&image), "third"]).success();
     let left = qemu_img(&["info", str(&image)]).success();
     assert!(!left.stdout.contains("bitmaps"), "{}", left.stdout);
+}
+
+/// A client's writes that have their place succeed, whatever becomes of the bitmaps; and every
+/// program is told.
+#[test]
+fn a_client_does_not_pay_for_a_bitmap_without_room() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::in_memory();
+    let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, ROOM));
+    let image = host.path("disk.qcow2");
+    create(&image, "cluster_size=64K");
+    let start = || {
+        let serve = Serve::new(&scratch, &image).option("--format", "qcow2");
+        serve.option("--control", scratch.socket("control")).start()
+    };
+    let (server, stride) = (start(), 1 << 30);
+    let mut client = Client::open(&server.address());
+    for at in 0..8 {
+        assert_eq!(client.write(at * stride, &[1; 4096], 0), 0);
+    }
+    assert_eq!(client.flush(), 0);
+    let mut control = Control::connect(&scratch.socket("control"));
+    for (name, granularity) in [("coarse", "1M"), ("fine", "512")] {
+        let new = json!({ "disk": "disk.qcow2", "name": name, "granularity": granularity });
+        control.get("bitmap.add", new);
+    }
+    // The coarse one has its place from here on.
+    assert_eq!(client.write(0, &[2; 4096], 0), 0);
+    control.get("event.subscribe", json!({ "events": ["bitmap.lost"] }));
+    host.fill_up("ballast");
+    for at in 0..8 {
+        assert_eq!(client.write(at * stride, &[3; 4096], flag::FUA), 0, "piece {at}");
+    }
+    let lost = control.event();
+    assert_eq!((&lost["disk"], &lost["bitmap"]), (&json!("disk.qcow2"), &json!("fine")), "{lost}");
+    let list = control.get("bitmap.list", json!({ "disk": "disk.qcow2" }));
+    assert_eq!(list[0]["recording"], true, "{list}");
+    assert_eq!(list[1]["inconsistent"], true, "{list}");
+    assert!(list[1]["lacks-changes-since"].as_u64().is_some_and(|since| since > 0), "{list}");
+    let uri = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let begin = json!({ "disks": ["disk.qcow2"], "export": uri, "since": "fine" });
+    control.refused("backup.begin", begin, -32001, &["lacks changes", "full backup"]);
+    client.disconnect();
+    server.stop();
+    std::fs::remove_file(host.path("ballast")).expect("it is there");
+    run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
+
+    let list = printed(&command_line(&["bitmap", "list", "--json", str(&image)]).success());
+    assert_eq!(list[0]["flags"], json!(["auto"]), "{list}");
+    assert_eq!(list[1]["flags"], json!(["in-use"]), "{list}");
+    let (full, more) = (scratch.path("full.qcow2"), scratch.path("more.qcow2"));
+    command_line(&["backup", str(&image), str(&full)]).success();
+    let increment = |name: &str, image: &Path| {
+        let words = ["--incremental", name, "--base", str(&full)];
+        command_line(&[&["backup", str(image), str(&more)][..], &words].concat()).status.code()
+    };
+    assert_eq!(increment("fine", &image), Some(3), "a bitmap that lacks changes");
+    assert_eq!(increment("none", &image), Some(1), "no such bitmap");
+    assert_eq!(increment("fine", &host.path("none.qcow2")), Some(1), "no such image");
+    assert_eq!(increment("coarse", &image), Some(0));
+    // It is lost after a kill, too, and can be removed.
+    command_line(&["bitmap", "remove", str(&image), "fine"]).success();
+    run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
+}
+
+/// Bytes that a write has left in the file that failed for want of room are never read as data.
+#[test]
+fn bytes_of_a_failed_write_are_not_read() {
+    let scratch = Scratch::in_memory();
+    let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, ROOM));
+    for change in [None, Some("bitmap.add"), Some("disk.resize"), Some("snapshot.create")] {
+        let image = host.path("disk.qcow2");
+        create(&image, "cluster_size=64K");
+        let serve = Serve::new(&scratch, &image).option("--format", "qcow2");
+        let serve = serve.option("--control", scratch.socket("control")).cache(Cache::Writeback);
+        let server = serve.start();
+        let mut client = Client::open(&server.address());
+        for at in 0..64 {
+            assert_eq!(client.write(at * 65_536, &vec![1; 65_536], 0), 0);
+        }
+        assert_eq!(client.flush(), 0);
+        let ballast = host.fill_up("ballast");
+        assert_eq!(client.write(60 * MIB, &vec![2; 65_536], 0), errno::ENOSPC);
+        let file = std::fs::OpenOptions::new().write(true).open(&ballast).expect("it is there");
+        let length = file.metadata().expect("a file").len();
+        file.set_len(length - 600 * 1024).expect("shorter");
+        drop(file);
+        // A part of it is in the file.
+        assert_eq!(client.write(20 * MIB, &vec![0xaa; 1 << 20], 0), errno::ENOSPC);
+        std::fs::remove_file(&ballast).expect("it is there");
+        if let Some(method) = change {
+            let params = match method {
+                "disk.resize" => json!({ "disk": "disk.qcow2", "size": SIZE + MIB }),
+                _ => json!({ "disk": "disk.qcow2", "name": "new" }),
+            };
+            Control::connect(&scratch.socket("control")).get(method, params);
+        }
+        for at in 30..40 {
+            assert_eq!(client.write(at * MIB, &[3; 4096], 0), 0);
+            let rest = client.read(at * MIB + 4096, 61_440);
+            assert!(rest == Ok(vec![0; 61_440]), "{change:?}: at {at} MiB");
+        }
+        client.disconnect();
+        server.stop();
+        std::fs::remove_file(&image).expect("it is there");
+    }
 }

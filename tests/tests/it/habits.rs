@@ -77,7 +77,7 @@ fn an_image_in_use_can_be_looked_at() {
         output_json(&[name, "-U", str(&image)]);
     }
     let refused = command(&["check", "-U", "--repair", "all", str(&image)]);
-    assert_eq!(refused.status.code(), Some(2), "{}", refused.describe("wrong usage"));
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.describe("wrong usage"));
     server.stop();
 }
 
@@ -112,10 +112,10 @@ fn snapshots_are_managed_with_the_flags_of_qemu_img() {
     command(&["snapshot", "-a", "before", image]).success();
     command(&["snapshot", "-d", "before", image]).success();
     assert_eq!(output_json(&["snapshot", "list", image]).as_array().map(Vec::len), Some(1));
-    for words in [&["snapshot", image][..], &["snapshot", "-c", "a", "-d", "b", image]] {
-        let outcome = command(words);
-        assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("wrong usage"));
-    }
+    let listed = command(&["snapshot", image]).success().stdout;
+    assert_eq!(listed, command(&["snapshot", "-l", image]).success().stdout);
+    let outcome = command(&["snapshot", "-c", "a", "-d", "b", image]);
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("wrong usage"));
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn a_copy_goes_into_a_target_that_is_there() {
     let zeros = scratch.image("zeros.img", 4 << 20);
     command(&["convert", "-n", "--target-is-zero", source.str(), zeros.str()]).success();
     qemu_img(&["compare", source.str(), zeros.str()]).success();
-    let refused = command(&["convert", "-S", "0", source.str(), str(&missing)]);
+    let refused = command(&["convert", "-S", "some", source.str(), str(&missing)]);
     assert_eq!(refused.status.code(), Some(2), "{}", refused.describe("wrong usage"));
 }
 
@@ -212,7 +212,7 @@ fn progress_is_printed_as_qemu_img_prints_it() {
     }
     let compared = command(&["compare", "-p", source.str(), str(&copy)]).success().stdout;
     assert!(compared.starts_with("    (0.00/100%)\r"), "{compared:?}");
-    assert!(compared.ends_with("(100.00/100%)\r\nThe images are the same.\n"), "{compared:?}");
+    assert!(compared.ends_with("(100.00/100%)\r\nImages are identical.\n"), "{compared:?}");
     for words in
         [&["check", "-p"][..], &["check", "-p", "-r", "all"], &["check", "-p", "-f", "raw"]]
     {
@@ -221,7 +221,7 @@ fn progress_is_printed_as_qemu_img_prints_it() {
         assert!(checked.stdout.starts_with("    (0.00/100%)\r") && ended, "{:?}", checked.stdout);
     }
     let mixed = command(&["check", "-p", "--output=json", str(&full)]);
-    assert_eq!(mixed.status.code(), Some(2), "{}", mixed.describe("JSON is alone"));
+    assert_eq!(mixed.status.code(), Some(1), "{}", mixed.describe("JSON is alone"));
     let quiet = command(&["compare", "-q", "-p", source.str(), str(&copy)]).success();
     assert_eq!((&*quiet.stdout, &*quiet.stderr), ("", ""));
     let checked = command(&["check", "-q", str(&copy)]).success();

@@ -3,7 +3,6 @@
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
-use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
 use blockhouse_tests::nbd::Client;
@@ -355,7 +354,6 @@ fn a_result_that_cannot_be_printed_is_an_error() {
 
 #[test]
 fn a_reader_that_is_gone_ends_a_command_without_a_word() {
-    const SIGPIPE: i32 = 13;
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     command(&["create", str(&image), "1M"]).success();
@@ -364,7 +362,7 @@ fn a_reader_that_is_gone_ends_a_command_without_a_word() {
         let (reader, writer) = std::io::pipe().expect("a pipe");
         drop(reader);
         let outcome = printed_to(&words, writer);
-        assert_eq!(outcome.status.signal(), Some(SIGPIPE), "{words:?}: {:?}", outcome.status);
+        assert_eq!(outcome.status.code(), Some(0), "{words:?}: {:?}", outcome.status);
         assert_eq!(String::from_utf8_lossy(&outcome.stderr), "", "{words:?}");
     }
 }

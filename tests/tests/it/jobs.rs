@@ -12,7 +12,7 @@ use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, seeded, tool};
 use fastrand::Rng;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -138,6 +138,11 @@ impl Foreign {
         let server = Self(child.expect("it is installed"));
         assert!(eventually(LONG, || listens(socket)), "{program} does not listen");
         server
+    }
+
+    /// Stops it where it stands, or has it go on.
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).expect("it runs");
     }
 }
 

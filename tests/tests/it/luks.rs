@@ -218,7 +218,11 @@ fn without_its_key_a_container_is_only_looked_at() {
     // It is not taken for a raw disk, and no secret is told.
     let raw = fixture.scratch.path("container");
     std::fs::copy(&image, &raw).expect("a copy");
-    command(&["info", str(&raw)]).failure("say --format luks");
+    let looked = command(&["info", str(&raw)]).success();
+    assert!(looked.stderr.contains("looks like luks"), "{}", looked.describe("says so"));
+    let named = raw.with_extension("img");
+    std::fs::copy(&image, &named).expect("a copy");
+    command(&["info", str(&named)]).failure("say --format luks");
     let told = command(&["-vv", "info", str(&image)]).success();
     assert!(!told.stdout.contains("not a line") && !told.stderr.contains("not a line"));
 }

@@ -248,7 +248,7 @@ fn strange_and_silent_clients_are_no_trouble() {
     let mode = std::fs::metadata(&socket).expect("a socket").permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     for (request, status) in [
-        (&b"GET / HTTP/1.1\r\n\r\n"[..], "404"),
+        (&b"GET /page HTTP/1.1\r\n\r\n"[..], "404"),
         (b"POST /metrics HTTP/1.1\r\n\r\n", "405"),
         (b"\x00\xff\r\n", "400"),
         (&[b'A'; 100], "400"),

@@ -9,12 +9,13 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::Servers;
-use blockhouse_tests::{Scratch, Serve, Server, need, require, run, tool};
+use blockhouse_tests::{FileSystem, Scratch, Serve, Server, SmallHost, need, require, run, tool};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
+const FAILED: i64 = -32000;
 
 fn image(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("disk.img");
@@ -444,4 +445,109 @@ fn a_served_image_that_cannot_have_a_sidecar_goes_on_without() {
     control.get("bitmap.add", add);
     server.stop();
     assert_eq!(list(&image)[0]["name"], "first");
+}
+
+/// The user has named the image, and the sidecar leads to nothing else.
+#[test]
+fn a_sidecar_needs_no_permission_to_lead_to_its_image() {
+    let scratch = Scratch::new();
+    let image = scratch.path(".disk.img");
+    command(&["create", str(&image), "1M"]).success();
+    for name in ["first", "second"] {
+        command(&["bitmap", "add", "--no-references", str(&image), name]).success();
+    }
+    assert_eq!(list(&image)[1]["name"], "second");
+}
+
+#[test]
+fn a_first_bitmap_that_cannot_be_had_leaves_no_sidecar() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.img");
+    command(&["create", str(&image), "64M"]).success();
+    let long = "n".repeat(2000);
+    command(&["bitmap", "add", str(&image), &long]).failure("name");
+    assert!(!sidecar(&image).exists());
+    let server = serve(&scratch, &image);
+    let mut control = Control::connect(&scratch.socket("control"));
+    let taken = format!("nbd+unix:///disk.img?socket={}", scratch.socket("nbd").display());
+    control.get("export.add", json!({ "disk": "disk.img", "export": taken }));
+    for at in 0..3 {
+        let begin = json!({ "disks": ["disk.img"], "bitmap": "monday", "export": taken });
+        control.refused("backup.begin", begin, FAILED, &["exists"]);
+        assert!(!sidecar(&image).exists(), "a backup that did not begin left it");
+        write(&server, at * MIB);
+        let add = json!({ "disk": "disk.img", "name": long });
+        control.refused("bitmap.add", add, FAILED, &["name"]);
+        assert!(!sidecar(&image).exists(), "a bitmap that was not added left it");
+        write(&server, at * MIB + 65_536);
+    }
+    // The disk is locked as before, and the next bitmap records.
+    command(&["bitmap", "add", str(&image), "x"]).failure("locked");
+    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let begin = json!({ "disks": ["disk.img"], "bitmap": "monday", "export": export });
+    control.get("backup.begin", begin);
+    write(&server, 50 * MIB);
+    drop(control);
+    server.stop();
+    assert_eq!(list(&image)[0]["name"], "monday");
+    assert_eq!(served_dirty(&scratch, &image, "monday"), [(50 * MIB, 65_536)]);
+    let bytes = std::fs::read(&image).expect("the image");
+    assert!((0..3).all(|at| bytes[(at * MIB) as usize..][..131_072].iter().all(|&byte| byte == 7)));
+}
+
+/// The bitmaps that do not fit leave the raw image as it was.
+#[test]
+fn a_resize_that_finds_no_room_for_its_bitmaps_changes_nothing() {
+    let scratch = Scratch::in_memory();
+    let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, 4 * MIB));
+    let image = host.path("disk.img");
+    command(&["create", str(&image), "1G"]).success();
+    command(&["bitmap", "add", str(&image), "changes"]).success();
+    for more in [1_u64 << 40, 64 << 30] {
+        let server = serve(&scratch, &image);
+        let control = || Control::connect(&scratch.socket("control"));
+        let ballast = host.fill_up("ballast");
+        let resize = json!({ "disk": "disk.img", "size": more });
+        control().refused("disk.resize", resize, -32000, &["No space left"]);
+        std::fs::remove_file(&ballast).expect("it is there");
+        assert_eq!(image.metadata().expect("it is there").len(), 1 << 30);
+        server.stop();
+        let server = serve(&scratch, &image);
+        write(&server, 5 * MIB);
+        let list = control().get("bitmap.list", json!({ "disk": "disk.img" }));
+        assert_eq!((&list[0]["name"], &list[0]["recording"]), (&json!("changes"), &json!(true)));
+        server.stop();
+    }
+}
+
+/// Long preparations are made while clients write.
+#[test]
+fn clients_go_on_while_a_raw_image_with_a_bitmap_becomes_much_longer() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let server = serve(&scratch, &image);
+    let (done, address) = (AtomicBool::new(false), server.address());
+    let (longest, resized) = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut client = Client::open(&address);
+            let mut longest = Duration::ZERO;
+            while !done.load(Ordering::Relaxed) {
+                let began = std::time::Instant::now();
+                assert_eq!(client.write(MIB, &[7; 4096], 0), 0);
+                longest = longest.max(began.elapsed());
+            }
+            longest
+        });
+        let began = std::time::Instant::now();
+        let resize = json!({ "disk": "disk.img", "size": 128_u64 << 30 });
+        Control::connect(&scratch.socket("control")).get("disk.resize", resize);
+        let resized = began.elapsed();
+        done.store(true, Ordering::Relaxed);
+        (writer.join().expect("no failure"), resized)
+    });
+    assert!(longest < resized, "held off for {longest:?} of {resized:?}");
+    server.stop();
+    command(&["check", "-f", "qcow2", str(&sidecar(&image))]).success();
+    let list = list(&image);
+    assert_eq!(list[0]["name"], "changes", "{list}");
 }

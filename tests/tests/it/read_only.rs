@@ -17,6 +17,8 @@ const MIB: u64 = 1 << 20;
 const EPERM: u32 = 1;
 const READ_ONLY_FLAG: u16 = 2;
 const VIRTIO_BLK_RO: u64 = 1 << 5;
+const VIRTIO_BLK_DISCARD: u64 = 1 << 13;
+const VIRTIO_BLK_WRITE_ZEROES: u64 = 1 << 14;
 
 fn serve(scratch: &Scratch, name: &str) -> (Server, Control) {
     let (image, socket) = (scratch.path(name), scratch.socket("control"));
@@ -182,6 +184,8 @@ fn a_driver_that_goes_on_keeps_its_features() {
         let again = frontend(&vu);
         let now = again.get_features().expect("features");
         assert_eq!(now & VIRTIO_BLK_RO != 0, later);
+        // A disk that cannot be changed offers no changes.
+        assert_eq!(now & (VIRTIO_BLK_DISCARD | VIRTIO_BLK_WRITE_ZEROES) != 0, !later);
         again.set_features(offered).expect("they are sent");
         // The answer shows that the connection goes on.
         again.get_features().expect("the features were taken");

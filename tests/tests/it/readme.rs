@@ -3,6 +3,7 @@
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{need, require, run, tool};
 
+const README: &str = include_str!("../../../README.md");
 const COMMANDS: &str = include_str!("../../../docs/commands.md");
 const FIRST_MACHINE: &str = include_str!("../../../docs/first-machine.md");
 const FROM_QEMU: &str = include_str!("../../../docs/from-qemu.md");
@@ -29,6 +30,21 @@ fn type_all(page: &str, folder: &Folder, least: usize) {
 /// The cells of a row whose cells are commands.
 fn cells(row: &str) -> Vec<&str> {
     row.split('`').skip(1).step_by(2).collect()
+}
+
+#[test]
+fn the_first_command_of_the_readme_serves_what_the_next_line_reads() {
+    require!(need::tools(&["qemu-io"]));
+    let folder = Folder::new();
+    let socket = folder.path("readme.sock");
+    let here = |line: &str| line.replace("/tmp/blockhouse.sock", socket.to_str().expect("a name"));
+    let [serve] = commands(README, "cargo run --release -- ")[..] else { panic!("one server") };
+    let [read] = commands(README, "qemu-io ")[..] else { panic!("one client") };
+    let serve = here(serve).replace("cargo run --release -- ", "blockhouse ");
+    let serving = Serving::start(&folder, &serve);
+    let said = folder.run(&here(read)).stdout;
+    assert!(said.contains("read 1048576/1048576 bytes"), "{said}");
+    serving.stop();
 }
 
 #[test]

@@ -192,7 +192,7 @@ fn a_server_that_is_not_who_it_has_to_be_is_refused() {
     refused(&uri.replace("nbds://", "nbd://"), &["tls-certificates needs TLS"]);
     refused(&plain.replace("nbds://", "nbd://"), &["demands TLS", "nbds://"]);
     refused(&by_certificate(&server, Path::new("/nonexistent")), &["ca-cert.pem", "No such file"]);
-    refused(&by_key(&server, "alice", &host.keys), &["refuses", "certificates"]);
+    refused(&by_key(&server, "alice", &host.keys), &["the key of \"alice\"", "certificates"]);
     server.stop();
     host.pki.server_of(Validity::Expired);
     let server = host.x509("required");
@@ -206,6 +206,25 @@ fn a_server_that_is_not_who_it_has_to_be_is_refused() {
 
 /// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name, one that was built from source
 /// in the file that has all.
+#[test]
+fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
+    require!(need::tools(&[&TOOLS[..], &SERVERS].concat()));
+    let host = Host::new();
+    let other = Other::new(&host);
+    let uri = other.by_key("alice", &host.keys);
+    let folder = str(host.pki.folder());
+    for priority in ["NORMAL", "NORMAL:-VERS-TLS1.2", TLS_1_2] {
+        let more = format!("x509,verify-peer=no,dir={folder},priority={priority}");
+        let server = other.qemu(&more);
+        // It shows its certificate, or closes the connection because there is no cipher for both.
+        refused(&uri, &["the server has"]);
+        drop(server);
+    }
+    let server = other.nbdkit(&["--tls-verify-peer", &format!("--tls-certificates={folder}")]);
+    refused(&uri, &["the server"]);
+    drop(server);
+}
+
 #[test]
 fn authorities_of_the_environment_or_else_of_the_system_are_trusted() {
     require!(need::tools(&[&TOOLS[..], &["openssl"]].concat()));

@@ -125,12 +125,18 @@ fn requests_open_what_is_beside_the_disks_and_what_is_allowed() {
     let words = ["copy.img: the sandbox", "--sandbox-allow DIR"];
     client.refused("job.start", mirror, FAILED, &words);
     assert!(!other.path("copy.img").exists());
-    // A program that the server could have made is not started outside of the sandbox.
-    let program = scratch.path("program");
+    // No program is started that the operator has not named, whatever it is called.
+    let program = scratch.path("blockhouse-program");
     std::fs::write(&program, "#!/bin/sh\n").expect("a script");
-    upgrade(&control, &["--binary", image_tool::str(&program)]).failure("can write below");
-    // Nor an interpreter, whose script could be the server's.
-    upgrade(&control, &["--binary", "/bin/sh"]).failure("begins with 'blockhouse'");
+    for binary in [image_tool::str(&program), "/bin/sh"] {
+        upgrade(&control, &["--binary", binary]).failure("--upgrade-to");
+    }
+    server.stop();
+    // Nor one that the server could have made.
+    let server = serve().option("--upgrade-to", &program).start();
+    for words in [&[][..], &["--binary", image_tool::str(&program)]] {
+        upgrade(&control, words).failure("can write below");
+    }
     server.stop();
     let server = serve().option("--sandbox-allow", secret.parent().expect("a folder")).start();
     let mut client = Control::connect(&control);

@@ -1,10 +1,15 @@
-//! `--socket-mode` and `--socket-group`: who may connect to the Unix sockets of a server, at each moment.
+//! `--socket-mode` and `--socket-group`: who may connect to the Unix sockets of guests, at each moment; the sockets of control
+//! and metrics have options of their own, and a control socket answers what it is for.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::{Scratch, Serve, Server, Trace, image_tool::str, need, require, run, tool};
+use blockhouse_tests::{
+    Scratch, Serve, Server, Trace,
+    image_tool::{command, str},
+    need, require, run, tool,
+};
 use serde_json::json;
 
 const MIB: u64 = 1 << 20;
@@ -14,14 +19,21 @@ const GROUP_ID: u32 = 1;
 
 const NAMES: [&str; 6] = ["nbd", "vu", "control", "metrics", "more", "more.vu"];
 
-/// A server with a socket of each kind; two are added while it runs.
-fn serve(scratch: &Scratch, options: &[&str], wrapper: &[String]) -> (Server, Vec<PathBuf>) {
+/// A server with a socket of each kind; two are added while it runs. `private`: the options of control and metrics.
+fn serve(
+    scratch: &Scratch,
+    options: &[&str],
+    private: &str,
+    wrapper: &[String],
+) -> (Server, Vec<PathBuf>) {
     let image = scratch.image("disk", MIB);
     let sockets: Vec<_> = NAMES.iter().map(|name| scratch.socket(name)).collect();
     let uri = |index: usize| format!("nbd+unix:///?socket={}", str(&sockets[index]));
     let mut serve = Serve::bare(scratch, image.path()).export(&uri(0)).ready_lines(2);
-    serve = serve.option("--vhost-user-blk", &sockets[1]).option("--control", &sockets[2]);
-    serve = serve.option("--metrics", format!("unix:{}", str(&sockets[3])));
+    serve = serve
+        .option("--vhost-user-blk", &sockets[1])
+        .option("--control", format!("{}{private}", str(&sockets[2])));
+    serve = serve.option("--metrics", format!("unix:{}{}", str(&sockets[3]), private));
     for option in options {
         serve = serve.flag(option);
     }
@@ -48,11 +60,17 @@ fn all_sockets_have_the_mode_that_is_asked_for() {
     let scratch = Scratch::new();
     // Neither a narrow umask nor a wide one changes it.
     for umask in ["077", "000"] {
-        let (server, sockets) = serve(&scratch, &["--socket-mode", "0660"], &with_umask(umask));
-        assert_eq!(modes(&sockets), [0o660; NAMES.len()], "umask {umask}");
+        let options = ["--socket-mode", "0660"];
+        let (server, sockets) = serve(&scratch, &options, "", &with_umask(umask));
+        let expected = [0o660, 0o660, 0o600, 0o600, 0o660, 0o660];
+        assert_eq!(modes(&sockets), expected, "umask {umask}");
+        server.stop();
+        let (server, sockets) = serve(&scratch, &options, ",mode=0640", &with_umask(umask));
+        let expected = [0o660, 0o660, 0o640, 0o640, 0o660, 0o660];
+        assert_eq!(modes(&sockets), expected, "umask {umask}");
         server.stop();
     }
-    let (server, sockets) = serve(&scratch, &[], &with_umask("022"));
+    let (server, sockets) = serve(&scratch, &[], "", &with_umask("022"));
     assert_eq!(modes(&sockets), [0o755, 0o755, 0o600, 0o600, 0o755, 0o755]);
     server.stop();
 }
@@ -62,7 +80,8 @@ fn no_socket_is_open_to_others_before_it_is_as_asked() {
     require!(need::tools(&["strace"]));
     let scratch = Scratch::new();
     let trace = Trace::start(&scratch, "fchmod,bind,fchmodat,chmod,listen", &[]);
-    let (server, sockets) = serve(&scratch, &["--socket-mode", "0666"], &trace.wrapper);
+    let (server, sockets) =
+        serve(&scratch, &["--socket-mode", "0666"], ",mode=0666", &trace.wrapper);
     server.stop();
     let calls = trace.calls();
     for socket in &sockets {
@@ -88,7 +107,15 @@ fn members_of_the_group_connect_and_others_do_not() {
     require!(need::root());
     require!(need::tools(&["setpriv", "nbdinfo"]));
     let scratch = Scratch::new();
-    let (server, sockets) = serve(&scratch, &["--socket-group", GROUP], &[]);
+    let (server, sockets) = serve(&scratch, &["--socket-group", GROUP], "", &[]);
+    assert_eq!(modes(&sockets), [0o660, 0o660, 0o600, 0o600, 0o660, 0o660]);
+    let private = &sockets[2..4];
+    assert!(
+        private.iter().all(|path| std::fs::metadata(path).expect("a socket").gid() != GROUP_ID)
+    );
+    server.stop();
+    let private = format!(",group={GROUP}");
+    let (server, sockets) = serve(&scratch, &["--socket-group", GROUP], &private, &[]);
     assert_eq!(modes(&sockets), [0o660; NAMES.len()]);
     for socket in &sockets {
         assert_eq!(std::fs::metadata(socket).expect("a socket").gid(), GROUP_ID);
@@ -112,8 +139,45 @@ fn modes_and_groups_that_make_no_sense_are_wrong_usage() {
         ("--socket-mode", "rw", "octal mode, like 0660"),
         ("--socket-mode", "4755", "octal mode"),
         ("--socket-group", "no such group", "there is no group"),
+        ("--control", "/run/c,readonly", "no option 'readonly'"),
+        ("--control", "/run/c,methods=disk.lost", "no method 'disk.lost'"),
+        ("--metrics", "unix:/run/m,read-only", "no option 'read-only'"),
     ] {
         let serve = Serve::new(&scratch, image.path()).option(option, value);
         serve.refused().wrong_usage(&[words]);
+    }
+}
+
+#[test]
+fn a_control_socket_answers_what_it_is_for() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    command(&["create", str(&image), "1M"]).success();
+    let socket = scratch.socket("control");
+    for (options, answered, refused) in [
+        (",read-only", &["disk.list", "stats.get"][..], &["disk.close", "snapshot.create"][..]),
+        (",methods=snapshot.*+job.list", &["job.list"], &["disk.list", "disk.close"]),
+    ] {
+        let control = format!("{}{options}", str(&socket));
+        let server = Serve::new(&scratch, &image).option("--control", control).start();
+        let mut client = Control::connect(&socket);
+        let version = client.get("server.version", json!({}));
+        let methods: Vec<_> = version["methods"].as_array().expect("a list").clone();
+        for method in answered {
+            client.get(method, json!({}));
+            assert!(methods.contains(&json!(method)), "{methods:?}");
+        }
+        for method in refused {
+            let params = json!({ "disk": "disk.qcow2", "name": "one" });
+            client.refused(method, params, -32601, &["does not answer"]);
+            assert!(!methods.contains(&json!(method)), "{methods:?}");
+        }
+        // The older protocol is no way around it.
+        let may_snapshot = options.contains("snapshot");
+        let words = ["snapshot", "create", "--control", str(&socket), str(&image), "one"];
+        assert_eq!(command(&words).status.success(), may_snapshot, "{options}");
+        command(&["upgrade", "--control", str(&socket)]).failure("does not answer");
+        command(&["ctl", str(&socket), "close", "disk.qcow2"]).failure("does not answer");
+        server.stop();
     }
 }

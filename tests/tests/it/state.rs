@@ -255,8 +255,12 @@ fn commands_leave_an_image_alone_whose_state_may_be_elsewhere() {
         }
     }
     assert!(fs::read(&victim.image).expect("the image") == before, "nothing is changed");
-    let said = command(&["map", image]).success().stderr;
+    let said = command(&["check", image]).success().stderr;
     assert!(said.contains("may be missing"), "{said}");
+    let copy = victim.scratch.path("copy.img");
+    for words in [&["map", image][..], &["convert", image, str(&copy)]] {
+        command(words).failure("--state directory of that server");
+    }
     let words = ["resize", image, "128M", "--state", str(&state)];
     let said = command(&words).success().stderr;
     assert!(said.contains("changes are in the image now"), "{said}");
@@ -295,15 +299,33 @@ fn killed_with_usual_state() -> Victim {
 }
 
 #[test]
-fn commands_that_read_say_that_changes_are_missing() {
+fn commands_that_read_refuse_an_image_that_lacks_changes_and_those_that_look_say_so() {
     let victim = killed_with_usual_state();
     let image = str(&victim.image);
     let copy = victim.scratch.path("copy.qcow2");
-    for words in [&["map", image][..], &["check", image], &["convert", image, str(&copy)]] {
-        let said = command(words).stderr;
+    for words in [&["check", image][..], &["bitmap", "list", image], &["snapshot", "list", image]] {
+        let said = command(words).success().stderr;
         assert_eq!(said.lines().count(), 1, "{words:?}: {said}");
         assert!(said.contains("changes are missing that process"), "{words:?}: {said}");
     }
+    for words in [
+        &["map", image][..],
+        &["measure", "-O", "raw", image],
+        &["compare", image, image],
+        &["convert", image, str(&copy)],
+        &["convert", "-U", image, str(&copy)],
+        &["dd", &format!("if={image}"), &format!("of={}", str(&copy))],
+        &["backup", image, str(&copy)],
+        &["restore", image, str(&copy)],
+    ] {
+        command(words).failure("check --repair leaks");
+        assert!(!copy.exists(), "{words:?}");
+    }
+    let serve = Serve::new(&victim.scratch, &victim.image).flag("--read-only");
+    serve.refused().failed(&["changes are missing that process", "check --repair leaks"]);
+    let found = json(&command(&["check", "--json", image]).success());
+    let missing = &found["blockhouse"]["missing-changes"];
+    assert!(missing["changes"].as_u64().expect("a number") > 0, "{found}");
     let said = command(&["info", image]).success();
     assert!(said.stdout.contains("missing changes: "), "{}", said.stdout);
     let found = json(&command(&["info", "--json", image]).success());
@@ -376,9 +398,8 @@ fn an_image_over_one_that_lacks_answered_changes_is_not_opened_for_writing() {
         let copy = victim.scratch.path("copy.raw");
         let words: Vec<&str> =
             words.iter().map(|&word| if word == "COPY" { str(&copy) } else { word }).collect();
-        let said = command(&words).success().stderr;
-        assert_eq!(said.lines().count(), 1, "{words:?}: {said}");
-        assert!(said.contains("changes are missing that process"), "{words:?}: {said}");
+        let refused = command(&words).failure("changes are missing that process");
+        assert_eq!(refused.stderr.lines().count(), 1, "{}", refused.describe("one line"));
     }
     serve().option("--state", "off").start().stop();
     command(&["check", "--repair", "leaks", base]).success();
@@ -473,4 +494,21 @@ fn an_upgraded_server_keeps_state_as_the_first_one_did() {
     assert_eq!(client.read(30 * MIB, 4096), Ok(vec![3; 4096]));
     server.stop();
     assert_eq!(victim.files(), [""; 0]);
+}
+
+/// Any user may take the name in `/dev/shm`. A server that only warned would serve without what
+/// survives its death.
+#[test]
+fn the_usual_state_directory_must_not_be_of_another_user() {
+    require!(need::root());
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", MIB);
+    let taken = Path::new("/dev/shm/blockhouse-54321");
+    fs::create_dir(taken).expect("the name is free");
+    let refused = Serve::new(&scratch, image.path())
+        .option("--user", "54321")
+        .option("--group", "54321")
+        .refused();
+    fs::remove_dir(taken).expect("nothing is in it");
+    refused.failed(&["/dev/shm/blockhouse-54321", "belongs to another user"]);
 }

@@ -273,6 +273,13 @@ fn an_nbds_socket_requires_tls_beside_a_plain_one() {
     let query = format!("socket={}&tls-psk-file={}", str(&closed), str(&host.keys));
     nbdinfo(&format!("nbds+unix://alice@/?{query}")).success();
     server.stop();
+    // The address of the socket is another one than was written.
+    let serve = host.serve().option("--tls-psk", &host.keys).option("--tls", "optional");
+    let server = serve.export("nbds://localhost:0/disk").start();
+    assert!(server.uri().starts_with("nbds:"), "{}", server.uri());
+    assert!(!nbdinfo(&format!("nbd://localhost:{}/disk", port(&server))).status.success());
+    nbdinfo(&by_key(&server, "alice", &host.keys)).success();
+    server.stop();
 }
 
 #[test]
@@ -475,6 +482,67 @@ fn thousands_of_half_open_clients_keep_nobody_out() {
     wait_until(|| nbdinfo(&uri).status.success(), "a good client is served");
     assert!(server.resident_memory() < 512 << 20, "{} bytes", server.resident_memory());
     drop(half_open);
+    server.stop();
+}
+
+/// Connected before their certificate or key was revoked, at the reload, and others not.
+#[test]
+fn a_revoked_client_is_disconnected_at_the_reload() {
+    require!(need::tools(&TOOLS));
+    require!(need::python_module("nbd"));
+    let host = Host::new();
+    let python = "import nbd, os, signal, subprocess, sys, time\n\
+        port, server, how, own, other, revoke = sys.argv[1:7]\n\
+        def connect(who):\n\
+        \x20   h = nbd.NBD()\n\
+        \x20   h.set_tls(nbd.TLS_REQUIRE)\n\
+        \x20   if how == 'x509':\n\
+        \x20       h.set_tls_certificates(who)\n\
+        \x20   else:\n\
+        \x20       h.set_tls_psk_file(own)\n\
+        \x20       h.set_tls_username(who)\n\
+        \x20   h.set_export_name('disk')\n\
+        \x20   h.connect_tcp('localhost', port)\n\
+        \x20   h.pread(512, 0)\n\
+        \x20   return h\n\
+        gone, stays = (connect(own), connect(other)) if how == 'x509' else (connect('bob'), connect('alice'))\n\
+        os.kill(int(server), signal.SIGHUP)\n\
+        time.sleep(0.5)\n\
+        gone.pread(512, 0)\n\
+        subprocess.run(['sh', '-c', revoke], check=True)\n\
+        os.kill(int(server), signal.SIGHUP)\n\
+        end = time.time() + 20\n\
+        try:\n\
+        \x20   while time.time() < end:\n\
+        \x20       gone.pread(512, 0)\n\
+        \x20       time.sleep(0.05)\n\
+        except nbd.Error:\n\
+        \x20   print('disconnected')\n\
+        stays.pread(512, 0)\n\
+        print('stays')\n";
+    let told = |server: &Server, words: [&str; 4]| {
+        let mut command = Command::new("/usr/bin/python3");
+        let process = server.pid().as_raw_nonzero().to_string();
+        command.args(["-c", python, &port(server).to_string(), &process]).args(words);
+        assert_eq!(run(&mut command).success().stdout, "disconnected\nstays\n");
+        assert!(server.log().contains("was revoked"), "{}", server.log());
+    };
+    let server = host.x509("required");
+    let bob = host.pki.client("bob", Validity::Now);
+    // An empty list first, and the one with alice in it when she is to go.
+    let list = host.pki.folder().join("ca-crl.pem");
+    host.pki.revoke(&host.client);
+    let later = host.scratch.path("later.pem");
+    fs::rename(&list, &later).unwrap();
+    let revoke = format!("mv {} {}", str(&later), str(&list));
+    told(&server, ["x509", str(&host.client), str(&bob), &revoke]);
+    server.stop();
+    let server = host.serve().option("--tls-psk", &host.keys).export("nbds://localhost:0/disk");
+    let server = server.start();
+    let client_keys = host.scratch.path("client.psk");
+    fs::copy(&host.keys, &client_keys).unwrap();
+    let revoke = format!("sed -i /^bob:/d {}", str(&host.keys));
+    told(&server, ["psk", str(&client_keys), "-", &revoke]);
     server.stop();
 }
 

@@ -188,8 +188,6 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     let scratch = Scratch::new();
     let servers = Servers(&scratch);
     let (line, _) = serve(&scratch, "qcow2");
-    let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", "version").start();
-    let mut client = Client::open(&server.address());
     // Where the server cannot write: a program that it could have changed is not started.
     let elsewhere = Scratch::new();
     let silent = elsewhere.path("blockhouse-silent");
@@ -202,8 +200,12 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(script, mode).expect("our own file");
     }
+    let named = [Path::new("/nowhere/blockhouse"), &silent, &other_options];
+    let line = named.into_iter().fold(line, |line, program| line.option("--upgrade-to", program));
+    let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", "version").start();
+    let mut client = Client::open(&server.address());
     for (binary, why) in [
-        ("/bin/false", "a program whose name begins with 'blockhouse'"),
+        ("/bin/false", "only if the server was started with --upgrade-to"),
         ("/nowhere/blockhouse", "cannot be started: No such file"),
         (image_tool::str(&silent), "did not get ready within 10s"),
         (image_tool::str(&other_options), "exit status: 2"),

@@ -163,7 +163,7 @@ fn a_guest_goes_on_where_the_new_server_refuses() {
         let _end = load.stop_at_the_end();
         let guest = scope.spawn(move || verify_guest(socket, 0, true, seeded(), load));
         for (binary, why) in [
-            ("/bin/false", "begins with 'blockhouse'"),
+            ("/bin/false", "only if the server was started with --upgrade-to"),
             (image_tool::str(blockhouse_tests::blockhouse()), "of the hand-over's format"),
         ] {
             upgrade(&scratch.socket("control"), &["--binary", binary]).failure(why);

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
-use blockhouse_tests::{Image, Scratch, need, random_bytes, require, seeded};
+use blockhouse_tests::{Image, Scratch, need, random_bytes, require, run, seeded, tool};
 
 const GIB: u64 = 1 << 30;
 /// Three files of 2 GiB at most.
@@ -112,4 +112,60 @@ fn a_stream_that_was_cut_off_or_damaged_reads_as_an_error() {
     let damaged = scratch.image_of("damaged.vmdk", &damaged);
     let outcome = command(&["compare", disk.str(), damaged.str()]);
     assert_ne!(outcome.status.code(), Some(0), "{}", outcome.describe("a damaged grain"));
+}
+
+#[test]
+fn an_image_reads_what_it_has_not_from_its_parent() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let write = |image: &str, change: &str| {
+        run(tool("qemu-io").args(["-f", "vmdk", "-c", change, image])).success();
+    };
+    let [base, middle, over] =
+        ["base.vmdk", "middle.vmdk", "over.vmdk"].map(|name| scratch.path(name));
+    let [base, middle, over] = [&base, &middle, &over].map(|path| str(path));
+    qemu_img(&["create", "-f", "vmdk", base, "8M"]).success();
+    write(base, "write -P 1 0 4M");
+    // Each is written to before another one names it: that changes its CID.
+    for (image, parent, kind, change) in [
+        (middle, base, "monolithicSparse", "write -P 2 1M 128k"),
+        (over, middle, "twoGbMaxExtentSparse", "write -P 3 5M 64k"),
+    ] {
+        let kind = format!("subformat={kind}");
+        let words = ["create", "-f", "vmdk", "-o", &kind, "-F", "vmdk", "-b", parent, image];
+        qemu_img(&words).success();
+        write(image, change);
+    }
+    let raw = scratch.path("theirs.raw");
+    qemu_img(&["convert", "-f", "vmdk", "-O", "raw", over, str(&raw)]).success();
+    command(&["compare", over, str(&raw)]).success();
+    command(&["check", over]).success();
+    let told = |info: &str, image: &str| {
+        let ours = json(&command(&["info", info, image]).success());
+        let theirs = json(&qemu_img(&["info", "--output=json", image]).success());
+        assert_eq!(ours["format-specific"], theirs["format-specific"]);
+        ours
+    };
+    assert_eq!(told("--json", over)["backing-filename"], middle);
+    assert_eq!(told("--json", middle)["backing-filename-format"], "vmdk");
+    let chain = json(&command(&["info", "--json", "--backing-chain", over]).success());
+    assert_eq!(chain.as_array().map(Vec::len), Some(3), "{chain}");
+    command(&["info", "--no-references", over]).success();
+    command(&["compare", "--no-references", over, str(&raw)]).failure("--no-references");
+    // Later writes belong to no image above.
+    write(base, "write -P 9 4M 64k");
+    command(&["compare", over, str(&raw)]).failure("its parent was changed");
+}
+
+#[test]
+fn a_descriptor_may_begin_with_other_comments() {
+    let scratch = Scratch::new();
+    let disk = scratch.image_of("flat", &random_bytes(&mut seeded(), 8 * 512));
+    let image = scratch.path("odd.vmdk");
+    for first in ["#!/usr/bin/vmware\n\n# x\nversion=1", "version=1\r", "# disk descriptorfile"] {
+        let text = format!("{first}\nCID=1\ncreateType=\"monolithicFlat\"\nRW 8 FLAT \"flat\" 0\n");
+        std::fs::write(&image, text).expect("a descriptor");
+        command(&["compare", str(&image), disk.str()]).success();
+        command(&["check", str(&image)]).success();
+    }
 }

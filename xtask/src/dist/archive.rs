@@ -20,6 +20,9 @@ pub(super) fn make(parts: &Parts<'_>, binary: &Path) -> Result<()> {
         files::copy(&root.join(file), &folder)?;
     }
     files::copy(&staging.join("THIRD-PARTY.txt"), &folder)?;
+    for file in ["options.md", "control.schema.json"] {
+        files::copy(&staging.join(file), &folder)?;
+    }
     files::copy_all(&staging.join("man"), &folder.join("man"))?;
     files::copy_all(&staging.join("completions"), &folder.join("completions"))?;
     files::copy_all(&root.join("contrib/systemd"), &folder.join("systemd"))?;

@@ -11,7 +11,7 @@ use lab_tools::workspace::Workspace;
 /// What all packages are made of.
 pub(super) struct Parts<'a> {
     pub(super) workspace: &'a Workspace,
-    /// Man pages, completions, licences: a folder that is made anew each time.
+    /// Man pages, completions, option reference, schema, licences: a folder that is made anew each time.
     pub(super) staging: PathBuf,
     /// Where packages go.
     pub(super) output: PathBuf,
@@ -22,7 +22,7 @@ pub(super) struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Has the binary make its man pages and completions.
+    /// Has the binary make all that is made from its definitions.
     pub(super) fn generate(&self, binary: &Path) -> Result<()> {
         let mut generate = Command::new(binary);
         generate.arg("__generate").arg(&self.staging);

@@ -1,4 +1,4 @@
-//! Rule: the files and types that the documentation names exist.
+//! Rule: the files and types that the documentation names exist, and so do the pages that it links.
 //!
 //! A code span of a Markdown file is checked when it looks like a path into the workspace: its first part
 //! is a crate (`disk/path` is `crates/disk/src/path.rs` or a folder of that name) or a folder at the top
@@ -19,6 +19,13 @@ pub fn check(root: &Path, files: &[SourceFile]) -> Vec<String> {
     };
     let mut violations = Vec::new();
     for file in files.iter().filter(is_checked) {
+        for (line, target) in links(&file.text) {
+            let page = file.path.parent().map(|folder| root.join(folder).join(target));
+            if !page.is_some_and(|page| page.exists()) {
+                violations
+                    .push(file.violation(line, format_args!("{target} is linked and missing")));
+            }
+        }
         for (line, span) in code_spans(&file.text) {
             if is_path(root, span) && !exists(root, span) {
                 violations
@@ -35,6 +42,18 @@ pub fn check(root: &Path, files: &[SourceFile]) -> Vec<String> {
 fn rust_words(files: &[SourceFile]) -> HashSet<&str> {
     let texts = files.iter().filter(|file| file.is_rust()).map(|file| file.text.as_str());
     texts.flat_map(|text| text.split(|c: char| !c.is_alphanumeric() && c != '_')).collect()
+}
+
+/// The files that a Markdown text links, relative to its folder, with the line's number from 1.
+fn links(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = (1..).zip(text.lines());
+    let targets = lines.flat_map(|(number, line)| {
+        let ends = line.split("](").skip(1);
+        ends.filter_map(move |rest| Some((number, rest.split_once(')')?.0)))
+    });
+    let files =
+        targets.map(|(number, target)| (number, target.split('#').next().unwrap_or(target)));
+    files.filter(|(_, file)| !file.is_empty() && !file.contains("://"))
 }
 
 /// The code spans of a Markdown text that end on their line, with the line's number from 1. Fenced and
@@ -99,9 +118,15 @@ mod tests {
     }
 
     #[test]
+    fn links_to_files_are_found_without_their_anchors() {
+        let text = "[a](a.md) and [b](../b.md#part)\n[c](https://example.org/) [d](#here)\n";
+        assert_eq!(links(text).collect::<Vec<_>>(), [(1, "a.md"), (1, "../b.md")]);
+    }
+
+    #[test]
     fn paths_into_the_workspace_are_told_from_others() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
-        for path in ["core/extent", "xtask/tidy", "lab/vm/guest", "docs/qcow2.md", "engine/tests"] {
+        for path in ["core/extent", "xtask/tidy", "lab/vm/guest", "docs/jobs.md", "engine/tests"] {
             assert!(is_path(root, path) && exists(root, path), "{path}");
         }
         assert!(is_path(root, "core/no_such_file") && !exists(root, "core/no_such_file"));

@@ -5,7 +5,9 @@
 //! - Unsafe code lives where [`unsafety`] says, and every other crate forbids it.
 //! - A crate depends on lower layers only ([`layers`]).
 //! - The modules of a crate depend on each other without circles ([`circles`]).
-//! - The files and types that the documentation names exist ([`doc_paths`]).
+//! - The files and types that the documentation names exist, and so do the pages that it links ([`doc_paths`]).
+//! - Each dependency has its reason ([`reasons`]).
+//! - ARCHITECTURE.md is a page and docs/ a book for users: [`MAX_ARCHITECTURE`] and [`MAX_DOCS`].
 //!
 //! Every violation is printed with its place; one is enough to fail.
 
@@ -13,6 +15,7 @@ mod banned_words;
 mod circles;
 mod doc_paths;
 mod layers;
+mod reasons;
 mod source_file;
 mod unsafety;
 
@@ -25,9 +28,13 @@ use serde_json::Value;
 use lab_tools::process::stdout_of;
 use lab_tools::workspace::{self, Workspace};
 
-use self::source_file::SourceFile;
+pub(crate) use self::source_file::SourceFile;
 
 const MAX_LINES: usize = 800;
+/// Bytes of ARCHITECTURE.md: it has to be read in one sitting.
+const MAX_ARCHITECTURE: u64 = 8192;
+/// Bytes of all files in docs/, as users get them.
+const MAX_DOCS: u64 = 200_000;
 const LENGTH_LIMITED: &[&str] = &["rs", "md", "py", "sh"];
 
 /// Checks all rules.
@@ -49,6 +56,9 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     violations.extend(layers::check(&packages));
     violations.extend(circles::check(workspace.root(), &packages, &files)?);
     violations.extend(doc_paths::check(workspace.root(), &files));
+    violations.extend(doc_sizes(workspace.root())?);
+    let manifest = workspace.root().join("Cargo.toml");
+    violations.extend(reasons::check(&std::fs::read_to_string(manifest)?));
 
     for violation in &violations {
         eprintln!("{violation}");
@@ -61,7 +71,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
 }
 
 /// All text files that git knows or would add.
-fn source_files(root: &Path) -> Result<Vec<SourceFile>> {
+pub(crate) fn source_files(root: &Path) -> Result<Vec<SourceFile>> {
     let mut list = Command::new("git");
     list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"]);
     list.current_dir(root);
@@ -82,11 +92,29 @@ fn source_files(root: &Path) -> Result<Vec<SourceFile>> {
 
 fn length(file: &SourceFile) -> Option<String> {
     let lines = file.lines();
-    // Made by a program from the command line, and looked up by people.
-    let is_generated = file.path == Path::new("docs/options.md");
-    (lines > MAX_LINES && !is_generated).then(|| {
+    (lines > MAX_LINES).then(|| {
         file.violation(lines, format_args!("{lines} lines, more than {MAX_LINES}: split it"))
     })
+}
+
+/// Documentation that has grown beyond what its readers take in.
+fn doc_sizes(root: &Path) -> Result<Vec<String>> {
+    let mut violations = Vec::new();
+    for (name, limit) in [("ARCHITECTURE.md", MAX_ARCHITECTURE), ("docs", MAX_DOCS)] {
+        let size = size_of(&root.join(name)).with_context(|| format!("cannot read {name}"))?;
+        if size > limit {
+            violations.push(format!("{name}: {size} bytes, more than {limit}"));
+        }
+    }
+    Ok(violations)
+}
+
+/// Bytes of a file, or of all files in a folder.
+fn size_of(path: &Path) -> std::io::Result<u64> {
+    if !path.is_dir() {
+        return Ok(path.metadata()?.len());
+    }
+    std::fs::read_dir(path)?.map(|entry| size_of(&entry?.path())).sum()
 }
 
 fn header(file: &SourceFile) -> Option<String> {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 /// A text file of the checkout.
-pub(super) struct SourceFile {
+pub(crate) struct SourceFile {
     /// Relative to the workspace's root.
     pub path: PathBuf,
     pub text: String,

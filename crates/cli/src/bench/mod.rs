@@ -34,7 +34,7 @@ use testbed::{DISK_SIZE, Testbed};
 /// Arguments of `bench`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// What to measure.
+    /// The question to measure.
     question: Question,
     /// Work in a new file in this folder, or next to this file.
     #[arg(long, value_name = "PATH", default_value = ".")]
@@ -45,7 +45,7 @@ pub struct Arguments {
     /// How long it may take; left out, 120 for all and 30 for a single question.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(2..=86_400))]
     seconds: Option<u64>,
-    /// Write the results as JSON to a file, or instead of the table (docs/bench.schema.json).
+    /// Write the results as JSON to a file, or instead of the table.
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
     /// Write the results, with plots, as a page of HTML to a file.

@@ -4,7 +4,6 @@
 //! the value does. An existing file or block device is written to only when the user says that its
 //! data may be destroyed, and it is locked meanwhile.
 
-use std::fs::File;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +11,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail, ensure};
 use blockhouse_core::{Buffer, Durability, Request};
 use blockhouse_disk::{
-    Access, CacheMode, Disk, ImageFormat, ImageOptions, Options, StateUse, create, open_storage,
+    Access, CacheMode, ImageDisk, ImageFormat, ImageOptions, Options, StateUse, create,
+    open_storage,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
 use rustix::fs::{Mode, OFlags};
@@ -43,11 +43,8 @@ pub struct Target {
 #[derive(Debug)]
 enum TargetKind {
     Folder(TempDir),
-    /// And what keeps a block device from being mounted meanwhile.
-    Existing {
-        path: PathBuf,
-        _held: Option<File>,
-    },
+    /// A file or a block device. The disk that is measured opens a device exclusively, so it is not mounted meanwhile.
+    Existing(PathBuf),
 }
 
 impl Target {
@@ -64,8 +61,7 @@ impl Target {
         if data == ExistingData::Destroyed {
             ensure!(!is_folder, "{}: is a folder; --destroy-data wants a file", path.display());
             kind.with_context(|| format!("{}: cannot be written over", path.display()))?;
-            let held = if is_device { Some(claim_device(path)?) } else { None };
-            return Ok(Self { kind: TargetKind::Existing { path: path.to_owned(), _held: held } });
+            return Ok(Self { kind: TargetKind::Existing(path.to_owned()) });
         }
         if is_device {
             bail!(
@@ -100,8 +96,17 @@ impl Target {
     pub fn folder(&self) -> Option<&Path> {
         match &self.kind {
             TargetKind::Folder(folder) => Some(folder.path()),
-            TargetKind::Existing { .. } => None,
+            TargetKind::Existing(_) => None,
         }
+    }
+
+    /// The folder that the user named, or the file or device that is written over, for people.
+    pub fn place(&self) -> String {
+        let path = match &self.kind {
+            TargetKind::Folder(folder) => folder.path().parent().unwrap_or(folder.path()),
+            TargetKind::Existing(path) => path,
+        };
+        std::path::absolute(path).as_deref().unwrap_or(path).display().to_string()
     }
 
     /// Whether files there can be opened for direct I/O.
@@ -116,9 +121,7 @@ impl Target {
                 let _ = std::fs::remove_file(&probe);
                 opened.is_ok()
             }
-            TargetKind::Existing { path, .. } => {
-                rustix::fs::open(path, flags, Mode::empty()).is_ok()
-            }
+            TargetKind::Existing(path) => rustix::fs::open(path, flags, Mode::empty()).is_ok(),
         }
     }
 
@@ -126,7 +129,7 @@ impl Target {
     pub fn path(&self) -> &Path {
         match &self.kind {
             TargetKind::Folder(folder) => folder.path(),
-            TargetKind::Existing { path, .. } => path,
+            TargetKind::Existing(path) => path,
         }
     }
 
@@ -135,7 +138,7 @@ impl Target {
     ///
     /// # Errors
     /// What the host answers, or that it is time to stop.
-    pub fn new_disk(&self, size: u64, stop: &Stop) -> Result<(Arc<Disk<HostFile>>, CacheMode)> {
+    pub fn new_disk(&self, size: u64, stop: &Stop) -> Result<(Arc<ImageDisk>, CacheMode)> {
         let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
         event_loop.block_on(async {
             let path = match &self.kind {
@@ -144,23 +147,14 @@ impl Target {
                     create(&path, size, ImageFormat::Raw).await?;
                     path
                 }
-                TargetKind::Existing { path, .. } => path.clone(),
+                TargetKind::Existing(path) => path.clone(),
             };
             let (file, cache) = open_direct(&path)?;
-            let disk = Disk::raw(file, Options::default())?;
+            let disk = ImageDisk::raw(file.into(), Options::default())?;
             fill(&disk, size, stop).await?;
             Ok((Arc::new(disk), cache))
         })
     }
-}
-
-/// The kernel refuses this while the device is mounted or used by another exclusive owner.
-fn claim_device(path: &Path) -> Result<File> {
-    let flags = OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC;
-    let device = rustix::fs::open(path, flags, Mode::empty()).with_context(|| {
-        format!("{}: cannot be had alone; is it mounted or in use?", path.display())
-    })?;
-    Ok(device.into())
 }
 
 fn open_direct(path: &Path) -> Result<(HostFile, CacheMode)> {
@@ -176,7 +170,7 @@ fn open_direct(path: &Path) -> Result<(HostFile, CacheMode)> {
 }
 
 /// Data, not holes, which would be read from nowhere and allocated by the writes that are measured.
-async fn fill(disk: &Disk<HostFile>, size: u64, stop: &Stop) -> Result<()> {
+async fn fill(disk: &ImageDisk, size: u64, stop: &Stop) -> Result<()> {
     ensure!(
         disk.size() >= size,
         "{}: has {}, and {} are needed",

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use blockhouse_disk::{CacheMode, Disk};
-use blockhouse_engine::{Engine, EngineChoice, EventLoop, HostFile};
+use blockhouse_disk::{CacheMode, ImageDisk};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 
 use super::device::Device;
 use super::load::{self, Limits, Load, LoopSetup, Sample};
@@ -19,7 +19,7 @@ pub const DISK_SIZE: u64 = 256 << 20;
 /// The disk that is measured, and what its measurements have in common.
 pub struct Testbed {
     /// Made by [`fill`](Self::fill).
-    disk: OnceCell<(Arc<Disk<HostFile>>, CacheMode)>,
+    disk: OnceCell<(Arc<ImageDisk>, CacheMode)>,
     engines: Vec<Engine>,
     device: Option<Device>,
     sample_time: Cell<Duration>,
@@ -56,7 +56,7 @@ impl Testbed {
     ///
     /// # Panics
     /// Before it is filled.
-    pub fn disk(&self) -> &Arc<Disk<HostFile>> {
+    pub fn disk(&self) -> &Arc<ImageDisk> {
         &self.disk.get().expect("measuring begins after the disk is filled").0
     }
 

@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use blockhouse_core::ErrorKind;
+use blockhouse_daemon::size;
 use blockhouse_disk::{
-    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, open, open_snapshot,
+    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links, open, open_snapshot,
 };
 
-use crate::copy_target::{CopyFormats, IfThere, TargetSpec};
+use crate::called_as;
+use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
 use crate::create::wrong_usage;
 use crate::create_options::{self, Setting, Settings};
 use crate::image_opts::{ImageOptsArgs, Named};
@@ -41,12 +43,12 @@ pub struct Arguments {
     #[arg(value_parser = create_options::parse)]
     pub(super) options: Vec<create_options::Settings>,
     /// Make the target an overlay of this file, found from the target's folder: what differs from it is stored.
-    #[arg(long, short = 'B', value_name = "FILE", requires = "backing_format")]
+    #[arg(long, short = 'B', value_name = "FILE")]
     #[arg(value_parser = create_options::parse_backing_file, conflicts_with_all = ["resume", "no_create"])]
     pub(super) backing: Option<Setting>,
     /// The format of that file.
-    #[arg(long, short = 'F', value_name = "FORMAT", requires = "backing")]
-    #[arg(value_parser = create_options::parse_backing_format)]
+    #[arg(long, short = 'F', value_name = "FORMAT")]
+    #[arg(value_parser = create_options::parse_backing_format, conflicts_with_all = ["resume", "no_create"])]
     pub(super) backing_format: Option<Setting>,
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.
     #[arg(long)]
@@ -72,12 +74,21 @@ pub struct Arguments {
     pub(super) force_share: bool,
     #[command(flatten)]
     pub(super) source_cache: SourceCacheArgs,
+    /// Zeros of so many bytes take no space. 0: all is written, also where the source has holes.
+    #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", value_parser = size::parse)]
+    pub(super) sparse: Option<u64>,
+    /// Go on where the source cannot be read: what is lost becomes zeros, and a warning says where.
+    #[arg(long, conflicts_with = "bitmaps")]
+    pub(super) salvage: bool,
     #[command(flatten)]
     habits: Habits,
     #[command(flatten)]
     pub(super) progress: ProgressArgs,
     #[command(flatten)]
     pub(super) image_opts: ImageOptsArgs,
+    /// The target is no path but QEMU's options, as sources are with --image-opts.
+    #[arg(long, hide = true)]
+    pub(super) target_image_opts: bool,
     #[command(flatten)]
     pub(super) open: OpenArgs,
     #[command(flatten)]
@@ -100,9 +111,9 @@ struct Habits {
     /// They are written in any order.
     #[arg(short = 'W', hide = true)]
     out_of_order: bool,
-    /// Zeros take no space.
-    #[arg(short = 'S', hide = true, value_name = "SIZE", value_parser = parse_sparse)]
-    sparse: Option<u64>,
+    /// No host does the copy by itself.
+    #[arg(short = 'C', hide = true, conflicts_with = "salvage")]
+    copy_offloading: bool,
 }
 
 fn parse_cache(name: &str) -> Result<CacheMode, String> {
@@ -127,23 +138,15 @@ pub fn parse_snapshot(text: &str) -> Result<String, String> {
     }
 }
 
-fn parse_sparse(text: &str) -> Result<u64, String> {
-    match blockhouse_daemon::size::parse(text)? {
-        0 => Err("zeros take no space here; for a target of qcow2 that has all of its space say \
-                  -o preallocation=full"
-            .into()),
-        size => Ok(size),
-    }
-}
-
 impl Arguments {
-    /// What the target is to be, for a disk of `size` bytes.
-    pub(super) fn target_spec(
-        &self,
+    /// The target to make, for a disk of `size` bytes with the content of `sources`.
+    pub(super) fn target_spec<'a>(
+        &'a self,
         format: ImageFormat,
         settings: Vec<Setting>,
         size: u64,
-    ) -> TargetSpec<'_> {
+        sources: &'a [Arc<ImageDisk>],
+    ) -> TargetSpec<'a> {
         TargetSpec {
             path: &self.target,
             format,
@@ -155,6 +158,28 @@ impl Arguments {
             compress: self.compress,
             cache: self.cache,
             open: &self.open,
+            sources: sources.iter().map(Arc::as_ref).collect(),
+        }
+    }
+
+    /// Finds out where the target is and which format it gets, however it was named.
+    ///
+    /// # Errors
+    /// As [`ImageOptsArgs::resolve_to_change`].
+    pub(super) fn resolve_target(&mut self) -> Result<()> {
+        let names = ImageOptsArgs::if_used(self.target_image_opts);
+        let named = names.resolve_to_change(&self.target, self.formats.format)?;
+        self.formats.format = named.format;
+        self.target = behind_links(&named.path);
+        Ok(())
+    }
+
+    /// How the copy is made.
+    pub(super) fn how(&self) -> How {
+        How {
+            compress: self.compress,
+            writes_zeros: self.sparse == Some(0),
+            salvages: self.salvage,
         }
     }
 
@@ -164,7 +189,7 @@ impl Arguments {
             () if self.target_is_zero => IfThere::OverwriteZeros,
             () if self.no_create => IfThere::Overwrite,
             () if self.resume => IfThere::Resume,
-            () if self.force => IfThere::Replace,
+            () if self.force || called_as::is_qemu_img() => IfThere::Replace,
             () => IfThere::Fail,
         }
     }
@@ -184,8 +209,8 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
     if format != ImageFormat::Qcow2 && arguments.bitmaps {
         wrong_usage("only qcow2 images have bitmaps (--bitmaps); say --format qcow2");
     }
-    if format == ImageFormat::Raw && !settings.is_empty() {
-        wrong_usage("raw images have no options (-o, -B); say --format qcow2");
+    if format == ImageFormat::Raw {
+        create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
     }
     if arguments.compress && settings.contains(&Setting::EncryptLuks) {
         wrong_usage("compressed clusters (-c) are not encrypted: leave one of the two out");
@@ -222,10 +247,10 @@ pub(super) async fn open_sources(arguments: &Arguments) -> Result<Vec<Arc<ImageD
 
 async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> {
     let Arguments { formats, snapshot, .. } = arguments;
-    let Named { path, format, is_shared, .. } =
-        arguments.image_opts.resolve(source, formats.source_format)?;
+    let Named { path, format, part, is_shared, .. } =
+        arguments.image_opts.resolve_to_read(source, formats.source_format)?;
     let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, ..arguments.open.read_only(format)? };
+    let options = ImageOptions { locking, part, ..arguments.open.read_image(&path, format)? };
     let options = arguments.source_cache.apply(options);
     let opened = match snapshot {
         None => open(&path, options).await,

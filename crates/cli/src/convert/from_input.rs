@@ -5,10 +5,11 @@
 //! another format are copied only where `-f raw` says that they are meant.
 
 use std::io;
+use std::os::fd::AsFd;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{Buffer, Error, ToolProgress};
-use blockhouse_disk::{ImageFormat, STREAM_PIECE, StreamOptions, copy_stream};
+use blockhouse_disk::{ImageFormat, STREAM_PIECE, StreamOptions, check_apart_from, copy_stream};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::probe;
 use futures_util::stream;
@@ -34,9 +35,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     // Before there is a target that would have to be removed.
     let input = event_loop.block_on(begin(arguments))?;
-    let spec = arguments.target_spec(format, settings, 0);
+    let spec = arguments.target_spec(format, settings, 0, &[]);
     let spec = crate::copy_target::TargetSpec { can_resume: false, ..spec };
     let target = event_loop.block_on(spec.build())?;
+    check_apart_from(&target.disk, io::stdin().as_fd(), INPUT)?;
     arguments.rate.apply(&target.disk);
     let progress = ToolProgress::default();
     progress.begin(known_length().unwrap_or(0));
@@ -62,9 +64,7 @@ fn refuse(arguments: &Arguments, format: ImageFormat, settings: &[Setting]) {
         wrong_usage("a raw disk on standard input has no snapshots, bitmaps or options");
     }
     if arguments.if_there() == IfThere::Resume {
-        wrong_usage(
-            "what came from a pipe cannot be gone on with: run the command again without --resume",
-        );
+        wrong_usage("a copy from a pipe cannot be resumed: run the command again without --resume");
     }
     if format == ImageFormat::Luks && arguments.if_there() != IfThere::Overwrite {
         wrong_usage(

@@ -21,7 +21,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 pub use arguments::{Arguments, parse_snapshot};
 use arguments::{open_sources, settings};
 
-use crate::copy_target::Target;
+use crate::copy_target::{How, Target};
 use crate::create::wrong_usage;
 use crate::create_options::{self, Settings};
 use crate::output;
@@ -40,6 +40,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         return output::print(create_options::HELP);
     }
     arguments.target = arguments.sources.pop().unwrap_or_default();
+    arguments.resolve_target()?;
     if arguments.sources.is_empty() {
         wrong_usage("both a source and a target are needed");
     }
@@ -66,13 +67,13 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
     };
     let size = sources.iter().try_fold(0_u64, |sum, source| sum.checked_add(source.size()));
     let Some(size) = size else { bail!("the sources are longer than a disk can be") };
-    let spec = arguments.target_spec(format, settings, size);
+    let spec = arguments.target_spec(format, settings, size, &sources);
     let target = event_loop.block_on(spec.build())?;
     arguments.rate.apply(&target.disk);
     let whole =
         |source: &Arc<ImageDisk>| (Arc::clone(source), ByteRange::between(0, source.size()));
     let parts = sources.iter().map(whole).collect();
-    let copied = copy(&progress, parts, &target, arguments.compress);
+    let copied = copy(&mut event_loop, &progress, parts, &target, arguments.how());
     event_loop.block_on(async {
         let copied = match (copied, sources.first()) {
             (Ok(()), Some(source)) => copy_bitmaps(source, &target.disk, &bitmaps).await,
@@ -124,22 +125,36 @@ async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]
 /// # Errors
 /// What a storage answers.
 pub fn copy(
+    event_loop: &mut EventLoop,
     progress: &Progress,
     parts: Vec<(Arc<ImageDisk>, ByteRange)>,
     target: &Target,
-    compress: bool,
+    how: How,
 ) -> Result<()> {
     let threads = default_threads();
     let options = CopyOptions {
         target_content: target.content,
-        compress,
+        compress: how.compress,
         max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
     };
-    let copying = CopyJob::of_parts(parts, Arc::clone(&target.disk), options)?;
+    let mut copying = CopyJob::of_parts(parts, Arc::clone(&target.disk), options)?;
+    if how.writes_zeros {
+        copying = copying.writing_zeros();
+    }
+    if how.salvages {
+        copying = copying.salvaging();
+    }
     run_parallel(
+        event_loop,
         progress,
         threads,
         || async { Ok(copying.work().await?) },
         || (copying.progress().done, copying.progress().total),
-    )
+    )?;
+    if copying.lost() > 0 {
+        let name = target.disk.name();
+        let lost = copying.lost();
+        output::tell(&format!("blockhouse: {name}: {lost} bytes could not be read, and are zeros"));
+    }
+    Ok(())
 }

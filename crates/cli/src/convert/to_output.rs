@@ -6,16 +6,16 @@
 use std::io::IsTerminal;
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use blockhouse_core::{Buffer, ByteRange, Request, ToolProgress};
 use blockhouse_disk::{ImageDisk, ImageFormat};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use futures_util::stream::{self, StreamExt};
 
 use super::arguments::{Arguments, open_sources};
-use crate::copy_target::IfThere;
+use crate::copy_target::{IfThere, tell_of_sectors};
 use crate::create::wrong_usage;
-use crate::output::ReaderGone;
+use crate::output::end_by_sigpipe;
 use crate::pipe::{Reader, write_standard_output};
 use crate::progress::Progress;
 
@@ -30,6 +30,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let shown = Progress::start(arguments.progress)?.beside_output();
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let sources = event_loop.block_on(open_sources(arguments))?;
+    sources.iter().for_each(|source| tell_of_sectors(source));
     let progress = ToolProgress::default();
     progress.begin(sources.iter().map(|source| source.size()).sum());
     let work = || event_loop.block_on(write(&sources, &progress));
@@ -75,7 +76,8 @@ async fn write(sources: &[Arc<ImageDisk>], progress: &ToolProgress) -> Result<()
     let written = output.finish();
     outcome?;
     match written {
-        Err(error) if is_broken_pipe(&error) => bail!(error.context(ReaderGone)),
+        // A part of the disk is no disk.
+        Err(error) if is_broken_pipe(&error) => end_by_sigpipe(),
         written => written,
     }
 }

@@ -14,7 +14,7 @@ pub(super) enum BackupAction {
     Begin(Begin),
     /// Serve the disks of a backup no longer. The bitmaps that it has begun stay.
     End {
-        /// The backup's name, as `backup list` tells it.
+        /// The backup's name, as `backup list` shows it.
         backup: String,
     },
     /// Tell which backups have begun, where their disks are served, and what their scratch files take.
@@ -33,7 +33,9 @@ pub(super) struct Begin {
     /// Begin this bitmap on each disk at that moment, for the next increment.
     #[arg(long, value_name = "NAME")]
     bitmap: Option<String>,
-    /// Tell clients what has changed since this bitmap was begun: the metadata context qemu:dirty-bitmap:NAME.
+    /// Tell clients what has changed since this bitmap was begun: the metadata context
+    /// qemu:dirty-bitmap:NAME. A disk that has no such bitmap, where another one has it, comes in
+    /// full.
     #[arg(long, value_name = "NAME")]
     since: Option<String>,
     /// The folder of the scratch files, which take what guests overwrite meanwhile. Left out: that of each disk's image.
@@ -43,7 +45,7 @@ pub(super) struct Begin {
     /// many as its disk has.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     scratch_size: Option<u64>,
-    /// What to call the backup, unlike all others. Left out: any name.
+    /// The new backup's name, unlike all others. Left out: any name.
     #[arg(long, value_name = "NAME")]
     backup: Option<String>,
 }

@@ -13,12 +13,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use backup::BackupAction;
 use bitmap::BitmapAction;
-use blockhouse_daemon::control::Connection;
+use blockhouse_daemon::control::{Connection, RpcError};
 use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
 use params::{absolute, absolute_image, add_given};
 use serde_json::{Map, Value, json};
 
+use crate::block_size_args::BlockSizeArgs;
 use crate::output;
 
 /// Arguments of `ctl`.
@@ -58,7 +59,7 @@ enum Action {
     },
     /// Serve a disk at an address no longer: its clients end.
     Unexport {
-        /// The address, as `exports` tells it.
+        /// The address, as `exports` shows it.
         address: String,
     },
     /// Make a disk read-only while it is served, or writable again.
@@ -124,18 +125,17 @@ enum Action {
     },
     /// Tell which jobs there are, and how far they are.
     Jobs,
-    /// Copy a disk to another image while its guest goes on; the job that does it is completed by `job NAME complete`.
+    /// Copy a disk to another image while its guest runs: a job, which `job NAME complete` completes.
     Mirror(Mirror),
-    /// Copy what a disk's image has into its backing file while its guest goes on; the job that does it is completed by
-    /// `job NAME complete`, and then the guest goes on with the backing file. Other images over the same backing file are
-    /// spoilt.
+    /// Copy the data of a disk's image into its backing file while its guest runs: a job, which `job NAME complete`
+    /// completes. Then the guest continues on the backing file. Other images over the same backing file are spoilt.
     Commit(Commit),
-    /// Copy what a disk's image leaves to its backing file into the image while its guest goes on, and detach the backing file:
+    /// Copy what a disk's image leaves to its backing file into the image while its guest runs, and detach the backing file:
     /// the image stands alone then.
     Stream(Stream),
     /// Tell a job what to do.
     Job {
-        /// The job's name, as `jobs` tells it.
+        /// The job's name, as `jobs` shows it.
         name: String,
         #[command(subcommand)]
         action: JobAction,
@@ -164,7 +164,7 @@ enum Action {
 struct Open {
     /// The image.
     path: PathBuf,
-    /// What it is called, unlike all others. Left out: the name of the image's file.
+    /// The disk's name, unlike all others. Left out: the name of the image's file.
     #[arg(long)]
     name: Option<String>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
@@ -176,16 +176,18 @@ struct Open {
     /// Refuse all writes.
     #[arg(long, short)]
     read_only: bool,
-    /// What a guest's discards do: unmap or ignore.
+    /// The effect of a guest's discards: unmap or ignore.
     #[arg(long)]
     discard: Option<String>,
-    /// What becomes of writes of nothing but zeros: off, on or unmap.
+    /// Writes of nothing but zeros: off, on or unmap.
     #[arg(long)]
     detect_zeroes: Option<String>,
+    #[command(flatten)]
+    block_sizes: BlockSizeArgs,
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, so many bytes a second (20M; 0: no limit), and
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (20M; 0: no limit), and
     /// detach the backing file.
     #[arg(long, value_name = "RATE", value_parser = size::parse)]
     prefetch: Option<u64>,
@@ -240,7 +242,7 @@ struct Background {
     /// The most bytes a second that are copied in the background: 100M, 1G.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     speed: Option<u64>,
-    /// What to call the job, unlike all others. Left out: any name.
+    /// The new job's name, unlike all others. Left out: any name.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
 }
@@ -268,9 +270,9 @@ struct Stream {
 
 #[derive(clap::Subcommand)]
 enum JobAction {
-    /// Wait until it has its result, and end it: the guest goes on with the target.
+    /// Wait until it has its result, and end it: the guest continues on the target.
     Complete {
-        /// The guest goes on with the target on another host: the disk refuses all changes from then on.
+        /// The guest continues on another host: the disk refuses all changes from then on.
         #[arg(long)]
         hand_over: bool,
     },
@@ -301,7 +303,7 @@ enum SnapshotAction {
     Create {
         /// The disk's name.
         disk: String,
-        /// What to call it: 1 to 255 bytes, unlike all others.
+        /// The new name: 1 to 255 bytes, unlike all others.
         name: String,
     },
     /// Delete a snapshot.
@@ -317,7 +319,7 @@ enum SnapshotAction {
         disk: String,
         /// The snapshot's name, or its id.
         name: String,
-        /// What to call it from now on.
+        /// The new name.
         new_name: String,
     },
 }
@@ -331,12 +333,29 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
     let is_call = matches!(action, Action::Call { .. });
     let (method, params) = action.request(&mut server)?;
-    let result = server.call(&method, params)?;
+    let result = server.call(&method, params);
+    let result = result.map_err(|error| if is_call { error } else { in_words_of_people(error) })?;
     let text = match json || is_call {
         true => format!("{result:#}"),
         false => tables::show(&method, &result),
     };
     if text.is_empty() { Ok(()) } else { output::print(&text) }
+}
+
+/// An error of the server that names commands in place of methods.
+fn in_words_of_people(error: anyhow::Error) -> anyhow::Error {
+    const WORDS: [(&str, &str); 7] = [
+        ("'disk.list'", "'ctl SOCKET disks'"),
+        ("'export.list'", "'ctl SOCKET exports'"),
+        ("'job.list'", "'ctl SOCKET jobs'"),
+        ("'backup.list'", "'ctl SOCKET backup list'"),
+        ("'limit.get'", "'ctl SOCKET limits'"),
+        ("'bitmap.list'", "'ctl SOCKET bitmap list DISK'"),
+        ("'server.version'", "'ctl SOCKET version'"),
+    ];
+    let Some(RpcError { message, .. }) = error.downcast_ref() else { return error };
+    let replace = |text: String, (method, words): &(&str, &str)| text.replace(method, words);
+    anyhow::Error::msg(WORDS.iter().fold(message.clone(), replace))
 }
 
 /// Prints events until the server ends.
@@ -345,7 +364,7 @@ fn follow(server: &mut Connection, events: Vec<String>, json: bool) -> Result<()
     server.call("event.subscribe", json!({ "events": wanted }))?;
     loop {
         let event = server.next_event()?;
-        output::print(&if json { event.to_string() } else { tables::event(&event) })?;
+        output::print_of_stream(&if json { event.to_string() } else { tables::event(&event) })?;
     }
 }
 
@@ -358,6 +377,7 @@ impl Action {
             Self::Open(open) => ("disk.open", open.params()?),
             Self::Close { disk, force } => ("disk.close", json!({ "disk": disk, "force": force })),
             Self::Export { disk, address } => {
+                tell_of_kind(&address);
                 ("export.add", json!({ "disk": disk, "export": absolute_export(&address)? }))
             }
             Self::Unexport { address } => ("export.remove", json!({ "export": address })),
@@ -485,6 +505,9 @@ impl Open {
             ("cache", self.cache.map(Value::from)),
             ("discard", self.discard.map(Value::from)),
             ("detect-zeroes", self.detect_zeroes.map(Value::from)),
+            ("logical-block-size", self.block_sizes.logical_block_size.map(Value::from)),
+            ("physical-block-size", self.block_sizes.physical_block_size.map(Value::from)),
+            ("discard-granularity", self.block_sizes.discard_granularity.map(Value::from)),
             ("copy-on-read", self.copy_on_read.then(|| true.into())),
             ("prefetch", self.prefetch.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),
@@ -510,6 +533,15 @@ fn parse_switch(text: &str) -> Result<bool, String> {
 
 fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not an object of JSON: {error}"))
+}
+
+/// Says what a path without a scheme means: a program of NBD could not use it.
+fn tell_of_kind(address: &str) {
+    if !address.contains("://") && !output::is_quiet() {
+        output::tell(&format!(
+            "blockhouse: {address}: a socket of vhost-user-blk; one of NBD is nbd+unix:///?socket=PATH"
+        ));
+    }
 }
 
 /// An address with a whole path: a URI has one, or the server says that it has not.

@@ -23,7 +23,12 @@ pub fn show(method: &str, result: &Value) -> String {
                     path,
                 ]
             };
-            table(["DISK", "FORMAT", "SIZE", "ACCESS", "PATH"], result, row)
+            let waits = result.as_array().into_iter().flatten();
+            let waits = waits.filter(|disk| !disk["waits"].is_null());
+            let waits =
+                waits.map(|disk| format!("{}: {}", text(&disk["disk"]), text(&disk["waits"])));
+            let disks = table(["DISK", "FORMAT", "SIZE", "ACCESS", "PATH"], result, row);
+            std::iter::once(disks).chain(waits).collect::<Vec<_>>().join("\n")
         }
         "export.list" => {
             let row = |export: &Value| {
@@ -72,6 +77,7 @@ pub fn show(method: &str, result: &Value) -> String {
         "disk.resize" => {
             format!("{} -> {}", bytes(&result["old-size"]), bytes(&result["size"]))
         }
+        "server.version" => version(result),
         "server.reload" => reloaded(result),
         "limit.get" => {
             let row = |disk: &Value| {
@@ -86,6 +92,21 @@ pub fn show(method: &str, result: &Value) -> String {
         }
         _ => format!("{result:#}"),
     }
+}
+
+/// The version first, then what the server can do.
+fn version(result: &Value) -> String {
+    let list = |key: &str| {
+        let names = result[key].as_array().into_iter().flatten().map(text);
+        names.collect::<Vec<_>>().join(" ")
+    };
+    let (version, protocol) = (text(&result["version"]), text(&result["protocol"]));
+    format!(
+        "version  {version}\nprotocol {protocol}\nsandbox  {}\nmethods  {}\nevents   {}",
+        text(&result["sandbox"]),
+        list("methods"),
+        list("events")
+    )
 }
 
 fn jobs(result: &Value) -> String {
@@ -118,7 +139,12 @@ fn begun(result: &Value) -> String {
         text(&result["pause-us"])
     );
     let lines = exports.map(|export| format!("ready {}", text(export)));
-    std::iter::once(heading).chain(lines).collect::<Vec<_>>().join("\n")
+    let disks = result["disks"].as_array().into_iter().flatten();
+    let full = disks.filter(|disk| !result["since"].is_null() && disk["since"].is_null());
+    let full = full.map(|disk| {
+        format!("in full {}: it has no bitmap {}", text(&disk["disk"]), text(&result["since"]))
+    });
+    std::iter::once(heading).chain(lines).chain(full).collect::<Vec<_>>().join("\n")
 }
 
 fn backups(result: &Value) -> String {
@@ -150,15 +176,18 @@ fn backups(result: &Value) -> String {
 fn bitmaps(result: &Value) -> String {
     let row = |bitmap: &Value| {
         let state = match (&bitmap["inconsistent"], &bitmap["recording"]) {
-            (Value::Bool(true), _) => "inconsistent",
-            (_, Value::Bool(true)) => "enabled",
-            _ => "disabled",
+            (Value::Bool(true), _) => match bitmap["lacks-changes-since"].as_u64() {
+                Some(since) => format!("lacks changes since {}", snapshot_list::date(since)),
+                None => "inconsistent".into(),
+            },
+            (_, Value::Bool(true)) => "enabled".into(),
+            _ => "disabled".into(),
         };
         let changed = match bitmap["count"].is_null() {
             true => "-".into(),
             false => bytes(&bitmap["count"]),
         };
-        [text(&bitmap["name"]), bytes(&bitmap["granularity"]), state.into(), changed]
+        [text(&bitmap["name"]), bytes(&bitmap["granularity"]), state, changed]
     };
     table(["NAME", "GRANULARITY", "STATE", "CHANGED"], result, row)
 }

@@ -50,8 +50,8 @@ fn exit_status(path: &str) -> Roff {
     let rows: &[(&str, &str)] = match path {
         "check" => &[
             ("0", "No errors were found, or all were repaired."),
-            ("1", "The check could not be made."),
-            ("2", "The image is corrupt, or the command line is wrong."),
+            ("1", "The check could not be made, or the command line is wrong."),
+            ("2", "The image is corrupt."),
             ("3", "The image has leaked clusters, and no other errors."),
             ("63", "The format has nothing to check."),
         ],

@@ -8,11 +8,12 @@
 //! | --- | --- |
 //! | `man/blockhouse.1`, `man/blockhouse-serve.1`, ... | a man page for each command |
 //! | `completions/blockhouse.bash`, `_blockhouse`, `blockhouse.fish` | completions for bash, zsh, fish |
-//! | `options.md` | the option reference (docs/options.md) |
-//! | `control.schema.json` | the schema of the control socket (docs/control.schema.json) |
+//! | `options.md` | the option reference |
+//! | `control.schema.json` | the schema of the control socket |
 
 mod man;
 mod options;
+mod values;
 
 use std::ffi::OsString;
 use std::fs;
@@ -78,7 +79,8 @@ fn without_hidden(command: &Command) -> Command {
     if let Some(about) = command.get_about() {
         copy = copy.about(about.clone());
     }
-    copy.args(command.get_arguments().filter(shown))
+    let arguments = command.get_arguments().filter(shown);
+    copy.args(arguments.map(|argument| values::complete(argument, command)))
         .subcommands(command.get_subcommands().map(without_hidden))
 }
 

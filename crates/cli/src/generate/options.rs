@@ -12,7 +12,7 @@ pub(super) fn reference(command: &Command) -> String {
     let mut page = String::from(
         "# Options\n\n\
          Every command with its arguments and options, as `--help` has them. This page is made from the definition of the\n\
-         command line by `cargo xtask options`; a test compares them.\n",
+         command line.\n",
     );
     add(command, "", &mut page);
     page

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use blockhouse_daemon::LoopOptions;
 use blockhouse_daemon::config::{Config, default_queues};
+use blockhouse_daemon::control_socket::ControlSocket;
 use blockhouse_daemon::disk_options::{check_bitmaps, check_filling};
 use blockhouse_daemon::limit_options::DiskThrottle;
 use blockhouse_daemon::limits::{self, LimitArgument};
@@ -24,18 +25,20 @@ use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 
-use crate::create::whole_sectors;
-use crate::open_args::{AllowPathArgs, KeyArgs, state_setup};
+use crate::block_size_args::BlockSizeArgs;
+use crate::create::{whole_sectors, wrong_usage};
+use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 41] = [
+const OTHER_OPTIONS: [&str; 46] = [
     "images",
     "format",
     "create",
     "name",
     "nbd",
+    "socket",
     "vhost_user_blk",
     "ublk",
     "limits",
@@ -66,10 +69,14 @@ const OTHER_OPTIONS: [&str; 41] = [
     "bitmap",
     "discard",
     "detect_zeroes",
+    "logical_block_size",
+    "physical_block_size",
+    "discard_granularity",
     "copy_on_read",
     "prefetch",
     "allow_path",
     "allow_remote",
+    "no_references",
     "key_file",
     "passphrase_file",
 ];
@@ -81,17 +88,6 @@ pub struct Arguments {
     /// after its file unless --name says otherwise.
     #[arg(required_unless_present = "config", value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
-    #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
-    format: Option<ImageFormat>,
-    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    create: Option<u64>,
-    /// The export's name, where the URI has none. Left out, clients need none. For several images, give
-    /// one for each, in their order.
-    #[arg(long)]
-    name: Vec<String>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or nbds+unix://. May be
     /// repeated. Left out, a Unix socket named after the image, in a folder of this user.
     ///
@@ -101,12 +97,14 @@ pub struct Arguments {
     /// passed socket with its address; without any URI all passed sockets serve all images.
     #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
     pub(super) nbd: Vec<NbdUri>,
+    #[command(flatten)]
+    habits: NbdHabits,
     /// Serve the image to a virtual machine's vhost-user-blk device at this Unix socket. May be
     /// repeated; several images need one socket each, in their order, whatever their names.
     ///
     /// The machine's memory must be shared, and be a memfd or on tmpfs or hugetlbfs (QEMU: -object
     /// memory-backend-memfd,share=on). A raw image or block device that became longer is served with its
-    /// new size after SIGHUP, and the guest is told.
+    /// new size after SIGHUP, and the guest sees it.
     #[arg(long, value_name = "SOCKET")]
     pub(super) vhost_user_blk: Vec<PathBuf>,
     /// Serve the image to this host, as the block device /dev/ublkbN: N is ID, or the lowest free number. May be repeated;
@@ -114,11 +112,39 @@ pub struct Arguments {
     ///
     /// Needs the kernel's driver (modprobe ublk_drv, Linux 6.5 or later), root's rights and io_uring. The device goes when
     /// the server ends, so unmount what is on it first. If the server is killed, the device stays, and whatever uses it
-    /// waits: start the server again with the same image and ID, and it goes on, requests in flight among them.
+    /// waits: start the server again with the same image and ID, and it continues, requests in flight included.
     /// docs/ublk.md has the details.
     #[arg(long, value_name = "ID", num_args = 0..=1, default_missing_value = "any", value_parser = ValueParser::new(str::parse::<UblkId>))]
     pub(super) ublk: Vec<UblkId>,
-    /// What NBD clients may take, and what disks may do in a second, as KEY=VALUE,... May be repeated. Times are in
+    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
+    /// only read; otherwise raw).
+    #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
+    format: Option<ImageFormat>,
+    /// Refuse all writes.
+    #[arg(long, short)]
+    read_only: bool,
+    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    create: Option<u64>,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe.
+    #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
+    cache: CacheMode,
+    /// Take requests of this user at this Unix socket while the images are served: blockhouse ctl SOCKET, blockhouse
+    /// snapshot --control SOCKET, blockhouse upgrade --control SOCKET.
+    ///
+    /// Options follow the path: mode=0660 and group=GROUP let others connect, read-only answers only what changes nothing,
+    /// and methods=disk.list+snapshot.* answers these methods only (docs/control.md). A comma in the path is written twice.
+    #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
+    control: Option<ControlSocket>,
+    /// Serve in the background: return when everything listens, with the lines that say where, and leave the server
+    /// running. Its later warnings go nowhere: a service (docs/operations.md) keeps them. See --pid-file.
+    #[arg(long)]
+    pub(super) fork: bool,
+    /// The export's name, where the URI has none. Left out, clients need none. For several images, give
+    /// one for each, in their order.
+    #[arg(long)]
+    name: Vec<String>,
+    /// Limits on NBD clients, and on what disks do in a second, as KEY=VALUE,... May be repeated. Times are in
     /// seconds or have a unit (500ms, 5m, 2h).
     ///
     /// Clients: clients=256: connections at once; when all are taken, clients that hold many make room for those that
@@ -135,67 +161,35 @@ pub struct Arguments {
     /// them for itself. All that is given holds at once. Flushes are not limited. docs/limits.md has the details.
     #[arg(long = "limit", value_name = "KEY=VALUE,...", value_parser = ValueParser::new(limits::parse))]
     limits: Vec<LimitArgument>,
+    /// Let NBD clients ask what has changed since this persistent bitmap of the image was added or cleared: the metadata
+    /// context qemu:dirty-bitmap:NAME. May be repeated; of several images each must have all of them.
+    ///
+    /// An enabled bitmap changes while the image is written: a client sees all changes that were acknowledged before it
+    /// asked. docs/backup.md says how a backup gets a point in time.
+    #[arg(long, short = 'B', value_name = "NAME")]
+    bitmap: Vec<String>,
     #[command(flatten)]
     tls: TlsArgs,
-    /// Take requests of this user at this Unix socket while the images are served: blockhouse snapshot
-    /// --control SOCKET, blockhouse upgrade --control SOCKET.
-    #[arg(long, value_name = "SOCKET")]
-    control: Option<PathBuf>,
-    /// The mode of all Unix sockets that the server binds, octal like 0660: of NBD and vhost-user-blk, and of --control and
-    /// --metrics, too. At no moment is one open to others. Left out, those of --control and --metrics are for this user
-    /// alone, and the others as the umask says.
-    #[arg(long, value_name = "MODE")]
-    socket_mode: Option<SocketMode>,
-    /// The group of these sockets, by its name or number; this user must be a member. Without --socket-mode the mode is
-    /// 0660.
-    #[arg(long, value_name = "GROUP")]
-    socket_group: Option<GroupName>,
-    /// Write the process id to this file when everything listens; it is removed at the end.
-    #[arg(long, value_name = "FILE")]
-    pid_file: Option<PathBuf>,
-    /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here: 127.0.0.1:PORT, or unix:PATH for
-    /// this user alone (see --socket-mode).
-    ///
-    /// They are at /metrics, and as JSON at /metrics.json. docs/metrics.md says what each one means.
-    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH", value_parser = ValueParser::new(str::parse::<MetricsAddress>))]
-    metrics: Option<MetricsAddress>,
-    /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
-    /// Left out, one for each processor.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
-    queues: Option<u16>,
-    /// How file operations are done: auto, io_uring, linux-aio or threads.
-    #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
-    engine: EngineChoice,
-    /// The host's cache: none, writeback, writethrough, directsync or unsafe.
-    #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
-    cache: CacheMode,
-    /// How many threads serve; each connection, and each queue of a guest, stays on one.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
-    workers: u16,
-    /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 = never.
-    #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
-    poll_max_us: u32,
-    /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up for
-    /// each request: on or off. Other engines have no such table.
-    #[arg(long, default_value = "off", value_parser = parse_fixed_files)]
-    fixed_files: FixedFiles,
-    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price of a
-    /// busy processor while requests are under way: on or off.
-    ///
-    /// Needs io_uring, --cache none or directsync, and images on disks with queues for it (nvme or
-    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for; writes only
-    /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
-    #[arg(long, default_value = "off", value_parser = parse_io_poll)]
-    io_poll: IoPoll,
-    /// Whether the memory of vhost-user-blk guests is registered with io_uring, which spares the kernel
-    /// to look its pages up for each request: on or off. Other engines know of no such thing.
-    ///
-    /// Registered memory is pinned: what a balloon, free page reporting or virtio-mem takes from the guest
-    /// does not go back to the host, and is not used rightly if the guest gets it again. It counts against
-    /// RLIMIT_MEMLOCK once for each worker; beyond that the guest is served without, and so are requests
-    /// that --io-poll polls for.
-    #[arg(long, default_value = "off", value_parser = parse_register_memory)]
-    register_memory: RegisteredMemory,
+    /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
+    #[arg(long, value_name = "NAME")]
+    snapshot: Option<String>,
+    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does nothing.
+    #[arg(long, default_value = "unmap", value_parser = parse_discard)]
+    discard: Discard,
+    /// Writes of nothing but zeros: off writes them, on stores that the range is zero,
+    /// unmap also gives its space back to the host.
+    #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
+    detect_zeroes: DetectZeroes,
+    #[command(flatten)]
+    block_sizes: BlockSizeArgs,
+    /// Store what is read from the image's backing file in the image, so that each cluster is fetched once: for a backing file
+    /// that is far away (docs/jobs.md).
+    #[arg(long)]
+    copy_on_read: bool,
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (20M; 0: no limit), and
+    /// detach the backing file when the image has all of it.
+    #[arg(long, value_name = "RATE", value_parser = size::parse)]
+    prefetch: Option<u64>,
     /// Where the server keeps what outlives its process: a directory in memory (tmpfs) of this user alone, made
     /// if it is missing. off keeps nothing.
     ///
@@ -207,73 +201,99 @@ pub struct Arguments {
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
     #[command(flatten)]
-    allow: AllowPathArgs,
+    references: ReferenceArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Refuse all writes.
-    #[arg(long, short)]
-    read_only: bool,
-    /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
-    #[arg(long, value_name = "NAME")]
-    snapshot: Option<String>,
-    /// Let NBD clients ask what has changed since this persistent bitmap of the image was added or cleared: the metadata
-    /// context qemu:dirty-bitmap:NAME. May be repeated; of several images each must have all of them.
+    /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and options. SIGHUP and
+    /// 'blockhouse ctl SOCKET reload' read it again: removed disks are closed, new ones are opened, and the rest
+    /// is not touched.
+    #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
+    config: Option<PathBuf>,
+    /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here: 127.0.0.1:PORT, or unix:PATH for
+    /// this user alone, or for more by unix:PATH,mode=0660,group=GROUP.
     ///
-    /// A bitmap that is enabled goes on to change while the image is written: a client is told of all changes that were
-    /// acknowledged before it asked. docs/backup.md says how a backup gets a point in time.
-    #[arg(long, short = 'B', value_name = "NAME")]
-    bitmap: Vec<String>,
-    /// What a guest's discards do: unmap gives the space back to the host, ignore does nothing.
-    #[arg(long, default_value = "unmap", value_parser = parse_discard)]
-    discard: Discard,
-    /// What becomes of writes of nothing but zeros: off writes them, on stores that the range is zero,
-    /// unmap also gives its space back to the host.
-    #[arg(long, default_value = "off", value_parser = parse_detect_zeroes)]
-    detect_zeroes: DetectZeroes,
-    /// Store what is read from the image's backing file in the image, so that each cluster is fetched once: for a backing file
-    /// that is far away (docs/jobs.md).
-    #[arg(long)]
-    copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, so many bytes a second (20M; 0: no limit), and
-    /// detach the backing file when the image has all of it.
-    #[arg(long, value_name = "RATE", value_parser = size::parse)]
-    prefetch: Option<u64>,
+    /// They are at /metrics, as JSON at /metrics.json, and on a page for a browser at /. docs/metrics.md says what each
+    /// one means.
+    #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH", value_parser = ValueParser::new(str::parse::<MetricsAddress>))]
+    metrics: Option<MetricsAddress>,
+    /// Write the process id to this file when everything listens; it is removed at the end.
+    #[arg(long, value_name = "FILE")]
+    pid_file: Option<PathBuf>,
+    /// The mode of the Unix sockets of guests, octal like 0660: of NBD and vhost-user-blk. At no moment is one open to
+    /// others. Left out, as the umask says. The sockets of --control and --metrics have modes of their own.
+    #[arg(long, value_name = "MODE")]
+    socket_mode: Option<SocketMode>,
+    /// The group of these sockets, by its name or number; this user must be a member. Without --socket-mode the mode is
+    /// 0660.
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<GroupName>,
     /// Become this user, by name or number, once everything is open: images and sockets are opened by the user who starts
-    /// the server, mostly root. Supplementary groups are given up.
+    /// the server, mostly root. It leaves its supplementary groups.
     ///
     /// Unix sockets are this user's then, and so is the state directory: /dev/shm/blockhouse-UID if --state is left out.
-    /// What is read again later (TLS), opened later, or removed at the end, is so by this user's rights.
+    /// Files that are read again (TLS), opened later, or removed at the end need this user's rights.
     #[arg(long, value_name = "NAME|UID", value_parser = ValueParser::new(str::parse::<UserName>))]
     user: Option<UserName>,
     /// With --user, become this group; left out, the user's.
     #[arg(long, value_name = "NAME|GID", value_parser = ValueParser::new(str::parse::<GroupName>))]
     group: Option<GroupName>,
-    /// Whether the server gives up what it needs no more once everything is open: on or off.
+    /// Whether the server confines itself once everything is open: on or off.
     ///
     /// In its sandbox it makes only the system calls that serving takes, executes nothing, makes no new rings, and reaches
-    /// no files but those that it needs. With --control it may go on to open disks and sockets: in the folders of those
-    /// on the command line, and below --sandbox-allow. Off is for finding faults. docs/security.md says what the
-    /// sandbox holds.
+    /// no files but those that it needs. With --control it can still open disks and sockets: in the folders of those
+    /// on the command line, and below --sandbox-allow. Off is for finding faults. docs/security.md has the
+    /// limits of the sandbox.
     #[arg(long, default_value = "on", value_parser = parse_sandbox)]
     sandbox: SandboxUse,
     /// Let requests at the control socket open disks and sockets below this folder, too, or this block device. May be
     /// repeated.
     #[arg(long, value_name = "DIR")]
     sandbox_allow: Vec<PathBuf>,
-    /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and options. SIGHUP and
-    /// 'blockhouse ctl SOCKET reload' read it again: what it has no more is closed, what is new is opened, and the rest
-    /// is not touched.
-    #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
-    config: Option<PathBuf>,
-    /// Serve in the background: return when everything listens, with the lines that say where, and leave the server
-    /// running. Its later warnings go nowhere: a service (docs/operations.md) keeps them. See --pid-file.
-    #[arg(long)]
-    pub(super) fork: bool,
+    /// Let upgrades start the program at this path, as it is there by then: /usr/bin/blockhouse,
+    /// for the next version of a package.
+    ///
+    /// Left out, an upgrade starts the program that runs, and no other. The program must be where
+    /// the server cannot write. May be repeated: the first one is started where 'blockhouse
+    /// upgrade' names none. Goes with --config.
+    #[arg(long, value_name = "PROGRAM")]
+    upgrade_to: Vec<PathBuf>,
+    /// How file operations are done: auto, io_uring, linux-aio or threads.
+    #[arg(long, default_value = "auto", value_parser = ValueParser::new(str::parse::<EngineChoice>))]
+    engine: EngineChoice,
+    /// How many threads serve; each connection, and each queue of a guest, stays on one.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: u16,
+    /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
+    /// Left out, one for each processor.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    queues: Option<u16>,
+    /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 = never.
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
+    poll_max_us: u32,
+    /// Whether the memory of vhost-user-blk guests is registered with io_uring, so that the kernel need not
+    /// look its pages up for each request: on or off. Other engines cannot do that.
+    ///
+    /// Registered memory is pinned: memory that a balloon, free page reporting or virtio-mem takes from the guest
+    /// does not go back to the host, and requests use its old pages if the guest gets it again. It counts against
+    /// RLIMIT_MEMLOCK once for each worker; beyond that the guest is served without, and so are requests
+    /// that --io-poll polls for.
+    #[arg(long, default_value = "off", value_parser = parse_register_memory)]
+    register_memory: RegisteredMemory,
+    /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up for
+    /// each request: on or off. Other engines have no such table.
+    #[arg(long, default_value = "off", value_parser = parse_fixed_files)]
+    fixed_files: FixedFiles,
+    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price of a
+    /// busy processor while requests are in flight: on or off.
+    ///
+    /// Needs io_uring, --cache none or directsync, and images on disks with queues for it (nvme or
+    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for; writes only
+    /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
+    #[arg(long, default_value = "off", value_parser = parse_io_poll)]
+    io_poll: IoPoll,
     /// Say with an empty line that everything listens.
     #[arg(long, hide = true)]
     pub(super) in_background: bool,
-    #[command(flatten)]
-    habits: NbdHabits,
     /// Go on with what the process serves that has started this one ('blockhouse upgrade').
     #[arg(long, hide = true)]
     hand_over: bool,
@@ -341,8 +361,8 @@ fn parse_sandbox(name: &str) -> Result<SandboxUse, String> {
 
 fn parse_discard(name: &str) -> Result<Discard, String> {
     match name {
-        "unmap" => Ok(Discard::Unmap),
-        "ignore" => Ok(Discard::Ignore),
+        "unmap" | "on" => Ok(Discard::Unmap),
+        "ignore" | "off" => Ok(Discard::Ignore),
         _ => Err("use unmap or ignore".into()),
     }
 }
@@ -355,6 +375,22 @@ impl Arguments {
         if let Some(name) = self.habits.load_snapshot.take() {
             self.snapshot = Some(name);
         }
+        if self.habits.nocache {
+            self.cache = CacheMode::None;
+        }
+        self.engine = self.habits.aio.unwrap_or(self.engine);
+        if let Some(seconds) = self.habits.handshake_limit {
+            // As QEMU has it, 0 is no limit.
+            let limit =
+                if seconds == 0 { "handshake=1h".into() } else { format!("handshake={seconds}") };
+            self.limits.push(limits::parse(&limit).unwrap_or_else(|why| refuse(&why)));
+        }
+        for image in &mut self.images {
+            let named = self.habits.image_opts.resolve(image, self.format);
+            let named = named.unwrap_or_else(|why| refuse(&why.to_string()));
+            *image = named.path;
+            self.format = named.format;
+        }
     }
 
     /// Ends the program where something makes no sense together: wrong usage.
@@ -362,6 +398,7 @@ impl Arguments {
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
             refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
         }
+        self.block_sizes.sizes().unwrap_or_else(|why| refuse(&format!("--{why}")));
         let is_direct = matches!(self.cache, CacheMode::None | CacheMode::Directsync);
         if self.io_poll == IoPoll::On && !is_direct {
             refuse(
@@ -403,7 +440,8 @@ impl Arguments {
         if let Some(path) = &self.config {
             // It is read again, maybe from another working directory.
             let path = std::path::absolute(path)?;
-            return Ok(Config::read(&path)?.setup(path, self.hand_over));
+            let setup = Config::read(&path)?.setup(path, self.hand_over);
+            return Ok(Setup { upgrade_to: self.upgrade_to.clone(), ..setup });
         }
         let (offers, nbd) = self.plan();
         let throttles = self.throttles(&offers);
@@ -428,6 +466,7 @@ impl Arguments {
             user: user_options::ids(self.user, self.group).unwrap_or_else(|why| refuse(&why)),
             sandbox: self.sandbox,
             sandbox_allow: self.sandbox_allow.clone(),
+            upgrade_to: self.upgrade_to.clone(),
             config: None,
             hand_over: self.hand_over,
         })
@@ -471,12 +510,14 @@ impl Arguments {
             cache: self.cache,
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
+            block_sizes: self.block_sizes.sizes().unwrap_or_else(|why| refuse(&why)),
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
-            allow_paths: self.allow.allow_path.clone(),
-            remote_backing: self.allow.remote_backing(),
+            allow_paths: self.references.allow.allow_path.clone(),
+            remote_backing: self.references.allow.remote_backing(),
+            no_references: self.references.no_references,
             keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),
             throttle,
@@ -528,5 +569,5 @@ impl Arguments {
 
 /// Ends the program: wrong usage.
 pub(super) fn refuse(why: &str) -> ! {
-    clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, format!("{why}\n")).exit()
+    wrong_usage(why)
 }

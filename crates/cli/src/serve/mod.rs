@@ -1,6 +1,7 @@
 //! `blockhouse serve`: arguments become a description of what is to run. `crates/daemon` runs it.
 
 mod arguments;
+pub mod groups;
 mod nbd_habits;
 mod tls_args;
 
@@ -18,14 +19,14 @@ use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 
 use crate::background::{self, Started};
-use crate::{logging, output};
+use crate::{called_as, logging, output};
 
 /// Runs the command.
 pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     arguments.obey_habits();
     arguments.check();
     if arguments.fork {
-        return fork(std::env::args_os().skip(1));
+        return fork(called_as::words().into_iter().skip(1));
     }
     let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
         announce(service, verbose, arguments.in_background);
@@ -78,7 +79,10 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
         lines.push(String::new());
     }
     // Clients may find the sockets without these lines.
-    let written = output::write(&lines.join("\n"));
+    let written = match lines.is_empty() {
+        true => Ok(()),
+        false => output::write(&lines.join("\n")),
+    };
     if in_background && written.is_err() {
         // The command that started it has ended: its user does not know of the server.
         let _ = raise(SIGTERM);

@@ -1,16 +1,19 @@
-//! The options of qemu-nbd that mean something here: hidden, since `--nbd`, `--snapshot` and `--limit` say the same.
+//! The options of qemu-nbd that mean something here: all but `-k` hidden, since `--nbd`, `--snapshot` and `--limit` say
+//! the same.
 
 use std::path::PathBuf;
 
 use blockhouse_nbd::uri::NbdUri;
 
-use crate::image_opts::escape;
+use blockhouse_engine::{Engine, EngineChoice};
+
+use crate::image_opts::{ImageOptsArgs, escape};
 
 /// What qemu-nbd's users type.
 #[derive(clap::Args)]
 pub struct NbdHabits {
-    /// Listen at this Unix socket.
-    #[arg(short = 'k', long = "socket", hide = true, value_name = "PATH")]
+    /// Listen at this Unix socket: short for --nbd 'nbd+unix:///?socket=PATH', as qemu-nbd has it.
+    #[arg(short = 'k', long = "socket", value_name = "PATH")]
     socket: Option<PathBuf>,
     /// The name of the export.
     #[arg(short = 'x', long = "export-name", hide = true, value_name = "NAME")]
@@ -21,10 +24,42 @@ pub struct NbdHabits {
     /// How many clients there may be: limits are those of --limit.
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
     shared: Option<u32>,
+    /// Listen at this port.
+    #[arg(short = 'p', long, hide = true, value_name = "PORT", conflicts_with = "socket")]
+    port: Option<u16>,
+    /// Listen at this address.
+    #[arg(short = 'b', long, hide = true, value_name = "ADDRESS", conflicts_with = "socket")]
+    bind: Option<String>,
+    /// No page cache.
+    #[arg(short = 'n', long, hide = true)]
+    pub(super) nocache: bool,
+    /// How file operations are done.
+    #[arg(long, hide = true, value_name = "MODE", value_parser = parse_aio)]
+    pub(super) aio: Option<EngineChoice>,
+    /// The export's description, which clients do not look at.
+    #[arg(short = 'D', long, hide = true, value_name = "TEXT")]
+    description: Option<String>,
+    /// Tell clients which image of the chain has the data: they can always ask for it.
+    #[arg(short = 'A', long, hide = true)]
+    allocation_depth: bool,
+    /// How long a client may take to choose an export, in seconds; 0 for ever.
+    #[arg(long, hide = true, value_name = "SECONDS")]
+    pub(super) handshake_limit: Option<u32>,
+    #[command(flatten)]
+    pub(super) image_opts: ImageOptsArgs,
     /// Serve this snapshot.
     #[arg(short = 'l', long = "load-snapshot", hide = true, value_name = "NAME")]
     #[arg(conflicts_with = "snapshot", value_parser = crate::convert::parse_snapshot)]
     pub(super) load_snapshot: Option<String>,
+}
+
+fn parse_aio(name: &str) -> Result<EngineChoice, String> {
+    match name {
+        "native" => Ok(EngineChoice::Only(Engine::LinuxAio)),
+        "threads" => Ok(EngineChoice::Only(Engine::Threads)),
+        "io_uring" => Ok(EngineChoice::Only(Engine::IoUring)),
+        _ => Err("use threads, native or io_uring".into()),
+    }
 }
 
 impl NbdHabits {
@@ -33,6 +68,13 @@ impl NbdHabits {
     /// # Errors
     /// Why that cannot be an address, in words.
     pub fn uri(&self) -> Result<Option<NbdUri>, String> {
+        if self.port.is_some() || self.bind.is_some() {
+            let (host, port) = (self.bind.as_deref().unwrap_or("0.0.0.0"), self.port);
+            let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
+            let export = escape(self.export.as_deref().unwrap_or_default());
+            let uri = format!("nbd://{host}:{}/{export}", port.unwrap_or(10809));
+            return uri.parse().map(Some).map_err(|error| format!("--port, --bind: {error}"));
+        }
         let Some(socket) = &self.socket else { return Ok(None) };
         let socket = socket.to_str().ok_or("the path of a socket is UTF-8")?;
         let export = escape(self.export.as_deref().unwrap_or_default());
@@ -42,7 +84,8 @@ impl NbdHabits {
 
     /// The name of the export, where no URI has it.
     pub fn name(&self) -> Option<&str> {
-        self.export.as_deref().filter(|_| self.socket.is_none())
+        let has_uri = self.socket.is_some() || self.port.is_some() || self.bind.is_some();
+        self.export.as_deref().filter(|_| !has_uri)
     }
 }
 
@@ -57,6 +100,14 @@ mod tests {
             export: export.map(Into::into),
             persistent: true,
             shared: None,
+            port: None,
+            bind: None,
+            nocache: false,
+            aio: None,
+            description: None,
+            allocation_depth: true,
+            handshake_limit: None,
+            image_opts: ImageOptsArgs::if_used(false),
             load_snapshot: None,
         };
         let uri = habits(Some("/run/a b.sock"), Some("web")).uri().unwrap().unwrap();

@@ -84,8 +84,9 @@ pub struct App {
     pub history: HashMap<String, History>,
     /// By what the disks are sorted.
     pub sort_by: SortBy,
-    /// The name of the selected disk.
+    /// The name of the selected disk: the busiest one, until a key selects another.
     pub selected: Option<String>,
+    is_chosen: bool,
     /// Whether nothing is read.
     pub is_paused: bool,
     /// Whether the keys are explained.
@@ -108,6 +109,7 @@ impl App {
             history: HashMap::new(),
             sort_by: SortBy::Name,
             selected,
+            is_chosen: false,
             is_paused: false,
             shows_help: false,
             failure: None,
@@ -146,6 +148,25 @@ impl App {
             self.history.entry(row.name.clone()).or_default().push(row);
         }
         self.sort();
+        if !self.is_chosen {
+            self.select_busiest();
+        }
+    }
+
+    /// For how long the figures have been old; `None` while the server answers.
+    pub fn age(&self) -> Option<Duration> {
+        self.failure.as_ref().map(|_| self.snapshot.at.elapsed())
+    }
+
+    /// Selects the disk with most requests, if that has twice as many as the selected one: two that are equally busy do
+    /// not take turns.
+    fn select_busiest(&mut self) {
+        let rate = |row: &Row| row.all.rate;
+        let busiest = self.rows.iter().max_by(|one, other| rate(one).total_cmp(&rate(other)));
+        let selected = self.selected_row().map_or(0.0, |(_, row)| rate(row));
+        if let Some(busiest) = busiest.filter(|busiest| rate(busiest) > 2.0 * selected) {
+            self.selected = Some(busiest.name.clone());
+        }
     }
 
     /// The selected disk.
@@ -185,6 +206,7 @@ impl App {
         let Some((index, _)) = self.selected_row() else { return };
         let index = index.saturating_add_signed(by).min(self.rows.len() - 1);
         self.selected = Some(self.rows[index].name.clone());
+        self.is_chosen = true;
     }
 
     fn sort(&mut self) {

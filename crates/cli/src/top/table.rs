@@ -20,6 +20,53 @@ pub const HEADINGS: [&str; 12] = [
     "ALLOCATED",
 ];
 
+/// The columns of the table of disks that go first where a screen is narrow.
+pub const FIRST_TO_GO: [usize; 11] = [11, 1, 5, 2, 6, 7, 8, 10, 4, 3, 9];
+
+/// A name has so many columns at least where numbers compete with it.
+const MIN_NAME: usize = 16;
+
+/// The columns of a table that `width` has room for, one space apart, and their widths.
+///
+/// Columns go as a whole, in the order of `first_to_go`, so no digit and no heading is cut off. The first column is a
+/// name and stays: it has two fifths of the width at least, if it needs them, and all that the others leave.
+pub fn fit<const N: usize>(
+    lines: &[[String; N]],
+    first_to_go: &[usize],
+    width: usize,
+) -> Vec<(usize, usize)> {
+    let widest = |column: usize| {
+        let widths = lines.iter().map(|line| line[column].chars().count());
+        widths.max().unwrap_or(0)
+    };
+    let longest = widest(0);
+    let mut columns: Vec<_> = (0..N).map(|column| (column, widest(column))).collect();
+    columns[0].1 = longest.min((width * 2 / 5).max(MIN_NAME));
+    let needed =
+        |columns: &[(usize, usize)]| columns.iter().map(|column| column.1 + 1).sum::<usize>() - 1;
+    for gone in first_to_go {
+        if needed(&columns) <= width {
+            break;
+        }
+        columns.retain(|(column, _)| column != gone);
+    }
+    let others = needed(&columns) - columns[0].1;
+    columns[0].1 = longest.min(width.saturating_sub(others));
+    columns
+}
+
+/// A name in at most `width` columns: what is left out is in its middle, since names of disks differ at either end.
+pub fn shorten(name: &str, width: usize) -> String {
+    let length = name.chars().count();
+    if length <= width {
+        return name.to_owned();
+    }
+    let kept = width.saturating_sub(1);
+    let start: String = name.chars().take(kept / 3).collect();
+    let end: String = name.chars().skip(length - (kept - kept / 3)).collect();
+    format!("{start}…{end}")
+}
+
 /// The cells of a disk.
 pub fn cells(row: &Row) -> [String; 12] {
     [
@@ -55,7 +102,16 @@ pub fn as_text(rows: &[Row]) -> String {
         let numbers = numbers.map(|(cell, width)| format!("{cell:>width$}"));
         std::iter::once(name).chain(numbers).collect::<Vec<_>>().join("  ")
     };
-    lines.iter().map(text).collect::<Vec<_>>().join("\n")
+    let waits = rows
+        .iter()
+        .filter_map(|row| wait(row).map(|wait| format!("{}: {wait}", row.name.escape_debug())));
+    lines.iter().map(text).chain(waits).collect::<Vec<_>>().join("\n")
+}
+
+/// The backing file that a disk waits for, in words.
+pub fn wait(row: &Row) -> Option<String> {
+    let (file, seconds) = row.wait.as_ref()?;
+    Some(format!("waits {seconds} s for {}", file.escape_debug()))
 }
 
 /// A rate: whole numbers from 10 on.
@@ -121,6 +177,42 @@ mod tests {
         assert_eq!(times, ["1.2us", "96us", "114us", "9ms", "33ms", "134s"]);
         assert_eq!(time(None), "-");
         assert_eq!(time(Some(Duration::from_nanos(u64::MAX))), "> 134s");
+    }
+
+    #[test]
+    fn columns_go_as_a_whole_and_names_stay_apart() {
+        let row = |name: &str| Row { name: name.into(), errors: 12_345, ..Row::default() };
+        let mut lines = vec![HEADINGS.map(str::to_owned)];
+        lines.extend(["customer-a-root", "customer-a-data"].map(|name| cells(&row(name))));
+        for width in 20..130 {
+            let columns = fit(&lines, &FIRST_TO_GO, width);
+            let taken = columns.iter().map(|(_, width)| width + 1).sum::<usize>() - 1;
+            assert!(taken <= width, "{width}: {columns:?}");
+            assert_eq!(columns[0], (0, 15), "{width}");
+            for (column, width) in &columns {
+                assert!(
+                    lines.iter().all(|line| line[*column].len() <= *width),
+                    "{width}: {columns:?}"
+                );
+            }
+        }
+        let headings = |width| {
+            let columns = fit(&lines, &FIRST_TO_GO, width);
+            columns.iter().map(|(column, _)| HEADINGS[*column]).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            headings(60),
+            ["DISK", "READ/S", "WRITE/S", "WRITE B/S", "P50", "P99", "ERRORS"]
+        );
+        assert_eq!(headings(120), HEADINGS);
+        assert_eq!(fit(&lines, &FIRST_TO_GO, 9), [(0, 9)]);
+    }
+
+    #[test]
+    fn a_long_name_loses_its_middle() {
+        assert_eq!(shorten("disk", 4), "disk");
+        assert_eq!(shorten("/vm/customer-a/root.qcow2", 16), "/vm/c…root.qcow2");
+        assert_eq!([shorten("disk", 1), shorten("disk", 0)], ["…", "…"]);
     }
 
     #[test]

@@ -20,7 +20,8 @@ pub struct BackupBeginParams {
     pub backup: Option<String>,
     /// A bitmap that begins on each disk at this moment, for the next increment.
     pub bitmap: Option<String>,
-    /// A bitmap that each disk has, of which clients may ask what has changed since.
+    /// A bitmap of which clients may ask what has changed since. A disk that has none of this name
+    /// comes in full, where another one has it.
     pub since: Option<String>,
     /// The folder of the scratch files, an absolute path. Left out: that of each disk's image.
     pub scratch: Option<PathBuf>,
@@ -66,6 +67,9 @@ pub struct BackupDiskInfo {
     pub frozen: String,
     /// Where that is served.
     pub exports: Vec<String>,
+    /// The bitmap that tells what of it has changed. Left out: it comes in full.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub since: Option<String>,
     /// Its size in bytes.
     pub size: u64,
     /// Bytes that the scratch file has.

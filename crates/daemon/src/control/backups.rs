@@ -65,6 +65,7 @@ fn disk_info(running: &Running, disk: &BackupDisk) -> BackupDiskInfo {
         disk: disk.source().to_owned(),
         frozen: disk.frozen.name().to_owned(),
         exports: exports.map(|export| export.address.to_string()).collect(),
+        since: disk.since.clone(),
         size: disk.frozen.disk.size(),
         scratch_used: disk.view.scratch_used(),
         scratch_size: disk.scratch_limit,

@@ -22,7 +22,7 @@ pub struct BitmapParams {
 pub struct BitmapAddParams {
     /// The name of the disk.
     pub disk: String,
-    /// What to call it: 1 to 1023 bytes, unlike all others of the image.
+    /// The new name: 1 to 1023 bytes, unlike all others of the image.
     pub name: String,
     /// How many bytes of the disk one bit stands for: a power of two, 512 to 2 GiB, or a text like "64K". Left out: a
     /// cluster, but 4 KiB at least and 64 KiB at most.
@@ -56,8 +56,13 @@ pub struct BitmapInfo {
     pub granularity: u64,
     /// Whether changes are recorded in it.
     pub recording: bool,
-    /// Whether it lacks changes that another program has made: it can only be removed.
+    /// Whether it lacks changes that another program has made, or that could not be recorded: it
+    /// can only be removed.
     pub inconsistent: bool,
+    /// Since when it lacks changes, in seconds since 1970-01-01 UTC, where this server had to give
+    /// it up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lacks_changes_since: Option<u64>,
     /// Whether NBD clients may ask for it: it cannot be removed.
     pub busy: bool,
     /// How many bytes have changed, in whole granules; left out where it is inconsistent.
@@ -68,8 +73,10 @@ pub struct BitmapInfo {
 impl BitmapInfo {
     /// What is told of a bitmap.
     pub(super) fn new(bitmap: Bitmap, busy: bool, count: Option<u64>) -> Self {
-        let Bitmap { name, granularity, is_enabled, is_inconsistent, .. } = bitmap;
+        let Bitmap { name, granularity, is_enabled, is_inconsistent, lacks_since, .. } = bitmap;
         let recording = is_enabled && !is_inconsistent;
-        Self { name, granularity, recording, inconsistent: is_inconsistent, busy, count }
+        let lacks_changes_since = lacks_since.map(|since| since.as_secs());
+        let inconsistent = is_inconsistent;
+        Self { name, granularity, recording, inconsistent, lacks_changes_since, busy, count }
     }
 }

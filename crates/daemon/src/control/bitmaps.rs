@@ -24,8 +24,11 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
             let before = running.make_room_for_bitmaps(&claimed.disk).await?;
             let added = claimed.disk.disk.bitmaps().add(&new).await;
+            if added.is_err() && before.is_some() {
+                running.take_room_back(&claimed.disk).await;
+            }
             let mut pause = added.map_err(anyhow::Error::from)?;
-            pause.length += before;
+            pause.length += before.unwrap_or_default();
             let what = format!("added the bitmap {:?}", new.name);
             result(PauseResult { pause_us: log(&claimed.disk, pause, &what) })
         }

@@ -1,15 +1,39 @@
 //! The asking side of the control socket.
 
 use std::fmt;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::legacy::{Reply, Request};
+
+/// Connects to the control socket of a server.
+///
+/// # Errors
+/// One that says why there is none, and what to do.
+fn connect(socket: &Path) -> Result<UnixStream> {
+    UnixStream::connect(socket).map_err(|error| {
+        let name = socket.display();
+        let hint = match error.kind() {
+            ErrorKind::NotFound => format!("there is none; 'serve --control {name}' makes it"),
+            ErrorKind::PermissionDenied => {
+                let owner = std::fs::metadata(socket).map(|found| found.uid());
+                let owner = owner.map_or_else(|_| "its user".into(), |id| format!("user {id}"));
+                format!(
+                    "run this as {owner} or root, or let a group in: 'serve --control {name},group=GROUP'"
+                )
+            }
+            ErrorKind::ConnectionRefused => "no server listens there any longer; start it again".into(),
+            _ => format!("is 'serve --control {name}' running?"),
+        };
+        anyhow!("{name}: cannot reach a server there: {error}; {hint}")
+    })
+}
 
 /// Asks the server at `socket`, and waits until it is done: counting a large image takes a while.
 ///
@@ -17,9 +41,7 @@ use super::legacy::{Reply, Request};
 /// When there is no server, it goes away, or it refuses: then with its reason.
 pub fn ask<T: DeserializeOwned>(socket: &Path, request: &Request) -> Result<T> {
     let name = socket.display();
-    let mut stream = UnixStream::connect(socket).with_context(|| {
-        format!("{name}: cannot reach a server there; is 'serve --control {name}' running?")
-    })?;
+    let mut stream = connect(socket)?;
     let mut line = serde_json::to_vec(request).context("cannot ask for that")?;
     line.push(b'\n');
     stream.write_all(&line).with_context(|| cannot_ask(&name))?;
@@ -71,9 +93,7 @@ impl Connection {
     /// There is none.
     pub fn open(socket: &Path) -> Result<Self> {
         let name = socket.display().to_string();
-        let stream = UnixStream::connect(socket).with_context(|| {
-            format!("{name}: cannot reach a server there; is one running with that control socket?")
-        })?;
+        let stream = connect(socket)?;
         Ok(Self { name, stream: BufReader::new(stream), next_id: 1 })
     }
 

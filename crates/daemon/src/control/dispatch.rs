@@ -18,6 +18,7 @@ use super::pause_log::log;
 use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
 use super::{backups, bitmaps, jobs};
+use crate::control_socket::Answers;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
@@ -27,12 +28,13 @@ use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExpor
 /// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.
 pub(super) async fn call(
     running: &Running,
+    answers: &Answers,
     method: &str,
     given: Value,
     is_cancelled: &dyn Fn() -> bool,
 ) -> Outcome {
     match method {
-        "server.version" => params(given).and_then(|NoParams {}| result(version(running))),
+        "server.version" => params(given).and_then(|NoParams {}| result(version(running, answers))),
         "server.reload" => {
             let NoParams {} = params(given)?;
             reload(running).await
@@ -115,12 +117,12 @@ async fn snapshots(
     }
 }
 
-fn version(running: &Running) -> VersionResult {
+fn version(running: &Running, answers: &Answers) -> VersionResult {
     VersionResult {
         version: env!("CARGO_PKG_VERSION"),
         protocol: VERSION,
         sandbox: running.sandbox().to_string(),
-        methods: METHODS.iter().map(|(name, ..)| *name).collect(),
+        methods: METHODS.iter().map(|(name, ..)| *name).filter(|name| answers.has(name)).collect(),
         events: Event::NAMES.to_vec(),
     }
 }
@@ -167,10 +169,14 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         path: disk.path(),
         format: disk.disk.image_format_name().to_owned(),
         size: disk.disk.size(),
+        logical_block_size: disk.disk.logical_block_size(),
+        physical_block_size: disk.disk.physical_block_size(),
+        discard_granularity: disk.disk.discard_granularity(),
         read_only: disk.disk.access() == Access::ReadOnly,
         cache: disk.setup.cache.as_str().to_owned(),
         snapshot: disk.setup.snapshot.clone(),
         exports: of(disk.name()),
+        waits: disk.disk.backing_wait().map(|wait| wait.to_string()),
     };
     running.disks().into_iter().map(info).collect()
 }

@@ -28,7 +28,7 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
     match method {
         "job.list" => {
             let NoParams {} = params(given)?;
-            result(jobs.list().iter().map(info).collect::<Vec<_>>())
+            result(listed(running))
         }
         "job.start" => start(running, params(given)?).await,
         "job.pause" => {
@@ -67,6 +67,11 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         }
         _ => Err(unknown(method)),
     }
+}
+
+/// The jobs, those included that have ended.
+pub(crate) fn listed(running: &Running) -> Vec<JobInfo> {
+    running.jobs().list().iter().map(info).collect()
 }
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {

@@ -103,6 +103,19 @@ pub struct RenameArgs {
 }
 
 impl Request {
+    /// The method of JSON-RPC that does the same.
+    pub(super) fn method(&self) -> &'static str {
+        match self {
+            Self::List(_) => "snapshot.list",
+            Self::Create(_) => "snapshot.create",
+            // It is refused for another reason.
+            Self::Apply(_) => "snapshot.list",
+            Self::Delete(_) => "snapshot.delete",
+            Self::Rename(_) => "snapshot.rename",
+            Self::Upgrade(_) => "server.upgrade",
+        }
+    }
+
     fn image(&self) -> Option<&Path> {
         match self {
             Self::List(ListArgs { image })

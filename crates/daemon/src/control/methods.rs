@@ -1,4 +1,4 @@
-//! The methods of JSON-RPC: what each takes and gives. docs/control.schema.json is made from here.
+//! The methods of JSON-RPC: what each takes and gives. control.schema.json is made from here.
 
 use std::path::PathBuf;
 
@@ -36,7 +36,7 @@ pub struct VersionResult {
     pub protocol: u32,
     /// What the server may no longer do: the parts of the sandbox that are in force, as "seccomp", or "off".
     pub sandbox: String,
-    /// The methods that there are.
+    /// The methods that this socket answers.
     pub methods: Vec<&'static str>,
     /// The events that there are.
     pub events: Vec<&'static str>,
@@ -70,6 +70,12 @@ pub struct DiskInfo {
     pub format: String,
     /// Its size in bytes.
     pub size: u64,
+    /// Bytes of its sectors.
+    pub logical_block_size: u64,
+    /// Bytes of a block that is best written at once.
+    pub physical_block_size: u64,
+    /// Bytes of the unit of discards that guests see.
+    pub discard_granularity: u64,
     /// Whether all writes are refused.
     pub read_only: bool,
     /// The host's cache.
@@ -79,6 +85,9 @@ pub struct DiskInfo {
     pub snapshot: Option<String>,
     /// Where it is served.
     pub exports: Vec<String>,
+    /// The read of a backing file that a request in flight waits for, in one line.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub waits: Option<String>,
 }
 
 /// A disk that was opened.
@@ -150,7 +159,7 @@ pub struct ExportAddParams {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExportParams {
-    /// The URI of an NBD export, or the path of a vhost-user-blk socket or a ublk device, as `export.list` tells it.
+    /// The URI of an NBD export, or the path of a vhost-user-blk socket or a ublk device, as `export.list` shows it.
     pub export: String,
 }
 
@@ -164,7 +173,7 @@ pub struct ExportInfo {
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,
-    /// How many clients it has, of NBD.
+    /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
 }
@@ -187,7 +196,7 @@ pub struct SnapshotRenameParams {
     pub disk: String,
     /// The snapshot's name or id.
     pub name: String,
-    /// What it is called from now on.
+    /// The new name.
     pub new_name: String,
 }
 
@@ -315,7 +324,11 @@ fn of<P: JsonSchema, R: JsonSchema>(generator: &mut SchemaGenerator) -> (Value, 
 
 /// All methods, what each does, its parameters and its result.
 pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
-    ("server.version", "What the server is and can do.", of::<NoParams, VersionResult>),
+    (
+        "server.version",
+        "The version of the server, and the methods and events that it has.",
+        of::<NoParams, VersionResult>,
+    ),
     ("server.reload", "Takes over the configuration of --config.", of::<NoParams, ReloadResult>),
     ("server.upgrade", "Has another process go on.", of::<UpgradeParams, super::UpgradeReply>),
     ("disk.list", "The disks that are open.", of::<NoParams, Vec<DiskInfo>>),
@@ -335,7 +348,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "Gives a disk another size, and tells its guests.",
         of::<ResizeParams, ResizeResult>,
     ),
-    ("export.list", "What is served where.", of::<NoParams, Vec<ExportInfo>>),
+    ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),
     ("export.remove", "Serves it there no longer; its clients end.", of::<ExportParams, Done>),
     ("limit.get", "The limits of disks.", of::<StatsParams, Vec<LimitInfo>>),
@@ -377,7 +390,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     ),
     (
         "disk.stats",
-        "What disks have done since they were opened.",
+        "Counts of requests since the disks were opened.",
         of::<StatsParams, Vec<DiskStats>>,
     ),
     ("job.list", "The jobs, those included that have ended.", of::<NoParams, Vec<JobInfo>>),
@@ -421,4 +434,19 @@ pub fn schema() -> Value {
         "event": event,
         "$defs": generator.take_definitions(true),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::control_socket::all_methods;
+
+    #[test]
+    fn a_control_socket_knows_of_each_method_whether_it_changes_something() {
+        let names: BTreeSet<_> = METHODS.iter().map(|(name, ..)| *name).collect();
+        assert_eq!(names, all_methods().collect());
+        assert_eq!(names.len(), all_methods().count());
+    }
 }

@@ -1,7 +1,8 @@
 //! The control socket: what a user may ask of a running server.
 //!
-//! A Unix stream socket that its owner alone may connect to. Each line is a message: JSON-RPC 2.0 (docs/control.md, with
-//! its schema docs/control.schema.json), or what the commands `snapshot --control` and `upgrade --control` have always
+//! A Unix stream socket that its owner alone may connect to. Each line is a message: JSON-RPC 2.0
+//! (docs/control.md; `cargo xtask options` makes its schema), or what the commands
+//! `snapshot --control` and `upgrade --control` have always
 //! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
@@ -32,9 +33,11 @@ mod snapshots;
 
 pub use client::{Connection, RpcError, ask};
 pub(crate) use gate::Closed;
+pub(crate) use jobs::listed as listed_jobs;
 pub use legacy::UpgradeReply;
 pub use listed::Listed;
 pub use methods::schema;
+pub use rpc::LACKS_CHANGES;
 pub(crate) use server::Control;
 
 /// The most bytes of a message that is sent to a server, its end of line not counted.

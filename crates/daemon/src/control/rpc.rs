@@ -1,5 +1,6 @@
 //! Messages of JSON-RPC 2.0, each a line. There are no batches: a client sends several lines instead.
 
+use blockhouse_core::{Error, ErrorKind};
 use serde_json::{Map, Value, json};
 
 /// A line that is no JSON.
@@ -12,6 +13,9 @@ pub(super) const UNKNOWN_METHOD: i64 = -32601;
 pub(super) const INVALID_PARAMS: i64 = -32602;
 /// The request was understood and could not be carried out; the message says why, in one line.
 pub(super) const FAILED: i64 = -32000;
+/// As `FAILED`, because a bitmap lacks changes: an increment cannot be made, and a full backup is
+/// needed.
+pub const LACKS_CHANGES: i64 = -32001;
 
 /// A request.
 #[derive(Debug)]
@@ -32,7 +36,9 @@ pub(super) struct Failure {
 
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
-        Self { code: FAILED, message: format!("{error:#}") }
+        let kind = error.downcast_ref::<Error>().map(Error::kind);
+        let code = if kind == Some(ErrorKind::LacksChanges) { LACKS_CHANGES } else { FAILED };
+        Self { code, message: format!("{error:#}") }
     }
 }
 

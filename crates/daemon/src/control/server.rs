@@ -29,8 +29,10 @@ use super::line_stream::{Frame, LineWriter, line_stream};
 use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams};
 use super::outcome::{params, result};
 use super::rpc::{
-    self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, notification, response,
+    self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, UNKNOWN_METHOD,
+    notification, response,
 };
+use crate::control_socket::Answers;
 use crate::events::{Event, Subscription};
 use crate::hand_over::requests::{EncryptedClients, UpgradeRequests};
 use crate::running::Running;
@@ -61,12 +63,13 @@ pub struct Control {
 /// What requests are about.
 struct Served {
     running: Arc<Running>,
+    answers: Answers,
     upgrades: UpgradeRequests,
     gate: Arc<Gate>,
 }
 
 impl Control {
-    /// Answers at a socket, by a loop of its own, what is asked of what runs.
+    /// Answers at a socket, by a loop of its own, what is asked of what runs, if it is one of the methods of `answers`.
     ///
     /// # Errors
     /// The socket cannot be used.
@@ -74,12 +77,14 @@ impl Control {
         bound: BoundSocket,
         workers: Workers,
         running: Arc<Running>,
+        answers: Answers,
         upgrades: UpgradeRequests,
     ) -> Result<Self> {
         let listener = Listener::new(bound.socket).context("cannot use the control socket")?;
         let (stop, stopped) = oneshot::channel();
         let gate = Arc::new(Gate::default());
-        let served = Served { running, upgrades: upgrades.clone(), gate: Arc::clone(&gate) };
+        let served =
+            Served { running, answers, upgrades: upgrades.clone(), gate: Arc::clone(&gate) };
         let accepting = listener.clone();
         let over = workers.first().spawn(move || serve(accepting, served, stopped.shared()));
         let BoundSocket { address, file, .. } = bound;
@@ -300,6 +305,7 @@ async fn call_method(
     caller: &Caller,
     (method, given): (&str, Value),
 ) -> Result<Value, Failure> {
+    served.answers.check(method).map_err(|why| Failure::new(UNKNOWN_METHOD, why))?;
     if method == "server.upgrade" {
         let UpgradeParams { binary, disconnect_tls } = params(given)?;
         return result(upgrade(served, binary, disconnect_tls).await?);
@@ -325,12 +331,17 @@ async fn call_method(
             client.events = None;
             result(Done {})
         }
-        _ => call(&served.running, method, given, &|| caller.is_cancelled()).await,
+        _ => call(&served.running, &served.answers, method, given, &|| caller.is_cancelled()).await,
     }
 }
 
 async fn answer_legacy(served: &Served, line: &[u8], caller: &Caller) -> Reply {
-    let outcome = match serde_json::from_slice(line) {
+    let allowed = |request: Request| {
+        served.answers.check(request.method()).map_err(anyhow::Error::msg)?;
+        Ok(request)
+    };
+    let request = serde_json::from_slice(line).context("cannot understand the request");
+    let outcome = match request.and_then(allowed) {
         Ok(Request::Upgrade(UpgradeArgs { binary, disconnect_tls })) => {
             let reply = upgrade(served, binary, disconnect_tls).await;
             reply.and_then(|reply| Ok(serde_json::to_value(reply)?))
@@ -341,7 +352,7 @@ async fn answer_legacy(served: &Served, line: &[u8], caller: &Caller) -> Reply {
             }
             None => Err(anyhow::anyhow!(REPLACED)),
         },
-        Err(why) => Err(anyhow::anyhow!("cannot understand the request: {why}")),
+        Err(why) => Err(why),
     };
     match outcome {
         Ok(value) => Reply::Return(value),

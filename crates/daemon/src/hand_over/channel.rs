@@ -24,6 +24,9 @@ const MAX_BYTES: u64 = 16 << 30;
 /// Descriptors of a frame, at most.
 const MAX_DESCRIPTORS: u32 = 1 << 20;
 
+/// Bytes for which memory is taken before any of them has come.
+const PART: u64 = 1 << 20;
+
 /// How long the other process may take no byte of a frame.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -131,14 +134,26 @@ impl Channel {
                 bail!("descriptors were lost: too many may be open in this process");
             }
         }
-        let (mut text, mut rest) = (vec![0; json as usize], vec![0; bytes as usize]);
-        incomplete |= !self.fill(&mut text, &mut Vec::new(), deadline)?;
-        incomplete |= !self.fill(&mut rest, &mut Vec::new(), deadline)?;
         if incomplete || descriptors.len() != count as usize {
             return Ok(None);
         }
+        let Some(text) = self.take(json, deadline)? else { return Ok(None) };
+        let Some(rest) = self.take(bytes, deadline)? else { return Ok(None) };
         let message = serde_json::from_slice(&text).context("cannot understand what came")?;
         Ok(Some(Frame { message, descriptors, bytes: rest }))
+    }
+
+    /// Reads so many bytes, and takes memory as they come. `None` at the end of the stream.
+    fn take(&self, length: u64, deadline: Option<Instant>) -> io::Result<Option<Vec<u8>>> {
+        let mut bytes = Vec::new();
+        while (bytes.len() as u64) < length {
+            let from = bytes.len();
+            bytes.resize(from + (length - from as u64).min(PART) as usize, 0);
+            if !self.fill(&mut bytes[from..], &mut Vec::new(), deadline)? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(bytes))
     }
 
     /// Reads until the buffer is full. False at the end of the stream.

@@ -3,6 +3,10 @@
 //! Guarantees: before it has said that it took over, it changes nothing: no image, no lock, no flag of a socket, no file of
 //! a socket. From that moment on it is the owner, whether the source hears of it or is over. Where it ends before, the
 //! source goes on.
+//!
+//! The source may have been taken over by a stranger. So the process is confined before it reads
+//! the first byte, by its own command line; and a location in an offer is a name: nothing is opened
+//! by it, and no server is connected to.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -13,12 +17,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{HandedFile, HandedOverDisk, open_handed_over};
+use blockhouse_disk::{HandedFile, HandedOverDisk, RemoteBacking, StateUse, open_handed_over};
 use blockhouse_engine::{DeviceCommands, OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use blockhouse_ublk::HandedOverDevice;
-use blockhouse_vhost_user::PreparedFrontend;
+use blockhouse_vhost_user::{PreparedFrontend, RegisteredMemory};
 use rustix::fs::{Mode, OFlags};
 
 use super::channel::{Channel, Frame, version};
@@ -34,6 +38,7 @@ use crate::metrics::StartTime;
 use crate::offers::Offer as ExportOffer;
 use crate::open::{image_options, state_use};
 use crate::running::{EarlierLife, Moved, OpenedDisk};
+use crate::sandbox;
 use crate::setup::{DiskSetup, Setup};
 use crate::sockets::ListenSocket;
 use crate::ublk::HandedOverUblk;
@@ -42,6 +47,9 @@ use crate::workers::Workers;
 
 /// How long the source may take to make its offer.
 const OFFER_TIME: Duration = Duration::from_secs(10);
+
+/// Queues of a device in [`read_offer`].
+const MAX_QUEUES: u16 = 4;
 
 /// What was taken over.
 pub struct TakenOver {
@@ -108,13 +116,28 @@ impl OfferedDevice {
 /// Why not, in one line, which the source has been told: nothing was changed.
 pub fn take_over(setup: &Setup) -> Result<TakenOver> {
     let channel = channel_at_stdin().context("--hand-over is for 'blockhouse upgrade' alone")?;
-    prepare(&channel, setup).inspect_err(|error| {
+    let taken =
+        confined(setup).and_then(|(workers, state)| prepare(&channel, setup, workers, &state));
+    taken.inspect_err(|error| {
         // It may be over.
         let _ = channel.send(&Message::Refused { why: format!("{error:#}") }, &[], &[]);
     })
 }
 
-fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
+/// Makes what the sandbox forbids to make, and enters it.
+fn confined(setup: &Setup) -> Result<(Workers, StateUse)> {
+    let workers = Workers::start(setup.workers, setup.loops)?;
+    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
+    sandbox::enter_to_take_over(setup, &workers)?;
+    Ok((workers, state))
+}
+
+fn prepare(
+    channel: &Channel,
+    setup: &Setup,
+    workers: Workers,
+    state: &StateUse,
+) -> Result<TakenOver> {
     let frame = next(channel, Some(Instant::now() + OFFER_TIME))?;
     let Message::Offer(offer) = frame.message else { bail!("no offer came") };
     reach(Step::DestinationOffered);
@@ -122,7 +145,6 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     if !offered.ublk.is_empty() && setup.loops.commands == DeviceCommands::Refused {
         bail!("the command line of the new server has no ublk device, and that of the old one has");
     }
-    let workers = Workers::start(setup.workers, setup.loops)?;
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
     reach(Step::DestinationReady);
     // For as long as it takes: the source drains its requests, and flushes.
@@ -132,7 +154,7 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
     offered.check(&yours)?;
     let Offered { disks, configured, sockets, devices, ublk, control, measured_since } = offered;
     let Yours { flush_failures, counts, connections, frontends } = yours;
-    let opened = open_all(&workers, setup, disks)?;
+    let opened = open_all(&workers, state, disks)?;
     let mut descriptors = descriptors.into();
     let connections = paused_sessions(&connections, &mut descriptors, &bytes, sockets.len())?;
     let frontends = prepare_all(&workers, setup, frontends, &devices, &mut descriptors)?;
@@ -156,6 +178,27 @@ fn prepare(channel: &Channel, setup: &Setup) -> Result<TakenOver> {
         source: peer_process(channel).ok().flatten(),
         workers,
     })
+}
+
+/// Reads what a source sends, as far as nothing is taken over: for fuzz targets.
+///
+/// # Errors
+/// Why it would be refused.
+pub fn read_offer(socket: OwnedFd) -> Result<()> {
+    let channel = Channel::new(socket, version())?;
+    let frame = next(&channel, None)?;
+    let Message::Offer(offer) = frame.message else { bail!("no offer came") };
+    let offered = Offered::new(offer, frame.descriptors.into())?;
+    let Frame { message, descriptors, bytes } = next(&channel, None)?;
+    let Message::Yours(yours) = message else { bail!("the source does not hand over") };
+    offered.check(&yours)?;
+    let mut descriptors = descriptors.into();
+    paused_sessions(&yours.connections, &mut descriptors, &bytes, offered.sockets.len())?;
+    for record in yours.frontends.into_iter().flatten() {
+        let paused = front_end(record, &mut descriptors)?;
+        PreparedFrontend::new(paused, MAX_QUEUES, RegisteredMemory::Off)?;
+    }
+    Ok(())
 }
 
 fn listen_socket(
@@ -266,9 +309,10 @@ impl OfferedDisk {
         Ok(Self { setup: opened.setup()?, earlier, is_protected, files })
     }
 
-    /// How its image is opened: where it is now.
+    /// How its image is opened: where it is now, and by the files that were handed over alone.
     fn image_setup(&self) -> DiskSetup {
-        let setup = self.setup.clone();
+        let (allow_paths, remote_backing) = (Vec::new(), RemoteBacking::Refused);
+        let setup = DiskSetup { allow_paths, remote_backing, ..self.setup.clone() };
         match self.earlier.moved.clone() {
             None => setup,
             Some(Moved { path, format, cache }) => {
@@ -305,14 +349,12 @@ impl PreparedDisk {
 
 fn open_all(
     workers: &Workers,
-    setup: &Setup,
+    state: &StateUse,
     offered: Vec<OfferedDisk>,
 ) -> Result<Vec<PreparedDisk>> {
-    let setups: Vec<_> = offered.iter().map(|disk| disk.setup.clone()).collect();
-    let state = state_use(&setup.state, &setups, setup.user.map(|ids| ids.user))?;
     let open = |offered: OfferedDisk| {
         let image = offered.image_setup();
-        let options = image_options(&image, &state)?;
+        let options = image_options(&image, state)?;
         let OfferedDisk { setup, earlier, is_protected, files } = offered;
         let disk = workers.run(move || async move {
             open_handed_over(&image.path, options, image.snapshot.as_deref(), files).await
@@ -354,7 +396,7 @@ fn prepare_all(
     for (record, device) in frontends.into_iter().zip(devices) {
         let paused = record.map(|record| front_end(record, descriptors)).transpose()?;
         let prepare = |paused| PreparedFrontend::new(paused, setup.queues, memory);
-        let cannot = || format!("{}: cannot go on with the front-end", device.path().display());
+        let cannot = || format!("{}: cannot take over the front-end", device.path().display());
         prepared.push(paused.map(prepare).transpose().with_context(cannot)?);
     }
     Ok(prepared)

@@ -314,6 +314,8 @@ pub enum ContextName {
     Allocation,
     /// `qemu:dirty-bitmap:` and this.
     DirtyBitmap(String),
+    /// `qemu:allocation-depth`.
+    AllocationDepth,
 }
 
 impl From<&ContextName> for MetaContext {
@@ -321,6 +323,7 @@ impl From<&ContextName> for MetaContext {
         match name {
             ContextName::Allocation => Self::Allocation,
             ContextName::DirtyBitmap(name) => Self::DirtyBitmap(name.clone()),
+            ContextName::AllocationDepth => Self::AllocationDepth,
         }
     }
 }
@@ -330,6 +333,7 @@ impl From<&MetaContext> for ContextName {
         match context {
             MetaContext::Allocation => Self::Allocation,
             MetaContext::DirtyBitmap(name) => Self::DirtyBitmap(name.clone()),
+            MetaContext::AllocationDepth => Self::AllocationDepth,
         }
     }
 }

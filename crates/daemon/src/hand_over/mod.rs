@@ -1,6 +1,6 @@
 //! The hand-over of a running server to another process: `blockhouse upgrade`, and SIGUSR2.
 //!
-//! docs/hand-over.md has the steps, who owns what at each, and what a death at each leaves.
+//! README.md here has the steps, who owns what at each, and what a death at each leaves.
 //!
 //! - [`mod@format`]: all that crosses the socket pair
 //! - [`channel`]: frames with descriptors

@@ -16,6 +16,7 @@ use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
 use blockhouse_vhost_user::PausedFrontend;
+use futures_util::future::join_all;
 
 use super::channel::Channel;
 use super::fault::{Step, reach};
@@ -129,7 +130,7 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
         0 => Ok(()),
         count => bail!(
             "{count} clients use TLS, and an encrypted connection cannot be handed over; with --disconnect-tls ('blockhouse \
-             upgrade') they are disconnected first, and go on with the new server if they reconnect"
+             upgrade') they are disconnected first, and may connect to the new server"
         ),
     }
 }
@@ -203,11 +204,19 @@ fn give(
     flush_ahead(service, MAX_FLUSHES);
     let begin = Instant::now();
     let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;
-    for disk in service.disks() {
-        let settling = Arc::clone(&disk.disk);
-        let settled = workers.run(move || async move { settling.settle().await });
-        settled.with_context(|| format!("{}: cannot be handed over", disk.disk.name()))?;
-    }
+    // All at once: clients wait for the slowest.
+    let disks = service.disks();
+    let settled = workers.run(move || async move {
+        let settle = |disk: &Arc<RunningDisk>| {
+            let disk = Arc::clone(&disk.disk);
+            async move {
+                let settled = disk.settle().await;
+                settled.with_context(|| format!("{}: cannot be handed over", disk.name()))
+            }
+        };
+        join_all(disks.iter().map(settle)).await
+    });
+    settled.into_iter().collect::<Result<Vec<()>>>()?;
     reach(Step::SourceSettled);
     let mut descriptors: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
     let sockets = service.sockets();
@@ -236,15 +245,15 @@ fn give(
     Ok(begin.elapsed())
 }
 
-/// Flushes all images, so often or until that is quick: the less there is to settle then.
+/// Writes and flushes all images, so often or until that is quick: the less there is to settle then.
 fn flush_ahead(service: &Service, limit: usize) {
     for _ in 0..limit {
         let begin = Instant::now();
-        for disk in service.disks() {
-            let disk = Arc::clone(&disk.disk);
+        let disks = service.disks();
+        service.workers().run(move || async move {
             // The outcome is that of the next one.
-            let _ = service.workers().run(move || async move { disk.flush().await });
-        }
+            let _ = join_all(disks.iter().map(|disk| disk.disk.settle_ahead())).await;
+        });
         if begin.elapsed() <= QUICK_FLUSH {
             break;
         }
@@ -300,7 +309,7 @@ fn record(paused: &PausedConnection, sockets: &[Arc<ServedSocket>]) -> Result<Co
     let socket = sockets.iter().position(|socket| socket.number() == *number);
     Ok(Connection {
         // The connections of a socket end before it is closed.
-        socket: socket.context("a client's socket is not served any more")?,
+        socket: socket.context("a client's socket is no longer served")?,
         export: session.options.export.clone(),
         framing: session.options.framing.into(),
         contexts: session.options.contexts.iter().map(|(id, one)| (*id, one.into())).collect(),
@@ -344,14 +353,14 @@ fn offer_of<'a>(
         descriptors.extend(served.file().map(AsFd::as_fd));
         let address = Address::Unix(served.path().as_os_str().as_bytes().to_vec());
         let disk = disks.iter().position(|disk| disk.name() == device.disk());
-        let disk = disk.context("a device's disk is not open any more")?;
+        let disk = disk.context("a device's disk is no longer open")?;
         let socket = Listening { address, has_file: served.file().is_some() };
         guests.push(Device { socket, disk });
     }
     let ublk = service.ublk_devices();
     let ublk = ublk.iter().map(|device| {
         let disk = disks.iter().position(|disk| disk.name() == device.disk());
-        let disk = disk.context("a block device's disk is not open any more")?;
+        let disk = disk.context("a block device's disk is no longer open")?;
         let server = device.server();
         Ok(Ublk { id: server.id(), disk, image: server.image().as_bytes().to_vec() })
     });

@@ -44,7 +44,8 @@ impl Running {
         let state = self.state_use(&source.setup)?;
         let base = self.base_of(&source).await?;
         let name = base.name().to_owned();
-        let (job, handle) = self.jobs().register(setup.name, "commit", &setup.disk, name)?;
+        let (job, handle) =
+            self.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), name)?;
         job.control.set_speed(setup.speed);
         let mode = setup.mode;
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
@@ -57,6 +58,7 @@ impl Running {
     async fn base_of(&self, source: &RunningDisk) -> Result<Arc<ImageDisk>> {
         let disk = &source.disk;
         if let Some(base) = disk.base() {
+            disk.settle_base().await?;
             return fit(base, disk.size()).await.map(|()| Arc::clone(base));
         }
         if let Some(behind) = disk.layer_at(1) {
@@ -67,7 +69,12 @@ impl Running {
         let base = open_base(disk, &source.path(), options).await?;
         let fitted = fit(&base, disk.size()).await;
         // Also where it cannot be made longer: it is the only opening that is locked.
-        disk.attach_base(Arc::clone(&base)).await?;
+        if let Err(error) = disk.attach_base(Arc::clone(&base)).await {
+            // The error that counts is the first one.
+            let _ = base.close().await;
+            return Err(error.into());
+        }
+        disk.settle_base().await?;
         fitted.map(|()| base)
     }
 }

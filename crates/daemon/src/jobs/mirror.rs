@@ -5,13 +5,13 @@
 //! whoever opens the source then is refused, and told to look at the target: it can be opened if it is complete.
 //! The record goes where the mirror is not completed.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{forget_moved, record_moved};
+use blockhouse_disk::{check_apart, forget_moved, record_moved};
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
 
 use super::target::{Target, TargetSetup, remove};
@@ -42,12 +42,14 @@ impl Running {
         self.jobs().check_target_free(&name)?;
         let state = self.state_use(&source.setup)?;
         let target = target.open(&source.setup, source.disk.size(), state).await?;
-        if let Err(error) = source.disk.check_successor(&target.disk) {
+        let apart = check_apart(&target.disk, &source.disk);
+        if let Err(error) = apart.and_then(|()| source.disk.check_successor(&target.disk)) {
             drop(target.disk);
             remove(target.created.as_deref());
             return Err(error.into());
         }
-        let registered = self.jobs().register(setup.name, "mirror", &setup.disk, name);
+        let registered =
+            self.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), name);
         let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
         job.control.set_speed(setup.speed);
         let mode = setup.mode;
@@ -61,7 +63,7 @@ impl Running {
     /// done durably.
     ///
     /// # Errors
-    /// There is no such job, or it ends otherwise.
+    /// There is no such job, it ends otherwise, or it cannot be completed yet: then it goes on.
     pub(crate) async fn complete_job(
         &self,
         name: &str,
@@ -73,13 +75,15 @@ impl Running {
         }
         // A stream completes by itself, maybe before it is asked to.
         let is_early = job.kind == "stream" && job.status() == "completed";
+        let postponed = job.control.postponements();
         if !job.control.complete(completion) && !is_early {
             bail!("the job {name:?} is {}, and cannot be completed so", job.status());
         }
-        match job.control.ended().await {
-            JobEnd::Completed { pause, .. } => Ok(pause),
-            JobEnd::Cancelled => bail!("the job {name:?} was cancelled"),
-            JobEnd::Failed(error) => bail!("the job {name:?} failed: {error}"),
+        match job.control.ended_or_postponed(postponed).await {
+            Ok(JobEnd::Completed { pause, .. }) => Ok(pause),
+            Ok(JobEnd::Cancelled) => bail!("the job {name:?} was cancelled"),
+            Ok(JobEnd::Failed(error)) => bail!("the job {name:?} failed: {error}"),
+            Err(why) => bail!("the job {name:?} cannot complete yet, and goes on: {why}"),
         }
     }
 }
@@ -100,8 +104,15 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
         forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
     };
     let mirror = Mirror::new(Arc::clone(&disk), Arc::clone(&target), options, control, clock);
+    // The target may have been the disk before, and have been moved to this source. Its mark refuses it from now on: with
+    // its record as well, after a kill each of the two images would name the other.
+    let former = target.file().map(|_| PathBuf::from(&job.target));
+    let marked = move || former.iter().try_for_each(|image| forget_moved(image));
     let end = match mirror {
-        Ok(mirror) => mirror.before_completion(record).source_kept(forget).run().await,
+        Ok(mirror) => {
+            let mirror = mirror.marked(marked).before_completion(record).source_kept(forget);
+            mirror.run().await
+        }
         Err(error) => JobEnd::Failed(error.to_string()),
     };
     let is_complete = matches!(end, JobEnd::Completed { .. });
@@ -110,11 +121,7 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
         closed.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));
     }
     match is_complete {
-        true => {
-            disk.unlock_former();
-            let forgotten = forget_moved(Path::new(&job.target));
-            forgotten.unwrap_or_else(|error| tracing::error!("{}: {error}", job.name));
-        }
+        true => disk.unlock_former(),
         false => remove(created.as_deref()),
     }
     end

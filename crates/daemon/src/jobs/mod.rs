@@ -11,11 +11,12 @@ mod stream;
 mod target;
 
 use std::num::NonZeroU64;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_disk::ImageDisk;
 use blockhouse_engine::{Handle, sleep, spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobControl, JobEnd, JobStage};
 use futures_util::future::{join, join_all};
@@ -76,6 +77,8 @@ pub(crate) struct RunningJob {
     pub(crate) disk: String,
     /// Where to.
     pub(crate) target: String,
+    /// The disk's image, which is not kept open for the job's sake.
+    source: Weak<ImageDisk>,
     /// What it is asked and tells.
     pub(crate) control: Arc<JobControl>,
     /// Whether nothing of it is in flight at the target any more, which is closed.
@@ -83,6 +86,14 @@ pub(crate) struct RunningJob {
 }
 
 impl RunningJob {
+    /// What does not answer, in words: the backing file of its disk where something waits for that, else its target.
+    fn describe_wait(&self) -> String {
+        match self.source.upgrade().and_then(|disk| disk.backing_wait()) {
+            Some(wait) => wait.to_string(),
+            None => format!("its target {} does not answer", self.target),
+        }
+    }
+
     fn has_ended(&self) -> bool {
         matches!(self.control.stage(), JobStage::Ended(_))
     }
@@ -153,6 +164,24 @@ impl Jobs {
         }
     }
 
+    /// Refuses to make a disk read-only that a job fills from its backing file. Other jobs only read it.
+    ///
+    /// # Errors
+    /// One does.
+    pub(crate) fn check_not_filled(&self, disk: &str) -> Result<()> {
+        let state = self.0.lock();
+        let mut all = state.jobs.iter();
+        match all.find(|job| job.disk == disk && job.kind == "stream" && !job.has_ended()) {
+            Some(job) => bail!(
+                "the job {:?} fills the disk {disk:?} from its backing file, which a read-only disk does not get; cancel it \
+                 ('blockhouse ctl SOCKET job {} cancel') or let it complete first",
+                job.name,
+                job.name
+            ),
+            None => Ok(()),
+        }
+    }
+
     /// Refuses a target at which something of a job is in flight, also of one that has ended.
     ///
     /// # Errors
@@ -180,7 +209,7 @@ impl Jobs {
         &self,
         name: Option<String>,
         kind: &'static str,
-        disk: &str,
+        (disk, source): (&str, &Arc<ImageDisk>),
         target: String,
     ) -> Result<(Arc<RunningJob>, Handle)> {
         self.check_free(disk)?;
@@ -197,7 +226,8 @@ impl Jobs {
         let handle = workers.first().clone();
         let control = Arc::new(JobControl::default());
         let target_is_free = AtomicBool::new(false);
-        let job = RunningJob { name, kind, disk: disk.to_owned(), target, control, target_is_free };
+        let (disk, source) = (disk.to_owned(), Arc::downgrade(source));
+        let job = RunningJob { name, kind, disk, target, source, control, target_is_free };
         let job = Arc::new(job);
         state.jobs.push(Arc::clone(&job));
         let ended: Vec<_> = state.jobs.iter().filter(|job| job.has_ended()).cloned().collect();
@@ -244,8 +274,10 @@ impl Jobs {
             return Some(workers);
         }
         workers.stop();
-        let end = JobEnd::Failed("the server ended before its target answered".into());
-        jobs.iter().for_each(|job| job.control.end(end.clone()));
+        for job in jobs.iter().filter(|job| !job.has_ended()) {
+            let what = format!("the server ends before it does: {}", job.describe_wait());
+            job.control.end(JobEnd::Failed(what));
+        }
         None
     }
 }
@@ -274,11 +306,7 @@ async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
         let end = job.control.decided().await;
         sleep(MAX_TIDY_TIME).await;
         if !job.has_ended() {
-            let what = if job.kind == "stream" { "backing file" } else { "target" };
-            tracing::warn!(
-                "{}: its {what} does not answer, and stays open until it does",
-                job.name
-            );
+            tracing::warn!("{}: has not ended yet: {}", job.name, job.describe_wait());
             job.control.end(end);
         }
     };
@@ -296,7 +324,10 @@ fn tell_stages(job: Arc<RunningJob>, events: Events) {
             stage = job.control.next_stage(&stage).await;
             let (name, disk) = (job.name.clone(), job.disk.clone());
             let event = match &stage {
-                JobStage::Ready if !was_ready => {
+                JobStage::Ready if was_ready => {
+                    Event::JobPostponed { job: name, disk, error: job.control.why_postponed() }
+                }
+                JobStage::Ready => {
                     was_ready = true;
                     Event::JobReady { job: name, disk }
                 }
@@ -309,7 +340,7 @@ fn tell_stages(job: Arc<RunningJob>, events: Events) {
                     tracing::info!("{disk}: the job {name} is {outcome}");
                     Event::JobEnded { job: name, disk, outcome }
                 }
-                JobStage::Running | JobStage::Ready | JobStage::Completing => continue,
+                JobStage::Running | JobStage::Completing => continue,
             };
             events.tell(event);
             if matches!(stage, JobStage::Ended(_)) {

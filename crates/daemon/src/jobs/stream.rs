@@ -8,9 +8,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_disk::ImageDisk;
+use blockhouse_engine::{spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 
-use super::{JobSetup, RunningJob, run_job};
+use super::{JobSetup, MAX_TIDY_TIME, RunningJob, run_job};
 use crate::running::{Running, RunningDisk};
 
 /// What becomes of a stream when something cannot be filled.
@@ -65,7 +67,8 @@ impl Running {
         }
         let guard = disk.begin_populating().await?;
         let target = disk.name().to_owned();
-        let (job, handle) = self.jobs().register(setup.name, "stream", &setup.disk, target)?;
+        let (job, handle) =
+            self.jobs().register(setup.name, "stream", (&setup.disk, &source.disk), target)?;
         job.control.set_speed(setup.speed);
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
             let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
@@ -76,10 +79,25 @@ impl Running {
             };
             let end = stream.run().await;
             if matches!(end, JobEnd::Completed { .. }) {
-                disk.release_detached();
+                release_detached(disk).await;
             }
             end
         });
         Ok(job)
     }
+}
+
+/// Gives back what is held of a backing file that was detached, when the last read there has ended: at once, mostly.
+async fn release_detached(disk: Arc<ImageDisk>) {
+    if timeout(MAX_TIDY_TIME, disk.detached_reads_ended()).await.is_some() {
+        return disk.release_detached();
+    }
+    tracing::warn!(
+        "{}: its former backing file stays open until the reads there have ended",
+        disk.name()
+    );
+    spawn_detached(async move {
+        disk.detached_reads_ended().await;
+        disk.release_detached();
+    });
 }

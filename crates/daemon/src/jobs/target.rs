@@ -129,11 +129,13 @@ async fn open_existing(
         discard: source.discard,
         detect_zeroes: source.detect_zeroes,
         copy_on_read: false,
+        block_sizes: source.block_sizes,
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),
         remote_backing: source.remote_backing,
         secrets: source.keys.read()?,
+        part: None,
     };
     match open_without_backing(path, options.clone()).await {
         Err(error)

@@ -4,21 +4,23 @@
 //! is the same program (`blockhouse __launch`) with nothing of the server in its memory, and parses nothing that a
 //! stranger sent.
 //!
-//! Guarantees: the launcher executes nothing before it was told its rules; then the rules do not change. It starts programs
-//! whose name says that they are Blockhouse, from where the server cannot write, with the command line of the rules. So a
-//! server that was taken over gets no interpreter started that runs a script of its own. It sends signals to what it
-//! has started only. It ends with the server, and leaves alone what took over.
+//! Guarantees: the launcher executes nothing before it was told its rules; then the rules do not
+//! change. It starts the program that it is itself, whatever is at its path by then, or one that
+//! the operator has named (`--upgrade-to`) where the server cannot write; with the command line of
+//! the rules, one at a time, and with no capability that the server would drop. It sends signals to
+//! what it has started only. It ends with the server, and leaves alone what took over.
 //!
 //! - [`Launcher`]: the server's end
 //! - [`run`]: the process
+//! - `reach`: whether the server could have written a program
 //! - `protocol`: what they say to each other
 
 mod process;
 mod protocol;
+mod reach;
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
@@ -28,9 +30,11 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
-pub use process::run;
+pub use process::{run, serve_stranger};
 use protocol::{Channel, Reply, Request, Rules};
+pub use reach::read_mounts;
 
+use crate::sandbox::Reach;
 use crate::user_options::UserIds;
 
 /// The word of the command line that asks for the process.
@@ -62,18 +66,20 @@ impl Launcher {
     /// Tells it its rules, once and before anything is served.
     pub(crate) fn tell(&self, rules: LaunchRules) {
         let Ok(channel) = &self.0 else { return };
-        let any_program = rules.programs == Programs::Any;
         let bytes = OsString::into_vec;
-        let arguments = rules.arguments.into_iter().map(bytes).collect();
-        let not_below = rules.not_below.into_iter().map(|path| bytes(path.into())).collect();
-        let user = rules.user.map(|UserIds { user, group }| (user, group));
-        let rules = Rules { arguments, any_program, not_below, user };
+        let rules = Rules {
+            arguments: rules.arguments.into_iter().map(bytes).collect(),
+            programs: rules.programs.into_iter().map(|path| bytes(path.into())).collect(),
+            reach: reach::told(&rules.reach),
+            capabilities: rules.capabilities,
+            user: rules.user.map(|UserIds { user, group }| (user, group)),
+        };
         // Where it is over, the first request says so.
         let _ = channel.lock().send(&Request::Rules(rules), None);
     }
 
-    /// Starts a program with the server's command line for a hand-over, and this standard input. `None` is the program
-    /// at the path from which the server was started.
+    /// Starts a program with the server's command line for a hand-over, and this standard input.
+    /// `None` is the first that the rules name, or else the one that runs.
     ///
     /// # Errors
     /// It cannot be started, or the rules forbid it.
@@ -136,19 +142,12 @@ pub(crate) struct LaunchRules {
     pub(crate) arguments: Vec<OsString>,
     /// The user that it becomes.
     pub(crate) user: Option<UserIds>,
-    /// Which programs.
-    pub(crate) programs: Programs,
-    /// Canonical paths below which the server can write: no program from there.
-    pub(crate) not_below: Vec<PathBuf>,
-}
-
-/// Which programs may be started.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Programs {
-    /// The one at the path from which the server was started.
-    Own,
-    /// Others as well.
-    Any,
+    /// The programs that it may start beside its own.
+    pub(crate) programs: Vec<PathBuf>,
+    /// Where the server can write: no program from there, but its own.
+    pub(crate) reach: Reach,
+    /// The capabilities that it keeps, for what it starts.
+    pub(crate) capabilities: u64,
 }
 
 fn start() -> Result<Mutex<Channel>> {
@@ -161,9 +160,4 @@ fn start() -> Result<Mutex<Channel>> {
         .spawn()
         .context("cannot start its launcher (this program, by /proc/self/exe)")?;
     Ok(Mutex::new(Channel::new(ours)))
-}
-
-/// The errors of a connection that the other end has closed.
-fn is_end(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }

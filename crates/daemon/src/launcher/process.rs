@@ -1,20 +1,22 @@
 //! The process: it does what the server asks, one request after the other, until the server ends.
 
-use std::ffi::{OsStr, OsString};
-use std::os::fd::{AsFd, OwnedFd};
+use std::ffi::OsString;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
-use blockhouse_engine::become_user;
+use blockhouse_engine::{Confinement, become_user, confine};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::protocol::{Channel, Reply, Request, Rules};
+use super::reach::{self, path_of};
 
 /// Serves the server whose socket is standard input, until it ends.
 ///
@@ -27,6 +29,8 @@ pub fn run() -> Result<()> {
     }
     // The name of the file would be "exe". A name is for people only.
     let _ = rustix::thread::set_name(c"blockhouse-run");
+    // Before anything else may take its place.
+    let own = Own::open()?;
     let channel = channel_at_stdin().context("this is for 'blockhouse serve' alone")?;
     let rules = match channel.receive()? {
         // The server has ended before it could serve.
@@ -37,21 +41,62 @@ pub fn run() -> Result<()> {
     if let Some((user, group)) = rules.user {
         become_user(user, group).context("cannot become the user of the server")?;
     }
-    let mut state = State { rules, child: None };
+    let confinement = Confinement { ruleset: None, capabilities: rules.capabilities };
+    confine(confinement).context("cannot drop capabilities")?;
+    serve(&channel, &mut State { rules, own, child: None })
+}
+
+/// Does what a stranger in a server's place asks, who has told the rules that allow least: for fuzz
+/// targets. Nothing is started.
+///
+/// # Errors
+/// A message that a server never sends.
+pub fn serve_stranger(socket: UnixStream) -> Result<()> {
+    let own = Own { path: PathBuf::from("/nowhere/blockhouse"), ..Own::open()? };
+    serve(&Channel::new(socket), &mut State { rules: Rules::default(), own, child: None })
+}
+
+fn serve(channel: &Channel, state: &mut State) -> Result<()> {
     while let Some((request, descriptor)) = channel.receive()? {
         let reply = state.execute(request, descriptor)?;
         if let Err(error) = channel.send(&reply, None) {
-            return if super::is_end(&error) { Ok(()) } else { Err(error.into()) };
+            return if super::protocol::is_end(&error) { Ok(()) } else { Err(error.into()) };
         }
     }
     Ok(())
 }
 
-/// How the names of other programs begin that are started.
-const NAME: &str = "blockhouse";
+/// The program that runs.
+struct Own {
+    /// `O_PATH`: what is executed, whatever is at its path.
+    descriptor: OwnedFd,
+    /// Where it was.
+    path: PathBuf,
+}
+
+impl Own {
+    fn open() -> Result<Self> {
+        let cannot = "cannot find this program (/proc/self/exe)";
+        let flags = OFlags::PATH | OFlags::CLOEXEC;
+        let descriptor = rustix::fs::open(SELF, flags, Mode::empty()).context(cannot)?;
+        let path = without_deleted(&std::fs::read_link(SELF).context(cannot)?);
+        Ok(Self { descriptor, path })
+    }
+
+    /// Whether it is what a path leads to.
+    fn is_at(&self, path: &Path) -> bool {
+        let identity = |status: rustix::fs::Stat| (status.st_dev, status.st_ino);
+        let own = rustix::fs::fstat(&self.descriptor).map(identity);
+        own.is_ok() && rustix::fs::stat(path).map(identity) == own
+    }
+}
+
+/// The link to the program that runs.
+const SELF: &str = "/proc/self/exe";
 
 struct State {
     rules: Rules,
+    own: Own,
     /// What was started last.
     child: Option<Child>,
 }
@@ -93,42 +138,67 @@ impl State {
 
     fn start(&mut self, binary: Option<&Path>, stdin: Option<OwnedFd>) -> Result<Reply> {
         let stdin = stdin.context("no standard input came for the new server")?;
-        let binary = match binary {
-            None => self.out_of_reach(&own_binary()?)?,
-            Some(_) if !self.rules.any_program => {
-                bail!("another program than its own is not started for a server without --control")
-            }
-            Some(path) => named_blockhouse(self.out_of_reach(path)?)?,
-        };
+        if let Some(child) = &mut self.child
+            && matches!(child.try_wait(), Ok(None))
+        {
+            bail!("a new server was started before, and goes on");
+        }
+        let (file, program) = self.program(binary)?;
         let arguments = self.rules.arguments.iter().cloned().map(OsString::from_vec);
-        let child = Command::new(&binary)
+        let child = Command::new(&file)
+            .arg0(&program)
             .args(arguments)
             .stdin(Stdio::from(stdin))
             .spawn()
-            .with_context(|| format!("{}: cannot be started", binary.display()))?;
+            .with_context(|| format!("{}: cannot be started", program.display()))?;
         let process = child.id();
         self.child = Some(child);
-        Ok(Reply::Started { process, program: binary.into_os_string().into_vec() })
+        Ok(Reply::Started { process, program: program.into_os_string().into_vec() })
     }
 
-    /// The program at a path.
+    /// The program that is executed, and its name.
     ///
     /// # Errors
-    /// It is missing, or it is where the server can write.
-    fn out_of_reach(&self, path: &Path) -> Result<PathBuf> {
-        let cannot = || format!("{}: cannot be started", path.display());
-        let found = path.canonicalize().with_context(cannot)?;
-        let mut not_below =
-            self.rules.not_below.iter().map(|path| Path::new(OsStr::from_bytes(path)));
-        match not_below.find(|folder| found.starts_with(folder)) {
-            None => Ok(found),
-            Some(folder) => bail!(
-                "{}: cannot be started: the server can write below {}, so the program may be a stranger's; install it \
-                 elsewhere",
+    /// It may not be started.
+    fn program(&self, binary: Option<&Path>) -> Result<(PathBuf, PathBuf)> {
+        let named: Vec<_> = self.rules.programs.iter().map(|path| path_of(path)).collect();
+        let program = match (binary, named.first()) {
+            (None, None) => return self.own_program(),
+            (None, Some(first)) => first,
+            (Some(binary), _) => {
+                let cannot = || format!("{}: cannot be started", binary.display());
+                let found = binary.canonicalize().with_context(cannot)?;
+                let is_it = |path: &&PathBuf| path.canonicalize().is_ok_and(|path| path == found);
+                let known = named.iter().find(is_it);
+                if known.is_none() && self.own.is_at(&found) {
+                    return self.own_program();
+                }
+                known.with_context(|| {
+                    format!(
+                        "{}: cannot be started: an upgrade starts another program than the one that runs only if the \
+                         server was started with --upgrade-to {}",
+                        binary.display(),
+                        found.display()
+                    )
+                })?
+            }
+        };
+        let program = reach::check(program, &self.rules.reach)
+            .with_context(|| format!("{}: cannot be started", program.display()))?;
+        Ok((program.clone(), program))
+    }
+
+    fn own_program(&self) -> Result<(PathBuf, PathBuf)> {
+        let Own { descriptor, path } = &self.own;
+        if !self.own.is_at(path) {
+            bail!(
+                "{}: another program is there than the one that runs; a server starts it if it was started with \
+                 --upgrade-to {}, or restart this one",
                 path.display(),
-                folder.display()
-            ),
+                path.display()
+            );
         }
+        Ok((format!("/proc/self/fd/{}", descriptor.as_raw_fd()).into(), path.clone()))
     }
 
     /// Sends a signal to what was started last, unless its end was waited for already.
@@ -143,32 +213,12 @@ impl State {
     }
 }
 
-/// The program, if its name says that it is Blockhouse.
-///
-/// # Errors
-/// It does not.
-fn named_blockhouse(program: PathBuf) -> Result<PathBuf> {
-    if program.file_name().unwrap_or_default().as_bytes().starts_with(NAME.as_bytes()) {
-        return Ok(program);
-    }
-    bail!(
-        "{}: cannot be started: a server is replaced only by a program whose name begins with '{NAME}'",
-        program.display()
-    )
-}
-
 /// The socket, which is standard input. What takes its place there reads as empty.
 fn channel_at_stdin() -> Result<Channel> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
     let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     rustix::stdio::dup2_stdin(null)?;
     Ok(Channel::new(UnixStream::from(socket)))
-}
-
-/// The program at the path from which this process was started: another one by now, if it was replaced.
-fn own_binary() -> Result<PathBuf> {
-    let path = std::fs::read_link("/proc/self/exe").context("cannot find this program's path")?;
-    Ok(without_deleted(&path))
 }
 
 /// The path without what the kernel adds to that of a file which was replaced.
@@ -181,6 +231,8 @@ fn without_deleted(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::launcher::protocol::ToldReach;
+    use crate::sandbox::Reach;
 
     #[test]
     fn a_program_that_was_replaced_is_found_at_its_path() {
@@ -189,33 +241,45 @@ mod tests {
         assert_eq!(found("/usr/bin/blockhouse"), Path::new("/usr/bin/blockhouse"));
     }
 
+    fn state(programs: &[&Path], reach: ToldReach, arguments: &[&str]) -> State {
+        let arguments = arguments.iter().map(|text| text.as_bytes().to_vec()).collect();
+        let bytes = |path: &&Path| path.as_os_str().as_bytes().to_vec();
+        let programs = programs.iter().map(bytes).collect();
+        let rules = Rules { arguments, programs, reach, capabilities: 0, user: None };
+        State { rules, own: Own::open().expect("/proc"), child: None }
+    }
+
+    fn start(state: &mut State, binary: Option<&Path>) -> Reply {
+        let stdin = OwnedFd::from(UnixStream::pair().expect("a socket pair").0);
+        let binary = binary.map(|path| path.as_os_str().as_bytes().to_vec());
+        state.execute(Request::Start { binary }, Some(stdin)).expect("a request")
+    }
+
     #[test]
-    fn only_what_the_rules_allow_is_started() {
-        let stdin = || Some(OwnedFd::from(UnixStream::pair().expect("a socket pair").0));
+    fn only_what_the_operator_has_named_is_started() {
         let folder = tempfile::tempdir().expect("a folder");
-        let [shell, named] = ["sh", "blockhouse-sh"].map(|name| folder.path().join(name));
-        for path in [&shell, &named] {
+        let [shell, other] =
+            ["blockhouse-sh", "blockhouse-other"].map(|name| folder.path().join(name));
+        for path in [&shell, &other] {
             std::fs::copy("/bin/sh", path).expect("a copy");
         }
-        let start = |any_program, program: &Path, not_below: &str| {
-            let arguments = vec![b"-c".to_vec(), b"exit 7".to_vec()];
-            let not_below = Path::new(not_below).canonicalize().expect("it is there");
-            let not_below = vec![not_below.into_os_string().into_vec()];
-            let rules = Rules { arguments, any_program, not_below, user: None };
-            let mut state = State { rules, child: None };
-            let binary = Some(program.as_os_str().as_bytes().to_vec());
-            let reply = state.execute(Request::Start { binary }, stdin()).expect("a request");
-            (reply, state)
-        };
-        let own = folder.path().to_str().expect("a path of text");
-        for (reply, word) in [
-            (start(false, &named, "/usr").0, "--control"),
-            (start(true, &named, own).0, "can write"),
-            (start(true, &shell, "/usr").0, "begins with 'blockhouse'"),
+        let exit = ["-c", "exit 7"];
+        let below =
+            || reach::told(&Reach::Below(vec![folder.path().canonicalize().expect("there")]));
+        for (programs, reach, binary, word) in [
+            (vec![], ToldReach::Anywhere, &shell, "--upgrade-to"),
+            (vec![], ToldReach::User, &shell, "--upgrade-to"),
+            (vec![&*shell], ToldReach::Anywhere, &other, "--upgrade-to"),
+            (vec![&*shell], below(), &shell, "can write below"),
+            // The folder is this user's.
+            (vec![&*shell], ToldReach::User, &shell, "from writing"),
         ] {
+            let reply = start(&mut state(&programs, reach, &exit), Some(binary));
             assert!(matches!(&reply, Reply::Refused { why } if why.contains(word)), "{reply:?}");
         }
-        let (reply, mut state) = start(true, &named, "/usr");
+        let elsewhere = reach::told(&Reach::Below(vec!["/usr".into()]));
+        let mut state = state(&[&shell], elsewhere, &exit);
+        let reply = start(&mut state, None);
         assert!(matches!(reply, Reply::Started { .. }), "{reply:?}");
         let ended = state.execute(Request::Wait, None).expect("a request");
         assert!(
@@ -223,5 +287,29 @@ mod tests {
             "{ended:?}"
         );
         assert!(state.execute(Request::Rules(Rules::default()), None).is_err());
+    }
+
+    #[test]
+    fn the_program_that_runs_is_started_whatever_the_rules_say_of_places_and_once() {
+        // This test's own program, which lists its tests.
+        let reach = reach::told(&Reach::Below(vec!["/".into()]));
+        let mut own = state(&[], reach, &["--list"]);
+        let mut sleeping = state(&[Path::new("/bin/sleep")], ToldReach::Anywhere, &["60"]);
+        let reply = start(&mut own, None);
+        assert!(matches!(&reply, Reply::Started { .. }), "{reply:?}");
+        let ended = own.execute(Request::Wait, None).expect("a request");
+        assert!(
+            matches!(&ended, Reply::Ended { status } if status == "exit status: 0"),
+            "{ended:?}"
+        );
+        own.own.path = "/bin/sh".into();
+        let reply = start(&mut own, None);
+        assert!(matches!(&reply, Reply::Refused { why } if why.contains("--upgrade-to /bin/sh")));
+        assert!(matches!(start(&mut sleeping, None), Reply::Started { .. }));
+        let reply = start(&mut sleeping, None);
+        assert!(matches!(&reply, Reply::Refused { why } if why.contains("before")), "{reply:?}");
+        sleeping.execute(Request::Kill, None).expect("a request");
+        assert!(matches!(start(&mut sleeping, None), Reply::Started { .. }));
+        sleeping.execute(Request::Kill, None).expect("a request");
     }
 }

@@ -22,7 +22,8 @@ const MAX_MESSAGE: u32 = 16 << 20;
 pub(super) enum Request {
     /// The first message, and no other: what may be started.
     Rules(Rules),
-    /// Starts a program; its standard input comes with the message. `None`: the launcher's own.
+    /// Starts a program; its standard input comes with the message. `None`: the first of the rules,
+    /// or the launcher's own.
     Start { binary: Option<Vec<u8>> },
     /// Kills what was started last, and waits for its end.
     Kill,
@@ -37,12 +38,35 @@ pub(super) enum Request {
 pub(super) struct Rules {
     /// The arguments that each program gets.
     pub(super) arguments: Vec<Vec<u8>>,
-    /// Whether other programs than the launcher's own may be started.
-    pub(super) any_program: bool,
-    /// Canonical paths below which none is started, its own neither.
-    pub(super) not_below: Vec<Vec<u8>>,
+    /// The paths of the programs that may be started beside the launcher's own.
+    pub(super) programs: Vec<Vec<u8>>,
+    /// Where the server can write: these programs must be elsewhere.
+    pub(super) reach: ToldReach,
+    /// The capabilities that the launcher keeps, a bit for each.
+    pub(super) capabilities: u64,
     /// The ids of the user and the group that the launcher becomes first.
     pub(super) user: Option<(u32, u32)>,
+}
+
+/// Where a server can write.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) enum ToldReach {
+    /// Where its user may.
+    #[default]
+    User,
+    /// Below these.
+    Below(Vec<Writable>),
+    /// It is not confined.
+    Anywhere,
+}
+
+/// A folder or file that a server can write, as it was before that served anyone.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Writable {
+    /// The canonical path.
+    pub(super) path: Vec<u8>,
+    /// Its device and inode.
+    pub(super) identity: (u64, u64),
 }
 
 /// What the launcher answers to all but the rules.
@@ -101,7 +125,7 @@ impl Channel {
     pub(super) fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Option<OwnedFd>)>> {
         let mut length = [0; 4];
         match (&self.0).read_exact(&mut length) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof || super::is_end(&error) => {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof || is_end(&error) => {
                 return Ok(None);
             }
             outcome => outcome?,
@@ -140,6 +164,11 @@ impl Channel {
             return Ok(descriptor);
         }
     }
+}
+
+/// The errors of a connection that the other end has closed.
+pub(super) fn is_end(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
 #[cfg(test)]

@@ -126,6 +126,9 @@ impl Gathered {
         if let Ok(Some(allocated)) = disk.allocated_bytes() {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
+        if let Some(wait) = disk.backing_wait() {
+            self.add(&families::WAIT, &[name, wait.file()], wait.seconds());
+        }
         let limits = disk.throttle_stats();
         self.add(&families::THROTTLED, &[name], limits.waiting);
         self.add(&families::DELAYED, &[name], limits.delayed);

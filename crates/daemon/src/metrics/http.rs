@@ -1,6 +1,10 @@
-//! As much of HTTP/1.1 as a scrape takes: one GET or HEAD on a connection, which is then closed.
+//! As much of HTTP/1.1 as a scrape and the page take: one GET or HEAD on a connection, which is then closed.
 //!
 //! Guarantees: what is not such a request gets an answer that says what is, whatever its bytes; nothing of it is kept.
+//! Pages of other sites read nothing: not by another name of this machine, not by a script or an image of theirs, not
+//! in a frame.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::text::Form;
 
@@ -14,7 +18,44 @@ pub enum Resource {
     Text(Form),
     /// `/metrics.json`.
     Json,
+    /// A file of the page.
+    Page(&'static PageFile),
+    /// `/events`.
+    Events,
 }
+
+/// A file of the page.
+#[derive(Debug, PartialEq, Eq)]
+pub struct PageFile {
+    path: &'static str,
+    content_type: &'static str,
+    text: &'static str,
+}
+
+/// The page at `/`, and what it consists of: `/events` gives it its figures.
+const PAGE: [&PageFile; 3] = [
+    &PageFile {
+        path: "/",
+        content_type: "text/html; charset=utf-8",
+        text: include_str!("page/index.html"),
+    },
+    &PageFile {
+        path: "/page.css",
+        content_type: "text/css; charset=utf-8",
+        text: include_str!("page/page.css"),
+    },
+    &PageFile {
+        path: "/page.js",
+        content_type: "text/javascript; charset=utf-8",
+        text: include_str!("page/page.js"),
+    },
+];
+
+/// The browser runs the page's own script and style and nothing else, and shows it in no frame.
+const HEADERS: &str = "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n\
+    Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
+    base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n\
+    Cross-Origin-Resource-Policy: same-origin\r\nReferrer-Policy: no-referrer\r\nConnection: close\r\n";
 
 /// A request that can be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,16 +78,54 @@ const TOO_LONG: Refusal = Refusal {
     status: "431 Request Header Fields Too Large",
     why: "a request has at most 8192 bytes here",
 };
-const NOT_FOUND: Refusal =
-    Refusal { status: "404 Not Found", why: "there are /metrics and /metrics.json" };
+const NOT_FOUND: Refusal = Refusal {
+    status: "404 Not Found",
+    why: "there are a page at /, /metrics, /metrics.json and /events",
+};
+const OTHER_SITE: Refusal =
+    Refusal { status: "403 Forbidden", why: "a page of another site asks for this" };
+/// More readers of the stream than there are places for.
+pub const TOO_MANY: Refusal = Refusal {
+    status: "503 Service Unavailable",
+    why: "too many pages of this server are open: close one",
+};
+const OTHER_HOST: Refusal = Refusal {
+    status: "421 Misdirected Request",
+    why: "metrics are told to this machine: ask for localhost, 127.0.0.1 or [::1]",
+};
 const METHOD: Refusal =
     Refusal { status: "405 Method Not Allowed", why: "only GET and HEAD are answered" };
 
-/// Reads a request; `None` where its end has not been received.
+/// By which names of this host a request may ask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hosts {
+    /// By any: only programs of this host reach the socket.
+    Any,
+    /// By those of this machine itself. A page of another site, whose name its owner has lead here,
+    /// asks by that name.
+    Loopback,
+}
+
+impl Hosts {
+    fn have(self, host: &str) -> bool {
+        let name = match host.rsplit_once(':') {
+            Some((name, port)) if port.bytes().all(|digit| digit.is_ascii_digit()) => name,
+            _ => host,
+        };
+        let address = name.strip_prefix('[').and_then(|name| name.strip_suffix(']'));
+        let is_address = match address {
+            Some(address) => address.parse().is_ok_and(|ip: Ipv6Addr| ip.is_loopback()),
+            None => name.parse().is_ok_and(|ip: Ipv4Addr| ip.is_loopback()),
+        };
+        self == Self::Any || is_address || name.eq_ignore_ascii_case("localhost")
+    }
+}
+
+/// Reads a request by one of these names; `None` where its end has not been received.
 ///
 /// # Errors
 /// What cannot be answered.
-pub fn parse(received: &[u8]) -> Result<Option<Request>, Refusal> {
+pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> {
     let Some(end) = received.windows(4).position(|window| window == b"\r\n\r\n") else {
         // Something that is no HTTP need not be waited for.
         if !may_be_request(received) {
@@ -64,6 +143,17 @@ pub fn parse(received: &[u8]) -> Result<Option<Request>, Refusal> {
     if !version.starts_with("HTTP/1.") {
         return Err(BAD);
     }
+    let values = |name: &'static str| {
+        let headers = lines.clone().filter_map(|header| header.split_once(':'));
+        let named = headers.filter(move |(other, _)| other.eq_ignore_ascii_case(name));
+        named.map(|(_, value)| value.trim())
+    };
+    if !values("host").all(|host| hosts.have(host)) {
+        return Err(OTHER_HOST);
+    }
+    // Browsers say on whose behalf they ask.
+    let is_of_other_site =
+        values("sec-fetch-site").any(|site| !matches!(site, "same-origin" | "none"));
     let wants_body = match method {
         "GET" => true,
         "HEAD" => false,
@@ -71,19 +161,21 @@ pub fn parse(received: &[u8]) -> Result<Option<Request>, Refusal> {
     };
     let path = target.split_once('?').map_or(target, |(path, _)| path);
     let resource = match path {
-        "/metrics" => Resource::Text(form(lines)),
+        "/metrics" => Resource::Text(form(values("accept"))),
         "/metrics.json" => Resource::Json,
-        _ => return Err(NOT_FOUND),
+        "/events" => Resource::Events,
+        _ => Resource::Page(PAGE.iter().find(|file| file.path == path).ok_or(NOT_FOUND)?),
     };
+    // The page itself has no figures: a link to it may be followed from anywhere.
+    if is_of_other_site && path != "/" {
+        return Err(OTHER_SITE);
+    }
     Ok(Some(Request { resource, wants_body }))
 }
 
 /// OpenMetrics if that is accepted, as Prometheus asks for; else the text that any tool reads.
-fn form<'a>(mut headers: impl Iterator<Item = &'a str>) -> Form {
-    let accepts = headers.any(|header| {
-        let (name, value) = header.split_once(':').unwrap_or_default();
-        name.eq_ignore_ascii_case("accept") && value.contains("application/openmetrics-text")
-    });
+fn form<'a>(mut accepted: impl Iterator<Item = &'a str>) -> Form {
+    let accepts = accepted.any(|types| types.contains("application/openmetrics-text"));
     if accepts { Form::OpenMetrics } else { Form::Prometheus }
 }
 
@@ -91,6 +183,16 @@ fn form<'a>(mut headers: impl Iterator<Item = &'a str>) -> Form {
 fn may_be_request(received: &[u8]) -> bool {
     let method = received.split(|byte| *byte == b' ').next().unwrap_or_default();
     method.len() <= 16 && method.iter().all(u8::is_ascii_uppercase)
+}
+
+/// A file of the page.
+pub fn page(file: &PageFile, wants_body: bool) -> Vec<u8> {
+    with_head("200 OK", file.content_type, file.text, wants_body)
+}
+
+/// The head of a stream, which ends with the connection.
+pub fn stream_head() -> Vec<u8> {
+    format!("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{HEADERS}\r\n").into_bytes()
 }
 
 /// The answer to a request.
@@ -108,7 +210,7 @@ fn with_head(status: &str, content_type: &str, body: &str, wants_body: bool) -> 
     let allow = if status.starts_with("405") { "Allow: GET, HEAD\r\n" } else { "" };
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {}\r\n\
-         Cache-Control: no-store\r\n{allow}Connection: close\r\n\r\n",
+         {allow}{HEADERS}\r\n",
         body.len()
     );
     let body = if wants_body { body } else { "" };
@@ -120,6 +222,59 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    fn parse(bytes: &[u8]) -> Result<Option<Request>, Refusal> {
+        super::parse(bytes, Hosts::Any)
+    }
+
+    #[test]
+    fn a_page_of_another_site_is_told_nothing() {
+        let ask = |host: &str| {
+            let request = format!("GET /metrics HTTP/1.1\r\nA: b\r\n{host}\r\n\r\n");
+            super::parse(request.as_bytes(), Hosts::Loopback)
+        };
+        for own in [
+            "Host: localhost",
+            "host:LOCALHOST:9100",
+            "Host: 127.0.0.1:9100",
+            "Host: 127.8.0.1",
+            "Host: [::1]:9100",
+            "Host: [::1]",
+            "Accept: x",
+        ] {
+            assert!(matches!(ask(own), Ok(Some(_))), "{own}");
+        }
+        for other in [
+            "Host: attacker.example",
+            "HOST: attacker.example:9100",
+            "Host: localhost.attacker.example",
+            "Host: 127.0.0.1.attacker.example:80",
+            "Host: 10.0.0.1",
+            "Host: [fe80::1]:9100",
+            "Host:",
+            "Host: localhost\r\nHost: attacker.example",
+            "Host: localhost:80:attacker",
+        ] {
+            assert_eq!(ask(other), Err(OTHER_HOST), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_script_of_another_site_reads_nothing() {
+        let ask = |path: &str, site: &str| {
+            let request = format!("GET {path} HTTP/1.1\r\nSec-Fetch-Site: {site}\r\n\r\n");
+            super::parse(request.as_bytes(), Hosts::Loopback)
+        };
+        for path in ["/metrics", "/metrics.json", "/events", "/page.js"] {
+            for own in ["same-origin", "none"] {
+                assert!(matches!(ask(path, own), Ok(Some(_))), "{path} {own}");
+            }
+            for other in ["cross-site", "same-site", "", "none\r\nSec-Fetch-Site: cross-site"] {
+                assert_eq!(ask(path, other), Err(OTHER_SITE), "{path} {other}");
+            }
+        }
+        assert_eq!(ask("/", "cross-site"), get(Resource::Page(PAGE[0])));
+    }
 
     fn get(resource: Resource) -> Result<Option<Request>, Refusal> {
         Ok(Some(Request { resource, wants_body: true }))
@@ -142,7 +297,7 @@ mod tests {
         let long = [b"GET /metrics HTTP/1.1\r\nA: ".as_slice(), &[b'a'; MAX_REQUEST]].concat();
         let cases: [(&[u8], Refusal); 9] = [
             (b"POST /metrics HTTP/1.1\r\n\r\n", METHOD),
-            (b"GET / HTTP/1.1\r\n\r\n", NOT_FOUND),
+            (b"GET /page HTTP/1.1\r\n\r\n", NOT_FOUND),
             (b"GET /../metrics HTTP/1.1\r\n\r\n", NOT_FOUND),
             (b"GET /metrics\r\n\r\n", BAD),
             (b"GET  /metrics HTTP/1.1\r\n\r\n", BAD),

@@ -4,17 +4,20 @@
 //! - `gather`(gather()): the values, read from the disks at each request. Nothing is kept between two readings.
 //! - `text`, `json`: the forms.
 //! - `http`, `server`: the socket of `--metrics`.
+//! - `stream`: the figures and events of the page, whose own files are in the folder `page`.
 
 mod families;
 mod gather;
 pub(crate) mod http;
 mod json;
 mod server;
+mod stream;
 mod text;
 
 pub use families::{FAMILIES, Family, Kind};
 pub use gather::{MeasuredDisk, Sample, Samples, StartTime, Value, gather, with_distinct_names};
 pub use json::to_json;
 pub use server::MetricsAddress;
-pub(crate) use server::{MetricsServer, Reading};
+pub(crate) use server::MetricsServer;
+pub(crate) use stream::Observed;
 pub use text::{Form, to_text};

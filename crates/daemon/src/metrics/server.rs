@@ -1,13 +1,15 @@
-//! The socket of `--metrics`: who connects and asks by HTTP gets the metrics.
+//! The socket of `--metrics`: HTTP clients get the metrics, or the page.
 //!
 //! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at most [`MAX_CLIENTS`]
-//! clients at once, each with one request and one answer, for [`TIMEOUT`] each; further ones are disconnected.
+//! clients at once, each with one request and one answer, for [`TIMEOUT`] each; further ones are disconnected. At most
+//! [`MAX_STREAMS`] of them read a stream, so that scrapes find places.
 
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::pin::pin;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,17 +22,18 @@ use futures_channel::oneshot;
 use futures_util::future::{FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 
-use super::gather::Samples;
-use super::http::{self, Request, Resource};
+use super::http::{self, Hosts, Request, Resource};
 use super::json::to_json;
+use super::stream::{Observed, TIMEOUT, send, serve_stream};
 use super::text::to_text;
 use crate::kept_sockets;
+use crate::socket_options::{PrivatePermissions, split_options};
 use crate::workers::Workers;
 
 /// Connections at the same time.
 const MAX_CLIENTS: usize = 8;
-/// How long a client may take to send its request, and again to receive its answer.
-const TIMEOUT: Duration = Duration::from_secs(10);
+/// Streams at the same time.
+const MAX_STREAMS: usize = 4;
 /// The delay after a connection could not be accepted.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Bytes that one system call receives.
@@ -42,18 +45,32 @@ pub enum MetricsAddress {
     /// A TCP port of this machine itself.
     Loopback(SocketAddr),
     /// A Unix socket.
-    Unix(PathBuf),
+    Unix {
+        /// Where it is.
+        path: PathBuf,
+        /// The users that may connect.
+        permissions: SocketPermissions,
+    },
 }
 
 impl std::str::FromStr for MetricsAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(path) = text.strip_prefix("unix:") {
-            return match path {
-                "" => Err("a path is missing: unix:PATH".into()),
-                path => Ok(Self::Unix(path.into())),
-            };
+        if let Some(text) = text.strip_prefix("unix:") {
+            let (path, options) = split_options(text);
+            if path.is_empty() {
+                return Err("a path is missing: unix:PATH".into());
+            }
+            let mut permissions = PrivatePermissions::default();
+            for option in options {
+                if !permissions.take(&option)? {
+                    return Err(format!(
+                        "there is no option '{option}'; use mode=0660 or group=GROUP, and ',,' for a comma in the path"
+                    ));
+                }
+            }
+            return Ok(Self::Unix { path: path.into(), permissions: permissions.get() });
         }
         let what = "use 127.0.0.1:PORT, [::1]:PORT or unix:PATH";
         let address: SocketAddr = text.parse().map_err(|_| what.to_owned())?;
@@ -68,33 +85,34 @@ impl fmt::Display for MetricsAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Loopback(address) => write!(f, "http://{address}/metrics"),
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Unix { path, .. } => write!(f, "unix:{}", path.display()),
         }
     }
 }
 
 impl MetricsAddress {
-    /// Listens there, and has the service manager keep the socket; a Unix socket is for those whom `permissions` names.
+    /// Listens there, and has the service manager keep the socket.
     ///
     /// # Errors
     /// The kernel's, and where another process listens there.
-    pub fn bind(&self, permissions: SocketPermissions) -> Result<BoundSocket> {
+    pub fn bind(&self) -> Result<BoundSocket> {
+        let permissions = match self {
+            Self::Unix { permissions, .. } => *permissions,
+            Self::Loopback(_) => SocketPermissions::default(),
+        };
         let bound = kept_sockets::bind(&self.address(), permissions);
         bound.with_context(|| format!("--metrics {self}"))
     }
 
     fn address(&self) -> Address {
         match self {
-            Self::Unix(path) => Address::Unix(path.clone()),
+            Self::Unix { path, .. } => Address::Unix(path.clone()),
             Self::Loopback(address) => {
                 Address::Tcp { host: address.ip().to_string(), port: address.port() }
             }
         }
     }
 }
-
-/// Tells the values of all metrics at the moment.
-pub type Reading = Arc<dyn Fn() -> Vec<Samples> + Send + Sync>;
 
 /// Metrics that are served.
 pub struct MetricsServer {
@@ -105,20 +123,19 @@ pub struct MetricsServer {
 
 impl MetricsServer {
     /// Serves the metrics at a listening socket, by a loop of its own.
-    pub fn start(bound: BoundSocket, workers: Workers, reading: Reading) -> Self {
-        Self::start_at(workers, reading, async move || bound)
+    pub fn start(bound: BoundSocket, workers: Workers, observed: Arc<dyn Observed>) -> Self {
+        Self::start_at(workers, observed, async move || bound)
     }
 
     /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
     pub fn start_when_free(
         address: MetricsAddress,
-        permissions: SocketPermissions,
         workers: Workers,
-        reading: Reading,
+        observed: Arc<dyn Observed>,
     ) -> Self {
-        Self::start_at(workers, reading, async move || {
+        Self::start_at(workers, observed, async move || {
             loop {
-                match address.bind(permissions) {
+                match address.bind() {
                     Ok(bound) => return bound,
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }
@@ -132,14 +149,14 @@ impl MetricsServer {
 
     fn start_at(
         workers: Workers,
-        reading: Reading,
+        observed: Arc<dyn Observed>,
         bind: impl AsyncFnOnce() -> BoundSocket + Send + 'static,
     ) -> Self {
         let (stop, stopped) = oneshot::channel();
         let over = workers.first().spawn(move || async move {
             let serving = async {
                 let bound = bind().await;
-                if let Err(error) = serve(bound, &reading).await {
+                if let Err(error) = serve(bound, &*observed).await {
                     tracing::error!("metrics are not served: {error}");
                 }
             };
@@ -159,14 +176,21 @@ impl MetricsServer {
 }
 
 /// Accepts and answers for ever.
-async fn serve(bound: BoundSocket, reading: &Reading) -> io::Result<()> {
+async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     let BoundSocket { socket, file, address } = bound;
     let listener = Listener::new(socket)?;
     // Declared after the listener, so dropped while that still listens: see `SocketFile`.
     let _file = file;
-    if let Address::Tcp { host, port } = address {
-        tracing::info!("metrics at http://{host}:{port}/metrics");
-    }
+    let hosts = match address {
+        Address::Tcp { host, port } => {
+            tracing::info!(
+                "metrics at http://{host}:{port}/metrics, a page at http://{host}:{port}/"
+            );
+            Hosts::Loopback
+        }
+        // No browser reaches it.
+        Address::Unix(_) => Hosts::Any,
+    };
     let accepted = unfold(listener.clone(), |listener| async move {
         let accepted = listener.accept().await;
         if accepted.is_err() {
@@ -175,13 +199,15 @@ async fn serve(bound: BoundSocket, reading: &Reading) -> io::Result<()> {
         Some((accepted, listener))
     });
     let mut accepted = pin!(accepted.fuse());
+    // Each stream holds a clone.
+    let streams = Rc::new(());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
     loop {
         futures_util::select! {
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
                 Ok(stream) if clients.len() < MAX_CLIENTS => {
-                    clients.push(serve_client(stream, reading).boxed_local());
+                    clients.push(serve_client(stream, hosts, (observed, &streams)).boxed_local());
                 }
                 Ok(stream) => drop(stream),
                 Err(error) => tracing::warn!("cannot accept a metrics connection: {error}"),
@@ -191,24 +217,26 @@ async fn serve(bound: BoundSocket, reading: &Reading) -> io::Result<()> {
 }
 
 /// Answers one request. A client that is gone or too slow gets none.
-async fn serve_client(stream: Stream, reading: &Reading) {
-    let received = timeout(TIMEOUT, receive_request(&stream)).await;
+async fn serve_client(stream: Stream, hosts: Hosts, (observed, streams): (&dyn Observed, &Rc<()>)) {
+    let received = timeout(TIMEOUT, receive_request(&stream, hosts)).await;
     let answer = match received.flatten() {
-        Some(Ok(request)) => answer(request, reading),
+        Some(Ok(Request { resource: Resource::Events, wants_body: true })) => {
+            if Rc::strong_count(streams) <= MAX_STREAMS {
+                let _place = Rc::clone(streams);
+                return serve_stream(&stream, observed).await;
+            }
+            http::refuse(http::TOO_MANY)
+        }
+        Some(Ok(request)) => answer(request, observed),
         Some(Err(refusal)) => http::refuse(refusal),
         None => return,
     };
-    let Ok(mut buffer) = Buffer::try_new(answer.len()) else { return };
-    buffer.bytes_mut().copy_from_slice(&answer);
-    drop(answer);
-    let mut list = IoVectorList::new();
-    list.push(buffer.lend());
-    let _ = timeout(TIMEOUT, stream.send(list)).await;
+    send(&stream, &answer).await;
     stream.shutdown();
 }
 
 /// Receives a request; `None` where the client has gone.
-async fn receive_request(stream: &Stream) -> Option<Result<Request, http::Refusal>> {
+async fn receive_request(stream: &Stream, hosts: Hosts) -> Option<Result<Request, http::Refusal>> {
     let mut buffer = Buffer::try_new(RECEIVE_SIZE).ok()?;
     let mut received = Vec::new();
     loop {
@@ -220,7 +248,7 @@ async fn receive_request(stream: &Stream) -> Option<Result<Request, http::Refusa
             Ok(0) | Err(_) => return None,
             Ok(count) => received.extend_from_slice(&buffer.bytes()[..count]),
         }
-        match http::parse(&received) {
+        match http::parse(&received, hosts) {
             Ok(None) => {}
             Ok(Some(request)) => return Some(Ok(request)),
             Err(refusal) => return Some(Err(refusal)),
@@ -228,14 +256,18 @@ async fn receive_request(stream: &Stream) -> Option<Result<Request, http::Refusa
     }
 }
 
-fn answer(request: Request, reading: &Reading) -> Vec<u8> {
-    let Request { resource, wants_body } = request;
-    let gathered = reading();
-    let (content_type, body) = match resource {
-        Resource::Text(form) => (form.content_type(), to_text(&gathered, form)),
-        Resource::Json => ("application/json", to_json(&gathered).to_string()),
-    };
-    http::answer(content_type, &body, wants_body)
+fn answer(Request { resource, wants_body }: Request, observed: &dyn Observed) -> Vec<u8> {
+    match resource {
+        Resource::Text(form) => {
+            http::answer(form.content_type(), &to_text(&observed.samples(), form), wants_body)
+        }
+        Resource::Json => {
+            let json = to_json(&observed.samples()).to_string();
+            http::answer("application/json", &json, wants_body)
+        }
+        Resource::Page(file) => http::page(file, wants_body),
+        Resource::Events => http::stream_head(),
+    }
 }
 
 #[cfg(test)]
@@ -244,8 +276,12 @@ mod tests {
 
     #[test]
     fn only_this_machine_can_be_asked_for() {
-        let unix = MetricsAddress::Unix("/run/x".into());
-        assert_eq!("unix:/run/x".parse(), Ok(unix));
+        let unix = |mode, group| {
+            let permissions = SocketPermissions { mode: Some(mode), group };
+            Ok(MetricsAddress::Unix { path: "/run/x".into(), permissions })
+        };
+        assert_eq!("unix:/run/x".parse(), unix(0o600, None));
+        assert_eq!("unix:/run/x,group=7".parse(), unix(0o660, Some(7)));
         for address in ["127.0.0.1:9100", "[::1]:0"] {
             assert!(address.parse::<MetricsAddress>().is_ok(), "{address}");
         }

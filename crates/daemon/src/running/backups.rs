@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{Access, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options};
 use blockhouse_engine::{sleep, timeout};
 use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
@@ -28,8 +29,8 @@ use crate::scratch::open_scratch;
 use crate::setup::DiskSetup;
 
 /// How long changes may be held off until all disks are frozen.
-const MAX_FREEZE_TIME: Duration = Duration::from_secs(2);
-/// How long a guest's change waits for the copy of what it overwrites, before the backup fails.
+const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
+/// How long a guest's change waits while nothing of what it overwrites is copied, before the backup fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory of each disk for what its scratch file has not got yet.
 const COPY_MEMORY: u64 = 16 << 20;
@@ -81,6 +82,13 @@ pub(crate) struct RunningBackup {
     pub(crate) disks: Vec<BackupDisk>,
 }
 
+/// A disk that a backup is going to be made of.
+struct Source {
+    disk: Arc<RunningDisk>,
+    /// The bitmap of the setup, if it has that: the disk comes as an increment.
+    since: Option<String>,
+}
+
 /// A disk of a backup.
 #[derive(Clone)]
 pub(crate) struct BackupDisk {
@@ -88,6 +96,8 @@ pub(crate) struct BackupDisk {
     source: Arc<RunningDisk>,
     /// The disk that is served.
     pub(crate) frozen: Arc<RunningDisk>,
+    /// The bitmap that tells what has changed; `None`: the disk comes in full.
+    pub(crate) since: Option<String>,
     /// What it shows.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
     /// Bytes that its scratch file may take.
@@ -195,6 +205,8 @@ impl Backups {
 /// What was done for a backup that has not begun yet.
 #[derive(Default)]
 struct Begun {
+    /// Raw disks that have got a place for bitmaps.
+    recorded: Vec<Arc<RunningDisk>>,
     /// Disks with their new bitmap.
     bitmaps: Vec<(Arc<RunningDisk>, String)>,
     disks: Vec<BackupDisk>,
@@ -260,13 +272,15 @@ impl Running {
         let sources = self.sources(setup, name).await?;
         let mut frozen = Vec::new();
         for source in &sources {
-            frozen.push(self.prepare(setup, name, source).await?);
+            frozen.push(self.prepare(setup, name, &source.disk).await?);
         }
         if let Some(bitmap) = &setup.bitmap {
-            for source in &sources {
+            for Source { disk: source, .. } in &sources {
                 let granularity = Some(granularity(source.disk.size()));
                 let new = NewBitmap { name: bitmap.clone(), granularity, is_enabled: true };
-                self.make_room_for_bitmaps(source).await?;
+                if self.make_room_for_bitmaps(source).await?.is_some() {
+                    begun.recorded.push(Arc::clone(source));
+                }
                 source.disk.bitmaps().add(&new).await?;
                 begun.bitmaps.push((Arc::clone(source), bitmap.clone()));
             }
@@ -276,19 +290,21 @@ impl Running {
             format!(
                 "the disks do not come to rest in {MAX_FREEZE_TIME:?}: changes in flight take longer; try again"
             )
-        })?;
-        for ((source, (view, scratch_limit)), address) in sources.iter().zip(frozen).zip(addresses)
+        })??;
+        for ((source, (view, scratch_limit)), address) in
+            sources.into_iter().zip(frozen).zip(addresses)
         {
-            let frozen = self.adopt_frozen(setup, name, source, &view).await?;
-            let (source, served) = (Arc::clone(source), Arc::clone(&frozen));
-            begun.disks.push(BackupDisk { source, frozen, view, scratch_limit });
+            let frozen = self.adopt_frozen(name, &source, &view).await?;
+            let (Source { disk: source, since }, served) = (source, Arc::clone(&frozen));
+            begun.disks.push(BackupDisk { source, frozen, since, view, scratch_limit });
             self.serve(&served, address).await?;
         }
         Ok(pause)
     }
 
-    /// The disks of a backup, which are claimed.
-    async fn sources(&self, setup: &BackupSetup, name: &str) -> Result<Vec<Arc<RunningDisk>>> {
+    /// The disks of a backup, which are claimed. One that lacks the bitmap comes in full, where
+    /// another one has it.
+    async fn sources(&self, setup: &BackupSetup, name: &str) -> Result<Vec<Source>> {
         let mut sources = Vec::new();
         for disk in &setup.disks {
             let source = self.disk(disk)?;
@@ -299,19 +315,17 @@ impl Running {
                     frozen_name(disk, name)
                 );
             }
-            if let Some(since) = &setup.since {
-                let bitmaps = source.disk.bitmaps().list().await?;
-                match bitmaps.iter().find(|bitmap| bitmap.name == *since) {
-                    Some(bitmap) if bitmap.is_inconsistent || !bitmap.is_enabled => bail!(
-                        "the bitmap {since:?} of the disk {disk:?} lacks changes: it is not enabled; make a full backup"
-                    ),
-                    Some(_) => {}
-                    None => bail!(
-                        "the disk {disk:?} has no bitmap {since:?}; 'bitmap.list' tells which it has"
-                    ),
-                }
-            }
-            sources.push(source);
+            let since = match &setup.since {
+                Some(since) if has_bitmap(&source, since).await? => Some(since.clone()),
+                _ => None,
+            };
+            sources.push(Source { disk: source, since });
+        }
+        if let Some(since) = &setup.since
+            && sources.iter().all(|source| source.since.is_none())
+        {
+            let disk = sources.first().map_or("", |source| source.disk.name());
+            bail!("the disk {disk:?} has no bitmap {since:?}; 'bitmap.list' tells which it has");
         }
         Ok(sources)
     }
@@ -349,12 +363,11 @@ impl Running {
     /// Lists a frozen disk.
     async fn adopt_frozen(
         &self,
-        setup: &BackupSetup,
         name: &str,
-        source: &RunningDisk,
+        Source { disk: source, since }: &Source,
         view: &Arc<FrozenDisk<ImageStorage>>,
     ) -> Result<Arc<RunningDisk>> {
-        let bitmap = match &setup.since {
+        let bitmap = match since {
             Some(since) => {
                 let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
                 let dirty = Arc::new(source.disk.bitmaps().copy(since, least).await?);
@@ -425,6 +438,31 @@ impl Running {
                 tracing::error!("{}: the bitmap {bitmap:?} stays: {error}", source.name());
             }
         }
+        for source in begun.recorded {
+            self.take_room_back(&source).await;
+        }
+    }
+}
+
+/// Whether a disk has this bitmap: with all changes.
+async fn has_bitmap(disk: &RunningDisk, name: &str) -> Result<bool> {
+    let bitmaps = match disk.disk.bitmaps().list().await {
+        // A raw image, in which none was begun yet.
+        Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(false),
+        bitmaps => bitmaps?,
+    };
+    let lacks = |why: &str| {
+        let what =
+            format!("the bitmap {name:?} of the disk {:?} lacks changes: {why}", disk.name());
+        Error::new(ErrorKind::LacksChanges, what).hint("make a full backup of it")
+    };
+    match bitmaps.iter().find(|bitmap| bitmap.name == name) {
+        None => Ok(false),
+        Some(bitmap) if bitmap.is_inconsistent => {
+            Err(lacks("they could not be recorded, or its last writer died").into())
+        }
+        Some(bitmap) if !bitmap.is_enabled => Err(lacks("it is not enabled").into()),
+        Some(_) => Ok(true),
     }
 }
 
@@ -464,7 +502,10 @@ fn usual_folder(disk: &RunningDisk) -> Result<PathBuf> {
     let is_file = image.metadata().is_ok_and(|found| found.is_file());
     let folder = image.parent().filter(|_| is_file).map(ToOwned::to_owned);
     folder.with_context(|| {
-        format!("the image of the disk {:?} is no file in a folder; say where the scratch file is to be", disk.name())
+        format!(
+            "the image of the disk {:?} is no file in a folder; name a folder for the scratch file",
+            disk.name()
+        )
     })
 }
 

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -22,12 +24,24 @@ const RETRY: Duration = Duration::from_millis(1);
 pub(crate) struct RunningDevice {
     disk: String,
     served: ServedDevice,
+    /// Front-ends that are connected.
+    frontends: Arc<AtomicUsize>,
 }
 
 impl RunningDevice {
     /// The name of its disk.
     pub(crate) fn disk(&self) -> &str {
         &self.disk
+    }
+
+    /// Ends it: what guests have in flight completes.
+    pub(crate) fn stop(self) {
+        self.served.stop();
+    }
+
+    /// How many front-ends are connected.
+    pub(crate) fn frontends(&self) -> usize {
+        self.frontends.load(Relaxed)
     }
 
     /// Its socket and its server.
@@ -48,20 +62,29 @@ impl Running {
         let (queues, memory) = (self.options.queues, self.options.memory);
         let shared = Arc::clone(&disk.disk);
         let export = Export { disk: shared, name: label, queues, loops, memory };
-        let observer = self.frontend_observer(&socket);
+        let frontends = Arc::default();
+        let observer = self.frontend_observer(&socket, Arc::clone(&frontends));
         let served = vhost_user::serve(socket, Device::observed(export, observer))?;
         let path = served.path().to_owned();
         let mut list = self.list.lock();
         let address = ExportAddress::VhostUser(path);
         list.exports.push(RunningExport { address, disk: name.clone() });
-        list.devices.push(Arc::new(RunningDevice { disk: name, served }));
+        list.devices.push(Arc::new(RunningDevice { disk: name, served, frontends }));
         Ok(())
     }
 
-    /// Tells subscribers of the front-ends of a device.
-    fn frontend_observer(&self, socket: &DeviceSocket) -> FrontendObserver {
+    /// Counts the front-ends of a device, and tells subscribers of them.
+    fn frontend_observer(
+        &self,
+        socket: &DeviceSocket,
+        frontends: Arc<AtomicUsize>,
+    ) -> FrontendObserver {
         let (events, address) = (self.events.clone(), socket.bound.address.clone());
         Box::new(move |peer, what| {
+            match what {
+                FrontendEvent::Came => frontends.fetch_add(1, Relaxed),
+                FrontendEvent::Left => frontends.fetch_sub(1, Relaxed),
+            };
             let Address::Unix(path) = &address else { return };
             let (export, peer) = (path.display().to_string(), peer.to_owned());
             events.tell(match what {
@@ -108,10 +131,12 @@ impl Running {
         self.resize_ublk(disk);
     }
 
-    /// Ends all devices: what guests have in flight completes.
-    pub(crate) fn stop_devices(&self) {
+    /// Begins the end of all devices, which [`stop`](RunningDevice::stop) goes on with.
+    pub(crate) fn begin_stop_devices(&self) -> Vec<RunningDevice> {
         let devices = std::mem::take(&mut self.list.lock().devices);
-        devices.into_iter().filter_map(Arc::into_inner).for_each(|device| device.served.stop());
+        let mut devices: Vec<_> = devices.into_iter().filter_map(Arc::into_inner).collect();
+        devices.iter_mut().for_each(|device| device.served.begin_stop());
+        devices
     }
 }
 

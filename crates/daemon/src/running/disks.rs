@@ -57,6 +57,14 @@ impl Running {
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
         let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
         disk.observe_failures(Box::new(move |failed| teller.tell(failed)));
+        let (name, events) = (setup.name.clone(), self.events.clone());
+        disk.observe_bitmap_losses(Arc::new(move |bitmap, why| {
+            tracing::error!(
+                "{name}: the bitmap {bitmap:?} lacks changes from now on, the guest goes on: {why}; make a full backup"
+            );
+            let (disk, bitmap, message) = (name.clone(), bitmap.to_owned(), why.to_string());
+            events.tell(Event::BitmapLost { disk, bitmap, message });
+        }));
         self.keep_vouching(&disk);
         let group = Mutex::default();
         let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, group });
@@ -106,7 +114,7 @@ impl Running {
         setup.throttle.iter().try_for_each(|throttle| self.check_limits(throttle))?;
         self.sandbox().check_image(&setup.path)?;
         // What the image names there could not be opened, and the kernel would not say why.
-        setup.allow_paths.iter().try_for_each(|path| self.sandbox().check(path))?;
+        setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
         setup.keys.paths().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
@@ -280,9 +288,12 @@ impl Running {
     /// Makes a disk read-only while it is served, or writable again.
     ///
     /// # Errors
-    /// There is no such disk, its changes cannot be made durable, or it was opened for reading only.
+    /// There is no such disk, a job fills it, its changes cannot be made durable, or it was opened for reading only.
     pub(crate) async fn set_access(&self, name: &str, access: Access) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
+        if access == Access::ReadOnly {
+            self.jobs().check_not_filled(name)?;
+        }
         Ok(claimed.disk.disk.set_access(access).await?)
     }
 
@@ -290,7 +301,12 @@ impl Running {
     pub(crate) fn clients(&self, export: &RunningExport) -> Option<usize> {
         match &export.address {
             ExportAddress::Nbd(uri) => Some(self.nbd_clients(uri)),
-            ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
+            ExportAddress::VhostUser(path) => {
+                let devices = self.devices();
+                let device = devices.iter().find(|device| device.served().path() == path);
+                device.map(|device| device.frontends())
+            }
+            ExportAddress::Ublk(_) => None,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Limits of disks while they are served.
+//! Limits of disks while they are served: `ctl limits` and `ctl limit`.
 //!
 //! Guarantees: a group of limits exists from when the first disk joins it until the last one leaves it or is closed. Disks
 //! whose groups have one name share one group. Other limits hold for requests that wait, too, and no request fails

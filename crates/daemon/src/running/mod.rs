@@ -47,7 +47,7 @@ pub(crate) use nbd_sockets::ServedSocket;
 pub(crate) use reload::Reloaded;
 pub(crate) use ublk_devices::RunningUblk;
 
-/// What runs.
+/// The parts that run.
 pub(crate) struct Running {
     loops: Vec<Handle>,
     server: Server,
@@ -194,7 +194,7 @@ impl Running {
                 memory: registered_memory(report, setup),
                 io_poll: setup.loops.io_poll,
                 config: setup.config.clone(),
-                can_grow: setup.control.is_some() || setup.config.is_some(),
+                can_grow: setup.takes_changes(),
             },
             tls,
             sandbox,
@@ -209,7 +209,7 @@ impl Running {
 
     /// Reads the files of TLS again.
     pub(crate) fn reload_tls(&self) {
-        self.tls.iter().for_each(Tls::reload);
+        self.tls.iter().for_each(|tls| tls.reload(&self.server));
     }
 
     /// The server of NBD clients.
@@ -257,7 +257,24 @@ impl Running {
     pub(crate) fn disk(&self, name: &str) -> Result<Arc<RunningDisk>> {
         match self.find(name) {
             Some(disk) => Ok(disk),
-            None => bail!("no disk is called {name:?}; 'disk.list' tells which there are"),
+            None => bail!(
+                "no disk is called {name:?}; {} ('disk.list' tells more)",
+                self.names_of_disks()
+            ),
+        }
+    }
+
+    /// Some names, for a message.
+    fn names_of_disks(&self) -> String {
+        const TOLD: usize = 8;
+        let disks = self.list.lock();
+        let names: Vec<_> = disks.disks.iter().map(|disk| format!("{:?}", disk.name())).collect();
+        match names.len() {
+            0 => "none is open".into(),
+            count @ ..=TOLD => {
+                format!("there {} {}", if count == 1 { "is" } else { "are" }, names.join(", "))
+            }
+            count => format!("there are {} and {} more", names[..TOLD].join(", "), count - TOLD),
         }
     }
 

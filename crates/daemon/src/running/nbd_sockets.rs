@@ -168,7 +168,7 @@ impl Running {
         drop(self.loops[0].spawn(move || async move {
             let serving = server.serve_with(&listener, &exports, &loops, connections);
             if let Err(error) = serving.await {
-                tracing::error!("cannot accept connections any more: {error}");
+                tracing::error!("stopped accepting connections: {error}");
             }
         }));
     }

@@ -1,11 +1,12 @@
 //! Raw disks that record their changes from the first bitmap on that they get while they are served.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_disk::{
-    Access, ImageDisk, ImageFormat, ImageOptions, VOUCHER_RENEWAL, start_recording,
+    Access, ImageDisk, ImageFormat, ImageOptions, VOUCHER_RENEWAL, start_recording, stop_recording,
 };
 use blockhouse_engine::sleep;
 
@@ -14,24 +15,21 @@ use crate::open::image_options;
 
 impl Running {
     /// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for how long its changes were held
-    /// off. Nothing becomes of other disks.
+    /// off. `None`, and nothing becomes of it, for other disks.
     ///
     /// # Errors
     /// A job works on the disk; the sandbox does not let the server make files beside the image; as [`start_recording`].
-    pub(crate) async fn make_room_for_bitmaps(&self, disk: &RunningDisk) -> Result<Duration> {
+    pub(crate) async fn make_room_for_bitmaps(
+        &self,
+        disk: &RunningDisk,
+    ) -> Result<Option<Duration>> {
         if !disk.disk.lacks_sidecar() {
-            return Ok(Duration::ZERO);
+            return Ok(None);
         }
         // A mirror is about to put another image in its place.
         self.jobs.check_free(disk.name())?;
-        let setup = &disk.setup;
-        let (path, cache) = match disk.moved() {
-            Some(moved) => (moved.path, moved.cache),
-            None => (setup.path.clone(), setup.cache),
-        };
+        let (path, options) = self.opened_as_raw(disk)?;
         self.sandbox().check(&path)?;
-        let usual = image_options(setup, &self.state_use(setup)?)?;
-        let options = ImageOptions { format: Some(ImageFormat::Raw), cache, ..usual };
         let pause = start_recording(&disk.disk, &path, &options).await.with_context(|| {
             format!("the raw disk {:?} cannot have bitmaps while it is served", disk.name())
         })?;
@@ -41,7 +39,30 @@ impl Running {
             path.display(),
             pause.length
         );
-        Ok(pause.length)
+        Ok(Some(pause.length))
+    }
+
+    /// Takes that place away again, because the first bitmap could not be added, or is removed with what it was for. Where that
+    /// fails it is told: the disk goes on with the place.
+    pub(crate) async fn take_room_back(&self, disk: &RunningDisk) {
+        let taken = async {
+            let (path, options) = self.opened_as_raw(disk)?;
+            anyhow::Ok(stop_recording(&disk.disk, &path, &options).await?)
+        };
+        if let Err(error) = taken.await {
+            tracing::error!("{}: the place for its bitmaps stays: {error:#}", disk.name());
+        }
+    }
+
+    /// Where the image of a raw disk is now, and how it is opened.
+    fn opened_as_raw(&self, disk: &RunningDisk) -> Result<(PathBuf, ImageOptions)> {
+        let setup = &disk.setup;
+        let (path, cache) = match disk.moved() {
+            Some(moved) => (moved.path, moved.cache),
+            None => (setup.path.clone(), setup.cache),
+        };
+        let usual = image_options(setup, &self.state_use(setup)?)?;
+        Ok((path, ImageOptions { format: Some(ImageFormat::Raw), cache, ..usual }))
     }
 
     /// Renews what is vouched for of a raw disk with a sidecar, as long as it is open.
@@ -51,11 +72,11 @@ impl Running {
             return;
         }
         let disk = Arc::downgrade(disk);
-        // It ends with the disk, or with the loop.
+        // It ends with the disk, with the sidecar, or with the loop.
         drop(handle.spawn(move || async move {
             loop {
                 sleep(VOUCHER_RENEWAL).await;
-                let Some(disk) = disk.upgrade() else { return };
+                let Some(disk) = disk.upgrade().filter(|disk| disk.has_sidecar()) else { return };
                 disk.renew_voucher().await;
             }
         }));

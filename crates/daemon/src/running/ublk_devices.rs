@@ -95,14 +95,14 @@ impl Running {
 /// Another program has removed device `id`.
 async fn leave_removed(running: Weak<Running>, id: u32) {
     tracing::error!(
-        "/dev/ublkb{id} was removed by another program; its image is not served by it any more"
+        "/dev/ublkb{id} was removed by another program; its image is no longer served there"
     );
     let Some(running) = running.upgrade() else { return };
     if let Err(error) = running.remove_ublk(id).await {
         tracing::error!("{error:#}");
     }
     if running.exports().is_empty() && !running.options.can_grow {
-        tracing::error!("nothing is served any more, so this server ends");
+        tracing::error!("no export is left, so this server ends");
         let _ = raise(SIGTERM);
     }
 }

@@ -3,8 +3,10 @@
 //! What is open stays usable as it was opened. Nothing may be executed, and no rule allows that. A kernel with an older
 //! Landlock enforces what it knows of this.
 
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -21,7 +23,7 @@ use landlock::{
 use super::Opened;
 use super::needs::Needs;
 use crate::metrics::MetricsAddress;
-use crate::setup::{DiskSetup, Setup, StateSetup};
+use crate::setup::{Setup, StateSetup};
 use crate::sockets::runtime_folder;
 
 /// What a rule may be about. Later versions know rights that would forbid more, as to connect to a Unix socket.
@@ -49,6 +51,8 @@ const LOOK_UP: [&str; 15] = [
 ];
 /// What opening a disk asks the host about its disks and about the holder of a lock.
 const HOST: [&str; 2] = ["/proc", "/sys"];
+/// Where block devices and their drivers are.
+const DEVICES: &str = "/dev";
 
 /// What is allowed at a path and below.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,19 +90,24 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
         Some(TlsFiles::Psk(file)) => all.add(parent(file), reading()),
         None => {}
     }
-    for path in setup.disks.iter().filter_map(tls_files) {
+    let names =
+        setup.disks.iter().flat_map(|disk| [&disk.path].into_iter().chain(&disk.allow_paths));
+    for path in names.filter_map(|name| tls_files(name)) {
         all.add(path, reading());
     }
     if needs.connects {
         LOOK_UP.iter().for_each(|path| all.add(path.into(), reading()));
     }
     if needs.listens
-        && let Some(MetricsAddress::Unix(socket)) = &setup.metrics
+        && let Some(MetricsAddress::Unix { path: socket, .. }) = &setup.metrics
     {
         all.add(parent(socket), AccessFs::MakeSock | AccessFs::RemoveFile);
     }
     if needs.changes {
         all.add_requests(setup, &sockets);
+    }
+    if needs.takes_over {
+        all.add_taking_over(setup, needs);
     }
     all
 }
@@ -115,6 +124,26 @@ impl FileRules {
     pub(super) fn writable(&self) -> Vec<PathBuf> {
         let can_make = |rule: &&FileRule| rule.access.contains(AccessFs::MakeReg);
         self.rules.iter().filter(can_make).map(|rule| rule.path.clone()).collect()
+    }
+
+    /// What taking over from another process takes beside: this host's description of itself, the
+    /// pid file, and devices.
+    fn add_taking_over(&mut self, setup: &Setup, needs: Needs) {
+        HOST.iter().for_each(|path| self.add(path.into(), reading()));
+        if let Some(path) = &setup.pid_file {
+            self.add(parent(path), AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile);
+        }
+        if needs.takes_ublk {
+            // The driver's own, and those of its devices by which they are served; not what others
+            // use.
+            let is_served = |name: &OsString| {
+                [&b"ublk-"[..], b"ublkc"].iter().any(|begin| name.as_bytes().starts_with(begin))
+            };
+            let entries = std::fs::read_dir(DEVICES).into_iter().flatten().flatten();
+            let names = entries.map(|entry| entry.file_name()).filter(is_served);
+            let access = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
+            names.for_each(|name| self.add(Path::new(DEVICES).join(name), access));
+        }
     }
 
     /// What a control socket or a configuration may name later.
@@ -137,19 +166,33 @@ impl FileRules {
     }
 }
 
+/// The sockets that the description names, and one in the folder for those whose place it leaves to
+/// the server.
+pub(super) fn own_sockets(setup: &Setup) -> Vec<PathBuf> {
+    let nbd = setup.nbd.iter().filter_map(|(address, _)| match address {
+        Address::Unix(path) => Some(path.clone()),
+        Address::Tcp { .. } => None,
+    });
+    let metrics = setup.metrics.iter().filter_map(|address| match address {
+        MetricsAddress::Unix { path, .. } => Some(path.clone()),
+        MetricsAddress::Loopback(_) => None,
+    });
+    let devices = setup.devices.iter().map(|(path, _)| path.clone());
+    let control = setup.control.iter().map(|control| control.path.clone());
+    let unnamed = runtime_folder().ok().map(|folder| folder.join("unnamed"));
+    nbd.chain(metrics).chain(devices).chain(control).chain(unnamed).collect()
+}
+
 /// Whether the description names this socket, or leaves its place to the server.
 fn is_own(setup: &Setup, socket: &Path) -> bool {
-    let is_metrics = matches!(&setup.metrics, Some(MetricsAddress::Unix(path)) if path == socket);
-    setup.nbd.iter().any(|(address, _)| matches!(address, Address::Unix(path) if path == socket))
-        || setup.devices.iter().any(|(path, _)| path == socket)
-        || setup.control.as_deref() == Some(socket)
-        || is_metrics
+    own_sockets(setup).iter().any(|own| own == socket)
         || runtime_folder().is_ok_and(|folder| socket.parent() == Some(&folder))
 }
 
-/// Where the files are that TLS with the disk's server takes: they are read again when it is connected to again.
-fn tls_files(disk: &DiskSetup) -> Option<PathBuf> {
-    match Location::of(&disk.path) {
+/// Where the files are that TLS with an image's server takes: they are read again when it is
+/// connected to again.
+fn tls_files(image: &Path) -> Option<PathBuf> {
+    match Location::of(image) {
         Ok(Location::Nbd { uri, .. }) => match uri.tls.psk() {
             // The file may be replaced.
             Some((_, file)) => Some(parent(file)),

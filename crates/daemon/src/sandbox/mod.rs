@@ -1,8 +1,10 @@
 //! The sandbox: what a server may no longer do once everything is open.
 //!
-//! Guarantees: it is put on all threads before the first client is served, later threads inherit it, and nothing lifts it
-//! again. A part that the kernel has not is said once in the log, and the others hold all the same. docs/sandbox.md
-//! says what each part is for; docs/security.md tells users what it holds.
+//! Guarantees: it is put on all threads before the first client is served, later threads inherit
+//! it, and nothing lifts it again. A server that takes over from another one is in it before it
+//! reads the first byte from that, which a stranger may have taken over: [`enter_to_take_over`]. A
+//! part that the kernel has not is said once in the log, and the others hold all the same.
+//! README.md here says what each part is for; docs/security.md tells users what it holds.
 //!
 //! - `needs`: what this server does later, from its description; which of root's capabilities that takes
 //! - `files`: rules about files and TCP ports
@@ -43,14 +45,26 @@ pub struct SandboxReport {
     parts: Vec<&'static str>,
     /// Where requests may open disks and make sockets; `None`: everywhere.
     for_requests: Option<Vec<PathBuf>>,
-    /// Below which canonical paths the process can make files.
-    writable: Vec<PathBuf>,
+    /// Where the process can write.
+    reach: Reach,
+}
+
+/// Where a process can write.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// Where its user may: the kernel does not restrict it.
+    #[default]
+    User,
+    /// Below these canonical paths.
+    Below(Vec<PathBuf>),
+    /// Anywhere: nothing is asked of it.
+    Anywhere,
 }
 
 impl SandboxReport {
-    /// Below which canonical paths the process can make files, as far as that is restricted.
-    pub(crate) fn writable(&self) -> &[PathBuf] {
-        &self.writable
+    /// Where the process can write.
+    pub(crate) fn reach(&self) -> &Reach {
+        &self.reach
     }
 
     /// Whether a request may open a disk, or make a socket, at this path.
@@ -97,6 +111,36 @@ pub(crate) struct Opened {
     pub(crate) sockets: Vec<PathBuf>,
 }
 
+/// Confines a process that is going to take over, whose loops are `workers`, by its description
+/// alone: to what it does later and to what taking over takes. [`enter`] takes the rest from it,
+/// and says what the kernel lacks.
+///
+/// # Errors
+/// As [`enter`].
+pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()> {
+    let needs = Needs::to_take_over(setup);
+    let opened = Opened { devices: setup.devices.len(), sockets: files::own_sockets(setup) };
+    let rules = files::rules(setup, needs, &opened);
+    let ruleset = files::make(&rules, setup, needs);
+    if let Some(ids) = setup.user {
+        // The sockets are this user's since they were bound.
+        user::become_owner(ids, &[])?;
+    }
+    if setup.sandbox == SandboxUse::Off {
+        return Ok(());
+    }
+    prepare(setup, needs, &opened);
+    // A missing file is an error at its end.
+    if let Err(error) = confine_threads(ruleset, needs) {
+        tracing::debug!("while this server takes over: {error}");
+    }
+    if let Err(error) = system_calls::restrict(needs) {
+        tracing::debug!("system calls are not restricted while this server takes over: {error:#}");
+    }
+    probe(workers);
+    Ok(())
+}
+
 /// Confines this process, whose loops are `workers`. What is opened at the start is open.
 ///
 /// # Errors
@@ -107,20 +151,34 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
     let rules = files::rules(setup, needs, opened);
     let ruleset = files::make(&rules, setup, needs);
     if let Some(ids) = setup.user {
-        user::become_owner(ids, &opened.sockets)?;
+        if !setup.hand_over {
+            user::become_owner(ids, &opened.sockets)?;
+        }
         report.parts.push("user");
     }
     if setup.sandbox == SandboxUse::Off {
+        report.reach = Reach::Anywhere;
         return Ok(report);
     }
-    prepare(setup, needs, opened);
-    // First, because the filter forbids these calls.
-    if confine_threads(ruleset, needs) {
-        report.parts.push("landlock");
-        report.writable = rules.writable();
-        report.for_requests = Some(rules.for_requests);
+    if !setup.hand_over {
+        prepare(setup, needs, opened);
     }
-    match system_calls::restrict(needs) {
+    // First, because the filter forbids these calls.
+    match confine_threads(ruleset, needs) {
+        Ok(()) => {
+            report.parts.push("landlock");
+            report.reach = Reach::Below(rules.writable());
+            report.for_requests = Some(rules.for_requests);
+        }
+        Err(missing @ Unrestricted::Missing) => tracing::info!("{missing}"),
+        Err(failed) => tracing::warn!("{failed}"),
+    }
+    let restricted = match setup.hand_over {
+        // The others are in force.
+        true => system_calls::restrict_further(needs),
+        false => system_calls::restrict(needs),
+    };
+    match restricted {
         Ok(()) => report.parts.push("seccomp"),
         Err(error) => tracing::warn!(
             "the sandbox does not restrict system calls: {error:#}; --sandbox off does without"
@@ -128,38 +186,78 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
     }
     let count = system_calls::allowed_count(needs);
     tracing::debug!("sandbox: {report}; {count} system calls are allowed");
+    probe(workers);
+    Ok(report)
+}
+
+/// Drops root's capabilities before Ceph's library starts threads of its own: on these nothing is
+/// put in force later. A server that becomes another user has none afterwards, and one of block
+/// devices needs them.
+pub(crate) fn enter_before_ceph(setup: &Setup) {
+    let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
+    let has_ceph = setup.disks.iter().any(|disk| is_ceph(&disk.path));
+    let keeps = setup.user.is_some() || !setup.ublk.is_empty();
+    if !has_ceph || keeps || setup.sandbox == SandboxUse::Off {
+        return;
+    }
+    let capabilities = Needs::of(setup).capabilities();
+    if let Err(error) = confine(Confinement { ruleset: None, capabilities }) {
+        tracing::warn!("the sandbox does not drop capabilities: {error}");
+    }
+}
+
+/// The capabilities of a process that is started to take over from this server.
+pub(crate) fn capabilities_of_successor(setup: &Setup) -> u64 {
+    match setup.sandbox {
+        SandboxUse::On => Needs::capabilities_of_successor(setup),
+        SandboxUse::Off => u64::MAX,
+    }
+}
+
+/// Tries to break out, where a test asks for that.
+fn probe(workers: &Workers) {
     #[cfg(debug_assertions)]
     probe::run(workers);
     #[cfg(not(debug_assertions))]
     let _ = workers;
-    Ok(report)
 }
 
-/// Takes rights to files, and root's capabilities. Whether files are restricted.
-fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> bool {
-    let ruleset = match ruleset {
-        Ok(Some(ruleset)) => Some(ruleset),
-        Ok(None) => {
-            tracing::info!("the sandbox does not restrict files: this kernel has no Landlock");
-            None
-        }
-        Err(error) => {
-            tracing::warn!(
-                "the sandbox does not restrict files: {error:#}; --sandbox off does without"
-            );
-            None
-        }
-    };
-    let (ruleset, capabilities) = (ruleset.as_ref().map(AsFd::as_fd), needs.capabilities());
-    match confine(Confinement { ruleset, capabilities }) {
-        Ok(()) => ruleset.is_some(),
-        Err(error) => {
-            tracing::warn!(
-                "the sandbox restricts neither files nor capabilities: {error:#}; --sandbox off does without"
-            );
-            false
+/// The parts of the kernel that are not in force.
+enum Unrestricted {
+    /// Files: it has no Landlock.
+    Missing,
+    /// The meaning of the text, and the reason.
+    Failed(&'static str, anyhow::Error),
+}
+
+impl fmt::Display for Unrestricted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => {
+                f.write_str("the sandbox does not restrict files: this kernel has no Landlock")
+            }
+            Self::Failed(what, error) => {
+                write!(f, "the sandbox restricts {what}: {error:#}; --sandbox off does without")
+            }
         }
     }
+}
+
+/// Takes rights to files, and root's capabilities.
+///
+/// # Errors
+/// Rights to files stay.
+fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> Result<(), Unrestricted> {
+    let (ruleset, missing) = match ruleset {
+        Ok(Some(ruleset)) => (Some(ruleset), None),
+        Ok(None) => (None, Some(Unrestricted::Missing)),
+        Err(error) => (None, Some(Unrestricted::Failed("no files", error))),
+    };
+    let capabilities = needs.capabilities();
+    let ruleset = ruleset.as_ref().map(AsFd::as_fd);
+    confine(Confinement { ruleset, capabilities })
+        .map_err(|error| Unrestricted::Failed("neither files nor capabilities", error.into()))?;
+    missing.map_or(Ok(()), Err)
 }
 
 /// Makes what cannot be made later.

@@ -25,12 +25,16 @@ pub(crate) struct Needs {
     pub(crate) connects: bool,
     /// Guests by vhost-user-blk.
     pub(crate) guests: bool,
+    /// Taking over from another process, and being confined once more after that.
+    pub(crate) takes_over: bool,
+    /// Taking over block devices of this host, for which rings are made.
+    pub(crate) takes_ublk: bool,
 }
 
 impl Needs {
     /// What this server needs.
     pub(crate) fn of(setup: &Setup) -> Self {
-        let changes = setup.control.is_some() || setup.config.is_some();
+        let changes = setup.takes_changes();
         let connects = changes || setup.disks.iter().any(is_remote);
         Self {
             opens: changes || connects || setup.tls.is_some() || setup.pid_file.is_some(),
@@ -39,12 +43,31 @@ impl Needs {
             listens: changes || (setup.hand_over && setup.metrics.is_some()),
             connects,
             guests: changes || !setup.devices.is_empty(),
+            takes_over: false,
+            takes_ublk: false,
         }
+    }
+
+    /// The needs of this server while it takes over from another process.
+    pub(crate) fn to_take_over(setup: &Setup) -> Self {
+        let takes_ublk = !setup.ublk.is_empty();
+        Self { opens: true, takes_over: true, takes_ublk, ..Self::of(setup) }
+    }
+
+    /// The capabilities of a process that is started to take over from this server: what it would
+    /// drop, it never has.
+    pub(crate) fn capabilities_of_successor(setup: &Setup) -> u64 {
+        let listens = Self::of(setup).listens || setup.metrics.is_some();
+        Self { listens, ..Self::to_take_over(setup) }.capabilities()
     }
 
     /// The capabilities that it keeps if root started it, a bit for each. Without the others it is no tracer of other
     /// processes, opens no raw sockets, and administers nothing.
     pub(crate) fn capabilities(self) -> u64 {
+        if self.takes_ublk {
+            // The driver asks for those of administrators.
+            return u64::MAX;
+        }
         let listening = if self.listens { &LISTENING[..] } else { &[] };
         FILES.iter().chain(listening).fold(0, |all, capability| all | 1 << capability)
     }

@@ -16,3 +16,11 @@ pub(crate) fn allowed_count(_: Needs) -> usize {
 pub(super) fn restrict(_: Needs) -> Result<()> {
     bail!("there is no list of them for this processor")
 }
+
+/// As [`restrict`].
+///
+/// # Errors
+/// Always.
+pub(super) fn restrict_further(needs: Needs) -> Result<()> {
+    restrict(needs)
+}

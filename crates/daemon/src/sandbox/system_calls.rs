@@ -132,14 +132,26 @@ const OPENS_OLD: &[c_long] = &[SYS_open];
 #[cfg(not(target_arch = "x86_64"))]
 const OPENS_OLD: &[c_long] = &[];
 
-/// To open further disks, and to keep the keys of encrypted ones out of the swap device.
-const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock];
+/// To open further disks, to find out which data file one has, and to keep the keys of encrypted ones out of the swap device.
+const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock, SYS_fgetxattr];
 
 /// To listen at further sockets.
 const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
 
 /// To connect to another server, whose name is looked up first.
 const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_pipe2, SYS_epoll_create1];
+
+/// To be confined once more, after taking over from another process.
+const CONFINES: &[c_long] = &[
+    SYS_landlock_create_ruleset,
+    SYS_landlock_add_rule,
+    SYS_landlock_restrict_self,
+    SYS_capget,
+    SYS_capset,
+];
+
+/// To make the rings for the commands of block devices.
+const MAKES_RINGS: &[c_long] = &[SYS_io_uring_setup, SYS_io_uring_register];
 
 /// What `fcntl` is asked for: copies of descriptors, flags, locks, sizes of pipes, seals. Not whom the kernel signals about a
 /// file (`F_SETOWN`): that would be a way to send any signal to any process.
@@ -230,22 +242,25 @@ fn count(rules: &Rules) -> [usize; 2] {
 /// The kernel's, and an architecture that is not known.
 pub(super) fn restrict(needs: Needs) -> Result<()> {
     let deadly = DEADLY.iter().map(|call| (*call, Vec::new())).collect();
-    let filters = [
-        (deadly, SeccompAction::Allow, SeccompAction::KillProcess),
-        (
-            [(SYS_clone3, Vec::new())].into(),
-            SeccompAction::Allow,
-            SeccompAction::Errno(ENOSYS as u32),
-        ),
-        // The last one, because it allows no further filter.
-        (rules(needs)?, SeccompAction::Errno(EPERM as u32), SeccompAction::Allow),
-    ];
+    apply(deadly, SeccompAction::Allow, SeccompAction::KillProcess)?;
+    let clone3 = [(SYS_clone3, Vec::new())].into();
+    apply(clone3, SeccompAction::Allow, SeccompAction::Errno(ENOSYS as u32))?;
+    restrict_further(needs)
+}
+
+/// Narrows what [`restrict`] has left to a process that takes over. The last filter, because it
+/// allows no further one.
+///
+/// # Errors
+/// As [`restrict`].
+pub(super) fn restrict_further(needs: Needs) -> Result<()> {
+    apply(rules(needs)?, SeccompAction::Errno(EPERM as u32), SeccompAction::Allow)
+}
+
+fn apply(rules: Rules, otherwise: SeccompAction, matching: SeccompAction) -> Result<()> {
     let architecture = std::env::consts::ARCH.try_into().context("this processor")?;
-    for (rules, otherwise, matching) in filters {
-        let filter = SeccompFilter::new(rules, otherwise, matching, architecture)?;
-        apply_filter_all_threads(&BpfProgram::try_from(filter)?)?;
-    }
-    Ok(())
+    let filter = SeccompFilter::new(rules, otherwise, matching, architecture)?;
+    Ok(apply_filter_all_threads(&BpfProgram::try_from(filter)?)?)
 }
 
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
@@ -260,7 +275,9 @@ fn rules(needs: Needs) -> Result<Rules> {
         (&[SYS_clone3], true),
         (OPENS, needs.opens),
         (OPENS_OLD, needs.opens),
-        (CHANGES, needs.changes),
+        (CHANGES, needs.changes || needs.takes_over),
+        (CONFINES, needs.takes_over),
+        (MAKES_RINGS, needs.takes_ublk),
         (LISTENS, needs.listens),
         (CONNECTS, needs.connects),
     ];
@@ -318,9 +335,19 @@ fn filtered(needs: Needs) -> Result<Rules> {
     if needs.connects {
         rules.insert(SYS_sendmmsg, vec![one(3, no_bits(MSG_FASTOPEN as u64), 0)?]);
     }
+    if needs.takes_over {
+        // `SECCOMP_SET_MODE_FILTER`.
+        rules.insert(SYS_seccomp, equals(0, vec![1])?);
+        let privileges = one(0, SeccompCmpOp::Eq, PR_SET_NO_NEW_PRIVS as u64)?;
+        rules.entry(SYS_prctl).or_default().push(privileges);
+    }
+    if needs.takes_ublk {
+        // Whether a process is there.
+        rules.insert(SYS_kill, equals(1, vec![0])?);
+    }
     if cfg!(debug_assertions) {
         // Tests have a process kill itself.
-        rules.insert(SYS_kill, equals(0, vec![own])?);
+        rules.entry(SYS_kill).or_default().extend(equals(0, vec![own])?);
     }
     Ok(rules)
 }
@@ -381,7 +408,8 @@ mod tests {
     use super::*;
 
     fn everything() -> Needs {
-        Needs { opens: true, changes: true, listens: true, connects: true, guests: true }
+        let (opens, changes, listens, connects, guests) = (true, true, true, true, true);
+        Needs { opens, changes, listens, connects, guests, ..Needs::default() }
     }
 
     #[test]
@@ -421,7 +449,8 @@ mod tests {
 
     #[test]
     fn every_set_of_needs_makes_a_filter() {
-        for needs in [Needs::default(), everything()] {
+        let takes_over = Needs { takes_over: true, takes_ublk: true, ..everything() };
+        for needs in [Needs::default(), everything(), takes_over] {
             let architecture = std::env::consts::ARCH.try_into().expect("a known processor");
             let (deny, allow) = (SeccompAction::Errno(1), SeccompAction::Allow);
             let filter =

@@ -33,7 +33,7 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `ReadOnly` where it is to be writable and was opened for reading only, or lives on elsewhere; what the storage
-    /// answers to the flush: then it stays writable.
+    /// answers to the flush, or `Io` where changes in flight take too long: then it stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
             return self.allow_changes();
@@ -43,7 +43,7 @@ impl<S: Storage> Disk<S> {
         }
         // So that little is left to flush while changes are held off.
         self.begin_use().format().flush(SyncMode::Full).await?;
-        let _quiesced = self.quiesce().await;
+        let _quiesced = self.quiesce().await?;
         self.format().flush(SyncMode::Full).await?;
         self.protection.set(true);
         Ok(())

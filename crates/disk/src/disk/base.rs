@@ -13,11 +13,12 @@ use super::Disk;
 
 impl<S: Storage> Disk<S> {
     /// Reads the image's backing file through `base` from now on, a disk of the same file that is open for writing and at
-    /// least as long. When it returns no read is in flight that uses the older opening. The disk closes `base` when it is
+    /// least as long. It is to be [settled](Self::settle_base) before it is changed. The disk closes `base` when it is
     /// closed.
     ///
     /// # Errors
-    /// `InvalidInput` where the image has no backing file, has such a base already, or is longer than it.
+    /// `InvalidInput` where the image has no backing file, has such a base already, or is longer than it; `Io` where changes
+    /// in flight take too long. Nothing has changed then.
     pub async fn attach_base(&self, base: Arc<Self>) -> Result<()> {
         let image = self.current();
         let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
@@ -28,17 +29,22 @@ impl<S: Storage> Disk<S> {
             return refuse(format!("is longer than its backing file, of {} bytes", base.size()));
         }
         let layer = Arc::clone(base.writer().layer());
+        let _guard = self.quiesce().await?;
         if image.base.set(base).is_err() {
             return refuse("has its backing file open for writing already".into());
         }
-        {
-            let _guard = self.quiesce().await;
-            // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer now.
-            self.format().set_backing_size(u64::MAX);
-            self.layer().replace_backing(layer);
-        }
-        self.format().reads_ended().await;
+        // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer now.
+        self.format().set_backing_size(u64::MAX);
+        self.layer().replace_backing(layer);
         Ok(())
+    }
+
+    /// Waits until no read is in flight that uses an older opening of the [base](Self::base): it may be changed then.
+    ///
+    /// # Errors
+    /// `Io` where one takes too long. The base stays, and can be waited for again.
+    pub async fn settle_base(&self) -> Result<()> {
+        self.patiently(self.layer().backing_reads_ended()).await
     }
 
     /// The disk of the image's backing file, if it is [open for writing](Self::attach_base).

@@ -29,12 +29,12 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with snapshots: they need
-    /// the backing file as well.
+    /// the backing file as well; `Io` where changes in flight take too long.
     pub async fn begin_populating(&self) -> Result<PopulatingGuard> {
         self.check_access(0)?;
         self.populating.fetch_add(1, Ordering::SeqCst);
         let guard = PopulatingGuard(Arc::clone(&self.populating));
-        let _quiesced = self.quiesce().await;
+        let _quiesced = self.quiesce().await?;
         self.check_detachable().await?;
         self.layer().set_claims_all(true);
         Ok(guard)
@@ -93,11 +93,11 @@ impl<S: Storage> Disk<S> {
     /// leaves anything to the backing file that the image had, so nothing is looked at again.
     ///
     /// # Errors
-    /// `Unsupported` where it has snapshots; what the storage answers. The image names its backing file still then, or, where
+    /// `Unsupported` where it has snapshots; `Io` where changes in flight take too long; what the storage answers. The image names its backing file still then, or, where
     /// the last write failed, perhaps not: what it reads is the same.
     pub async fn detach_backing(&self) -> Result<()> {
         {
-            let _guard = self.quiesce().await;
+            let _guard = self.quiesce().await?;
             self.check_access(0)?;
             self.check_detachable().await?;
             self.format().set_backing(None).await?;

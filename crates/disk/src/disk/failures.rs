@@ -3,9 +3,10 @@
 //! Guarantee: requests that succeed cost nothing here. The observer is called on the thread that carried the request out,
 //! before the request's outcome is known to the export.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{Error, Storage, errno};
+use blockhouse_format::qcow2::BitmapLossObserver;
 
 use super::Disk;
 use crate::stats::Operation;
@@ -24,21 +25,39 @@ pub struct FailedRequest<'a> {
 /// What is called for each such request. It must not wait.
 pub type FailureObserver = Box<dyn Fn(&FailedRequest<'_>) + Send + Sync>;
 
-/// The observer of a disk.
+/// The observers of a disk.
 #[derive(Default)]
-pub(super) struct Failures(OnceLock<FailureObserver>);
+pub(super) struct Failures {
+    requests: OnceLock<FailureObserver>,
+    bitmaps: OnceLock<BitmapLossObserver>,
+}
 
 impl<S: Storage> Disk<S> {
     /// Has `observer` called for each request that the host fails from now on. Only the first observer of a disk is.
     pub fn observe_failures(&self, observer: FailureObserver) {
         // There is one already: that one stays.
-        let _ = self.failures.0.set(observer);
+        let _ = self.failures.requests.set(observer);
+    }
+
+    /// Has `observer` told of each bitmap that has to be given up from now on, also by the images
+    /// that take the place of this one. Only the first observer of a disk is.
+    pub fn observe_bitmap_losses(&self, observer: BitmapLossObserver) {
+        self.format().observe_bitmap_losses(Arc::clone(&observer));
+        // There is one already: that one stays.
+        let _ = self.failures.bitmaps.set(observer);
+    }
+
+    /// Has the observer of this disk told of the bitmaps of the image that takes its place.
+    pub(super) fn pass_bitmap_observer(&self, successor: &Self) {
+        if let Some(observer) = self.failures.bitmaps.get() {
+            successor.format().observe_bitmap_losses(Arc::clone(observer));
+        }
     }
 
     /// A request has failed.
     #[cold]
     pub(super) fn report_failure(&self, operation: Operation, error: &Error) {
-        let Some(observer) = self.failures.0.get() else { return };
+        let Some(observer) = self.failures.requests.get() else { return };
         // A guest that named memory which is not there.
         let is_own_fault = error.errno() == errno::EFAULT || !error.is_host_failure();
         if !is_own_fault {

@@ -11,6 +11,7 @@ use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimD
 use futures_util::stream::{self, StreamExt};
 
 use super::*;
+use crate::layer::Reader;
 use crate::options::DetectZeroes;
 use crate::parts::{MAX_IN_FLIGHT, MAX_PART};
 
@@ -111,9 +112,10 @@ fn no_more_extents_are_known_than_go_down_together() {
             );
             let guest = ByteRange::between(number * 512, number * 512 + 512);
             let state = ExtentState::Mapped { host: guest.offset() };
-            Ok(Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() })
+            Ok((Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() }, None))
         });
-        disk.layer().read_extents(extents, into, &Cell::new(false)).await.unwrap();
+        let stopped = Cell::new(false);
+        disk.layer().read_extents(extents, into, &stopped, Reader::Read).await.unwrap();
     });
     assert!(memory.bytes().iter().all(|&byte| byte == 7));
 }

@@ -4,12 +4,14 @@
 //! - `requests`: the one choke point of all requests.
 //! - `access`: whether it may be changed.
 //! - `base`: its backing file, open for writing.
+//! - `block_sizes`: the blocks that the disk announces
 //! - `copy_on_read`: reads that copy from its backing file.
 //! - `detach`: independent of its backing file.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
 //! - `metrics`: what it is measured by, and what was counted before this process had it.
+//! - `patience`: how long what holds changes off waits for requests in flight.
 //! - `failures`: who is told of requests that fail.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //! - [`QuiescedDisk`]: another image in the place of this one, and who is told of changes.
@@ -19,6 +21,7 @@
 
 mod access;
 mod base;
+mod block_sizes;
 mod copy_on_read;
 mod current_image;
 mod detach;
@@ -29,6 +32,7 @@ mod limits;
 #[cfg(test)]
 mod long_requests;
 mod metrics;
+mod patience;
 mod quiesce;
 mod quiesced;
 mod redo_log;
@@ -46,6 +50,7 @@ use blockhouse_core::{
 use blockhouse_crypt::SectorCipher;
 use blockhouse_format::{
     Backing, CheckReport, Compression, DataFile, Encryption, Features, Format, ImageFormat,
+    VmdkFacts,
 };
 
 use crate::durability::FlushTracker;
@@ -76,13 +81,15 @@ pub struct Disk<S: Storage> {
     observers: Observers,
     read_probes: ReadProbes,
     options: Options,
+    /// Bytes of a sector as the images of the chain have it, when the disk was opened.
+    sector_size: u64,
     protection: WriteProtection,
     failures: failures::Failures,
     /// What was counted before this process had the disk.
     earlier: OnceLock<Box<EarlierCounts>>,
     /// The disk whose image has taken the place of this one's.
     successor: OnceLock<Arc<Self>>,
-    /// Whether the successor is over the same file, and records its changes.
+    /// Whether the successor is over the same file, and records its changes, or does so no longer.
     is_recorded: AtomicBool,
     /// The disk of its image's backing file, once that is open for writing.
     base: OnceLock<Arc<Self>>,
@@ -196,6 +203,7 @@ impl<S: Storage> Disk<S> {
     }
 
     fn new(layer: Layer<S>, options: Options) -> Self {
+        let sector_size = layer.format().logical_block_size();
         let writer = Writer::new(Arc::new(layer));
         let uses = ImageUses::new(writer.layer());
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
@@ -211,6 +219,7 @@ impl<S: Storage> Disk<S> {
             observers,
             read_probes,
             options,
+            sector_size,
             protection,
             failures,
             earlier,
@@ -303,6 +312,11 @@ impl<S: Storage> Disk<S> {
         })
     }
 
+    /// The descriptor of a VMDK image; `None` for other formats.
+    pub fn vmdk_facts(&self) -> Option<VmdkFacts> {
+        self.format().vmdk_facts()
+    }
+
     /// The names of the files that together hold the disk's data, relative to the image's folder; empty where the image
     /// holds it itself, or in a [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
@@ -315,6 +329,7 @@ impl<S: Storage> Disk<S> {
     pub fn with_backing(mut self, backing: Arc<Self>) -> Self {
         let access = backing.options().access;
         self.layer().set_backing(Arc::clone(backing.writer().layer()), access);
+        self.sector_size = self.sector_size.max(backing.sector_size);
         // Nothing else uses it yet.
         self.layer().set_claims_all(self.options.copy_on_read);
         self.uses = ImageUses::new(self.writer.layer());
@@ -444,14 +459,31 @@ impl<S: Storage> Disk<S> {
         range: ByteRange,
         cache: &mut BlockStatusCache,
     ) -> Result<(BlockStatus, u64)> {
+        self.check_has_status(range)?;
+        let image = self.begin_use();
+        image.layer().block_status(range, cache, 0).await
+    }
+
+    /// Which image of the chain has the first bytes of `range`, and for how many bytes that holds (as for
+    /// [`block_status`](Self::block_status)): 1 for the disk's own, 2 for its backing file, and so on; 0 where none has
+    /// them.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
+        self.check_has_status(range)?;
+        let image = self.begin_use();
+        image.layer().allocation_depth(range).await
+    }
+
+    fn check_has_status(&self, range: ByteRange) -> Result<()> {
         self.check_inside(range)?;
         if range.is_empty() {
             let what = "no block status of an empty range";
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(self.name()).at(range.offset()));
         }
-        let image = self.begin_use();
-        image.layer().block_status(range, cache, 0).await
+        Ok(())
     }
 
     /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to this
@@ -515,11 +547,13 @@ impl<S: Storage> Disk<S> {
     async fn close_image(&self) -> Result<()> {
         // Not `self.format()`: where the image was replaced, that is its successor's.
         let format = self.writer.layer().format();
+        let (image, data) = (format.storage(), format.data());
+        image.begin_close();
+        data.begin_close();
         let closed = format.close().await;
         if let Some(state) = self.state.get() {
             state.close();
         }
-        let (image, data) = (format.storage(), format.data());
         let image_closed = image.close().await;
         let data_closed = match std::ptr::eq(image, data) {
             true => Ok(()),
@@ -531,11 +565,6 @@ impl<S: Storage> Disk<S> {
     /// Begins a change of the image, once none of the whole image is made.
     async fn begin_change(&self) -> quiesce::WriteGuard<'_> {
         self.quiesce.begin_write().await
-    }
-
-    /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
-    pub(crate) async fn quiesce(&self) -> QuiescedGuard<'_> {
-        self.quiesce.quiesce().await
     }
 }
 

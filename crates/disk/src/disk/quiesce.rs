@@ -1,12 +1,15 @@
 //! Holds the guest's changes off while the image is changed as a whole (quiesce).
 //!
 //! A change costs two atomic additions. Quiescing waits for the changes in flight; those that come later
-//! wait until it ends.
+//! wait until it ends. A change in flight may wait for a backing file that does not answer, so quiescing has a limit:
+//! after that the changes go on.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::sync::Condvar;
+use futures_util::future::{Either, select};
 
 /// The bit that says "quiesced"; below it, how many changes are in flight.
 const QUIESCED: usize = 1 << (usize::BITS - 1);
@@ -14,6 +17,8 @@ const QUIESCED: usize = 1 << (usize::BITS - 1);
 /// See the module's page.
 pub(crate) struct Quiesce {
     state: AtomicUsize,
+    /// How often it was quiesced.
+    count: AtomicU64,
     resumed: Condvar,
     drained: Condvar,
     /// A semaphore with one permit, because `async_lock::Mutex` reads the clock when it is contended.
@@ -24,6 +29,7 @@ impl Default for Quiesce {
     fn default() -> Self {
         Self {
             state: AtomicUsize::new(0),
+            count: AtomicU64::new(0),
             resumed: Condvar::new(),
             drained: Condvar::new(),
             one_at_a_time: Semaphore::new(1),
@@ -61,14 +67,26 @@ impl Quiesce {
         }
     }
 
-    /// Holds new changes off and waits until none is in flight.
-    pub(crate) async fn quiesce(&self) -> QuiescedGuard<'_> {
+    /// How often all changes were held off so far: where it is the same later, the image was not
+    /// changed as a whole.
+    pub(crate) fn count(&self) -> u64 {
+        self.count.load(Ordering::SeqCst)
+    }
+
+    /// Holds new changes off and waits until none is in flight; `None` where `limit`, which is polled from then on, ends first.
+    pub(crate) async fn quiesce(
+        &self,
+        limit: impl Future<Output = ()>,
+    ) -> Option<QuiescedGuard<'_>> {
         let permit = self.one_at_a_time.acquire().await;
         let guard = QuiescedGuard { quiesce: self, _permit: permit };
         self.state.fetch_or(QUIESCED, Ordering::SeqCst);
+        self.count.fetch_add(1, Ordering::SeqCst);
         let is_drained = || (self.state.load(Ordering::SeqCst) == QUIESCED).then_some(());
-        self.drained.wait_until(is_drained).await;
-        guard
+        match select(pin!(self.drained.wait_until(is_drained)), pin!(limit)).await {
+            Either::Left(_) => Some(guard),
+            Either::Right(_) => None,
+        }
     }
 }
 
@@ -87,7 +105,7 @@ impl Drop for QuiescedGuard<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::pin;
+    use std::future::{pending, ready};
     use std::task::{Context, Poll, Waker};
 
     use super::*;
@@ -103,12 +121,12 @@ mod tests {
     fn quiescing_waits_for_changes_in_flight_and_holds_off_new_ones() {
         let quiesce = Quiesce::default();
         let first = poll(&mut pin!(quiesce.begin_write())).expect("not quiesced");
-        let mut quiescing = pin!(quiesce.quiesce());
+        let mut quiescing = pin!(quiesce.quiesce(pending()));
         assert!(poll(&mut quiescing).is_none(), "a change is in flight");
         let mut later = pin!(quiesce.begin_write());
         assert!(poll(&mut later).is_none(), "quiescing");
         drop(first);
-        let guard = poll(&mut quiescing).expect("no change is in flight");
+        let guard = poll(&mut quiescing).flatten().expect("no change is in flight");
         assert!(poll(&mut later).is_none());
         drop(guard);
         assert!(poll(&mut later).is_some());
@@ -119,9 +137,21 @@ mod tests {
         let quiesce = Quiesce::default();
         let _inside = poll(&mut pin!(quiesce.begin_write())).expect("not quiesced");
         {
-            let mut dropped = pin!(quiesce.quiesce());
+            let mut dropped = pin!(quiesce.quiesce(pending()));
             assert!(poll(&mut dropped).is_none());
         }
         assert!(poll(&mut pin!(quiesce.begin_write())).is_some());
+    }
+
+    #[test]
+    fn at_its_limit_a_quiesce_lets_changes_go_on() {
+        let quiesce = Quiesce::default();
+        let inside = poll(&mut pin!(quiesce.begin_write())).expect("not quiesced");
+        let limited = poll(&mut pin!(quiesce.quiesce(ready(())))).expect("its limit is there");
+        assert!(limited.is_none(), "a change is in flight");
+        assert!(poll(&mut pin!(quiesce.begin_write())).is_some());
+        drop(inside);
+        let quiesced = poll(&mut pin!(quiesce.quiesce(ready(())))).expect("its limit is there");
+        assert!(quiesced.is_some(), "nothing was to be waited for");
     }
 }

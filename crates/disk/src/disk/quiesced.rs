@@ -22,14 +22,21 @@ pub struct QuiescedDisk<'a, S: Storage> {
 
 impl<S: Storage> Disk<S> {
     /// Waits for the changes in flight, and holds off later ones.
-    pub async fn quiesced(&self) -> QuiescedDisk<'_, S> {
-        QuiescedDisk { disk: self, _guard: self.quiesce().await }
+    ///
+    /// # Errors
+    /// `Io` where one of them takes too long: then changes go on.
+    pub async fn quiesced(&self) -> Result<QuiescedDisk<'_, S>> {
+        Ok(QuiescedDisk { disk: self, _guard: self.quiesce().await? })
     }
 
     /// Has `observer` told of all changes that are made from now on.
-    pub async fn observe(&self, observer: Arc<dyn ChangeObserver>) {
-        let _guard = self.quiesce().await;
+    ///
+    /// # Errors
+    /// As [`quiesced`](Self::quiesced).
+    pub async fn observe(&self, observer: Arc<dyn ChangeObserver>) -> Result<()> {
+        let _guard = self.quiesce().await?;
         self.observers.attach(observer);
+        Ok(())
     }
 
     /// Has it told of no more. Of changes that are in flight it is still told.
@@ -51,7 +58,7 @@ impl<S: Storage> Disk<S> {
         }
         let cache = |disk: &Self| disk.capabilities().write_cache;
         if cache(self) == WriteCache::None && cache(successor) != WriteCache::None {
-            let what = "has a volatile write cache, which the guest was told that its disk has not";
+            let what = "has a volatile write cache, but the guest was offered a disk without one";
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .on(successor.name())
                 .hint("open it with the cache mode writethrough or directsync"));
@@ -114,13 +121,14 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     pub fn switch_to(self, successor: Arc<Disk<S>>) -> Result<ReplacedImage<'a, S>> {
         self.disk.check_successor(&successor)?;
         let replaced = self.disk.current();
+        self.disk.pass_bitmap_observer(&successor);
         // It has none: this is the end of the chain, and no other task can have the disk quiesced.
         let _ = replaced.successor.set(successor);
         Ok(ReplacedImage(replaced))
     }
 
-    /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its changes beside it: the disk stays
-    /// where it is.
+    /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its changes beside it, or does so no
+    /// longer: the disk stays where it is.
     ///
     /// # Errors
     /// As there.
@@ -138,7 +146,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
 }
 
 /// An image that no request goes to any more.
-#[must_use = "an image that is replaced is to be closed"]
+#[must_use = "close the image that is replaced"]
 pub struct ReplacedImage<'a, S: Storage>(&'a Disk<S>);
 
 impl<S: Storage> ReplacedImage<'_, S> {

@@ -91,7 +91,7 @@ impl<S: Storage> Disk<S> {
                     true => Box::pin(self.copy_on_read(offset, into)).await,
                 }
             }
-            request => self.submit_change(request, operation).await,
+            request => self.carry_out(request, operation).await,
         };
         timer.end(&outcome);
         if let Err(error) = &outcome {
@@ -107,10 +107,7 @@ impl<S: Storage> Disk<S> {
     /// As [`submit`](Self::submit).
     pub async fn submit_unlimited(&self, request: Request) -> Result<()> {
         let timer = self.request_stats().begin(ExportKind::Local, &request);
-        let outcome = match request {
-            Request::Read { offset, into } => self.submit_read(offset, into).await,
-            request => self.submit_change(request, timer.operation()).await,
-        };
+        let outcome = self.carry_out(request, timer.operation()).await;
         timer.end(&outcome);
         outcome
     }
@@ -121,10 +118,9 @@ impl<S: Storage> Disk<S> {
         self.read_probes.begin(ranges)
     }
 
-    /// Carries out anything but a read.
-    async fn submit_change(&self, request: Request, operation: Operation) -> Result<()> {
+    async fn carry_out(&self, request: Request, operation: Operation) -> Result<()> {
         let (ended, sync) = match request {
-            Request::Read { .. } => unreachable!("a read changes nothing"),
+            Request::Read { offset, into } => return self.submit_read(offset, into).await,
             Request::Write { offset, from, durability } => {
                 let (turn, from) = self.begin_write_turn(operation, offset, from).await?;
                 let sync = self.begin_sync(durability);

@@ -3,6 +3,9 @@
 //! What a longer disk would bring to light (the rest of the last cluster, bytes of the backing file) is
 //! made zeros, durably, before the size changes: no crash shows it. A shorter disk loses what lies
 //! beyond, also the rest of its last cluster.
+//!
+//! Of a disk with bitmaps, guests are held off while all of its tables change, and not while its
+//! new part is prepared, which may take long.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
 
@@ -10,37 +13,92 @@ use futures_util::future::Either;
 
 use super::Disk;
 use super::quiesce::{QuiescedGuard, WriteGuard};
+use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::write::ZeroOptions;
 
 const ZERO: ZeroOptions = ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed };
+/// Bytes of a disk that are prepared together: a change of the whole image waits for no more.
+const PIECE: u64 = 16 << 30;
+
+/// The new part of a disk that is prepared, unless anything is different now.
+#[derive(PartialEq, Eq)]
+struct Prepared {
+    /// The disk's size.
+    old: u64,
+    /// How often the disk was quiesced.
+    quiesced: u64,
+}
 
 impl<S: Storage> Disk<S> {
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
     ///
     /// # Errors
-    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512.
+    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512, or of the disk's sectors; `Io` where
+    /// requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        let _change = self.begin_resize().await;
+        let prepared = match self.format().has_bitmaps() {
+            true => self.prepare_ahead(size).await?,
+            false => None,
+        };
+        let _change = self.begin_resize().await?;
         // It may have become read-only meanwhile.
         self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
-        let claim = self.layer().claim_end(self.size()).await;
+        let claim = self.patiently(self.layer().claim_end(self.size())).await?;
         let old = self.size();
         if size < old {
             let what = format!("cannot make a disk of {old} bytes shorter: {size}");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
-        if let Some(uncovered) = self.uncovered(old, size) {
-            self.format().prepare_resize(size).await?;
-            // Durable with the flush below.
-            let sync = RequestSync::not_required(self.format());
-            self.writer().write_zeroes(uncovered, ZERO, &sync, &claim).await?;
-            self.format().flush(SyncMode::Data).await?;
+        let sector = self.logical_block_size();
+        if !size.is_multiple_of(sector) {
+            let what = format!("cannot make a disk with sectors of {sector} bytes {size} long");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
+        // Since then it was quiesced for this alone.
+        let quiesced = self.quiesce.count().wrapping_sub(1);
+        if prepared != Some(Prepared { old, quiesced }) {
+            self.prepare(old, ByteRange::between(old, size), &claim).await?;
         }
         self.format().resize(size).await?;
         self.format().flush(SyncMode::Full).await
+    }
+
+    /// Prepares the new part of a longer disk beside all changes but those of the whole image.
+    /// `None` where it may not count.
+    async fn prepare_ahead(&self, size: u64) -> Result<Option<Prepared>> {
+        let (old, quiesced) = (self.size(), self.quiesce.count());
+        self.format().check_resize(size)?;
+        let mut rest = ByteRange::between(old.min(size), size);
+        while !rest.is_empty() {
+            let _change = self.begin_change().await;
+            self.check_access(size)?;
+            let claim = self.layer().claim_end(old).await;
+            if self.size() != old {
+                return Ok(None);
+            }
+            let piece = rest.truncate(PIECE);
+            self.prepare(old, piece, &claim).await?;
+            rest = rest.skip(piece.length());
+        }
+        Ok(Some(Prepared { old, quiesced }))
+    }
+
+    /// Has a part of the disk that is past its end read as zeros, durably, when it becomes longer.
+    async fn prepare(&self, old: u64, part: ByteRange, claim: &Claim<'_>) -> Result<()> {
+        if part.is_empty() {
+            return Ok(());
+        }
+        self.format().prepare_resize(part.offset(), part.end()).await?;
+        if let Some(uncovered) = self.uncovered(old, part.end()) {
+            // Durable with the flush below.
+            let sync = RequestSync::not_required(self.format());
+            let uncovered = uncovered.after(part.offset());
+            self.writer().write_zeroes(uncovered, ZERO, &sync, claim).await?;
+        }
+        self.format().flush(SyncMode::Data).await
     }
 
     /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request may
@@ -51,10 +109,10 @@ impl<S: Storage> Disk<S> {
     /// qcow2 version 2 with snapshots; or what the storage answers.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        let _change = self.begin_resize().await;
+        let _change = self.begin_resize().await?;
         // It may have become read-only meanwhile.
         self.check_access(size)?;
-        let claim = self.layer().claim_end(size).await;
+        let claim = self.patiently(self.layer().claim_end(size)).await?;
         if size > self.size() {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
@@ -72,25 +130,26 @@ impl<S: Storage> Disk<S> {
 
     /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps change as a whole, so
     /// where there are any, no change of the guest's is made beside it either.
-    async fn begin_resize(&self) -> Either<QuiescedGuard<'_>, WriteGuard<'_>> {
+    async fn begin_resize(&self) -> Result<Either<QuiescedGuard<'_>, WriteGuard<'_>>> {
         if !self.format().has_bitmaps() {
             let change = self.begin_change().await;
             // The first one may have been added while this waited. None is added from here on.
             if !self.format().has_bitmaps() {
-                return Either::Right(change);
+                return Ok(Either::Right(change));
             }
         }
-        Either::Left(self.quiesce().await)
+        Ok(Either::Left(self.quiesce().await?))
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
-    /// of the last old cluster, and those that the backing file has; all of them where each needs
-    /// a place. Up to the end of a block: clusters consist of whole ones.
+    /// of the last old cluster, and those that the backing file has; of a raw disk, those that its
+    /// file has already. Up to the end of a block: clusters consist of whole ones.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.cluster_size()?);
-        let backing_end = self.layer().backing_size();
-        let needed =
-            if self.format().is_fully_allocated() { new } else { cluster_end.max(backing_end) };
+        let needed = match self.format().is_fully_allocated() {
+            true => self.format().data().size(),
+            false => cluster_end.max(self.layer().backing_size()),
+        };
         let end = needed.min(new);
         let end = end.next_multiple_of(self.layer().block_size());
         (end > old).then(|| ByteRange::between(old, end))

@@ -6,7 +6,8 @@
 //! - One flush runs at a time; others wait. When it ends, all whose generation it covered are done, and
 //!   the next one covers all the others.
 //! - A write that completes while a flush runs is not covered by it.
-//! - A native durable write is stable when it completes and is not counted.
+//! - A native durable write is stable when it succeeds and is not counted. One that fails is: a part of it may
+//!   be written.
 //! - The past of a storage that is open for writing counts as unstable, so its first flush is never skipped.
 //!   Another process may have written before, and died: what it was told is done may still be in a cache.
 //! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the next
@@ -185,12 +186,15 @@ impl<S: Storage> FlushTracker<S> {
         let timer = self.stats.begin(HostOperation::WriteFua, content, bytes);
         let outcome = self.storage.write(offset, from, Durability::Data).await;
         timer.end(&outcome);
-        if let Err(error) = &outcome
-            && !error.is_confined()
-        {
+        let Err(error) = &outcome else {
+            operation.complete();
+            return outcome;
+        };
+        if !error.is_confined() {
             self.fail(error);
         }
-        operation.complete();
+        // A part of it may have been written, and is not stable.
+        self.complete_unstable(operation);
         outcome
     }
 
@@ -293,6 +297,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     async fn read_content(&self, content: Content, offset: u64, into: IoVector) -> Result<()> {
+        into.check_intact()?;
         let bytes = into.len() as u64;
         let timer = self.stats.begin(HostOperation::Read, content, bytes);
         let outcome = self.storage.read(offset, into).await;
@@ -307,6 +312,7 @@ impl<S: Storage> FlushTracker<S> {
         from: IoVector,
         durability: Durability,
     ) -> Result<()> {
+        from.check_intact()?;
         let Capabilities { fua, group_commit, write_cache, .. } = self.capabilities();
         let in_flight = InFlightCount::begin(&self.durable_in_flight, durability);
         match WriteMethod::decide(durability, fua, group_commit, in_flight.count) {
@@ -484,6 +490,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         self.storage.last_change().await
     }
 
+    fn check_size(&self, size: u64) -> Result<()> {
+        self.storage.check_size(size)
+    }
+
     async fn extend_hint(&self, size: u64) {
         self.stamp();
         // Changes nothing that was acknowledged.
@@ -501,6 +511,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     fn needs_close(&self) -> bool {
         self.storage.needs_close()
+    }
+
+    fn begin_close(&self) {
+        self.storage.begin_close();
     }
 
     async fn close(&self) -> Result<()> {

@@ -64,13 +64,14 @@ impl<S: Storage> BackingChain<S> {
         Some(Self { layers, granule, skips })
     }
 
-    /// The first layer that may have some of the first bytes of `range`, which is not empty, and for how many bytes that
-    /// holds: at least one. Yields where `budget`, that of the request, is spent.
-    pub(super) async fn find(
-        &self,
-        range: ByteRange,
-        budget: &WorkBudget,
-    ) -> (&Arc<Layer<S>>, ByteRange) {
+    /// The layer of this index: 0 is the nearest one.
+    pub(super) fn layer(&self, index: usize) -> &Layer<S> {
+        &self.layers[index]
+    }
+
+    /// The index of the first layer that may have some of the first bytes of `range`, which is not empty, and for how many
+    /// bytes that holds: at least one. Yields where `budget`, that of the request, is spent.
+    pub(super) async fn find(&self, range: ByteRange, budget: &WorkBudget) -> (usize, ByteRange) {
         let (first, end) = (range.offset() / self.granule, range.end().div_ceil(self.granule));
         let (depth, mut next) = match self.skips.get(first) {
             Some(depth) => (depth, first + 1),
@@ -81,7 +82,7 @@ impl<S: Storage> BackingChain<S> {
             next += 1;
         }
         let part = self.bytes_of(first..next).end().min(range.end());
-        (&self.layers[depth], ByteRange::between(range.offset(), part))
+        (depth, ByteRange::between(range.offset(), part))
     }
 
     fn bytes_of(&self, granules: Range<u64>) -> ByteRange {

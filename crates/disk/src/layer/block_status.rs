@@ -12,7 +12,7 @@ use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;
 use futures_util::future::LocalBoxFuture;
 
-use super::{Layer, within};
+use super::{Layer, Reader, within};
 
 /// Runs that are remembered for one file, at most.
 const MAX_RUNS: usize = 4096;
@@ -157,6 +157,7 @@ impl<S: Storage> Layer<S> {
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
                 // Before the guard goes: the backing file may be detached then.
+                let _read = self.backing_reads.begin(extent.guest, Reader::Read);
                 let backing = self.backing()?;
                 drop(guard);
                 let inside = within(extent.guest, backing.size());
@@ -180,8 +181,37 @@ impl<S: Storage> Layer<S> {
         range: ByteRange,
         cache: &mut BlockStatusCache,
     ) -> Result<(BlockStatus, u64)> {
+        let _read = self.backing_reads.begin(range, Reader::Read);
         let backing = self.backing()?;
         backing.block_status(within(range, backing.size()), cache, 1).await
+    }
+}
+
+impl<S: Storage> Layer<S> {
+    /// Which layer has the first bytes of `range`, and for how many bytes that holds (as for
+    /// [`block_status`](Self::block_status)): 1 for this one, 2 for its backing file, and so on; 0 where none has them.
+    pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
+        let (mut layer, mut rest, mut depth) = (self, range, 1);
+        loop {
+            // While it is held, the backing file is not detached.
+            let _guard = layer.format.begin_read();
+            let extent = layer.format.map(rest, Intent::Read).await?;
+            let length = extent.guest.length();
+            match extent.state {
+                ExtentState::Backing => {
+                    let backing = layer.backing()?;
+                    let inside = within(extent.guest, backing.size());
+                    depth += 1;
+                    if inside.is_empty() {
+                        // The zeros past its end are its own.
+                        return Ok((depth, length));
+                    }
+                    (layer, rest) = (backing, inside);
+                }
+                ExtentState::Hole => return Ok((0, length)),
+                _ => return Ok((depth, length)),
+            }
+        }
     }
 }
 

@@ -4,11 +4,13 @@
 //!   guest's bytes: `write` does.
 //! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned (`unaligned`);
 //!   compressed clusters by way of a cache (`compressed`).
+//! - `backing_reads`: which reads of backing files are in flight; `waits` tells of them.
 //! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what is remembered of that.
 //! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
 //! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all layers.
 
 mod backing_chain;
+mod backing_reads;
 mod block_status;
 mod compressed;
 mod data_cipher;
@@ -17,6 +19,7 @@ mod map_entry;
 mod read;
 mod skip_table;
 mod unaligned;
+mod waits;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -31,13 +34,16 @@ use crate::options::Access;
 use crate::stats::Stats;
 
 use backing_chain::BackingChain;
+use backing_reads::BackingReads;
 
+pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
 pub use block_status::{BlockStatus, BlockStatusCache};
 pub(crate) use data_cipher::DataCipher;
 use data_cipher::DataEncryption;
 pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
+pub use waits::BackingWait;
 
 /// See the module's page.
 pub(crate) struct Layer<S: Storage> {
@@ -57,7 +63,10 @@ pub(crate) struct Layer<S: Storage> {
     chain: OnceLock<Option<BackingChain<S>>>,
     /// Whether the chain may be used: it is read from here, and as it was opened.
     remembers_chain: AtomicBool,
+    backing_reads: BackingReads,
     claims: Arc<Tracker>,
+    /// Of what is copied from the backing file, which no change waits for.
+    fetches: Arc<Tracker>,
     bounce_buffers: BounceBuffers,
     cluster_buffers: ClusterBuffers,
     decompressed: DecompressedCache,
@@ -97,7 +106,9 @@ impl<S: Storage> Layer<S> {
             claims_all: AtomicBool::new(false),
             chain: OnceLock::new(),
             remembers_chain: AtomicBool::new(true),
+            backing_reads: BackingReads::default(),
             claims: Arc::default(),
+            fetches: Arc::default(),
             bounce_buffers: BounceBuffers::new(),
             cluster_buffers: ClusterBuffers::new(cluster_size),
             decompressed: DecompressedCache::new(cluster_size),
@@ -180,8 +191,7 @@ impl<S: Storage> Layer<S> {
 
     /// The whole blocks that `range` touches, up to the end of the disk.
     pub(crate) fn blocks_of(&self, range: ByteRange) -> ByteRange {
-        let blocks = range.align_outward(self.block_size());
-        ByteRange::between(blocks.offset(), blocks.end().min(self.format.end()))
+        range.align_outward(self.block_size()).before(self.format.end())
     }
 
     /// Has nothing behind this layer any more. No read may be in flight that looked something up before it was the image's own.
@@ -206,6 +216,11 @@ impl<S: Storage> Layer<S> {
 
     pub(crate) fn claims(&self) -> &Arc<Tracker> {
         &self.claims
+    }
+
+    /// The ranges that are being fetched from the backing file, each by one request.
+    pub(crate) fn fetches(&self) -> &Arc<Tracker> {
+        &self.fetches
     }
 
     /// Keeps requests away from the end of the disk from `offset` on, the block that it lies in included.
@@ -279,5 +294,5 @@ impl<S: Storage> Layer<S> {
 
 /// The first bytes of `range` that lie before `end`.
 fn within(range: ByteRange, end: u64) -> ByteRange {
-    range.truncate(end.saturating_sub(range.offset()))
+    range.before(end)
 }

@@ -3,7 +3,9 @@
 //! What an image leaves to its backing files is read from the layer that has it: those between are asked in a loop, or passed over
 //! where that is known (see [`BackingChain`]), so a read through a long chain costs no more futures than one of two layers.
 //!
-//! One extent is one storage operation and nothing else; several run together (see [`crate::parts`]).
+//! One extent is one storage operation and nothing else; several run together (see [`crate::parts`]). Its place keeps its
+//! owner until it is read. A read of a backing file holds nothing of the image: it may take for ever.
+//!
 //! Between them the read yields, see [`WorkBudget`]: what needs no waiting (holes, look-ups, decompression)
 //! keeps no other task of the thread waiting. All operations of a read are waited for, also when one
 //! fails: a request that was answered must not touch its memory any more.
@@ -12,34 +14,65 @@ use std::cell::Cell;
 
 use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{ByteRange, Extent, ExtentState, IoVector, Result, Storage, WorkBudget};
-use blockhouse_format::Intent;
+use blockhouse_format::{Intent, ReadGuard};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{self, Stream, StreamExt};
+use smallvec::SmallVec;
 
 use super::backing_chain::BackingChain;
+use super::backing_reads::{BackingReadGuard, Reader};
 use super::{Layer, within};
 use crate::parts::{MAX_IN_FLIGHT, first_part, take_part};
+
+/// An extent, and the guard of its look-up.
+pub(crate) type Found<'a> = (Extent, Option<ReadGuard<'a>>);
 
 impl<S: Storage> Layer<S> {
     /// Fills `into` with the bytes of `range`, which lies inside the disk.
     pub(crate) async fn read(&self, range: ByteRange, into: IoVector) -> Result<()> {
         if self.alignment.admits(range.offset(), &into) {
-            return self.read_aligned(range, into).await;
+            return self.read_aligned(range, into, Reader::Read).await;
         }
         // Boxed, so that the future of the common way stays small.
         Box::pin(self.read_unaligned(range, into)).await
     }
 
     /// As [`read`](Self::read), of whole blocks into memory that suits the storage.
-    pub(crate) async fn read_aligned(&self, range: ByteRange, into: IoVector) -> Result<()> {
+    pub(crate) async fn read_aligned(
+        &self,
+        range: ByteRange,
+        into: IoVector,
+        reader: Reader,
+    ) -> Result<()> {
         // What is read keeps its place until it is read.
-        let _guard = self.format.begin_read();
+        let guard = self.format.begin_read();
         let first = self.format.map(first_part(range), Intent::Read).await?;
         if first.guest == range {
-            return self.read_extent(&first, into).await;
+            return self.read_extent(&first, guard, into, reader).await;
         }
         // Boxed, so that the future of the common way stays small.
-        Box::pin(self.read_parts(first, range, into)).await
+        Box::pin(self.read_parts((first, guard), range, into, reader)).await
+    }
+
+    /// Fills `into` with those bytes of `range` that the image has itself; what it leaves to its backing file stays as it is.
+    pub(crate) async fn read_own(&self, mut range: ByteRange, mut into: IoVector) -> Result<()> {
+        let budget = WorkBudget::new();
+        while !range.is_empty() {
+            let (extent, guard) = self.find(range).await?;
+            let part = take_part(&mut into, &extent);
+            range = range.skip(extent.guest.length());
+            if extent.state != ExtentState::Backing {
+                self.read_extent(&extent, guard, part, Reader::Change).await?;
+            }
+            budget.spend(WorkBudget::LOOK_UP).await;
+        }
+        Ok(())
+    }
+
+    /// The first extent of `range`: its place keeps its owner while the guard lives.
+    async fn find(&self, range: ByteRange) -> Result<Found<'_>> {
+        let guard = self.format.begin_read();
+        Ok((self.format.map(first_part(range), Intent::Read).await?, guard))
     }
 
     /// Tells the storage that `range` will be read.
@@ -59,35 +92,42 @@ impl<S: Storage> Layer<S> {
     }
 
     /// Reads a range of several extents, the first of which is known.
-    async fn read_parts(&self, first: Extent, range: ByteRange, into: IoVector) -> Result<()> {
+    async fn read_parts(
+        &self,
+        first: Found<'_>,
+        range: ByteRange,
+        into: IoVector,
+        reader: Reader,
+    ) -> Result<()> {
         let stopped = Cell::new(false);
         let extents = stream::unfold((Some(first), range), |(known, rest)| {
             let is_over = rest.is_empty() || stopped.get();
             async move {
                 let extent = match known {
                     _ if is_over => return None,
-                    Some(extent) => Ok(extent),
-                    None => self.format.map(first_part(rest), Intent::Read).await,
+                    Some(found) => Ok(found),
+                    None => self.find(rest).await,
                 };
-                let length = extent.as_ref().map_or(rest.length(), |one| one.guest.length());
+                let length = extent.as_ref().map_or(rest.length(), |(one, _)| one.guest.length());
                 Some((extent, (None, rest.skip(length))))
             }
         });
-        self.read_extents(extents, into, &stopped).await
+        self.read_extents(extents, into, &stopped, reader).await
     }
 
     pub(crate) async fn read_extents(
         &self,
-        extents: impl Stream<Item = Result<Extent>>,
+        extents: impl Stream<Item = Result<Found<'_>>>,
         mut into: IoVector,
         stopped: &Cell<bool>,
+        reader: Reader,
     ) -> Result<()> {
         let budget = &WorkBudget::new();
-        let parts = extents.map(|extent| {
-            let part = extent.map(|extent| (extent, take_part(&mut into, &extent)));
+        let parts = extents.map(|found| {
+            let part = found.map(|(extent, guard)| (extent, guard, take_part(&mut into, &extent)));
             async move {
-                let (extent, into) = part?;
-                let outcome = self.read_extent(&extent, into).await;
+                let (extent, guard, into) = part?;
+                let outcome = self.read_extent(&extent, guard, into, reader).await;
                 budget.charge(cost_of_reading(&extent));
                 outcome
             }
@@ -95,7 +135,14 @@ impl<S: Storage> Layer<S> {
         run_bounded(MAX_IN_FLIGHT, budget, stopped, parts).await
     }
 
-    async fn read_extent(&self, extent: &Extent, mut into: IoVector) -> Result<()> {
+    /// The guard is that of the look-up: the extent's place is read before it goes.
+    async fn read_extent(
+        &self,
+        extent: &Extent,
+        guard: Option<ReadGuard<'_>>,
+        mut into: IoVector,
+        reader: Reader,
+    ) -> Result<()> {
         match extent.state {
             ExtentState::Mapped { host } => self.read_host(host, into).await,
             ExtentState::Zero | ExtentState::Hole if into.len() as u64 > WorkBudget::QUANTUM => {
@@ -108,27 +155,45 @@ impl<S: Storage> Layer<S> {
             ExtentState::Compressed { host, length } => {
                 Box::pin(self.read_compressed(extent, host, length, into)).await
             }
-            ExtentState::Backing => self.read_backing(extent.guest, into).await,
+            ExtentState::Backing => self.read_backing(extent.guest, guard, into, reader).await,
         }
     }
 
-    /// Fills `into` with the bytes of `range`, which the image leaves to its backing files.
-    fn read_backing(&self, range: ByteRange, into: IoVector) -> LocalBoxFuture<'_, Result<()>> {
+    /// Fills `into` with the bytes of `range`, which the image leaves to its backing files. The backing file is found while
+    /// the guard lives, because it may be detached afterwards, and waited for without it.
+    fn read_backing<'a>(
+        &'a self,
+        range: ByteRange,
+        guard: Option<ReadGuard<'_>>,
+        into: IoVector,
+        reader: Reader,
+    ) -> LocalBoxFuture<'a, Result<()>> {
+        // First, so that it is waited for or sees what is behind the image now.
+        let read = self.backing_reads.begin(range, reader);
+        let (nearest, chain) = (self.backing(), self.chain());
+        drop(guard);
         Box::pin(async move {
-            let nearest = self.backing()?;
-            let Some(chain) = self.chain() else { return nearest.read_from(range, into).await };
-            let (layer, part) = chain.find(range, &WorkBudget::new()).await;
+            let nearest = nearest?;
+            let Some(chain) = chain else { return nearest.read_from(range, into, reader).await };
+            let (index, part) = chain.find(range, &WorkBudget::new()).await;
             if part == range {
-                return layer.read_from(range, into).await;
+                read.set_depth(index + 1);
+                return chain.layer(index).read_from(range, into, reader).await;
             }
-            Box::pin(read_along(chain, range, into)).await
+            Box::pin(read_along(chain, range, into, reader)).await
         })
     }
 
     /// Fills `into` with the bytes of `range` from this layer or those behind it; zeros past its end.
-    async fn read_from(&self, mut range: ByteRange, mut into: IoVector) -> Result<()> {
+    async fn read_from(
+        &self,
+        mut range: ByteRange,
+        mut into: IoVector,
+        reader: Reader,
+    ) -> Result<()> {
         let budget = WorkBudget::new();
         let mut layer = self;
+        let mut passed: SmallVec<[BackingReadGuard<'_>; 2]> = SmallVec::new();
         loop {
             let inside = within(range, layer.size());
             if inside != range {
@@ -137,10 +202,10 @@ impl<S: Storage> Layer<S> {
             if inside.is_empty() {
                 return Ok(());
             }
-            let guard = layer.format.begin_read();
-            let first = layer.format.map(first_part(inside), Intent::Read).await?;
+            let (first, guard) = layer.find(inside).await?;
             let is_whole = first.guest == inside;
             if is_whole && first.state == ExtentState::Backing {
+                passed.push(layer.backing_reads.begin(inside, reader));
                 (layer, range) = (layer.backing()?, inside);
                 budget.spend(WorkBudget::LOOK_UP).await;
             } else if !layer.alignment.admits(inside.offset(), &into) {
@@ -148,9 +213,9 @@ impl<S: Storage> Layer<S> {
                 drop(guard);
                 return Box::pin(layer.read_unaligned(inside, into)).await;
             } else if is_whole {
-                return layer.read_extent(&first, into).await;
+                return layer.read_extent(&first, guard, into, reader).await;
             } else {
-                return Box::pin(layer.read_parts(first, inside, into)).await;
+                return Box::pin(layer.read_parts((first, guard), inside, into, reader)).await;
             }
         }
     }
@@ -161,20 +226,21 @@ async fn read_along<S: Storage>(
     chain: &BackingChain<S>,
     range: ByteRange,
     mut into: IoVector,
+    reader: Reader,
 ) -> Result<()> {
     let (stopped, budget) = (&Cell::new(false), &WorkBudget::new());
     let found = stream::unfold(range, |rest| async move {
         if rest.is_empty() || stopped.get() {
             return None;
         }
-        let (layer, part) = chain.find(rest, budget).await;
-        Some(((layer, part), rest.skip(part.length())))
+        let (index, part) = chain.find(rest, budget).await;
+        Some(((index, part), rest.skip(part.length())))
     });
-    let parts = found.map(|(layer, part)| {
+    let parts = found.map(|(index, part)| {
         let rest = into.split_off(part.length() as usize);
         let into = std::mem::replace(&mut into, rest);
         async move {
-            let outcome = layer.read_from(part, into).await;
+            let outcome = chain.layer(index).read_from(part, into, reader).await;
             // As much as if all of it were a hole there.
             budget.charge(WorkBudget::LOOK_UP + part.length());
             outcome

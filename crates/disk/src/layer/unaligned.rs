@@ -6,7 +6,7 @@
 use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
 use futures_util::future::join;
 
-use super::Layer;
+use super::{Layer, Reader};
 use crate::buffers::CHUNK_SIZE;
 use crate::claims::Claim;
 
@@ -22,7 +22,8 @@ impl<S: Storage> Layer<S> {
             let chunk = rest.truncate(CHUNK_SIZE as u64);
             let guest = common(chunk, range);
             self.stats.bounced();
-            self.read_aligned(chunk, buffer.lend_range(0, chunk.length() as usize)).await?;
+            let memory = buffer.lend_range(0, chunk.length() as usize);
+            self.read_aligned(chunk, memory, Reader::Read).await?;
             let start = (guest.offset() - chunk.offset()) as usize;
             let length = guest.length() as usize;
             into.copy_from(&buffer.bytes()[start..start + length]);
@@ -38,12 +39,14 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// Keeps a disk that ends inside a block from growing while `range` is read.
+    /// Keeps a disk that ends inside a block from growing while that block is read.
     async fn claim_partial_end(&self, range: ByteRange) -> Option<Claim<'_>> {
-        if self.format.end().is_multiple_of(self.block_size()) {
+        let end = self.format.end();
+        let last = end & !(self.block_size() - 1);
+        if range.end() <= last || last == end {
             return None;
         }
-        Some(self.claims.claim_shared(range).await)
+        Some(self.claims.claim_shared(ByteRange::between(last, end)).await)
     }
 
     /// Reads those blocks at the ends of `chunk` that `guest` covers only in part to where they
@@ -62,17 +65,17 @@ impl<S: Storage> Layer<S> {
             (false, false) => Ok(()),
             (true, false) => {
                 drop(memory.split_off(head.length() as usize));
-                self.read_aligned(head, memory).await
+                self.read_aligned(head, memory, Reader::Change).await
             }
             (false, true) => {
                 memory.advance((tail.offset() - chunk.offset()) as usize);
-                self.read_aligned(tail, memory).await
+                self.read_aligned(tail, memory, Reader::Change).await
             }
             (true, true) => {
                 let mut rest = memory.split_off(head.length() as usize);
                 rest.advance((tail.offset() - head.end()) as usize);
-                let (head, tail) =
-                    join(self.read_aligned(head, memory), self.read_aligned(tail, rest)).await;
+                let read = |edge, into| self.read_aligned(edge, into, Reader::Change);
+                let (head, tail) = join(read(head, memory), read(tail, rest)).await;
                 head.and(tail)
             }
         }

@@ -9,17 +9,18 @@
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 use blockhouse_storage::{Concat, ImageStorage, Location};
 
-use super::allowed_paths::{FindError, Folder};
+use super::allowed_paths::{FindError, Folder, NameUse, Namer};
 use super::create::format_by_name;
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
@@ -27,11 +28,13 @@ use super::image_options::{ImageOptions, Locking, RemoteBacking, StateUse};
 use super::lock::{Locked, lock, lock_in_place_of};
 use super::moved_record::check_not_moved;
 use super::open_location::{
-    Identity, identity_of, is_address, is_foreign_address, open_file, open_location,
+    Identity, identity_of, is_address, is_foreign_address, open_file, open_location, part_of_file,
 };
 use super::partial_block::has_small_clusters;
 use super::probe_check::check_not_probed;
+use super::qemu_name::{plain_backing, whole_backing};
 use super::restore::Restore;
+use super::same_bytes::{check_apart_from, files_of_layer};
 use super::sidecar::{Route, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::{Disk, EarlierWrites};
@@ -43,6 +46,9 @@ const MAX_FILES: usize = 200;
 
 /// How many names of a chain a message has room for at either end.
 const NAMED: usize = 2;
+
+/// How long a server may take to answer a request while an image is opened.
+const OPEN_TIME: Duration = Duration::from_secs(30);
 
 /// What an image names, in messages.
 const BACKING_FILE: &str = "backing file";
@@ -60,6 +66,17 @@ const ENOENT: i32 = 2;
 /// to it.
 pub async fn open(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     open_chain(path, &options, None, Files::Host).await
+}
+
+/// As [`open`], to find out what is in the chain: of encrypted images without a key no data can be read.
+///
+/// # Errors
+/// As [`open`].
+pub async fn open_to_look(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
+    let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
+    let mut chain = Chain::from_image(path, identity, Files::Host)?;
+    chain.without_key = WithoutKey::StayLocked;
+    open_from(chain, storage, &Route::itself(path, &options), None).await
 }
 
 /// As [`open`], as the disk was when the snapshot of this name (or id) was taken; for reading only.
@@ -106,15 +123,17 @@ async fn open_chain(
     let route = route(&files, &path, options).await?;
     let options = &*route.options;
     let (storage, identity) = route.open(&mut files).await?;
-    if identity.is_some() && options.access == Access::ReadWrite {
+    let is_anew = matches!(files, Files::Host);
+    // A process that hands an image over has looked at it.
+    if is_anew && identity.is_some() && options.access == Access::ReadWrite {
         check_not_moved(&path)?;
     }
     let chain = Chain::from_image(&route.path, identity, files)?;
-    let is_anew = matches!(chain.source, Files::Host);
     let disk = open_from(chain, storage, &route, snapshot).await?;
     if is_anew && snapshot.is_none() {
         check_not_marked(&disk).await?;
     }
+    disk.end_opening(options.state.is_look());
     Ok(disk)
 }
 
@@ -148,16 +167,21 @@ async fn open_from(
         false => EarlierWrites::Unknown,
     };
     let (disk, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
+    chain.sidecars_image = route.raw_image(&disk)?;
     let disk = chain.with_data(disk, options).await?;
-    let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
+    let mut disk = unlocked(disk, &options.secrets, chain.without_key).await?;
     let mut above = Vec::new();
     while let Some(backing) = disk.backing_file() {
         let next = chain.open_behind(backing, options).await?;
+        disk.format().check_backing(next.format())?;
         above.push(std::mem::replace(&mut disk, next));
     }
     let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
     // Before anything tells later processes that the image is as it was.
     route.confirm(&disk)?;
+    if !is_handed_over {
+        end_resize(&disk, &restore).await?;
+    }
     if options.locking == Locking::Held {
         disk.begin_vouching(options.cache);
     }
@@ -179,10 +203,25 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
     let (storage, identity) = route.open(&mut Files::Host).await?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let (disk, restore) = disk_over(storage, path, options, EarlierWrites::Unknown, None).await?;
+    chain.sidecars_image = route.raw_image(&disk)?;
     let disk = chain.with_data(disk, options).await?;
     let disk = unlocked(disk, &options.secrets, WithoutKey::StayLocked).await?;
+    disk.end_opening(options.state.is_look());
     route.confirm(&disk)?;
+    end_resize(&disk, &restore).await?;
     restore.finish(disk).await
+}
+
+/// Ends what a process that died has begun: a raw image with a sidecar is as long as its disk.
+async fn end_resize(disk: &ImageDisk, restore: &Restore) -> Result<()> {
+    if !disk.format().is_longer_than_its_disk() || disk.opened_access() == Access::ReadOnly {
+        return Ok(());
+    }
+    // No other program's change, if this process dies as well.
+    restore.stamp_data_change();
+    disk.format().cut_to_its_disk().await?;
+    restore.stamp_data_change();
+    Ok(())
 }
 
 /// Opens only the files that hold the image's metadata, to ask what it is, for reading only: no guest data of an
@@ -194,7 +233,8 @@ pub async fn open_metadata(path: &Path, options: ImageOptions) -> Result<ImageDi
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    let disk = match disk.extent_files().is_empty() {
+    // Names that are not followed can be told all the same.
+    let disk = match disk.extent_files().is_empty() || options.allowed_paths.is_none() {
         true => disk,
         false => {
             let mut chain = Chain::from_image(path, identity, Files::Host)?;
@@ -230,6 +270,7 @@ pub async fn open_for_commit(
     let (disk, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     let disk = chain.with_data(disk, &options).await?;
     let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
+    disk.end_opening(options.state.is_look());
     let mut above = Vec::new();
     let backing = loop {
         let Some(backing) = disk.backing_file() else {
@@ -240,19 +281,21 @@ pub async fn open_for_commit(
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(&path.display().to_string()));
         };
-        if is_base(&chain.folder.join(&backing.name)) {
-            break backing.clone();
+        let plain = whole_backing(backing, chain.last())?;
+        if is_base(&chain.folder.join(&plain.name)) {
+            break plain.into_owned();
         }
         let next = chain.open_behind(backing, &options).await?;
         above.push(std::mem::replace(&mut disk, next));
     };
     let behind = ImageOptions { format: Some(chain.next(&backing, &options)?), ..options };
-    let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
+    let named = chain.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
     let named = named.map_err(|error| chain.failed(error))?;
     let below = Chain::from_named(named.path, named.identity, named.folder);
     let base = open_from(below, named.storage, &Route::itself(Path::new(""), &behind), None).await;
     let base = base.map_err(|error| chain.failed(error.into()))?;
     warn_of_disguise(&base).await?;
+    base.end_opening(behind.state.is_look());
     let base = Arc::new(base);
     let mut overlay = disk.with_backing(Arc::clone(&base));
     let mut between = Vec::new();
@@ -260,7 +303,12 @@ pub async fn open_for_commit(
         between.insert(0, overlay.name().to_owned());
         overlay = upper.with_backing(Arc::new(overlay));
     }
-    Ok(CommitChain { overlay: restore.finish(overlay).await?, base, between })
+    let overlay = restore.finish(overlay).await?;
+    let above = overlay.layers().take(between.len() + 1);
+    above
+        .flat_map(files_of_layer)
+        .try_for_each(|file| check_apart_from(&base, file.descriptor(), file.name()))?;
+    Ok(CommitChain { overlay, base, between })
 }
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing files: for
@@ -289,10 +337,11 @@ pub async fn open_base(
     }
     let identity = disk.file().map(identity_of).transpose()?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
+    let backing = &*whole_backing(backing, chain.last())?;
     let format = Some(chain.next(backing, &options)?);
     let (access, state) = (Access::ReadWrite, StateUse::Off);
     let behind = ImageOptions { format, access, state, ..options };
-    let named = chain.open_named(&backing.name, BACKING_FILE, &behind).await;
+    let named = chain.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
     let Named { path, storage, identity, folder } = named.map_err(|error| chain.failed(error))?;
     let reader = layer.format().storage().storage().as_file();
     if reader.map(identity_of).transpose()? != identity {
@@ -312,7 +361,9 @@ pub async fn open_base(
     {
         lock(reader, Access::ReadOnly)?;
     }
-    Ok(Arc::new(opened?))
+    let opened = opened?;
+    opened.end_opening(behind.state.is_look());
+    Ok(Arc::new(opened))
 }
 
 /// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
@@ -359,6 +410,7 @@ pub(super) async fn disk_over(
         }
         None => Restore::of_remote(),
     };
+    storage.set_answer_time(Some(OPEN_TIME));
     let disk_options = Options {
         access: options.access,
         durability: options.cache.durability(),
@@ -367,6 +419,7 @@ pub(super) async fn disk_over(
         detect_zeroes: options.detect_zeroes,
         copy_on_read: options.copy_on_read,
         bitmap_activity: BitmapActivity::default(),
+        block_sizes: options.block_sizes,
     };
     let format = options.format.unwrap_or_else(|| match &storage {
         // What is put together of several files has no name that says anything.
@@ -413,10 +466,13 @@ struct Chain {
     files: Vec<(PathBuf, Option<Identity>)>,
     /// Those that hold the images' data.
     data_files: Vec<Identity>,
+    /// The raw image that the user named, if the first image is its sidecar: the one data file that no name leads to.
+    sidecars_image: Option<OwnedFd>,
     /// The folder of the last image, from which its names are looked up.
     folder: Folder,
     /// Where they come from.
     source: Files,
+    without_key: WithoutKey,
 }
 
 /// A file that an image names, open.
@@ -435,14 +491,15 @@ impl Chain {
             (Files::Host, None) => Folder::of_remote(),
             (Files::HandedOver(_), _) => Folder::of_handed_over(path),
         };
-        let files = vec![(path.to_owned(), identity)];
-        Ok(Self { files, data_files: Vec::new(), folder, source })
+        Ok(Self { source, ..Self::from_named(path.to_owned(), identity, folder) })
     }
 
     /// A chain that begins with a file that another image named.
     fn from_named(path: PathBuf, identity: Option<Identity>, folder: Folder) -> Self {
         let files = vec![(path, identity)];
-        Self { files, data_files: Vec::new(), folder, source: Files::Host }
+        let (data_files, sidecars_image) = (Vec::new(), None);
+        let (source, without_key) = (Files::Host, WithoutKey::Refuse);
+        Self { files, data_files, sidecars_image, folder, source, without_key }
     }
 
     /// What the next file is to be opened as.
@@ -465,7 +522,7 @@ impl Chain {
             let what = format!("names '{name}' on another server as its backing file");
             return Err(Error::new(ErrorKind::InvalidInput, what)
                 .on(last)
-                .hint("only if you trust whoever made the image, allow it: --allow-remote"));
+                .hint("if you trust the maker of the image, allow it: --allow-remote"));
         }
         let Some(format) = &backing.format else {
             let what = format!("does not say which format its backing file '{name}' has");
@@ -485,10 +542,11 @@ impl Chain {
         backing: &Backing,
         options: &ImageOptions,
     ) -> Result<ImageDisk> {
-        let format = self.next(backing, options)?;
-        let behind =
-            ImageOptions { format: Some(format), access: Access::ReadOnly, ..options.clone() };
-        let named = self.open_named(&backing.name, BACKING_FILE, &behind).await;
+        let (backing, part) = plain_backing(backing, self.last())?;
+        let format = self.next(&backing, options)?;
+        let (format, access) = (Some(format), Access::ReadOnly);
+        let behind = ImageOptions { format, access, ..options.clone() }.in_part(part);
+        let named = self.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
         let Named { path, storage, identity, folder } =
             named.map_err(|error| self.failed(error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
@@ -496,9 +554,10 @@ impl Chain {
         let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| self.failed(error.into()))?;
         let next = self.with_data(next, &behind).await?;
-        let next = unlocked(next, &options.secrets, WithoutKey::Refuse).await?;
+        let next = unlocked(next, &options.secrets, self.without_key).await?;
         left.finish_backing(&next, options.access).map_err(|error| self.failed(error.into()))?;
         warn_of_disguise(&next).await?;
+        next.end_opening(options.state.is_look());
         Ok(next)
     }
 
@@ -508,6 +567,7 @@ impl Chain {
         name: &[u8],
         role: &str,
         options: &ImageOptions,
+        used: NameUse<'_>,
     ) -> Result<Named, FindError> {
         if Location::is_remote(name) {
             let path = PathBuf::from(OsStr::from_bytes(name));
@@ -519,16 +579,23 @@ impl Chain {
         }
         let path = self.folder.join(name);
         if let files @ Files::HandedOver(_) = &mut self.source {
-            let (file, identity) = open_file(files, &path, options)?;
+            let (file, _) = open_file(files, &path, options)?;
             let folder = Folder::of_handed_over(&path);
-            return Ok(Named { path, storage: file.into(), identity: Some(identity), folder });
+            let (storage, identity) = part_of_file(file, options)?;
+            return Ok(Named { path, storage, identity, folder });
         }
-        let found = options.allowed_paths.find(&self.folder, name, role, self.last())?;
+        let (descriptor, folder) = match self.sidecars_image.take() {
+            Some(image) => (image, Folder::of_handed_over(&path)),
+            None => {
+                let last = self.last();
+                let found = options.allowed_paths.find(&self.folder, name, role, last, used)?;
+                (found.descriptor, found.folder)
+            }
+        };
         let (mode, cache) = (options.open_mode(), options.cache.page_cache());
-        let file = HostFile::open_found(found.descriptor.as_fd(), &path, mode, cache)?;
-        let identity = identity_of(&file)?;
-        let (storage, identity) = (file.into(), Some(identity));
-        Ok(Named { path, storage, identity, folder: found.folder })
+        let file = HostFile::open_found(descriptor.as_fd(), &path, mode, cache)?;
+        let (storage, identity) = part_of_file(file, options)?;
+        Ok(Named { path, storage, identity, folder })
     }
 
     /// The last image with the files that hold its data, if those are others: opened and locked as the image is.
@@ -537,7 +604,9 @@ impl Chain {
             return self.with_extents(disk, options).await;
         }
         let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
-        let (storage, identity) = self.open_data(name, DATA_FILE, options).await?;
+        let file = disk.format().storage().storage().as_file();
+        let file = file.map(HostFile::descriptor);
+        let (storage, identity) = self.open_data(name, DATA_FILE, options, file).await?;
         // Known to those that follow, without being one of the images.
         self.data_files.extend(identity);
         disk.with_data(storage)
@@ -547,7 +616,7 @@ impl Chain {
     async fn with_extents(&mut self, disk: ImageDisk, options: &ImageOptions) -> Result<ImageDisk> {
         let mut files = Vec::with_capacity(disk.extent_files().len());
         for name in disk.extent_files() {
-            match self.open_data(name, EXTENT, options).await?.0 {
+            match self.open_data(name, EXTENT, options, None).await?.0 {
                 ImageStorage::File(file) => files.push(file),
                 other => {
                     let what = "an extent of an image is a file";
@@ -560,12 +629,13 @@ impl Chain {
         disk.with_extents(ImageStorage::Concat(Box::new(data)), &ranges).await
     }
 
-    /// A file with data of the last image, which the image names as its `role`: opened and locked.
+    /// A file with data of the last image, whose own file is `image`, and which names it as its `role`: opened and locked.
     async fn open_data(
         &mut self,
         name: &[u8],
         role: &'static str,
         options: &ImageOptions,
+        image: Option<BorrowedFd<'_>>,
     ) -> Result<(ImageStorage, Option<Identity>)> {
         let last = self.last();
         if is_address(name) {
@@ -575,7 +645,12 @@ impl Chain {
                 .on(last)
                 .hint("only files can hold an image's data"));
         }
-        let opened = self.open_named(name, role, options).await;
+        let path = self.last_path().to_owned();
+        let used = match options.access {
+            Access::ReadOnly => NameUse::Read(Namer { path: &path, file: image }),
+            Access::ReadWrite => NameUse::Written(Namer { path: &path, file: image }),
+        };
+        let opened = self.open_named(name, role, options, used).await;
         let last = self.last();
         let failed = |error: Error| {
             let what = format!("cannot open the {role} of {last}: {error}");
@@ -591,7 +666,7 @@ impl Chain {
         })?;
         // Before it is locked: the lock of an image that is its own data file would be ours.
         if self.contains(identity) {
-            let what = format!("its {role} {} is a file of its own chain", path.display());
+            let what = format!("its {role} {} is already in its chain", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what)
                 .on(last)
                 .hint("restore the image: tables and data are different files"));
@@ -675,9 +750,9 @@ mod tests {
 
     fn chain(count: u64) -> Chain {
         let file = |index| (PathBuf::from(format!("folder/{index}.qcow2")), Some((1, index)));
-        let (files, data_files) = ((0..count).map(file).collect(), Vec::new());
+        let files = (0..count).map(file).collect();
         let folder = Folder::of_handed_over(Path::new("folder/0.qcow2"));
-        Chain { files, data_files, folder, source: Files::Host }
+        Chain { files, ..Chain::from_named(PathBuf::new(), None, folder) }
     }
 
     fn backing(name: &str, format: Option<&str>) -> Backing {

@@ -1,35 +1,56 @@
 //! New images: files of this host, and images in Ceph.
 
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenMode, PageCache};
+use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::{ImageFormat, initial_file_size};
 use blockhouse_storage::{
     ImageStorage, Location, RbdAccess, RbdStorage, create_rbd_image, remove_rbd_image,
     rename_rbd_image,
 };
+use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, statx};
 
 use super::durable_rename::{IfExists, rename_durable, sync_folder};
+use super::lock::open_locked;
+
+/// The end of the name of a file that is going to be an image.
+const PART: &str = ".part";
+/// Bytes that the name of a file may have.
+const MAX_NAME: usize = 255;
 
 /// `ENOENT` of Linux: there is no image of this name.
 const ENOENT: i32 = 2;
 
-/// Makes a new image of `size` bytes, all holes, durably. Needs the loop of the current thread.
+/// Makes a new image of `size` bytes, all holes, durably. Needs the loop of the current thread. On
+/// a block device the image takes the place of what was there; a raw one is the device, and keeps
+/// that.
 ///
 /// # Errors
 /// One that names the image: the size is no multiple of 512, there is one of this name, or the host or cluster refuses.
-/// An image that could not be finished is removed.
+/// A device is too small or in use. An image that could not be finished is removed.
 pub async fn create(name: &Path, size: u64, format: ImageFormat) -> Result<()> {
+    create_as(name, size, format, NewFile::default()).await
+}
+
+/// As [`create`], with what the file system is to know of the file, or in place of what a file has.
+///
+/// # Errors
+/// As [`create`]; `Locked` where another program uses the file that is there.
+pub async fn create_as(name: &Path, size: u64, format: ImageFormat, how: NewFile) -> Result<()> {
     if !size.is_multiple_of(512) {
         let what = format!("a disk of {size} bytes is no multiple of 512");
         return Err(Error::new(ErrorKind::InvalidInput, what).on(&name.display().to_string()));
     }
-    let storage = create_storage(name, initial_file_size(format, size)).await?;
+    let storage = create_storage(name, initial_file_size(format, size), how).await?;
+    let is_device = is_device(name);
     let finished = async {
-        blockhouse_format::create(&storage, format, size).await?;
-        if let Location::File(path) = Location::of(name)? {
+        if !is_device || format != ImageFormat::Raw {
+            blockhouse_format::create(&storage, format, size).await?;
+        }
+        if let (Location::File(path), false) = (Location::of(name)?, is_device) {
             sync_folder(&path)?;
         }
         storage.close().await
@@ -44,11 +65,16 @@ pub async fn create(name: &Path, size: u64, format: ImageFormat) -> Result<()> {
 }
 
 /// Makes what an image is stored in, open for writing.
-async fn create_storage(name: &Path, size: u64) -> Result<ImageStorage> {
+async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageStorage> {
     match Location::of(name)? {
+        Location::File(path) if is_device(&path) => Ok(open_device(&path, size)?.into()),
         Location::File(path) => {
             check_new_name(&path)?;
-            Ok(HostFile::create(&path, size, PageCache::Used)?.into())
+            if how.is_in_place {
+                // A program that uses it would lose what it has.
+                drop(open_locked(&path)?);
+            }
+            Ok(HostFile::create_as(&path, size, PageCache::Used, how)?.into())
         }
         Location::Nbd { .. } => {
             let what = "an export of another server cannot be made from here";
@@ -62,7 +88,29 @@ async fn create_storage(name: &Path, size: u64) -> Result<ImageStorage> {
     }
 }
 
-/// Opens what [`create`] has made for further work on it, through the page cache. No other program uses it yet.
+/// Opens a device for a new image that needs `size` bytes at least, locked.
+fn open_device(path: &Path, size: u64) -> Result<HostFile> {
+    let device = open_locked(path)?;
+    let has = device.size();
+    if has >= size {
+        return Ok(device);
+    }
+    let what = format!("is a device of {has} bytes, and {size} are needed");
+    Err(Error::new(ErrorKind::NoSpace, what).on(device.name()).hint("use a larger one"))
+}
+
+/// Whether a name leads to a block device of this host.
+pub fn is_device(name: &Path) -> bool {
+    match Location::of(name) {
+        Ok(Location::File(path)) => {
+            path.metadata().is_ok_and(|found| found.file_type().is_block_device())
+        }
+        _ => false,
+    }
+}
+
+/// Opens what [`create`] has made for further work on it, through the page cache. No other program
+/// uses it yet; a device is locked.
 ///
 /// # Errors
 /// One that names the image.
@@ -72,19 +120,20 @@ pub async fn open_created(name: &Path) -> Result<ImageStorage> {
             let rbd = RbdStorage::open(location, RbdAccess::Write).await?;
             Ok(ImageStorage::Rbd(Box::new(rbd)))
         }
+        Location::File(path) if is_device(&path) => Ok(open_locked(&path)?.into()),
         Location::File(_) | Location::Nbd { .. } => {
             Ok(HostFile::open(name, OpenMode::ReadWrite, PageCache::Used)?.into())
         }
     }
 }
 
-/// Removes what [`create`] has made and could not be finished. It must not be open. The error that counts is the one
-/// before, so there is none.
+/// Removes what [`create`] has made and could not be finished; a device stays. It must not be open.
+/// The error that counts is the one before, so there is none.
 pub async fn remove_created(name: &Path) {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => drop(remove_rbd_image(&location).await),
-        Ok(Location::File(path)) => drop(std::fs::remove_file(path)),
-        Ok(Location::Nbd { .. }) | Err(_) => {}
+        Ok(Location::File(path)) if !is_device(&path) => drop(std::fs::remove_file(path)),
+        Ok(Location::File(_) | Location::Nbd { .. }) | Err(_) => {}
     }
 }
 
@@ -111,7 +160,7 @@ pub async fn exists(name: &Path) -> Result<bool> {
     match Location::of(name)? {
         Location::File(path) => Ok(std::fs::symlink_metadata(path).is_ok()),
         Location::Nbd { .. } => {
-            let what = "cannot find out whether there is such an export";
+            let what = "cannot determine whether the export exists";
             Err(Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy()))
         }
         Location::Rbd(location) => match RbdStorage::open(location, RbdAccess::ReadShared).await {
@@ -128,9 +177,59 @@ pub fn part_of(target: &Path) -> PathBuf {
     if let Ok(Location::Rbd(location)) = Location::of(target) {
         return location.with_image(&format!("{}.part", location.image())).to_string().into();
     }
-    let mut name = target.as_os_str().to_owned();
-    name.push(".part");
-    name.into()
+    let name = target.file_name().unwrap_or_default();
+    let kept = MAX_NAME - PART.len();
+    if name.len() <= kept {
+        let mut path = target.as_os_str().to_owned();
+        path.push(PART);
+        return path.into();
+    }
+    // The name of a file has a limit: of a long one the start and a number that is the same each time.
+    let number = format!("~{:016x}", fnv(name.as_bytes()));
+    let mut start = kept - number.len();
+    let text = name.to_string_lossy();
+    while !text.is_char_boundary(start) {
+        start -= 1;
+    }
+    target.with_file_name(format!("{}{number}{PART}", &text[..start]))
+}
+
+/// A number of 64 bits for these bytes (FNV-1a).
+fn fnv(bytes: &[u8]) -> u64 {
+    const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+    const PRIME: u64 = 0x100_0000_01b3;
+    bytes.iter().fold(BASIS, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(PRIME))
+}
+
+/// The file that a new image becomes that is to have this name: where symbolic links lead, if only to where no file is.
+pub fn behind_links(name: &Path) -> PathBuf {
+    const MAX_LINKS: usize = 40;
+    let mut path = name.to_owned();
+    if !matches!(Location::of(name), Ok(Location::File(_))) {
+        return path;
+    }
+    for _ in 0..MAX_LINKS {
+        let Ok(next) = std::fs::read_link(&path) else { return path };
+        path = path.parent().unwrap_or(Path::new("")).join(next);
+    }
+    name.to_owned()
+}
+
+/// Whether a file keeps its place and can only be written to: it is mounted there, or its folder takes no new file.
+pub fn keeps_its_place(file: &Path) -> bool {
+    let folder = file.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let (may_write, at_effective) = (Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS);
+    accessat(CWD, folder, may_write, at_effective).is_err() || is_mounted(file, folder)
+}
+
+fn is_mounted(file: &Path, folder: &Path) -> bool {
+    let found = |path| statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID);
+    match (found(file), found(folder)) {
+        // Before Linux 5.8 both are 0.
+        (Ok(file), Ok(folder)) => file.stx_mnt_id != folder.stx_mnt_id,
+        _ => false,
+    }
 }
 
 /// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image in Ceph ends before

@@ -43,6 +43,10 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;
+    // XFS counts what the name has changed of the inode as a change that the next durable write has to flush.
+    if let Ok(file) = File::open(to) {
+        file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(to)))?;
+    }
     sync_folder(to)
 }
 

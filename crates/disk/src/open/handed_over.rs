@@ -10,7 +10,7 @@ use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFiles};
-use blockhouse_storage::ImageStorage;
+use blockhouse_storage::{ImageStorage, Location};
 
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, StateUse};
@@ -43,6 +43,18 @@ impl Files {
             Self::HandedOver(files) => {
                 files.front().is_some_and(|file| Path::new(&file.path) == path)
             }
+        }
+    }
+
+    /// Refuses what is no file of this host where another process hands its files over: that is
+    /// connected to by nothing that an offer says.
+    ///
+    /// # Errors
+    /// `Unsupported`.
+    pub(super) fn check_local(&self, location: &Location, name: &Path) -> Result<()> {
+        match (self, location) {
+            (Self::Host, _) | (Self::HandedOver(_), Location::File(_)) => Ok(()),
+            (Self::HandedOver(_), _) => Err(not_handed_over(&name.to_string_lossy())),
         }
     }
 
@@ -101,13 +113,25 @@ impl ImageDisk {
         }
     }
 
+    /// Writes what [`settle`](Self::settle) would, while requests go on: the less is left to it.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn settle_ahead(&self) -> Result<()> {
+        match self.opened_access() {
+            Access::ReadWrite => self.format().settle_ahead().await,
+            Access::ReadOnly => Ok(()),
+        }
+    }
+
     /// The failed flush that is remembered, of the image and of its data file: the errno.
     pub fn flush_failures(&self) -> [Option<i32>; 2] {
         let format = self.format();
         [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
     }
 
-    fn layers(&self) -> impl Iterator<Item = &Layer<ImageStorage>> {
+    /// The image, and all behind it.
+    pub(super) fn layers(&self) -> impl Iterator<Item = &Layer<ImageStorage>> {
         (0..).map_while(|depth| self.layer().at_depth(depth))
     }
 }
@@ -117,8 +141,12 @@ fn files_of_storage(storage: &ImageStorage) -> Result<Vec<&HostFile>> {
     if !files.is_empty() {
         return Ok(files);
     }
+    Err(not_handed_over(storage.name()))
+}
+
+fn not_handed_over(name: &str) -> Error {
     let what = "an image on another server cannot be handed over";
-    Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()))
+    Error::new(ErrorKind::Unsupported, what).on(name)
 }
 
 /// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a failure is told. Nothing may
@@ -269,6 +297,35 @@ mod tests {
             let options = ImageOptions::default();
             open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
         });
+    }
+
+    /// Whatever an offer says, no server is connected to, and no library loaded.
+    #[test]
+    fn a_location_is_a_name_and_nothing_to_open() {
+        let folder = tempfile::tempdir().unwrap();
+        let server = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        server.set_nonblocking(true).unwrap();
+        let host = server.local_addr().unwrap();
+        let image = folder.path().join("disk.raw");
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&image, 1 << 20, ImageFormat::Raw).await.unwrap();
+            let disk = open(&image, ImageOptions::default()).await.unwrap();
+            for name in [
+                format!("nbd://{host}/x"),
+                format!("nbds://{host}/x?tls-certificates=/etc"),
+                format!("nbd+unix:///x?socket={}/socket", folder.path().display()),
+                format!("rbd:pool/image?conf={}&id=admin", image.display()),
+            ] {
+                let mut files = files_of(&disk);
+                files[0].path.clone_from(&name);
+                let options =
+                    ImageOptions { format: Some(ImageFormat::Raw), ..ImageOptions::default() };
+                let opened = open_handed_over(Path::new(&name), options, None, files).await;
+                let why = opened.err().expect("no file").to_string();
+                assert!(why.contains("cannot be handed over"), "{why}");
+            }
+        });
+        assert!(server.accept().is_err(), "a connection was made");
     }
 
     #[test]

@@ -39,8 +39,21 @@ impl ImageDisk {
         }
     }
 
+    /// Waits until no read is in flight at a backing file that was [detached](Self::detach_backing).
+    pub async fn detached_reads_ended(&self) {
+        self.layer().backing_reads_ended().await;
+    }
+
+    /// The disk, without its backing files, is open: requests of guests and tools wait for its server as long as it takes.
+    /// Those of commands that only look at it have a limit.
+    pub(super) fn end_opening(&self, is_look: bool) {
+        if !is_look {
+            self.own_layer().format().storage().storage().set_answer_time(None);
+        }
+    }
+
     /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks, and connections to other
-    /// servers.
+    /// servers. No read may be in flight there.
     pub fn release_detached(&self) {
         self.unlock_former();
         let layers = self.layer().opened_layers().skip(1);

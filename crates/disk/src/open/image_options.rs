@@ -8,7 +8,7 @@ use blockhouse_format::ImageFormat;
 
 use super::allowed_paths::AllowedPaths;
 use super::unlock::Secrets;
-use crate::options::{Access, DetectZeroes, Discard, FlushPolicy};
+use crate::options::{Access, BlockSizes, DetectZeroes, Discard, FlushPolicy};
 use crate::state::StateDir;
 
 /// QEMU's cache modes: presets of page cache, default durability and flushes.
@@ -79,13 +79,16 @@ impl FromStr for CacheMode {
 
 /// Whether what is answered outlives the process that answers it. See docs/durability.md.
 ///
-/// Used for images that are opened for writing and locked. Where one is opened for reading only, a directory is
-/// looked into all the same, for a warning that answered changes are missing.
+/// Used for images that are opened for writing and locked. One that is opened for reading only is refused where answered
+/// changes are missing: a copy of it would lack them, and none would tell.
 #[derive(Clone, Debug, Default)]
 pub enum StateUse {
     /// Nothing outlives it, and nothing that another process left is looked for.
     #[default]
     Off,
+    /// As `Off`, but a warning tells of changes that a dead server left there: for commands that look at an image and copy
+    /// nothing of it. `None` where there is no such directory.
+    Look(Option<StateDir>),
     /// What a server left there that died is brought to the image. For tools: nothing is kept where it left nothing,
     /// and an image whose server left it elsewhere is not changed. `None` where there is no such directory.
     Replay(Option<StateDir>),
@@ -101,9 +104,14 @@ impl StateUse {
     pub fn directory(&self) -> Option<&StateDir> {
         match self {
             Self::Off => None,
-            Self::Replay(dir) => dir.as_ref(),
+            Self::Look(dir) | Self::Replay(dir) => dir.as_ref(),
             Self::Keep(dir) | Self::TryKeep(dir) => Some(dir),
         }
+    }
+
+    /// Whether the image is only looked at.
+    pub(super) fn is_look(&self) -> bool {
+        matches!(self, Self::Look(_))
     }
 }
 
@@ -122,6 +130,8 @@ pub struct ImageOptions {
     pub detect_zeroes: DetectZeroes,
     /// Whether what is read from its backing file becomes its own, if it may be changed.
     pub copy_on_read: bool,
+    /// The block sizes that it announces.
+    pub block_sizes: BlockSizes,
     /// Whether other programs are kept away.
     pub locking: Locking,
     /// Whether what is answered outlives the process.
@@ -132,6 +142,17 @@ pub struct ImageOptions {
     pub remote_backing: RemoteBacking,
     /// What opens encrypted images.
     pub secrets: Secrets,
+    /// The part of its file that the image is in, which is only read then.
+    pub part: Option<FilePart>,
+}
+
+/// A part of a file: a disk in an archive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FilePart {
+    /// Where it begins, in bytes.
+    pub offset: u64,
+    /// Its bytes; `None`: all that follow.
+    pub size: Option<u64>,
 }
 
 /// Whether an image may name another server as its backing file: a stranger's image could have this host connect to
@@ -146,6 +167,13 @@ pub enum RemoteBacking {
 }
 
 impl ImageOptions {
+    /// The same for an image in this part of its file, which may begin anywhere: through the page cache.
+    #[must_use]
+    pub fn in_part(self, part: Option<FilePart>) -> Self {
+        let cache = if part.is_some() { CacheMode::Writeback } else { self.cache };
+        Self { part, cache, ..self }
+    }
+
     pub(super) fn open_mode(&self) -> OpenMode {
         match self.access {
             Access::ReadOnly => OpenMode::ReadOnly,
@@ -165,11 +193,13 @@ impl Default for ImageOptions {
             discard: Discard::Unmap,
             detect_zeroes: DetectZeroes::Off,
             copy_on_read: false,
+            block_sizes: BlockSizes::OF_IMAGE,
             locking: Locking::Held,
             state: StateUse::Off,
             allowed_paths: AllowedPaths::default(),
             remote_backing: RemoteBacking::Refused,
             secrets: Secrets::default(),
+            part: None,
         }
     }
 }

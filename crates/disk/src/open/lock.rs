@@ -15,6 +15,7 @@ use blockhouse_engine::{
     HostFile, OpenMode, PageCache, is_byte_locked, lock_byte_shared, wait_until_released,
 };
 
+use super::same_bytes::check_alone;
 use crate::options::Access;
 
 const USED: u64 = 100;
@@ -63,10 +64,24 @@ pub(super) enum Locked {
 /// # Errors
 /// [`ErrorKind::Locked`] with the holder's process where it can be found out.
 pub(super) fn lock(file: &HostFile, access: Access) -> Result<Locked> {
-    let ours: &[Permission] = match access {
+    let locked = lock_bytes(file, access)?;
+    // The process that hands a file over was asked the same.
+    if !file.shares_locks() {
+        check_alone(file, access, |below, path| check_unlocked(below, access, file.name(), path))?;
+    }
+    Ok(locked)
+}
+
+/// The permissions that an opener uses.
+fn used_by(access: Access) -> &'static [Permission] {
+    match access {
         Access::ReadOnly => &[Permission::Read],
         Access::ReadWrite => &[Permission::Read, Permission::Write, Permission::Resize],
-    };
+    }
+}
+
+fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
+    let ours = used_by(access);
     // No other program may change the image while it is served, not even when it is only read.
     let refused = [Permission::Write, Permission::Resize];
     let descriptor = file.descriptor();
@@ -133,6 +148,32 @@ pub fn open_locked(path: &Path) -> Result<HostFile> {
     let file = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
     lock(&file, Access::ReadWrite)?;
     Ok(file)
+}
+
+/// Fails where a program uses `file`, which has the bytes of the device `name`, in a way that excludes this access. No
+/// lock is taken.
+///
+/// # Errors
+/// [`ErrorKind::Locked`] with both names and the holder.
+fn check_unlocked(file: BorrowedFd<'_>, access: Access, name: &str, path: &str) -> Result<()> {
+    let used = [Permission::Write, Permission::Resize].map(Permission::used);
+    let refused = used_by(access).iter().map(|permission| permission.refused());
+    for byte in used.into_iter().chain(refused) {
+        // A file system without locks has no holders.
+        let is_free = wait_until_released(|| is_byte_locked(file, byte).map(|locked| !locked));
+        if !is_free.unwrap_or(true) {
+            let holder = match lock_owner(file, byte) {
+                Some(LockOwner::Other(name)) => name,
+                Some(LockOwner::Ourselves) => "this command".to_owned(),
+                None => "another program".to_owned(),
+            };
+            let what = format!("has the same bytes as {path}, which {holder} has open");
+            return Err(Error::new(ErrorKind::Locked, what)
+                .on(name)
+                .hint("name each image once, and stop that program first"));
+        }
+    }
+    Ok(())
 }
 
 /// Succeeds when no program holds the byte. A holder that cannot be seen may be a process that has ended,

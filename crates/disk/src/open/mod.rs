@@ -19,35 +19,39 @@ mod moved_record;
 mod open_location;
 mod partial_block;
 mod probe_check;
+mod qemu_name;
 mod refresh_size;
 mod restore;
+mod same_bytes;
 mod sidecar;
 mod start_recording;
 mod tool_state;
 mod unlock;
 mod vouching;
 
-pub use allowed_paths::AllowedPaths;
+pub use allowed_paths::{AllowedPaths, note_data_file};
 pub use chain::{
     CommitChain, open, open_base, open_for_commit, open_for_repair, open_handed_over,
-    open_metadata, open_snapshot, open_storage, open_without_backing,
+    open_metadata, open_snapshot, open_storage, open_to_look, open_without_backing,
 };
 pub use changed_since::changed_since;
 pub use create::{
-    check_new_name, create, exists, format_by_name, format_for_new, open_created, part_of,
-    remove_created, rename_finished,
+    behind_links, check_new_name, create, create_as, exists, format_by_name, format_for_new,
+    is_device, keeps_its_place, open_created, part_of, remove_created, rename_finished,
 };
 pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
 pub use image_disk::ImageDisk;
-pub use image_options::{CacheMode, ImageOptions, Locking, RemoteBacking, StateUse};
+pub use image_options::{CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, StateUse};
 pub use lock::open_locked;
-pub use make_sidecar::make_sidecar;
+pub use make_sidecar::{make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, record_moved};
 pub use open_location::{is_address, is_foreign_address};
-pub use probe_check::check_raw_backing;
+pub use probe_check::{check_raw_backing, probe_nameless};
+pub use qemu_name::{QemuName, escape as escape_uri, plain_backing};
 pub use restore::{NOT_KEPT, PendingChanges};
-pub use start_recording::start_recording;
+pub use same_bytes::{check_apart, check_apart_from};
+pub use start_recording::{start_recording, stop_recording};
 pub use tool_state::{IfCorrupt, replay_state};
 pub use unlock::{KeyFiles, Secrets};
 pub use vouching::RENEWAL as VOUCHER_RENEWAL;

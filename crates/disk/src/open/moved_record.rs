@@ -1,43 +1,102 @@
-//! The record beside an image that its disk was moved elsewhere, or was about to be: `IMAGE.moved`.
+//! The record beside an image that its disk was moved elsewhere, or was about to be: `IMAGE.moved`, where `IMAGE` is the
+//! file itself, and no symbolic link to it.
 //!
-//! Guarantee: an image that has the record is not opened for writing, so no guest goes on with a disk that another one
-//! has changed since. The record is written durably before the other image becomes complete. It is there, too, where a
-//! server ended in the moment in between: then the other image tells which one is the disk, because it cannot be opened unless it is complete
-//! (`tools/incomplete_mark`).
+//! Guarantees: an image that has the record is not opened for writing, so no guest goes on with a disk that another one
+//! has changed since; nor is one whose record cannot be read. The record is written durably before the other image
+//! becomes complete. It is there, too, where a server ended in the moment in between: then the other image tells which
+//! one is the disk, because it cannot be opened unless it is complete (`tools/incomplete_mark`). A file of that name
+//! without the text of a record is another program's: it says nothing, and is neither changed nor removed.
 
-use std::fs::{OpenOptions, remove_file};
-use std::io::{ErrorKind as IoErrorKind, Write};
+use std::fs::{OpenOptions, remove_file, symlink_metadata};
+use std::io::{self, ErrorKind as IoErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::fs::OFlags;
 
-use super::durable_rename::sync_folder;
+use super::durable_rename::{IfExists, rename_durable, sync_folder};
+
+/// The first line of a record.
+const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 
 /// The most bytes of a record that are read.
-const MAX_RECORD: usize = 4096;
+const MAX_RECORD: u64 = 4096;
 
+/// A file with the name of a record.
+enum Found {
+    Nothing,
+    /// No record: it is left alone.
+    Foreign,
+    /// The successor's name.
+    Record(String),
+}
+
+/// The path of an image's record. A symbolic link has that of its file, whichever name the file is opened by.
 fn record_of(image: &Path) -> PathBuf {
-    let mut name = image.as_os_str().to_owned();
+    let file = image.canonicalize().unwrap_or_else(|_| image.to_owned());
+    let mut name = file.into_os_string();
     name.push(".moved");
     name.into()
+}
+
+fn find(record: &Path) -> io::Result<Found> {
+    let is_regular = match symlink_metadata(record) {
+        Ok(found) => found.is_file(),
+        Err(error) if error.kind() == IoErrorKind::NotFound => return Ok(Found::Nothing),
+        Err(error) => return Err(error),
+    };
+    if !is_regular {
+        return Ok(Found::Foreign);
+    }
+    // Another file may have taken its place since: a pipe would have the opener wait.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(record)?;
+    if !file.metadata()?.is_file() {
+        return Ok(Found::Foreign);
+    }
+    let mut text = Vec::new();
+    file.take(MAX_RECORD).read_to_end(&mut text)?;
+    Ok(match text.strip_prefix(MAGIC) {
+        Some(successor) => {
+            Found::Record(String::from_utf8_lossy(successor).trim_end().escape_debug().to_string())
+        }
+        None => Found::Foreign,
+    })
 }
 
 /// Notes durably that the disk of an image is moved to `successor`, its name for people.
 ///
 /// # Errors
-/// One that names the record: the host refuses.
+/// One that names the record: the host refuses; `InvalidInput` where another file has its name.
 pub fn record_moved(image: &Path, successor: &str) -> Result<()> {
     let record = record_of(image);
+    let failed = |error| Error::host("cannot write", error).on(&record.to_string_lossy());
+    let if_exists = match find(&record).map_err(failed)? {
+        Found::Nothing => IfExists::Fail,
+        Found::Record(_) => IfExists::Replace,
+        Found::Foreign => {
+            let what = "has the name of a record that the disk was moved, but is not one";
+            return Err(Error::new(ErrorKind::InvalidInput, what)
+                .on(&record.to_string_lossy())
+                .hint("it is left alone: give it another name"));
+        }
+    };
+    let mut part = record.clone().into_os_string();
+    part.push(format!(".{}.new", std::process::id()));
+    let part = PathBuf::from(part);
     let write = || {
         let mut options = OpenOptions::new();
-        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&record)?;
-        file.write_all(successor.as_bytes())?;
-        file.write_all(b"\n")?;
+        let mut file = options.write(true).create_new(true).mode(0o600).open(&part)?;
+        file.write_all(&[MAGIC, successor.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
-    write().map_err(|error| Error::host("cannot write", error).on(&record.to_string_lossy()))?;
-    sync_folder(&record)
+    let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
+    if written.is_err() {
+        // The first failure is the one to tell.
+        let _ = remove_file(&part);
+    }
+    written
 }
 
 /// Takes the record away, if there is one: the image's disk is where it was.
@@ -46,23 +105,30 @@ pub fn record_moved(image: &Path, successor: &str) -> Result<()> {
 /// One that names the record: the host refuses.
 pub fn forget_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
-    match remove_file(&record) {
-        Ok(()) => sync_folder(&record),
-        Err(error) if error.kind() == IoErrorKind::NotFound => Ok(()),
-        Err(error) => Err(Error::host("cannot remove", error).on(&record.to_string_lossy())),
+    let failed =
+        |what| move |error| Error::host(what, error).on(&record_of(image).to_string_lossy());
+    match find(&record).map_err(failed("cannot read"))? {
+        Found::Nothing | Found::Foreign => Ok(()),
+        Found::Record(_) => {
+            remove_file(&record).map_err(failed("cannot remove"))?;
+            sync_folder(&record)
+        }
     }
 }
 
-/// Refuses an image whose disk was moved.
+/// Refuses an image whose disk was moved, or may have been.
 ///
 /// # Errors
-/// `InvalidInput`, with where the disk is and what to do.
+/// `InvalidInput`, with where the disk is and what to do; the host's where the record cannot be read.
 pub(super) fn check_not_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
-    let Ok(mut text) = std::fs::read(&record) else { return Ok(()) };
-    text.truncate(MAX_RECORD);
-    let successor = String::from_utf8_lossy(&text);
-    let (successor, record) = (successor.trim_end().escape_debug(), record.display());
+    let found = find(&record).map_err(|error| {
+        Error::host("cannot read", error)
+            .on(&record.to_string_lossy())
+            .hint("it may say that the image's disk was moved: let this user read it")
+    })?;
+    let Found::Record(successor) = found else { return Ok(()) };
+    let record = record.display();
     let what = format!("its disk was moved to '{successor}', or a server ended while it was");
     Err(Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy()).hint(format!(
         "use '{successor}' if it opens; if it says that it is not complete, remove {record} and use this image"
@@ -71,6 +137,9 @@ pub(super) fn check_not_moved(image: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
     use super::*;
 
     #[test]
@@ -83,7 +152,69 @@ mod tests {
         record_moved(&image, "nbd://host/disk").unwrap();
         let error = check_not_moved(&image).unwrap_err().to_string();
         assert!(error.contains("'nbd://host/disk'") && error.contains("disk.img.moved"), "{error}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         forget_moved(&image).unwrap();
         assert!(check_not_moved(&image).is_ok());
+    }
+
+    #[test]
+    fn a_file_has_one_record_whichever_link_leads_to_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::create_dir(path("images")).unwrap();
+        fs::write(path("images/disk.img"), "").unwrap();
+        symlink("images/disk.img", path("link.img")).unwrap();
+        record_moved(&path("link.img"), "elsewhere").unwrap();
+        assert!(path("images/disk.img.moved").exists());
+        for name in ["images/disk.img", "link.img", "images/../link.img"] {
+            assert!(check_not_moved(&path(name)).is_err(), "{name}");
+        }
+        forget_moved(&path("images/disk.img")).unwrap();
+        assert!(check_not_moved(&path("link.img")).is_ok());
+    }
+
+    #[test]
+    fn a_file_that_is_no_record_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, record) =
+            (folder.path().join("disk.img"), folder.path().join("disk.img.moved"));
+        let other = folder.path().join("other");
+        let text = [MAGIC, b"elsewhere\n"].concat();
+        fs::write(&other, &text).unwrap();
+        let pipe = || {
+            let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU);
+            rustix::fs::mknodat(rustix::fs::CWD, &record, kind, mode, 0).unwrap();
+        };
+        let sparse = || fs::File::create(&record).unwrap().set_len(1 << 40).unwrap();
+        let folder = || fs::create_dir(&record).unwrap();
+        let makers: [&dyn Fn(); 5] = [
+            &|| fs::write(&record, "an image").unwrap(),
+            &|| symlink(&other, &record).unwrap(),
+            &pipe,
+            &sparse,
+            &folder,
+        ];
+        for make in makers {
+            make();
+            let before = fs::symlink_metadata(&record).unwrap();
+            check_not_moved(&image).unwrap();
+            forget_moved(&image).unwrap();
+            let error = record_moved(&image, "elsewhere").unwrap_err().to_string();
+            assert!(error.contains("left alone"), "{error}");
+            let after = fs::symlink_metadata(&record).unwrap();
+            assert_eq!((before.len(), before.file_type()), (after.len(), after.file_type()));
+            let _ = fs::remove_file(&record).or_else(|_| fs::remove_dir(&record));
+        }
+        assert_eq!(fs::read(&other).unwrap(), text);
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_refuses_the_image() {
+        let folder = tempfile::tempdir().unwrap();
+        // Root reads everything, but no folder's name leads through a file.
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        let error = check_not_moved(&file.join("disk.img")).unwrap_err().to_string();
+        assert!(error.contains("let this user read it"), "{error}");
     }
 }

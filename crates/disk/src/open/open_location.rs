@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
-use blockhouse_storage::{ImageStorage, Location, NbdStorage, RbdAccess, RbdStorage};
+use blockhouse_storage::{Concat, ImageStorage, Location, NbdStorage, RbdAccess, RbdStorage};
 
 use super::handed_over::Files;
 use super::image_options::{ImageOptions, Locking};
+use super::lock::lock;
 use crate::options::Access;
 
 /// Device and inode: what a file is, whatever its name.
@@ -41,10 +42,16 @@ pub(super) async fn open_location(
     name: &Path,
     options: &ImageOptions,
 ) -> Result<(ImageStorage, Option<Identity>)> {
-    match Location::of(name)? {
+    let location = Location::of(name)?;
+    files.check_local(&location, name)?;
+    match location {
         Location::File(_) => {
-            let (file, identity) = open_file(files, name, options)?;
-            Ok((file.into(), Some(identity)))
+            let options = &options.clone().in_part(options.part);
+            part_of_file(open_file(files, name, options)?.0, options)
+        }
+        _ if options.part.is_some() => {
+            let what = "a part is only read of a file, not of what another server has";
+            Err(Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy()))
         }
         Location::Nbd { uri, reconnect } => {
             let nbd = NbdStorage::connect(uri, reconnect).await?;
@@ -63,6 +70,36 @@ pub(super) async fn open_location(
             let rbd = RbdStorage::open(location, access).await?;
             Ok((ImageStorage::Rbd(Box::new(rbd)), None))
         }
+    }
+}
+
+/// A file, or the part of it that the options say, which is locked as an image that is read; what it is where it is a
+/// whole one: two images may be parts of one file.
+///
+/// # Errors
+/// `InvalidInput` where the part is to be changed, or ends after the file; the host's; `Locked`.
+pub(super) fn part_of_file(
+    file: HostFile,
+    options: &ImageOptions,
+) -> Result<(ImageStorage, Option<Identity>)> {
+    let Some(part) = options.part else {
+        let identity = identity_of(&file)?;
+        return Ok((file.into(), Some(identity)));
+    };
+    let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()));
+    if options.access == Access::ReadWrite {
+        return refuse("a part of a file is only read".into());
+    }
+    if options.locking == Locking::Held {
+        lock(&file, Access::ReadOnly)?;
+    }
+    let left = file.size().checked_sub(part.offset);
+    match (left, part.size) {
+        (Some(left), size) if size.is_none_or(|size| size <= left) => {
+            let range = ByteRange::between(part.offset, part.offset + size.unwrap_or(left));
+            Ok((ImageStorage::Concat(Box::new(Concat::part(file, range))), None))
+        }
+        _ => refuse(format!("has {} bytes, and the part ends after them", file.size())),
     }
 }
 

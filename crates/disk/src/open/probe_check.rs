@@ -1,9 +1,11 @@
 //! Refuses files whose content contradicts the format that they are opened as.
 
+use std::io::Read;
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_format::{ImageFormat, probe};
+use blockhouse_storage::Location;
 
 use super::handed_over::Files;
 use super::image_options::{CacheMode, ImageOptions};
@@ -56,6 +58,29 @@ fn advice_for(name: &str, path: &str) -> String {
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
 }
 
+/// The format of an image that is only read and has no name that says one: of a regular file without a suffix, what it
+/// looks like; also where its name says just that before its suffix (`disk.qcow2.bak`). `None` where it looks like no format that is built; the device and the disk of a server hold a guest's bytes.
+///
+/// # Errors
+/// The host's. Needs no loop.
+pub fn probe_nameless(path: &Path) -> Result<Option<ImageFormat>> {
+    let is_file = matches!(Location::of(path), Ok(Location::File(_)))
+        && std::fs::metadata(path).is_ok_and(|found| found.is_file());
+    let before = path.extension().and(path.file_stem()).map(Path::new);
+    let said = before.map(ImageFormat::by_name);
+    if !is_file || said == Some(ImageFormat::Raw) || ImageFormat::by_name(path) != ImageFormat::Raw
+    {
+        return Ok(None);
+    }
+    let mut first = Vec::new();
+    let read = std::fs::File::open(path)
+        .and_then(|file| file.take(probe::LENGTH as u64).read_to_end(&mut first));
+    let failed = |error| Error::host("cannot open", error).on(&path.display().to_string());
+    read.map_err(failed)?;
+    let found = probe::name_of(&first).and_then(|name| name.parse().ok());
+    Ok(found.filter(|found| said.is_none_or(|said| said == *found)))
+}
+
 /// Refuses a file that is to stand behind an image as a raw one but looks like something else: the guest
 /// would see the tables of that image instead of its disk.
 ///
@@ -69,7 +94,7 @@ pub async fn check_raw_backing(path: &Path) -> Result<()> {
     };
     let file = open_location(&mut Files::Host, path, &options).await?.0;
     let Some(name) = probe::probe(&file).await? else { return Ok(()) };
-    let what = format!("is to be a raw backing file but looks like {name}");
+    let what = format!("is named as a raw backing file but looks like {name}");
     let hint = match name.parse::<ImageFormat>() {
         Ok(_) => format!(
             "the guest would see the tables of that image instead of its disk: name the format {name}; if \

@@ -15,6 +15,10 @@
 //! Where no state file is found of an image whose server was killed, servers warn. Commands fail: they would take the
 //! last chance to find it. Unless the host has restarted since: then there is none (`lost_session`).
 //!
+//! An image that is opened for reading only is left as it is, so it is refused where changes are missing: a backup or a
+//! copy of it would lack them, and the next opening for writing could forget that (a bitmap that is cleared). Commands
+//! that only look at it warn ([`StateUse::Look`]).
+//!
 //! A backing file is opened for reading only, so nothing can be brought to it. Where a killed server has left changes
 //! of it, images above are not opened for writing ([`Restore::finish_backing`]): what they would be written over is
 //! going to change.
@@ -44,7 +48,7 @@ use examine::owner_of;
 use keep::{FILES, NOTHING_TELLS, make_state, tells_of_changes};
 use lost_session::warn_of_lost_session;
 use modification::Modification;
-use pending::{refuse_pending, warn_of_pending};
+use pending::{check_nothing_pending, refuse_pending, warn_of_pending};
 
 pub(super) use examine::{find_state, identity_of, status_of};
 pub(super) use keep::FutureState;
@@ -55,7 +59,7 @@ pub use pending::PendingChanges;
 
 /// What an image that is being opened has to do with state files.
 pub(super) enum Restore {
-    /// It is opened for reading only: answered changes may be missing.
+    /// It is opened for reading only: no answered change may be missing.
     Reader(StateUse),
     /// It is opened for writing, and no state file is used.
     Without(StateUse),
@@ -116,6 +120,14 @@ impl Restore {
         }
     }
 
+    /// As [`stamp_change`](Self::stamp_change), of the file that has the image's data.
+    pub(super) fn stamp_data_change(&self) {
+        if let Some(found) = self.found() {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            found.page().raise_last_data_write(now.as_nanos() as u64);
+        }
+    }
+
     /// Replays what was found, and has the disk keep what it answers from now on. The disk has its data file and
     /// its backing file, and nothing was changed yet.
     ///
@@ -123,7 +135,7 @@ impl Restore {
     /// What the storage or the host answers: the state file is still there.
     pub(super) async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
         match self {
-            Self::Reader(uses) => warn_of_pending(&disk, &uses),
+            Self::Reader(uses) => check_nothing_pending(&disk, &uses)?,
             Self::Without(uses @ StateUse::Replay(None)) => refuse_lost_session(&disk, &uses)?,
             Self::Without(uses) => warn_of_lost_session(&disk, &uses),
             Self::Writer(writer) => return writer.finish(disk).await,
@@ -131,8 +143,8 @@ impl Restore {
         Ok(disk)
     }
 
-    /// Of a backing file, which is opened for reading only: refuses one that lacks what its server answered, where
-    /// an image above it is to be changed. Where that is only read, too, a warning tells.
+    /// Of a backing file, which is opened for reading only: refuses one that lacks what its server answered, also for
+    /// those that only look where an image above it is to be changed.
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
@@ -140,9 +152,10 @@ impl Restore {
         let Self::Reader(uses) = self else { return Ok(()) };
         if above == Access::ReadWrite {
             refuse_pending(disk, uses.directory())?;
+            warn_of_pending(disk, uses);
+            return Ok(());
         }
-        warn_of_pending(disk, uses);
-        Ok(())
+        check_nothing_pending(disk, uses)
     }
 }
 
@@ -179,7 +192,7 @@ impl Writer {
     async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
         let Some(found) = &self.found else {
             return match self.uses {
-                StateUse::Off | StateUse::Replay(_) => {
+                StateUse::Off | StateUse::Look(_) | StateUse::Replay(_) => {
                     refuse_lost_session(&disk, &self.uses)?;
                     Ok(disk)
                 }

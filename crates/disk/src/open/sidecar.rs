@@ -6,7 +6,9 @@
 //! Guarantee: a sidecar is used for the file that it was made for alone, and only if nothing has changed that without
 //! it. It *belongs* to an image where
 //!
-//! - the image is the file that the sidecar was made for, by inode and birth, with the size that it had;
+//! - the image is the file that the sidecar was made for, by inode and birth, with the size that it
+//!   had, or the one that a process which died was giving it, or had given it before
+//!   (`DataFileMark::other_size`);
 //! - none of its bitmaps is enabled, or the image has the time of change (`ctime`, which no program can set) that the sidecar
 //!   noted when it was closed;
 //! - or the sidecar was not closed, because its server died: then the image was not changed after the last write that this
@@ -15,7 +17,8 @@
 //!
 //! What is in doubt does not belong. Then the image is opened without bitmaps, and a warning says why. The time is looked at before
 //! the image is locked, and once more after, before anything tells later processes that the sidecar belongs ([`Route::confirm`]).
-//! The sidecar that was found is the one that is opened, whatever its path leads to by then.
+//! The sidecar that was found is the one that is opened, whatever its path leads to by then. So is the image: the name of it in
+//! the sidecar was compared with the one that the user gave, and leads to no other file.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -58,8 +61,8 @@ pub(super) fn sidecar_of(image: &Path) -> PathBuf {
 pub(super) enum Found {
     /// It is not raw, no file, or has none.
     Nothing,
-    /// Through this one, which is `file`. The image was changed for the last time at `seen`.
-    Belongs { sidecar: PathBuf, file: OwnedFd, seen: Duration },
+    /// Through this one, which is `file`. The image itself is `image`, and was changed for the last time at `seen`.
+    Belongs { sidecar: PathBuf, file: OwnedFd, image: OwnedFd, seen: Duration },
     /// It has one that is not used: why.
     Strange(Error),
 }
@@ -81,7 +84,7 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
     if !is_file(&image) || !is_file(&path) {
         return Ok(Found::Nothing);
     }
-    let disk = HostFile::open(&image, OpenMode::ReadOnly, PageCache::Used)?;
+    let (raw, disk) = open_found(&image)?;
     let (found, file) = match open_found(&path) {
         Ok(opened) => opened,
         Err(error) if options.access == Access::ReadOnly => {
@@ -95,7 +98,7 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
     };
     let seen = change_time(&status_of(&disk)?);
     Ok(match check(&image, (&disk, seen), &file, options).await? {
-        None => Found::Belongs { sidecar: path, file: found, seen },
+        None => Found::Belongs { sidecar: path, file: found, image: raw, seen },
         Some(why) => Found::Strange(
             unused(&format!("{}: {why}", path.display()))
                 .hint("remove that file, add a bitmap, and make a full backup"),
@@ -103,7 +106,7 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
     })
 }
 
-/// Opens a sidecar, which no symbolic link leads to: to be opened again, and for reading.
+/// Opens an image or its sidecar, which no symbolic link leads to: to be opened again, and for reading.
 pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::open(path, flags, Mode::empty());
@@ -144,7 +147,7 @@ enum Through {
     /// The image's own file.
     Itself,
     /// A sidecar that was found to belong to an image with this time of change.
-    Sidecar { file: OwnedFd, seen: Duration },
+    Sidecar { file: OwnedFd, image: OwnedFd, seen: Duration },
     /// One that another process has found to belong, and has open.
     HandedOver,
 }
@@ -158,8 +161,8 @@ pub(super) async fn route<'a>(
 ) -> Result<Route<'a>> {
     let (sidecar, through) = match files {
         Files::Host => match find(image, options).await? {
-            Found::Belongs { sidecar, file, seen } => {
-                (Some(sidecar), Through::Sidecar { file, seen })
+            Found::Belongs { sidecar, file, image, seen } => {
+                (Some(sidecar), Through::Sidecar { file, image, seen })
             }
             Found::Strange(why) => {
                 tracing::warn!("{why}");
@@ -204,21 +207,41 @@ impl<'a> Route<'a> {
         Ok((file.into(), Some(identity)))
     }
 
+    /// The raw image that the user named, where a sidecar was found to belong to it. `disk` is what was opened, without a data
+    /// file.
+    ///
+    /// # Errors
+    /// `InvalidInput` where a sidecar is opened for writing by its own name: nothing has found out whether it belongs to its
+    /// image. The host's.
+    pub(super) fn raw_image(&self, disk: &ImageDisk) -> Result<Option<OwnedFd>> {
+        match &self.through {
+            Through::Sidecar { image, .. } => image.try_clone().map(Some).map_err(|error| {
+                Error::host("cannot open the image that it belongs to", error).on(disk.name())
+            }),
+            Through::Itself
+                if self.options.access == Access::ReadWrite
+                    && disk.format().sidecar_mark().is_some() =>
+            {
+                let what =
+                    "holds the bitmaps of a raw image, and is changed together with it alone";
+                Err(Error::new(ErrorKind::InvalidInput, what)
+                    .on(disk.name())
+                    .hint("name the raw image instead: the same path without '.bitmaps'"))
+            }
+            Through::Itself | Through::HandedOver => Ok(None),
+        }
+    }
+
     /// Whether what was found still holds, now that the disk is open and locked, and nothing is changed yet.
     ///
     /// # Errors
-    /// `InvalidInput` where another program has changed or replaced the image meanwhile, and where a sidecar is opened for writing
-    /// by its own name: nothing has found out whether it belongs to its image. The host's.
+    /// `InvalidInput` where another program has changed or replaced the image meanwhile. The host's.
     pub(super) fn confirm(&self, disk: &ImageDisk) -> Result<()> {
-        let refuse = |what: &str, hint: &'static str| {
-            Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(disk.name()).hint(hint))
+        let refuse = |what: &str| {
+            let error = Error::new(ErrorKind::InvalidInput, what.to_owned());
+            Err(error.on(disk.name()).hint("try again"))
         };
-        let (mark, access) = (disk.format().sidecar_mark(), self.options.access);
-        match (&self.through, mark) {
-            (Through::Itself, Some(_)) if access == Access::ReadWrite => refuse(
-                "holds the bitmaps of a raw image, and is changed together with it alone",
-                "name the raw image instead: the same path without '.bitmaps'",
-            ),
+        match (&self.through, disk.format().sidecar_mark()) {
             (Through::Itself | Through::HandedOver, _) => Ok(()),
             (Through::Sidecar { seen, .. }, Some(mark)) => {
                 let file = disk.format().data().storage().as_file();
@@ -233,10 +256,10 @@ impl<'a> Route<'a> {
                 if is_it {
                     return Ok(());
                 }
-                refuse("another program has changed the image while it was opened", "try again")
+                refuse("another program has changed the image while it was opened")
             }
             (Through::Sidecar { .. }, None) => {
-                refuse("another program has changed the file while it was opened", "try again")
+                refuse("another program has changed the file while it was opened")
             }
         }
     }
@@ -266,7 +289,7 @@ async fn check(
     if name != Some(&sidecar.name) || identity(disk)? != sidecar.identity {
         return Ok(Some("belongs to another file, or to one that was replaced".into()));
     }
-    if disk.size() != sidecar.size {
+    if disk.size() != sidecar.size && Some(disk.size()) != sidecar.other_size {
         let (size, wanted) = (disk.size(), sidecar.size);
         return Ok(Some(format!("is of a disk of {wanted} bytes, and the image has {size}")));
     }

@@ -3,7 +3,8 @@
 //! Guarantees: when it returns, every change that begins later goes through the sidecar, and so is in the bitmaps that are added
 //! then. The disk's file is used by the same open files as before, so that its locks are given back at no moment, and a failure
 //! to write back is told to the same flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that
-//! has no bitmaps. Where it fails, the disk goes on as before.
+//! has no bitmaps. Where it fails, the disk goes on as before. Where the first bitmap cannot be added after it,
+//! [`stop_recording`] undoes it in the same way, and nothing is left of the sidecar.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -17,14 +18,18 @@ use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 
 use super::chain::disk_over;
+use super::create::remove_created;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
-use super::make_sidecar::make_sidecar;
+use super::make_sidecar::{make_sidecar, remove_sidecar};
 use super::restore::Restore;
 use super::sidecar::{identity, open_found, sidecar_of};
 use crate::disk::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
+
+/// How many images of a disk may have been replaced when another one is, only to undo something: their files stay open.
+const MAX_REPLACED: usize = 32;
 
 impl ImageDisk {
     /// Whether it is a raw file, open for writing, whose changes are not recorded: [`start_recording`] begins that.
@@ -55,12 +60,25 @@ pub async fn start_recording(
     }
     // It is locked already.
     let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
-    make_sidecar(image, &unlocked).await?;
+    let is_new = make_sidecar(image, &unlocked).await?;
+    let recorded = record_beside(disk, served, image, options).await;
+    if recorded.is_err() && is_new {
+        remove_created(&sidecar_of(image)).await;
+    }
+    recorded
+}
+
+async fn record_beside(
+    disk: &ImageDisk,
+    served: &HostFile,
+    image: &Path,
+    options: &ImageOptions,
+) -> Result<Pause> {
     let (recording, restore) = open_beside(disk, served, image, options).await?;
     let before = disk.format();
     before.flush(SyncMode::Full).await?;
     let began = Instant::now();
-    let quiesced = disk.quiesced().await;
+    let quiesced = disk.quiesced().await?;
     // It may have become read-only meanwhile.
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
@@ -79,6 +97,43 @@ pub async fn start_recording(
         tracing::warn!("{error}");
     }
     Ok(pause)
+}
+
+/// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now on, and its sidecar is
+/// removed. `image` and `options` are as there. Nothing becomes of other disks. Needs the loop of the current thread.
+///
+/// # Errors
+/// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with its sidecar then.
+pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptions) -> Result<()> {
+    let before = disk.format();
+    let (Some(sidecar), Some(served)) = (disk.file(), before.data().storage().as_file()) else {
+        return Ok(());
+    };
+    if !disk.has_sidecar() || !disk.bitmaps().list().await?.is_empty() {
+        return Ok(());
+    }
+    if disk.replaced().count() >= MAX_REPLACED {
+        let what = "was replaced too often to give up its sidecar";
+        let error = Error::new(ErrorKind::Unsupported, what).on(disk.image_name());
+        return Err(error.hint("it has no bitmap: remove it when the disk is closed"));
+    }
+    let itself = served.share(image, options.open_mode())?;
+    let (itself, restore) =
+        disk_over(itself.into(), image, options, EarlierWrites::Unknown, None).await?;
+    before.flush(SyncMode::Full).await?;
+    let quiesced = disk.quiesced().await?;
+    disk.check_access(0)?;
+    before.flush(SyncMode::Full).await?;
+    disk.check_successor(&itself)?;
+    let itself = restore.finish(itself).await?;
+    if let Some(file) = itself.file() {
+        served.move_locks_to(file);
+    }
+    let replaced = quiesced.record_in(Arc::new(itself))?;
+    if let Err(error) = replaced.close().await {
+        tracing::warn!("{error}");
+    }
+    remove_sidecar(image, sidecar)
 }
 
 fn identity_at(image: &Path) -> Result<[u8; 16]> {

@@ -79,7 +79,13 @@ impl StateDir {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let directory = openat(CWD, path, flags, Mode::empty()).map_err(|error| {
-            let failed = Error::host("cannot open the state directory", error.into());
+            let failed = match error {
+                Errno::ACCESS | Errno::LOOP | Errno::NOTDIR => {
+                    let what = "the state directory's name belongs to something else";
+                    Error::new(ErrorKind::InvalidInput, what)
+                }
+                error => Error::host("cannot open the state directory", error.into()),
+            };
             failed.on(&name).hint(ELSEWHERE)
         })?;
         let examined = |error: Errno| Error::host("cannot examine", error.into()).on(&name);
@@ -95,7 +101,7 @@ impl StateDir {
         }
         if Mode::from_raw_mode(status.st_mode).intersects(Mode::RWXG | Mode::RWXO) {
             return refuse(
-                "other users may enter the state directory, and who may write there can change images",
+                "other users may enter the state directory, and could change images by it",
                 "take their rights away (chmod 700), or name another directory with --state DIR",
             );
         }
@@ -222,11 +228,11 @@ mod tests {
         let path = folder.path().join("state");
         assert!(refused(&folder.path().join("missing/state")).contains("--state off"));
         fs::write(&path, "").expect("a file");
-        assert!(refused(&path).contains("cannot open the state directory"));
+        assert!(refused(&path).contains("belongs to something else"));
         fs::remove_file(&path).expect("it is there");
         fs::create_dir(folder.path().join("other")).expect("a directory");
         symlink("other", &path).expect("a link");
-        assert!(refused(&path).contains("cannot open the state directory"));
+        assert!(refused(&path).contains("belongs to something else"));
         fs::remove_file(&path).expect("it is there");
         StateDir::create(&path).expect("it can be made");
         for mode in [0o701, 0o770, 0o755, 0o1777] {

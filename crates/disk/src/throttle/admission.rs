@@ -15,7 +15,7 @@ use super::queue::{self, Outcome, QUANTUM, Ticket};
 pub(super) struct Admission {
     group: Arc<ThrottleGroup>,
     ticket: Option<Ticket>,
-    /// Of the timekeeper: its timer, and when that is due.
+    /// Of a timekeeper: its timer, and when that is due.
     timer: Option<(Nanos, ThrottleSleep)>,
 }
 
@@ -47,7 +47,7 @@ impl Future for Admission {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Outcome> {
         let this = &mut *self;
         loop {
-            let ticket = this.ticket.expect("not polled after its end");
+            let Some(ticket) = this.ticket else { return Poll::Ready(Outcome::Admitted) };
             match this.group.poll(ticket, cx.waker()) {
                 queue::Poll::Done(outcome) => {
                     this.ticket = None;

@@ -99,7 +99,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
     /// One request of the key waits no longer.
     pub(super) fn leave(&mut self, key: K, direction: Direction) {
         let index = direction as usize;
-        let entry = self.entries.get_mut(&key).expect("a key that waits has an entry");
+        let Some(entry) = self.entries.get_mut(&key) else { return };
         entry.requests[index] -= 1;
         if entry.requests[index] == 0 {
             self.waiting[index].remove(&(entry.position[index], key));
@@ -115,7 +115,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         };
         let next = match Direction::BOTH.map(first) {
             [Some(read), Some(write)] if (read.0, read.1) == (write.0, write.1) => {
-                let last = self.entries[&read.1].last_direction;
+                let last = self.entries.get(&read.1).map_or(read.2, |entry| entry.last_direction);
                 if read.2 == last { write } else { read }
             }
             [Some(read), Some(write)] if read.0.abs_diff(write.0) > self.span => {
@@ -132,7 +132,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         let index = direction as usize;
         self.span = self.span.max(share.of_direction.saturating_mul(2));
         self.last_direction = direction;
-        let entry = self.entries.get_mut(&key).expect("a key that waits has an entry");
+        let Some(entry) = self.entries.get_mut(&key) else { return };
         entry.last_direction = direction;
         let former = *entry;
         self.virtual_time[index] = self.virtual_time[index].max(former.position[index]);

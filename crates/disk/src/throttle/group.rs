@@ -107,7 +107,7 @@ impl ThrottleGroup {
         loop {
             let (is_more, poll) = self.change(|queue, now, wakers| {
                 let is_more = queue.dispatch(now, wakers);
-                (is_more, queue.poll(ticket, waker))
+                (is_more, queue.poll(ticket, waker, now))
             });
             if !is_more || matches!(poll, Poll::Done(_)) {
                 return poll;

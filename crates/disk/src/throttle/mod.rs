@@ -9,8 +9,9 @@
 //!   and writes that wait for limits of their own do not wait for each other.
 //! - Disks of a group have equal shares of what their requests cost, and so have the parties of a disk, as long as they
 //!   ask for that much ([`FairQueue`](fair_queue)). Each request that waits is let go after finitely many others.
-//! - A request that waits holds no lock, no claim and no memory but its own, and uses no processor: one of those that
-//!   wait has a timer, for all of them. One that is dropped returns its turn, and its cost.
+//! - A request that waits holds no lock, no claim and no memory but its own, and uses no processor: on each event loop one
+//!   of those that wait has a timer, for all of them. One that is dropped returns its turn, and its cost.
+//! - An event loop that is held up delays requests of other loops by some 5 milliseconds at most.
 //! - Limits can be changed at any time, also while requests wait.
 //!
 //! From the bottom up: `limits` (what is asked for), `bucket` and `buckets` (when), `fair_queue` (who is next), `queue`

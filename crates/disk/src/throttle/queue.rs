@@ -1,11 +1,16 @@
 //! Who waits: the disks of a group, their parties, and the requests of each. Plain data, behind the group's lock.
 //!
-//! Invariant: where requests wait, one of them is the *timekeeper*. It was polled after it became that, or its waker
-//! was handed out to be called. So some task always has a timer for the moment when the next request may be let go. A
-//! request that comes later and may be let go earlier becomes the timekeeper in its place.
+//! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. It was polled after it became that,
+//! or its waker was handed out to be called. A request that comes later and may be let go earlier becomes the timekeeper
+//! in its place.
+//!
+//! The timekeeper of one loop, which *leads*, has a timer for the moment when the next request may be let go. The timers
+//! of the others are due [`BACKUP_DELAY`] later: if the leading loop is held up, another one lets the request go in its
+//! place, and leads from then on.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::task::Waker;
+use std::thread::{self, ThreadId};
 
 use slab::Slab;
 
@@ -20,6 +25,9 @@ const MAX_BATCH: usize = 64;
 /// Timers are set no more often than this. Requests that may be let go meanwhile are let go together; what that delays
 /// them is made up for, because a bucket holds more.
 pub(super) const QUANTUM: Nanos = 250_000;
+
+/// How late a timekeeper is when another loop takes its place.
+const BACKUP_DELAY: Nanos = 5_000_000;
 
 /// A disk of a group.
 pub(super) type MemberKey = usize;
@@ -61,6 +69,8 @@ pub(super) enum Outcome {
 struct Waiter {
     member: MemberKey,
     party: PartyKey,
+    /// The thread of its event loop, which polls it.
+    event_loop: ThreadId,
     class: Class,
     cost: Cost,
     since: Nanos,
@@ -112,6 +122,17 @@ pub(super) struct Queue {
     order: FairQueue<MemberKey>,
     waiters: BTreeMap<Ticket, Waiter>,
     last_ticket: Ticket,
+    /// The event loops where requests wait.
+    loops: HashMap<ThreadId, WaitingLoop>,
+    /// The loop whose timer is due first; `None` until one of its requests is polled.
+    leading: Option<ThreadId>,
+}
+
+/// An event loop where requests wait.
+#[derive(Default)]
+struct WaitingLoop {
+    tickets: BTreeSet<Ticket>,
+    /// `None` until one of its requests is polled.
     timekeeper: Option<Timekeeper>,
 }
 
@@ -119,7 +140,7 @@ pub(super) struct Queue {
 #[derive(Clone, Copy)]
 struct Timekeeper {
     ticket: Ticket,
-    /// For when, as it was told last; 0 where it is still to be told.
+    /// When the next request may be let go, as it or the one before it was told last.
     until: Nanos,
 }
 
@@ -129,7 +150,7 @@ pub(super) type Wakers = Vec<Waker>;
 /// What a request that waits has to do.
 pub(super) enum Poll {
     Done(Outcome),
-    /// Wait to be woken, and, for the timekeeper, until this time at the latest.
+    /// Wait to be woken, and, for a timekeeper, until this time at the latest.
     Wait {
         until: Option<Nanos>,
     },
@@ -143,7 +164,8 @@ impl Queue {
             order: FairQueue::new(),
             waiters: BTreeMap::new(),
             last_ticket: 0,
-            timekeeper: None,
+            loops: HashMap::new(),
+            leading: None,
         }
     }
 
@@ -151,10 +173,10 @@ impl Queue {
         self.buckets.limits()
     }
 
-    /// Other limits, for those that wait, too. The timekeeper is woken, because its time may be another one now.
+    /// Other limits, for those that wait, too. The timekeepers are woken, because their time may be another one now.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos, wakers: &mut Wakers) {
         self.buckets.set_limits(limits, now);
-        self.wake_timekeeper(wakers);
+        self.wake_timekeepers(wakers);
     }
 
     pub(super) fn join(&mut self) -> MemberKey {
@@ -215,8 +237,11 @@ impl Queue {
     ) -> Ticket {
         self.last_ticket += 1;
         let ticket = self.last_ticket;
-        let waiter = Waiter { member, party, class, cost, since, outcome: None, waker: None };
+        let event_loop = thread::current().id();
+        let waiter =
+            Waiter { member, party, event_loop, class, cost, since, outcome: None, waker: None };
         self.waiters.insert(ticket, waiter);
+        self.loops.entry(event_loop).or_default().tickets.insert(ticket);
         self.order.enter(member, cost.direction);
         let member = &mut self.members[member];
         member.counts.waiting += 1;
@@ -234,22 +259,22 @@ impl Queue {
                 self.order.has(*direction) && self.buckets.ready_at(*direction) <= now
             };
             let ready = Direction::BOTH.map(|direction| is_ready(&direction).then_some(direction));
-            let next = match ready {
-                [Some(_), Some(_)] => self.grant_next(&Direction::BOTH, now),
-                [Some(one), None] | [None, Some(one)] => self.grant_next(&[one], now),
-                [None, None] => {
-                    self.appoint_timekeeper(wakers);
-                    return false;
-                }
+            match ready {
+                [Some(_), Some(_)] => self.grant_next(&Direction::BOTH, now, wakers),
+                [Some(one), None] | [None, Some(one)] => self.grant_next(&[one], now, wakers),
+                [None, None] => return false,
             };
-            wakers.extend(next);
         }
-        self.appoint_timekeeper(wakers);
         true
     }
 
-    /// Lets the next request of these directions go. There is one.
-    fn grant_next(&mut self, directions: &[Direction], now: Nanos) -> Option<Waker> {
+    /// Lets the next request of these directions go; `None` if there is none.
+    fn grant_next(
+        &mut self,
+        directions: &[Direction],
+        now: Nanos,
+        wakers: &mut Wakers,
+    ) -> Option<()> {
         let (key, direction) = self.order.first(directions)?;
         let member = &mut self.members[key];
         let (party_key, _) = member.order.first(&[direction])?;
@@ -264,15 +289,17 @@ impl Queue {
         member.counts.delayed_time += time;
         self.order.advance(key, cost.direction, share);
         self.buckets.take(cost, now);
-        self.end(ticket, Outcome::Admitted)
+        self.end(ticket, Outcome::Admitted, wakers);
+        Some(())
     }
 
     /// Ends the wait of a request that waits.
-    fn end(&mut self, ticket: Ticket, outcome: Outcome) -> Option<Waker> {
-        self.unlink(ticket);
-        let waiter = self.waiters.get_mut(&ticket)?;
-        waiter.outcome = Some(outcome);
-        waiter.waker.take()
+    fn end(&mut self, ticket: Ticket, outcome: Outcome, wakers: &mut Wakers) {
+        self.unlink(ticket, wakers);
+        if let Some(waiter) = self.waiters.get_mut(&ticket) {
+            waiter.outcome = Some(outcome);
+            wakers.extend(waiter.waker.take());
+        }
     }
 
     fn end_all(&mut self, key: MemberKey, outcome: Outcome, wakers: &mut Wakers) {
@@ -283,13 +310,13 @@ impl Queue {
             .filter(|(_, waiter)| is_of(waiter))
             .map(|(&ticket, _)| ticket)
             .collect();
-        wakers.extend(tickets.into_iter().filter_map(|ticket| self.end(ticket, outcome)));
-        self.appoint_timekeeper(wakers);
+        tickets.into_iter().for_each(|ticket| self.end(ticket, outcome, wakers));
     }
 
     /// Takes a request that waits out of the queues.
-    fn unlink(&mut self, ticket: Ticket) {
-        let Waiter { member: key, party: party_key, class, cost, .. } = self.waiters[&ticket];
+    fn unlink(&mut self, ticket: Ticket, wakers: &mut Wakers) {
+        let Waiter { member: key, party: party_key, event_loop, class, cost, .. } =
+            self.waiters[&ticket];
         let member = &mut self.members[key];
         if let Some(party) = member.parties.get_mut(&party_key) {
             let tickets = &mut party.classes[class as usize];
@@ -303,33 +330,46 @@ impl Queue {
         member.counts.waiting -= 1;
         member.order.leave(party_key, cost.direction);
         self.order.leave(key, cost.direction);
+        self.leave_loop(ticket, event_loop, wakers);
     }
 
-    /// Makes one of those that wait the timekeeper, where there is none: the last one, which will wait longest.
-    fn appoint_timekeeper(&mut self, wakers: &mut Wakers) {
-        let waits = |ticket: Ticket| {
-            self.waiters.get(&ticket).is_some_and(|waiter| waiter.outcome.is_none())
-        };
-        if self.timekeeper.is_some_and(|timekeeper| waits(timekeeper.ticket)) {
-            return;
+    /// Takes a request out of those of its loop. If it was the timekeeper, the last one is in its place: it will wait
+    /// longest. If it was the last one of the leading loop, any other loop leads.
+    fn leave_loop(&mut self, ticket: Ticket, event_loop: ThreadId, wakers: &mut Wakers) {
+        let Some(own) = self.loops.get_mut(&event_loop) else { return };
+        own.tickets.remove(&ticket);
+        let next = own.tickets.last().copied();
+        if next.is_none() {
+            self.loops.remove(&event_loop);
+            if self.leading == Some(event_loop) {
+                self.leading = None;
+                let other = self.loops.values().find_map(|other| other.timekeeper);
+                self.wake(other.map(|timekeeper| timekeeper.ticket), wakers);
+            }
+        } else if let Some(timekeeper) = own.timekeeper.filter(|former| former.ticket == ticket) {
+            own.timekeeper = next.map(|ticket| Timekeeper { ticket, ..timekeeper });
+            self.wake(next, wakers);
         }
-        let mut latest_first = self.waiters.iter_mut().rev();
-        let next = latest_first.find(|(_, waiter)| waiter.outcome.is_none());
-        self.timekeeper = next.map(|(&ticket, waiter)| {
-            wakers.extend(waiter.waker.take());
-            Timekeeper { ticket, until: 0 }
-        });
     }
 
-    fn wake_timekeeper(&mut self, wakers: &mut Wakers) {
-        let ticket = self.timekeeper.map(|timekeeper| timekeeper.ticket);
+    fn wake_timekeepers(&mut self, wakers: &mut Wakers) {
+        let timekeepers = self.loops.values().filter_map(|one| one.timekeeper);
+        let tickets: Vec<_> = timekeepers.map(|timekeeper| timekeeper.ticket).collect();
+        tickets.into_iter().for_each(|ticket| self.wake(Some(ticket), wakers));
+    }
+
+    /// Has the task of a request that waits polled.
+    fn wake(&mut self, ticket: Option<Ticket>, wakers: &mut Wakers) {
         let waiter = ticket.and_then(|ticket| self.waiters.get_mut(&ticket));
         wakers.extend(waiter.and_then(|waiter| waiter.waker.take()));
     }
 
     /// The state of a request, whose task is polled with `waker`. Its end is told once.
-    pub(super) fn poll(&mut self, ticket: Ticket, waker: &Waker) -> Poll {
-        let waiter = self.waiters.get_mut(&ticket).expect("it is polled until it is done");
+    pub(super) fn poll(&mut self, ticket: Ticket, waker: &Waker, now: Nanos) -> Poll {
+        // Its end was told: nothing holds it off.
+        let Some(waiter) = self.waiters.get_mut(&ticket) else {
+            return Poll::Done(Outcome::Admitted);
+        };
         if let Some(outcome) = waiter.outcome {
             self.waiters.remove(&ticket);
             return Poll::Done(outcome);
@@ -338,14 +378,27 @@ impl Queue {
             Some(former) => former.clone_from(waker),
             none => *none = Some(waker.clone()),
         }
+        let event_loop = waiter.event_loop;
+        Poll::Wait { until: self.keep_time(ticket, event_loop, now) }
+    }
+
+    /// For when the task of a request that waits has a timer: if it is the timekeeper of its loop.
+    fn keep_time(&mut self, ticket: Ticket, event_loop: ThreadId, now: Nanos) -> Option<Nanos> {
         let until = self.next_ready_at();
-        let is_timekeeper = self.timekeeper.is_none_or(|timekeeper| {
-            timekeeper.ticket == ticket || until.saturating_add(QUANTUM) < timekeeper.until
-        });
-        if is_timekeeper {
-            self.timekeeper = Some(Timekeeper { ticket, until });
+        let is_earlier = |other: Timekeeper| until.saturating_add(QUANTUM) < other.until;
+        let own = &mut self.loops.get_mut(&event_loop)?.timekeeper;
+        if own.is_some_and(|own| own.ticket != ticket && !is_earlier(own)) {
+            return None;
         }
-        Poll::Wait { until: is_timekeeper.then_some(until) }
+        *own = Some(Timekeeper { ticket, until });
+        let leading = self.leading.filter(|leading| *leading != event_loop);
+        let leader = leading.and_then(|leading| self.loops.get(&leading)?.timekeeper);
+        let is_late = |leader: Timekeeper| leader.until.saturating_add(BACKUP_DELAY) <= now;
+        if leader.is_some_and(|leader| !is_earlier(leader) && !is_late(leader)) {
+            return Some(until.saturating_add(BACKUP_DELAY));
+        }
+        self.leading = Some(event_loop);
+        Some(until)
     }
 
     /// When the next request may be let go.
@@ -359,13 +412,13 @@ impl Queue {
         let Some(waiter) = self.waiters.get(&ticket) else { return };
         let cost = waiter.cost;
         match waiter.outcome {
-            None => self.unlink(ticket),
+            None => self.unlink(ticket, wakers),
             Some(Outcome::Admitted) => self.buckets.put_back(cost),
             Some(Outcome::Lifted | Outcome::Moved) => {}
         }
         self.waiters.remove(&ticket);
         // What was put back may let others go, now or sooner.
         self.dispatch(now, wakers);
-        self.wake_timekeeper(wakers);
+        self.wake_timekeepers(wakers);
     }
 }

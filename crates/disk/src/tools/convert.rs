@@ -21,6 +21,8 @@ use crate::disk::Disk;
 
 /// The least bytes of a chunk, and the bytes of one where clusters are smaller.
 const CHUNK_SIZE: u64 = 1 << 20;
+/// The least bytes that are lost together where a part cannot be read.
+const SECTOR: u64 = 512;
 /// How many requests of one chunk are in flight together.
 const MAX_IN_FLIGHT: usize = 16;
 
@@ -68,6 +70,10 @@ pub struct CopyJob<S: Storage> {
     chunk: u64,
     /// Behind a lock that does not look at the clock, as that of `async_lock` does.
     scan: Mutex<PartsScan<S>>,
+    /// Whether zeros are written, too.
+    is_dense: bool,
+    /// Whether what cannot be read becomes zeros, and how many bytes were so.
+    lost: Option<AtomicU64>,
     has_failed: AtomicBool,
     /// Where the scan is.
     passed: AtomicU64,
@@ -130,9 +136,7 @@ impl<S: Storage> CopyJob<S> {
         }
         let chunk = CHUNK_SIZE.max(target.cluster_size().unwrap_or(1));
         let Some(first) = parts.first() else {
-            return Err(
-                Error::new(ErrorKind::InvalidInput, "nothing is to be copied").on(target.name())
-            );
+            return Err(Error::new(ErrorKind::InvalidInput, "no source is given").on(target.name()));
         };
         let scan = PartsScan { index: 0, scan: scan_of(first, &target, options, chunk) };
         let writer = CopyWriter::new(Arc::clone(&target), options.compress)?;
@@ -144,10 +148,44 @@ impl<S: Storage> CopyJob<S> {
             options,
             chunk,
             scan: Mutex::new(scan),
+            is_dense: false,
+            lost: None,
             has_failed: AtomicBool::new(false),
             passed: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         })
+    }
+
+    /// Zeros are written as data is, so that all of the copy takes space. Before [`work`](Self::work).
+    #[must_use]
+    pub fn writing_zeros(mut self) -> Self {
+        self.is_dense = true;
+        self.writer.write_zeros();
+        self.with_new_scan()
+    }
+
+    /// Unreadable sectors become zeros, one by one. Before [`work`](Self::work).
+    #[must_use]
+    pub fn salvaging(mut self) -> Self {
+        self.lost = Some(AtomicU64::new(0));
+        self.with_new_scan()
+    }
+
+    fn with_new_scan(mut self) -> Self {
+        if let Some(first) = self.parts.first() {
+            self.scan = Mutex::new(PartsScan { index: 0, scan: self.scan_of(first) });
+        }
+        self
+    }
+
+    fn scan_of(&self, part: &Part<S>) -> StatusScan<Arc<Disk<S>>> {
+        let scan = scan_of(part, &self.target, self.options, self.chunk);
+        scan.taking(self.is_dense, self.lost.is_some())
+    }
+
+    /// Bytes that could not be read and are zeros now.
+    pub fn lost(&self) -> u64 {
+        self.lost.as_ref().map_or(0, |lost| lost.load(Ordering::Relaxed))
     }
 
     /// How far it has come. From any thread, at any time.
@@ -189,7 +227,14 @@ impl<S: Storage> CopyJob<S> {
         };
         while let Some((part, chunk)) = self.next().await? {
             let length = chunk.range.length();
-            read_from(&part.source, part.shift(), part.end(), &chunk, &mut buffer).await?;
+            let read = read_from(&part.source, part.shift(), part.end(), &chunk, &mut buffer).await;
+            match (&self.lost, read) {
+                (Some(lost), Err(error)) if error.is_host_failure() => {
+                    let bytes = salvage(part, &chunk, &mut buffer).await;
+                    lost.fetch_add(bytes, Ordering::Relaxed);
+                }
+                (_, read) => read?,
+            }
             match self.options.target_content {
                 TargetContent::Zero => self.copy(&chunk, &mut buffer).await?,
                 TargetContent::Unknown => self.update(&chunk, &mut buffer, &mut old).await?,
@@ -214,8 +259,7 @@ impl<S: Storage> CopyJob<S> {
                 return Ok(Some((part, chunk)));
             }
             let Some(next) = self.parts.get(scan.index + 1) else { return Ok(None) };
-            let rest = scan_of(next, &self.target, self.options, self.chunk);
-            *scan = PartsScan { index: scan.index + 1, scan: rest };
+            *scan = PartsScan { index: scan.index + 1, scan: self.scan_of(next) };
         }
     }
 
@@ -276,6 +320,37 @@ fn scan_of<S: Storage>(
         TargetContent::Unknown => vec![Arc::clone(&part.source), Arc::clone(target)],
     };
     StatusScan::new(scanned, chunk, part.end()).between(part.start, part.shift())
+}
+
+/// As [`read_from`], piece by piece: what cannot be read is zeros. How many bytes those are.
+async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer) -> u64 {
+    let unit = u64::from(part.source.alignment().offset).max(SECTOR);
+    let start = chunk.range.offset();
+    buffer.bytes_mut()[..chunk.range.length() as usize].fill(0);
+    let within = |range: &ByteRange| (range.offset(), range.end().min(part.end()));
+    let mut left: Vec<_> = chunk.data.iter().map(within).filter(|(from, to)| from < to).collect();
+    let mut lost = 0;
+    while let Some((from, to)) = left.pop() {
+        let into = buffer.lend_range((from - start) as usize, (to - from) as usize);
+        let offset = from.wrapping_add(part.shift());
+        if part.source.submit(Request::Read { offset, into }).await.is_ok() {
+            continue;
+        }
+        let middle = from + (to - from) / 2;
+        let middle = middle - middle.wrapping_add(part.shift()) % unit;
+        if to - from <= unit || middle <= from {
+            buffer.bytes_mut()[(from - start) as usize..(to - start) as usize].fill(0);
+            tracing::warn!(
+                "{}: {} bytes from offset {offset} on cannot be read, and are zeros in the copy",
+                part.source.name(),
+                to - from
+            );
+            lost += to - from;
+            continue;
+        }
+        left.extend([(middle, to), (from, middle)]);
+    }
+    lost
 }
 
 /// Fills the start of `buffer` with a chunk of the disk: its data is read, the rest is zeros.

@@ -26,6 +26,8 @@ pub(super) struct CopyWriter<S: Storage> {
     compress: bool,
     /// Bytes that are looked at together for zeros.
     unit: usize,
+    /// Whether zeros are written as data is.
+    is_dense: bool,
     written: AtomicU64,
 }
 
@@ -43,7 +45,18 @@ impl<S: Storage> CopyWriter<S> {
             false => target.allocation_unit().max(MIN_HOLE),
             true => target.cluster_size().unwrap_or(1),
         };
-        Ok(Self { target, compress, unit: unit as usize, written: AtomicU64::new(0) })
+        Ok(Self {
+            target,
+            compress,
+            unit: unit as usize,
+            is_dense: false,
+            written: AtomicU64::new(0),
+        })
+    }
+
+    /// Zeros are written as data is.
+    pub(super) fn write_zeros(&mut self) {
+        self.is_dense = true;
     }
 
     /// Bytes that are looked at together for zeros.
@@ -58,7 +71,7 @@ impl<S: Storage> CopyWriter<S> {
 
     /// The parts that are not zeros of a buffer with the disk's bytes from `offset` on.
     pub(super) fn data_of(&self, offset: u64, bytes: &[u8]) -> Vec<Range<usize>> {
-        runs(bytes.len(), offset, self.unit, |unit| !is_zero(&bytes[unit]))
+        runs(bytes.len(), offset, self.unit, |unit| self.is_dense || !is_zero(&bytes[unit]))
     }
 
     /// Makes parts of the target zeros: `holes` counts from `offset` on.

@@ -36,6 +36,10 @@ pub(super) struct StatusScan<D> {
     size: u64,
     chunk_size: u64,
     offset: u64,
+    /// Whether zeros count as data.
+    is_dense: bool,
+    /// Whether what has no status that can be read counts as data.
+    forgives: bool,
 }
 
 /// A disk and the run of it that was asked for last.
@@ -67,7 +71,14 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
             status: BlockStatus::Hole,
             end: 0,
         };
-        Self { disks: disks.into_iter().map(cached).collect(), size, chunk_size, offset: 0 }
+        Self {
+            disks: disks.into_iter().map(cached).collect(),
+            size,
+            chunk_size,
+            offset: 0,
+            is_dense: false,
+            forgives: false,
+        }
     }
 
     /// The scan begins at `offset`, and looks at the first disk at offsets that are higher by `shift`, modulo 2^64.
@@ -76,6 +87,12 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         if let Some(first) = self.disks.first_mut() {
             first.shift = shift;
         }
+        self
+    }
+
+    /// Zeros count as data (`is_dense`), and so does what has no status that can be read (`forgives`).
+    pub(super) fn taking(mut self, is_dense: bool, forgives: bool) -> Self {
+        (self.is_dense, self.forgives) = (is_dense, forgives);
         self
     }
 
@@ -119,7 +136,11 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
 
     /// What is at the place that the scan has come to.
     async fn query(&mut self) -> Result<StatusRun> {
-        let mut all = StatusRun { reads_as_zeros: true, end: self.size };
+        let mut all = StatusRun { reads_as_zeros: !self.is_dense, end: self.size };
+        if self.is_dense {
+            return Ok(all);
+        }
+        let chunk_end = self.end_of_chunk(self.offset);
         for cached in &mut self.disks {
             let offset = self.offset.wrapping_add(cached.shift);
             let rest = ByteRange::between(offset, cached.disk.size().max(offset));
@@ -127,8 +148,11 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
                 continue;
             }
             if cached.end <= self.offset {
-                let (status, length) = cached.disk.block_status(rest, &mut cached.cache).await?;
-                (cached.status, cached.end) = (status, self.offset + length);
+                (cached.status, cached.end) =
+                    match cached.disk.block_status(rest, &mut cached.cache).await {
+                        Err(_) if self.forgives => (BlockStatus::Data, chunk_end),
+                        asked => asked.map(|(status, length)| (status, self.offset + length))?,
+                    };
             }
             all.reads_as_zeros &= cached.status != BlockStatus::Data;
             all.end = all.end.min(cached.end);

@@ -172,8 +172,9 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
             let room = self.window_size as usize - start;
             let (now, later) = bytes.split_at(room.min(bytes.len()));
             self.window(index).await?.put(start, now);
-            if start + now.len() == self.window_size as usize {
-                let full = self.open.pop_back().expect("the window that was just filled");
+            if start + now.len() == self.window_size as usize
+                && let Some(full) = self.open.pop_back()
+            {
                 self.send(full).await?;
             }
             at += now.len() as u64;
@@ -184,21 +185,19 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 
     /// The window with this number, to be filled: the last of the open ones.
     async fn window(&mut self, index: u64) -> Result<&mut Window> {
-        if self.open.back().is_none_or(|window| window.index() != index) {
-            let place = self.open.iter().position(|window| window.index() == index);
-            let window = match place {
-                Some(place) => self.open.remove(place).expect("it is there"),
-                None => self.open_window(index).await?,
-            };
-            self.open.push_back(window);
-        }
-        Ok(self.open.back_mut().expect("it was just put there"))
+        let place = self.open.iter().position(|window| window.index() == index);
+        let window = match place.and_then(|place| self.open.remove(place)) {
+            Some(window) => window,
+            None => self.open_window(index).await?,
+        };
+        Ok(self.open.push_back_mut(window))
     }
 
     /// A window that is not open, with what was stored of it.
     async fn open_window(&mut self, index: u64) -> Result<Window> {
-        if self.open.len() == MAX_OPEN {
-            let oldest = self.open.pop_front().expect("there are several");
+        if self.open.len() >= MAX_OPEN
+            && let Some(oldest) = self.open.pop_front()
+        {
             self.send(oldest).await?;
         }
         if self.compressed.holds(index) {
@@ -223,7 +222,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     fn cluster_size(&self) -> u64 {
-        self.disk.cluster_size().expect("a format with clusters")
+        // Formats without clusters have no such states.
+        self.disk.cluster_size().unwrap_or(self.window_size)
     }
 
     fn buffer(&mut self) -> Buffer {

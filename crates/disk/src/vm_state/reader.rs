@@ -6,6 +6,7 @@ use futures_util::stream::{FuturesOrdered, StreamExt};
 
 use super::{MAX_IN_FLIGHT, MIN_WINDOW};
 use crate::disk::Disk;
+use crate::layer::Reader;
 
 /// The state of the machine in the snapshot that a disk was opened on.
 pub struct VmStateReader<'a, S: Storage> {
@@ -83,7 +84,7 @@ async fn read_chunk<S: Storage>(
     // Whole clusters, which suit every storage.
     let whole = range.align_outward(disk.cluster_size().unwrap_or(1));
     buffer.set_len(whole.length() as usize);
-    disk.layer().read_aligned(whole, buffer.lend()).await?;
+    disk.layer().read_aligned(whole, buffer.lend(), Reader::Read).await?;
     buffer.set_len(range.length() as usize);
     Ok(buffer)
 }

@@ -1,9 +1,8 @@
 //! Copy on read: what a guest reads from the backing file becomes the image's own, so that each cluster is fetched once
 //! (`copy-on-read` of QEMU).
 //!
-//! Guarantees: a read gets what it would get without. What the image leaves to its backing file is read under an exclusive claim
-//! to whole clusters, so of requests that read them at the same time the first one fetches them, and no newer write is undone
-//! (`populate`). An error of the image ends the populating and no read. The data needs no flush: what a crash loses is left to the
+//! Guarantees: a read gets what it would get without. Of requests that read the same clusters at the same time the first one
+//! fetches them. No change waits for that, and no newer write is undone (`populate`). An error of the image ends the populating and no read. The data needs no flush: what a crash loses is left to the
 //! backing file again.
 
 use std::cell::Cell;
@@ -14,7 +13,7 @@ use futures_util::stream;
 
 use super::Writer;
 use crate::buffers::MAX_POPULATED;
-use crate::layer::BlockStatusCache;
+use crate::layer::{BlockStatusCache, Reader};
 
 /// Fetches of one request that are in flight together.
 const MAX_FETCHES: usize = 8;
@@ -68,7 +67,7 @@ impl<S: Storage> Writer<S> {
         let mut rest = piece;
         while let Some(part) = self.next_backed(rest, &mut cache).await? {
             self.populate(part, begin_change).await?;
-            rest = ByteRange::between(part.range.end().min(piece.end()), piece.end());
+            rest = rest.after(part.range.end());
         }
         Ok(())
     }
@@ -93,18 +92,19 @@ impl<S: Storage> Writer<S> {
         failed: &dyn Fn(Error),
     ) -> Result<()> {
         let clusters = self.clusters_of(piece);
-        let claim = self.layer.claims().claim_exclusive(clusters).await;
+        let fetch = self.layer.fetches().claim_exclusive(clusters).await;
         if self.find_backed(piece).await?.is_none() {
             // Another request has fetched it.
-            drop(claim);
+            drop(fetch);
             return self.layer.read(piece, into).await;
         }
         let length = clusters.length() as usize;
         let mut buffer = self.layer.cluster_buffers().for_populating(length).await?;
-        self.layer.read_aligned(clusters, claim.attach_to(buffer.lend())).await?;
+        self.layer.read_aligned(clusters, fetch.attach_to(buffer.lend()), Reader::Read).await?;
         let start = (piece.offset() - clusters.offset()) as usize;
         into.copy_from(&buffer.bytes()[start..start + piece.length() as usize]);
         into.check_intact()?;
+        let claim = self.layer.claims().claim_exclusive(clusters).await;
         let Some(_guard) = begin_change() else { return Ok(()) };
         let stored = self.store_backed(clusters, &mut buffer, &claim).await;
         stored.map_or_else(failed, drop);

@@ -11,7 +11,7 @@ use super::Writer;
 use super::prepared_extent::PreparedExtent;
 use crate::buffers::ClusterBuffer;
 use crate::durability::DurabilityPlan;
-use crate::layer::Layer;
+use crate::layer::{Layer, Reader};
 
 /// The bytes around an extent's own that become visible with it.
 struct CowRegions {
@@ -101,7 +101,7 @@ async fn read_region<S: Storage>(layer: &Layer<S>, range: ByteRange, into: IoVec
     if range.is_empty() {
         return Ok(());
     }
-    layer.read_aligned(range, into).await
+    layer.read_aligned(range, into, Reader::Change).await
 }
 
 async fn write_region<S: Storage>(layer: &Layer<S>, host: u64, from: IoVector) -> Result<()> {

@@ -1,7 +1,8 @@
 //! What an image leaves to its backing file becomes its own.
 //!
-//! Guarantees: the content of the disk does not change, at any moment. A change of the same clusters comes before or after,
-//! never between the read of the backing file and the write to the image: the claim is exclusive, and covers whole clusters.
+//! Guarantees: the content of the disk does not change, at any moment. The backing file is read without a claim, so no change
+//! waits for it. Then an exclusive claim covers whole clusters, and only what the image leaves to its backing file still is
+//! written: a change of the same clusters comes before or after.
 //! What the image has already is not written again, but for the rest of a cluster some subclusters of which it has. Zeros take
 //! no space where the format has a flag for them, and bitmaps record no change. Data is linked after it is written, as every write's, so a crash leaves a
 //! cluster as it was, or filled.
@@ -15,7 +16,7 @@ use super::{Writer, ZeroOptions};
 use crate::buffers::MAX_POPULATED;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
-use crate::layer::{BlockStatus, BlockStatusCache};
+use crate::layer::{BlockStatus, BlockStatusCache, Reader};
 
 /// Bytes of zeros that are written at once.
 const MAX_ZEROS: u64 = 16 << 20;
@@ -74,7 +75,7 @@ impl<S: Storage> Writer<S> {
     /// The clusters that `range` touches, as far as the disk has them.
     pub(super) fn clusters_of(&self, range: ByteRange) -> ByteRange {
         let clusters = range.align_outward(self.populate_unit());
-        ByteRange::between(clusters.offset(), clusters.end().min(self.layer.format().end()))
+        clusters.before(self.layer.format().end())
     }
 
     /// Those of them from the start of `range` on that lie inside it; `None` where it begins in the middle of one.
@@ -91,17 +92,20 @@ impl<S: Storage> Writer<S> {
         part: BackedRange,
         begin_change: &dyn Fn() -> Option<G>,
     ) -> Result<Option<u64>> {
-        let claim = self.layer.claims().claim_exclusive(part.range).await;
+        let claim = || self.layer.claims().claim_exclusive(part.range);
         if part.is_zero {
+            let claim = claim().await;
             let Some(_guard) = begin_change() else { return Ok(None) };
             return self.populate_zeros(part.range, &claim).await.map(Some);
         }
+        let fetch = self.layer.fetches().claim_exclusive(part.range).await;
         if self.find_backed(part.range).await?.is_none() {
             return Ok(Some(0));
         }
         let length = part.range.length() as usize;
         let mut buffer = self.layer.cluster_buffers().for_populating(length).await?;
-        self.layer.read_aligned(part.range, claim.attach_to(buffer.lend())).await?;
+        self.layer.read_aligned(part.range, fetch.attach_to(buffer.lend()), Reader::Read).await?;
+        let claim = claim().await;
         let Some(_guard) = begin_change() else { return Ok(None) };
         self.store_backed(part.range, &mut buffer, &claim).await.map(Some)
     }
@@ -113,13 +117,13 @@ impl<S: Storage> Writer<S> {
         while let Some(found) = self.find_backed(rest).await? {
             self.fill(found, None, claim).await?;
             filled += found.length();
-            rest = ByteRange::between(found.end(), rest.end());
+            rest = rest.after(found.end());
         }
         Ok(filled)
     }
 
     /// Stores those of the clusters of `range` that the image leaves to its backing file; how many bytes. `bytes` are those of all
-    /// of them, as they were read under the claim.
+    /// of them, as they were read before `claim` was had: what the backing file has does not change.
     pub(super) async fn store_backed(
         &self,
         range: ByteRange,
@@ -129,10 +133,13 @@ impl<S: Storage> Writer<S> {
         let (mut rest, mut filled) = (range, 0);
         while let Some(found) = self.find_backed(rest).await? {
             let clusters = self.clusters_of(found);
-            let run = clusters.truncate(rest.end() - clusters.offset());
+            let run = clusters.before(rest.end());
+            // The rest of a cluster some subclusters of which the image has may have changed since.
+            let start = (run.offset() - range.offset()) as usize;
+            self.layer.read_own(run, bytes.lend_range(start, run.length() as usize)).await?;
             self.store_run(run, range.offset(), bytes, claim).await?;
             filled += run.length();
-            rest = ByteRange::between(run.end(), rest.end());
+            rest = rest.after(run.end());
         }
         Ok(filled)
     }

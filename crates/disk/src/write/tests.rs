@@ -8,6 +8,7 @@ use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimD
 
 use super::*;
 use crate::durability::{FlushTracker, RequiredSync};
+use crate::layer::Reader;
 use crate::options::{Access, FlushPolicy};
 
 const SECTOR: u64 = 512;
@@ -50,9 +51,9 @@ fn read(rig: &Rig, extents: Vec<Extent>) -> Result<Vec<u8>> {
     let (writer, mut buffer) =
         (Rc::clone(&rig.writer), Buffer::new(extents.len() * SECTOR as usize));
     let into = buffer.lend();
-    let extents = stream::iter(extents).map(Ok);
+    let extents = stream::iter(extents).map(|extent| Ok((extent, None)));
     rig.sim.block_on(async move {
-        writer.layer().read_extents(extents, into, &Cell::new(false)).await
+        writer.layer().read_extents(extents, into, &Cell::new(false), Reader::Read).await
     })?;
     Ok(buffer.bytes().chunks(SECTOR as usize).map(|sector| sector[0]).collect())
 }

@@ -144,14 +144,15 @@ impl SystemUnderTest for Recorded {
 }
 
 /// An image with a bitmap.
-fn image_of(content: &[u8], random: &mut Rng) -> Vec<u8> {
+fn image_of(content: &[u8], block: u32, random: &mut Rng) -> Vec<u8> {
     let sim = Sim::new(random.u64(..));
     let storage = SimDisk::new(&sim, plain_config(), Vec::new());
     let (target, size) = (storage.clone(), content.len() as u64);
     let mut buffer = blockhouse_core::Buffer::new(content.len());
     buffer.bytes_mut().copy_from_slice(content);
     sim.block_on(async move {
-        let options = CreateOptions { cluster_size: 4096, ..CreateOptions::new(size) };
+        let cluster_size = u64::from(block).max(4096);
+        let options = CreateOptions { cluster_size, ..CreateOptions::new(size) };
         qcow2::create(&target, &options).await.expect("a new image");
         let disk = open(target, None, None, Options::default()).await.expect("the new image");
         let (from, durability) = (buffer.lend(), Durability::None);
@@ -177,7 +178,9 @@ fn a_crash_leaves_no_more_in_excess_than_active_extents() {
         ..Workload::default()
     };
     let report = for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
-        let encode = |_: &Config, content: Vec<u8>, random: &mut Rng| image_of(&content, random);
+        let encode = |config: &Config, content: Vec<u8>, random: &mut Rng| {
+            image_of(&content, config.alignment.offset, random)
+        };
         let build = |sim: &Sim, storage: SimDisk, random: &mut Rng| {
             let activity = BitmapActivity {
                 extent_size: [2048, 4096, 8192][random.usize(..3)],

@@ -185,6 +185,7 @@ async fn attach_base(sim: Sim, mut random: Rng) -> Result<()> {
     check_some(&disk, &chain.content, &mut random).await?;
     let base = chain.disk(longest, &[READ_WRITE]).await?;
     disk.attach_base(Arc::clone(&base)).await?;
+    disk.settle_base().await?;
     for _ in 0..10 {
         check_some(&disk, &chain.content, &mut random).await?;
         let changed = range(chain.content.len(), &mut random);

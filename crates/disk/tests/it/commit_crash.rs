@@ -28,6 +28,7 @@ const READ_ONLY: Options = Options {
     detect_zeroes: blockhouse_disk::DetectZeroes::Off,
     copy_on_read: false,
     bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
+    block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
 };
 
 async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
@@ -73,7 +74,7 @@ fn case(block: u32, random: &mut Rng) -> Result<Case> {
     let sizes = [512.max(u64::from(block)), 4096, 16_384];
     let is_v2 = random.u8(..4) == 0;
     let options = CreateOptions {
-        cluster_size: sizes[random.usize(..3)],
+        cluster_size: sizes[random.usize(..3)].max(block.into()),
         version: if is_v2 { Version::V2 } else { Version::V3 },
         lazy_refcounts: if !is_v2 && random.u8(..4) == 0 { Switch::On } else { Switch::Off },
         backing: Some(named(b'a', random.usize(1..60))),

@@ -3,12 +3,11 @@
 
 use std::future::Future;
 
-use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, IoVector, Request, Result, Storage, Unmap,
-    WriteCache,
-};
+use blockhouse_core::{Durability, Request, Result, Storage};
 use blockhouse_disk::{Disk, Options};
 use blockhouse_sim::{ImageState, Rng, SimDisk, SystemUnderTest, Workload, explore, for_seeds};
+
+use crate::storages::{AnyStorage, Lie, Lying};
 
 /// A disk over a raw image, as exports see it.
 struct Served<S: Storage> {
@@ -73,30 +72,11 @@ fn a_seed_says_the_same_twice() {
     }
 }
 
-/// A storage that breaks its promises in one way.
-struct Lying {
-    disk: SimDisk,
-    lie: Lie,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Lie {
-    /// Durable writes are plain ones.
-    DurableWrites,
-    /// Flushes do nothing.
-    Flushes,
-    /// It claims to have no volatile cache.
-    NoCache,
-    /// A flush that fails says that it did not.
-    FlushesSucceed,
-    /// Zero writes stop short of the end of their range.
-    ShortZeroes,
-}
-
 /// Whether the exploration finds out about `lie` within so many seeds.
 fn is_caught(lie: Lie, seeds: u64) -> bool {
     (0..seeds).any(|seed| {
-        let build = |disk, random: &mut Rng| Served::new(Lying { disk, lie }, random);
+        let build =
+            |disk, random: &mut Rng| Served::new(AnyStorage::Lying(Lying { disk, lie }), random);
         explore(seed, &Workload::default(), build).is_err()
     })
 }
@@ -111,79 +91,5 @@ fn storages_that_lie_are_found_out() {
         (Lie::ShortZeroes, 1_000),
     ] {
         assert!(is_caught(lie, seeds), "{lie:?} went unnoticed for {seeds} seeds");
-    }
-}
-
-impl Storage for Lying {
-    fn name(&self) -> &str {
-        self.disk.name()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        let capabilities = self.disk.capabilities();
-        match self.lie {
-            Lie::NoCache => Capabilities { write_cache: WriteCache::None, ..capabilities },
-            _ => capabilities,
-        }
-    }
-
-    fn size(&self) -> u64 {
-        self.disk.size()
-    }
-
-    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
-        self.disk.read(offset, into).await
-    }
-
-    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        match self.lie {
-            Lie::DurableWrites => self.disk.write(offset, from, Durability::None).await,
-            _ => self.disk.write(offset, from, durability).await,
-        }
-    }
-
-    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        let block = u64::from(self.disk.capabilities().alignment.offset).max(16);
-        match self.lie {
-            Lie::ShortZeroes if range.length() > block => {
-                self.disk.write_zeroes(range.truncate(range.length() - block), unmap).await
-            }
-            _ => self.disk.write_zeroes(range, unmap).await,
-        }
-    }
-
-    async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
-        self.disk.prepare_zeroes(range, held).await
-    }
-
-    async fn free_space(&self) -> Result<Option<u64>> {
-        self.disk.free_space().await
-    }
-
-    async fn discard(&self, range: ByteRange) -> Result<()> {
-        self.disk.discard(range).await
-    }
-
-    async fn flush(&self, sync: blockhouse_core::SyncMode) -> Result<()> {
-        match self.lie {
-            Lie::Flushes => Ok(()),
-            Lie::FlushesSucceed => {
-                let _ = self.disk.flush(sync).await;
-                Ok(())
-            }
-            _ => self.disk.flush(sync).await,
-        }
-    }
-
-    async fn resize(&self, size: u64) -> Result<()> {
-        self.disk.resize(size).await
-    }
-
-    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
-        self.disk.block_status(range).await
-    }
-
-    async fn prefetch(&self, range: ByteRange) -> Result<()> {
-        self.disk.prefetch(range).await
     }
 }

@@ -62,7 +62,7 @@ fn step() -> impl Strategy<Value = Step> {
 fn config() -> impl Strategy<Value = Config> {
     let support =
         || prop_oneof![Just(Support::Yes), Just(Support::No), Just(Support::FailsOnFirstUse)];
-    let block = prop_oneof![Just(1_u32), Just(512), Just(4096)];
+    let block = prop_oneof![Just(1_u32), Just(512), Just(4096), Just(8192), Just(65536)];
     (block, support(), any::<bool>()).prop_map(|(block, write_zeroes, native)| Config {
         alignment: Alignment { offset: block, memory: block.min(512) },
         write_zeroes,

@@ -154,9 +154,9 @@ fn change_file(image: &Path, cache: CacheMode, model: &mut [u8], random: &mut Rn
     });
 }
 
-fn new_image(random: &mut Rng) -> CreateOptions {
+fn new_image(block: u32, random: &mut Rng) -> CreateOptions {
     CreateOptions {
-        cluster_size: [4096, 16 << 10][random.usize(..2)],
+        cluster_size: [4096, 16 << 10, 64 << 10][random.usize(..3)].max(u64::from(block)),
         refcount_bits: [1, 2, 16][random.usize(..3)],
         compression: [Compression::Zlib, Compression::Zstd][random.usize(..2)],
         ..CreateOptions::new(SIZE)
@@ -169,12 +169,12 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
     for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
         let sim = Sim::new(seed);
         let mut random = sim.fork_prng();
-        let block = [1, 512, 4096][random.usize(..3)];
+        let block = [1, 512, 4096, 16 << 10, 64 << 10][random.usize(..5)];
         let alignment = Alignment { offset: block, memory: block.min(512) };
         let file = SimDisk::new(&sim, Config { alignment, ..Config::default() }, Vec::new());
         let inner = sim.clone();
         sim.block_on(async move {
-            qcow2::create(&file, &new_image(&mut random)).await.expect("a new image");
+            qcow2::create(&file, &new_image(block, &mut random)).await.expect("a new image");
             let disk = Disk::open(file.clone(), ImageFormat::Qcow2, Options::default())
                 .await
                 .expect("the image");

@@ -101,8 +101,11 @@ fn endure(options: &CreateOptions, seed: u64, full: Full) -> bool {
     let mut random = Rng::with_seed(seed);
     let steps = steps(&mut random);
     let sim = Sim::new(random.u64(..));
-    let block = if random.bool() { 1 } else { 512 };
-    let alignment = Alignment { offset: block, memory: block };
+    // Blocks are no larger than clusters.
+    let blocks = [1, 512, 4096, 16_384, 65_536];
+    let fitting = blocks.iter().filter(|block| u64::from(**block) <= options.cluster_size).count();
+    let block = blocks[random.usize(..fitting)];
+    let alignment = Alignment { offset: block, memory: block.min(512) };
     let config = Config { alignment, latency: Latency::fixed(1, 1), ..Config::default() };
     let storage = SimDisk::new(&sim, config, Vec::new());
     let (options, file) = (options.clone(), storage.clone());
@@ -154,7 +157,7 @@ fn endure(options: &CreateOptions, seed: u64, full: Full) -> bool {
 
 fn options(random: &mut Rng) -> CreateOptions {
     let switch = |on| if on { Switch::On } else { Switch::Off };
-    let cluster_size = [512, 4096, 16_384][random.usize(..3)];
+    let cluster_size = [512, 4096, 16_384, 65_536][random.usize(..4)];
     CreateOptions {
         cluster_size,
         refcount_bits: [1, 16, 64][random.usize(..3)],

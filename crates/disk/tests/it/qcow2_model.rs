@@ -82,7 +82,7 @@ fn make() -> impl Strategy<Value = Make> {
 }
 
 fn config() -> impl Strategy<Value = Config> {
-    let block = prop_oneof![Just(1_u32), Just(512), Just(4096)];
+    let block = prop_oneof![Just(1_u32), Just(512), Just(4096), Just(8192), Just(65536)];
     let support = || prop_oneof![Just(Support::Yes), Just(Support::No)];
     let group_commit = prop_oneof![Just(GroupCommit::Never), Just(GroupCommit::From(2))];
     (block, [support(), support(), support()], any::<bool>(), any::<bool>(), group_commit).prop_map(

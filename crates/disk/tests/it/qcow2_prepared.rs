@@ -19,7 +19,7 @@ use blockhouse_sim::{
 
 use crate::common::{Rig, steady, write};
 use crate::crashed::{plain_config, read_all};
-use crate::qcow2_planted::{Broken, Policy};
+use crate::storages::{AnyStorage, Broken, Policy};
 
 pub const CLUSTER: u64 = 65_536;
 pub const SIZE: u64 = 512 * CLUSTER;
@@ -335,7 +335,7 @@ fn no_crash_shows_what_was_in_prepared_space_before() {
 
 #[test]
 fn space_that_counts_as_prepared_too_early_is_found_out() {
-    let early = |disk| Broken::new(disk, Policy::PreparedEarly);
+    let early = |disk| AnyStorage::Broken(Broken::new(disk, Policy::PreparedEarly));
     let found = (0..40).find_map(|seed| crash_everywhere(seed, Guests::Scattered, early).err());
     eprintln!("{:?}", found.expect("it went unnoticed"));
     // Clusters that are mapped ahead to such space show it without being written.

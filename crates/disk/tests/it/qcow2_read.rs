@@ -175,7 +175,7 @@ fn chains_that_cannot_be_trusted_are_refused() {
 
     // What is no file.
     for (name, why) in
-        [("nbd://localhost/disk", "--allow-remote"), ("json:{\"driver\":\"raw\"}", "address")]
+        [("nbd://localhost/disk", "--allow-remote"), ("json:{\"driver\":\"raw\"}", "file.filename")]
     {
         rebase(&middle, &["-b", name, "-F", "raw"]);
         let line = refusal(&top);

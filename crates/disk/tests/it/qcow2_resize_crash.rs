@@ -4,9 +4,11 @@
 use std::iter;
 use std::rc::Rc;
 
-use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, ToolProgress};
-use blockhouse_disk::{Disk, Options};
-use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Qcow2, Switch, Version};
+use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage, ToolProgress};
+use blockhouse_disk::{Disk, NewBitmap, Options};
+use blockhouse_format::qcow2::{
+    self, Backing, CreateOptions, DataFile, Qcow2, Sidecar, Switch, Version,
+};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::common::crash_points::at_every_operation;
@@ -79,7 +81,7 @@ async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
 fn any_options(block: u32, random: &mut Rng) -> CreateOptions {
     let is_v2 = random.u8(..4) == 0;
     let switch = |on| if on { Switch::On } else { Switch::Off };
-    let cluster_size = [u64::from(block).max(512), 4096, 16_384][random.usize(..3)];
+    let cluster_size = [512, 4096, 16_384][random.usize(..3)].max(u64::from(block));
     let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
     let raw = switch(random.bool());
     let data_file = DataFile { name: b"data".to_vec(), raw };
@@ -92,6 +94,8 @@ fn any_options(block: u32, random: &mut Rng) -> CreateOptions {
         extended_l2: switch(!is_v2 && cluster_size == 16_384 && random.bool()),
         backing: (!is_raw && random.bool()).then_some(backing),
         data_file,
+        // Then it is a sidecar.
+        identity: (is_raw && random.bool()).then_some([7; 16]),
         ..CreateOptions::new(any_size(random))
     }
 }
@@ -111,9 +115,27 @@ fn recover(files: Files<Vec<u8>>) -> Result<Vec<u8>, String> {
         if report.corruptions > 0 {
             return Err(format!("corrupt: {:?}", report.problems));
         }
+        if let Some(data) = &files.data {
+            as_opening_does(&files.image, data).await?;
+        }
         let disk = open_files(files).await.map_err(|error| error.to_string())?;
         read(&disk).await.map_err(|error| format!("cannot be read: {error}"))
     })
+}
+
+/// A raw disk has the size that its sidecar says, or the other one that it says, and is cut then.
+async fn as_opening_does(image: &SimDisk, data: &SimDisk) -> Result<(), String> {
+    let sidecar = Sidecar::read(image).await.map_err(|error| error.to_string())?;
+    let Some(Sidecar { size, other_size, .. }) = sidecar else { return Ok(()) };
+    let has = data.size();
+    let is_of = |size: u64| (size..size + 65_536).contains(&has);
+    match (is_of(size), other_size.is_some_and(is_of)) {
+        (true, _) => Ok(()),
+        (false, true) => data.resize(size).await.map_err(|error| error.to_string()),
+        (false, false) => {
+            Err(format!("a raw disk of {has} bytes, and {size} or {other_size:?} in its sidecar"))
+        }
+    }
 }
 
 /// Whether these bytes may be what a crash leaves between the one disk and the other.
@@ -124,7 +146,7 @@ fn is_between(found: &[u8], old: &[u8], new: &[u8]) -> bool {
 
 /// Whether a data file reads as the disk. It may end with a block.
 fn is_disk(data: &[u8], disk: &[u8]) -> bool {
-    data.starts_with(disk) && data.len() < disk.len() + 4096
+    data.starts_with(disk) && data.len() < disk.len() + 65_536
 }
 
 fn explore(seed: u64) -> Result<Report, String> {
@@ -133,6 +155,10 @@ fn explore(seed: u64) -> Result<Report, String> {
     let config = Config::random(&mut random);
     let options = any_options(config.alignment.offset, &mut random);
     let is_raw = options.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
+    let is_sidecar = options.identity.is_some();
+    // The name of a backing file leaves no room for them in a header of 512 bytes.
+    let has_room = options.cluster_size > 512 || options.backing.is_none();
+    let has_bitmap = has_room && options.version == Version::V3 && random.u8(..3) == 0;
     let empty = Files {
         image: Vec::new(),
         data: options.data_file.is_some().then(Vec::new),
@@ -150,6 +176,10 @@ fn explore(seed: u64) -> Result<Report, String> {
         for (offset, length, byte) in parts {
             let length = length.min((disk.size() - offset) as usize);
             write(&disk, offset, &vec![byte; length]).await?;
+        }
+        if has_bitmap || is_sidecar {
+            let new = NewBitmap { name: "changes".into(), granularity: None, is_enabled: true };
+            disk.bitmaps().add(&new).await?;
         }
         let old = read(&disk).await?;
         disk.close().await?;

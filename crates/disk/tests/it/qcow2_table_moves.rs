@@ -7,7 +7,7 @@ use std::rc::Rc;
 use blockhouse_core::{Buffer, Durability, Error, Fua, Request};
 use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch};
-use blockhouse_sim::{Config, Latency, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Config, Latency, Report, Rng, Sim, SimDisk, Size, for_seeds};
 
 use crate::common::{Rig, write};
 
@@ -126,4 +126,51 @@ fn crash_at_every_stage_of_a_table_move() {
         let which = (seed % 2) as usize;
         explore(&images[which], starts[which], seed)
     });
+}
+
+/// The L1 table of a disk that grows moves on a device, whose end no write can pass. `spare` clusters of it
+/// are free, the last one is in use or not.
+fn grow_on_a_device(block: u32, spare: u64, has_end_in_use: bool) {
+    const CLUSTER: u64 = 65_536;
+    let sim = Sim::new(spare);
+    let alignment = blockhouse_core::Alignment { offset: block, memory: 512 };
+    let options = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(4 << 20) };
+    let file = SimDisk::new(&sim, Config::default(), Vec::new());
+    let target = file.clone();
+    sim.block_on(async move { qcow2::create(&target, &options).await }).expect("a new image");
+    let mut content = file.content();
+    content.resize(content.len() + ((65 + spare) * CLUSTER) as usize, 0xaa);
+    let config = Config { alignment, size: Size::Fixed, ..Config::default() };
+    let device = SimDisk::new(&sim, config, content);
+    sim.block_on(async move {
+        let disk =
+            Disk::open(device.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap();
+        let pieces = if has_end_in_use { 0..64 } else { 0..8 };
+        for piece in pieces.clone() {
+            disk.submit(write(piece * CLUSTER, 512, 1, Durability::None)).await.expect("room");
+        }
+        // Each of 8,192 entries is for 512 MiB.
+        disk.resize((8192 << 29) + 512).await.expect("room for an L1 table of two clusters");
+        for piece in pieces {
+            let mut buffer = Buffer::new(CLUSTER as usize);
+            let read = Request::Read { offset: piece * CLUSTER, into: buffer.lend() };
+            disk.submit(read).await.unwrap();
+            assert!(buffer.bytes()[..512].iter().all(|&byte| byte == 1));
+            assert!(buffer.bytes()[512..].iter().all(|&byte| byte == 0), "what the device held");
+        }
+        disk.close().await.unwrap();
+        drop(disk);
+        let image = Qcow2::open(device, qcow2::OpenOptions::default()).await.unwrap();
+        let report = qcow2::check(&image).await.unwrap();
+        assert_eq!((report.corruptions, report.leaks), (0, 0), "{:?}", report.problems);
+    });
+}
+
+#[test]
+fn an_l1_table_finds_room_on_a_device() {
+    for block in [512, 4096, 8192, 65_536] {
+        grow_on_a_device(block, 40, false);
+        grow_on_a_device(block, 40, true);
+        grow_on_a_device(block, 3, true);
+    }
 }

@@ -61,7 +61,12 @@ async fn half_of_a_base(
 }
 
 async fn switch(disk: &Disk<SimDisk>, next: Disk<SimDisk>) {
-    let replaced = disk.quiesced().await.switch_to(Arc::new(next)).expect("a successor");
+    let replaced = disk
+        .quiesced()
+        .await
+        .expect("no change in flight")
+        .switch_to(Arc::new(next))
+        .expect("a successor");
     replaced.close().await.expect("the replaced image is closed");
 }
 
@@ -140,7 +145,7 @@ fn a_durable_write_that_waited_for_a_switch_ends_before_its_image_is_closed() {
             sim.block_on(async move {
                 qcow2::create(&second, &CreateOptions::new(SIZE)).await.expect("an image");
                 let second = open(second).await;
-                let quiesced = first.quiesced().await;
+                let quiesced = first.quiesced().await.expect("no limit");
                 let tasks: Vec<_> = (0..4)
                     .map(|cluster| {
                         let disk = Arc::clone(&first);

@@ -2,110 +2,15 @@
 //! that threads share lose nobody's bytes, and rounds of qcow2 tables that they share serve everybody.
 
 use std::pin::pin;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 
-use blockhouse_core::{
-    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Request, Result, Storage, SyncMode as FlushDepth, Unmap,
-    WriteCache,
-};
+use blockhouse_core::{Buffer, Durability, Request};
 use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 
-/// Bytes in memory, and the bytes that flushes made stable. Clones are the same memory.
-#[derive(Clone)]
-struct Memory(Arc<State>);
-
-struct State {
-    visible: Mutex<Vec<u8>>,
-    stable: Mutex<Vec<u8>>,
-    flushes: AtomicU64,
-    block: u32,
-}
-
-impl Memory {
-    /// `content`, all of it stable.
-    fn new(content: Vec<u8>, block: u32) -> Self {
-        Self(Arc::new(State {
-            visible: Mutex::new(content.clone()),
-            stable: Mutex::new(content),
-            flushes: AtomicU64::new(0),
-            block,
-        }))
-    }
-}
-
-impl Storage for Memory {
-    fn name(&self) -> &str {
-        "memory"
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            fua: Fua::Emulated,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
-            alignment: Alignment { offset: self.0.block, memory: 1 },
-            write_zeroes: Offload::Unavailable,
-            prepare_zeroes: Offload::Unavailable,
-            discard: Offload::Unavailable,
-            read_after_discard: ReadAfterDiscard::Undefined,
-        }
-    }
-
-    fn size(&self) -> u64 {
-        self.0.visible.lock().unwrap().len() as u64
-    }
-
-    async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
-        thread::yield_now();
-        into.copy_from(&self.0.visible.lock().unwrap()[offset as usize..]);
-        Ok(())
-    }
-
-    async fn write(&self, offset: u64, from: IoVector, _durability: Durability) -> Result<()> {
-        thread::yield_now();
-        let (start, end) = (offset as usize, offset as usize + from.len());
-        let mut visible = self.0.visible.lock().unwrap();
-        let length = visible.len().max(end);
-        visible.resize(length, 0);
-        from.copy_to(&mut visible[start..end]);
-        Ok(())
-    }
-
-    async fn write_zeroes(&self, _range: ByteRange, _unmap: Unmap) -> Result<()> {
-        unreachable!("not offered")
-    }
-
-    async fn discard(&self, _range: ByteRange) -> Result<()> {
-        unreachable!("not offered")
-    }
-
-    async fn flush(&self, _depth: FlushDepth) -> Result<()> {
-        let seen = self.0.visible.lock().unwrap().clone();
-        thread::yield_now();
-        self.0.flushes.fetch_add(1, Ordering::Relaxed);
-        *self.0.stable.lock().unwrap() = seen;
-        Ok(())
-    }
-
-    async fn resize(&self, size: u64) -> Result<()> {
-        self.0.visible.lock().unwrap().resize(size as usize, 0);
-        Ok(())
-    }
-
-    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
-        Ok((Allocation::Data, range.length()))
-    }
-
-    async fn prefetch(&self, _range: ByteRange) -> Result<()> {
-        Ok(())
-    }
-}
+use crate::storages::{AnyStorage, Memory};
 
 struct Unpark(Thread);
 
@@ -135,7 +40,7 @@ const BLOCKS: usize = 8;
 /// Writes and flushes on all threads; `stable` must have each round's bytes when its flush returns.
 fn contend(block: u32) -> (u64, u64) {
     let memory = Memory::new(vec![0; 512 * BLOCKS], block);
-    let disk = Disk::raw(memory.clone(), Options::default()).unwrap();
+    let disk = Disk::raw(AnyStorage::Memory(memory.clone()), Options::default()).unwrap();
     thread::scope(|scope| {
         for number in 0..THREADS {
             let (disk, memory) = (&disk, &memory);
@@ -148,14 +53,14 @@ fn contend(block: u32) -> (u64, u64) {
                     let write = Request::Write { offset: offset as u64, from, durability };
                     block_on(disk.submit(write)).unwrap();
                     block_on(disk.submit(Request::Flush)).unwrap();
-                    let stable = memory.0.stable.lock().unwrap()[offset..offset + PART].to_vec();
+                    let stable = memory.stable()[offset..offset + PART].to_vec();
                     assert_eq!(stable, [round as u8; PART], "round {round} of thread {number}");
                 }
             });
         }
     });
     let asked = (THREADS * ROUNDS) as u64;
-    (asked, memory.0.flushes.load(Ordering::Relaxed))
+    (asked, memory.flushes())
 }
 
 #[test]
@@ -180,7 +85,8 @@ fn threads_share_rounds_of_tables() {
         let size = THREADS as u64 * EACH * CLUSTER;
         let image = CreateOptions { cluster_size: CLUSTER, ..CreateOptions::new(size) };
         qcow2::create(&memory, &image).await.unwrap();
-        Disk::open(memory.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap()
+        let storage = AnyStorage::Memory(memory.clone());
+        Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.unwrap()
     });
     thread::scope(|scope| {
         for number in 0..THREADS as u64 {
@@ -199,7 +105,7 @@ fn threads_share_rounds_of_tables() {
         }
     });
     let writes = THREADS as u64 * EACH;
-    let flushes = memory.0.flushes.load(Ordering::Relaxed);
+    let flushes = memory.flushes();
     assert!(flushes <= 2 * writes + 4, "two for a round at most: {flushes} for {writes} writes");
 }
 
@@ -211,7 +117,7 @@ fn bytes(byte: u8) -> Buffer {
 
 /// 512 bytes at `offset` of the disk, from what is stable of its image.
 fn left_at(memory: &Memory, offset: u64) -> Vec<u8> {
-    let left = Memory::new(memory.0.stable.lock().unwrap().clone(), 1);
+    let left = AnyStorage::Memory(Memory::new(memory.stable(), 1));
     let disk = block_on(Disk::open(left, ImageFormat::Qcow2, Options::default())).unwrap();
     let mut buffer = Buffer::new(512);
     block_on(disk.submit(Request::Read { offset, into: buffer.lend() })).unwrap();

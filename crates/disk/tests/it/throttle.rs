@@ -1,14 +1,15 @@
 //! Limits on the rates of whole disks: what waits for them, what does not, and that nobody waits for ever.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::num::NonZeroU64;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap};
 use blockhouse_disk::{Disk, Options, RateLimits, ThrottleClock, ThrottleGroup};
@@ -16,6 +17,7 @@ use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::CreateOptions;
 
 use crate::common::{Rig, steady};
+use crate::storages::AnyStorage;
 
 /// A clock that stands still: what waits, waits until something else lets it go.
 struct StoppedClock;
@@ -146,7 +148,7 @@ fn no_wake_up_is_lost_between_loops() {
     let group = ThrottleGroup::new(iops(20_000));
     let open = || {
         let file = HostFile::open(file.path(), OpenMode::ReadOnly, PageCache::Used).unwrap();
-        let disk = Arc::new(Disk::raw(file, Options::default()).unwrap());
+        let disk = Arc::new(Disk::raw(AnyStorage::HostFile(file), Options::default()).unwrap());
         disk.join_throttle_group(&group);
         disk
     };
@@ -188,7 +190,7 @@ fn no_wake_up_is_lost_between_loops() {
 }
 
 /// Reads until so many reads were carried out; one of four is dropped after a while if it still waits.
-async fn read_and_drop(disk: Arc<Disk<HostFile>>, done: Arc<AtomicU64>, count: u64, seed: u64) {
+async fn read_and_drop(disk: Arc<Disk<AnyStorage>>, done: Arc<AtomicU64>, count: u64, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut left = count;
     while left > 0 {
@@ -209,4 +211,53 @@ async fn read_and_drop(disk: Arc<Disk<HostFile>>, done: Arc<AtomicU64>, count: u
             done.fetch_add(1, Ordering::Relaxed);
         }
     }
+}
+
+#[test]
+fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    let group = ThrottleGroup::new(iops(50));
+    let (group, path) = (&group, file.path());
+    let is_over = &AtomicBool::new(false);
+    // Reads with so many tasks at a time until the test is over. A held-up loop blocks its thread now and then.
+    let serve = |tasks: usize, is_held_up: bool| {
+        let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used).unwrap();
+        let disk = Arc::new(Disk::raw(file, Options::default()).unwrap());
+        disk.join_throttle_group(group);
+        let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+        let longest = Rc::new(Cell::new(Duration::ZERO));
+        let seen = Rc::clone(&longest);
+        event_loop.block_on(async move {
+            for _ in 0..tasks {
+                let (disk, longest) = (Arc::clone(&disk), Rc::clone(&longest));
+                drop(blockhouse_engine::spawn(async move {
+                    loop {
+                        let (mut buffer, begin) = (Buffer::new(512), Instant::now());
+                        let into = buffer.lend();
+                        disk.submit(Request::Read { offset: 0, into }).await.expect("a read");
+                        longest.set(longest.get().max(begin.elapsed()));
+                    }
+                }));
+            }
+            while !is_over.load(Ordering::Relaxed) {
+                blockhouse_engine::sleep(Duration::from_millis(30)).await;
+                if is_held_up {
+                    thread::sleep(Duration::from_millis(1500));
+                }
+            }
+        });
+        seen.get()
+    };
+    thread::scope(|scope| {
+        let held_up = scope.spawn(|| serve(4, true));
+        // Its requests wait and have the timer before the other's come.
+        thread::sleep(Duration::from_millis(20));
+        let other = scope.spawn(|| serve(1, false));
+        thread::sleep(Duration::from_secs(3));
+        is_over.store(true, Ordering::Relaxed);
+        let longest = other.join().unwrap();
+        assert!(longest < Duration::from_millis(700), "one waited for {longest:?}");
+        held_up.join().unwrap();
+    });
 }

@@ -155,7 +155,7 @@ fn any_offset_in_any_order_is_what_was_written_last() {
         let compression = compression_of(&mut random);
         let (content, options) = new_image(&mut random, compression);
         let mut config = Config::random(&mut random);
-        config.alignment.offset = config.alignment.offset.min(4096);
+        config.alignment.offset = config.alignment.offset.min(options.cluster_size as u32);
         let storage = SimDisk::new(&sim, config, content);
         let (opened, mut random) = (storage.clone(), random.fork());
         let (wanted, found) = sim.block_on(async move {

@@ -44,6 +44,11 @@ impl GuestRegion {
 /// time all borders of regions in it count.
 pub const MAX_SEGMENTS: usize = 4096;
 
+/// A range lies in at most one piece for each so many bytes of it, beside its first and last. That is what regions of
+/// whole pages cut it into at most. Reason: a guest could name a range that lies in hundreds of tiny regions again and
+/// again, and each piece costs time.
+const MIN_PIECE: usize = 4096;
+
 /// The regions of a guest. Changing the set makes a new one; operations keep the one they began with.
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
@@ -162,7 +167,7 @@ impl GuestMemory {
     }
 
     /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not there,
-    /// or when they lie in more than 4096 pieces.
+    /// or when they lie in more than 4096 pieces, or one of them in pieces that are shorter than a page of any guest's.
     pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
         let owner = Arc::clone(self);
         if let [range] = ranges
@@ -202,7 +207,7 @@ impl GuestMemory {
     }
 
     /// Calls `f` for each region's part of the range, in order, until it says `false`. `false` when a part
-    /// is missing, or when `f` says so.
+    /// is missing, when there are more parts than [`MIN_PIECE`] allows, or when `f` says so.
     fn each_part(
         &self,
         mut address: u64,
@@ -214,7 +219,7 @@ impl GuestMemory {
         }
         let Some((first, _, _)) = self.find(address) else { return false };
         // What follows a region is in the next one, or nowhere.
-        for region in &self.regions[first..] {
+        for region in self.regions[first..].iter().take(2 + length / MIN_PIECE) {
             let Some(offset) = region.offset_of(address) else { return false };
             let here = length.min(region.memory.len() - offset as usize);
             if !f(&region.memory, offset as usize, here) {
@@ -262,6 +267,9 @@ mod tests {
         for (offset, length) in [(4096, 4097), (8192, 1), (1 << 40, 1), (u64::MAX, 1), (0, 0)] {
             assert!(map(file(8192), offset, length).is_err(), "{offset}+{length}");
         }
+        let whole_page = map(file(15_120), 0, 16_384).unwrap();
+        whole_page.write(16_380, &[1; 4]);
+        assert!(map(file(15_120), 0, 16_385).is_err());
     }
 
     #[test]
@@ -375,6 +383,30 @@ mod tests {
         let mut more = vec![all; MAX_SEGMENTS / 64];
         more.push(one);
         assert!(memory.vector(&more).is_none());
+    }
+
+    #[test]
+    fn regions_of_any_size_are_crossed_but_not_many_tiny_ones() {
+        let mut memory = GuestMemory::new();
+        // As a client has its rings, then many of a byte.
+        assert!(memory.add(region(0x10000, 15_120)));
+        assert!((0..509).all(|at| memory.add(region(0x10000 + 15_120 + at, 1))));
+        let end = 0x10000 + 15_120 + 509;
+        assert!(memory.add(region(end, 8192)));
+        let mut bytes = vec![0; 15_121];
+        assert!(memory.write(0x10000, &vec![5; 15_121]) && memory.read(0x10000, &mut bytes));
+        assert!(bytes.iter().all(|&byte| byte == 5));
+        let memory = Arc::new(memory);
+        let pieces = |address, length| {
+            let vector = memory.vector(&[GuestRange { address, length }]);
+            vector.map(|vector| vector.segments().len())
+        };
+        assert_eq!(pieces(0x10000, 15_120), Some(1));
+        assert_eq!(pieces(0x10000, 15_120 + 4), Some(5));
+        assert_eq!(pieces(0x10000, 15_120 + 5), None);
+        assert_eq!(pieces(end - 1, 2), Some(2));
+        assert_eq!(pieces(end - 2, 3), None);
+        assert_eq!(pieces(end - 100, 4096), None);
     }
 
     #[test]

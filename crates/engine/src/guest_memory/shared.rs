@@ -80,8 +80,8 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// Maps `length` bytes of the file from `offset` on, which need no alignment. If they vanish later,
-    /// `domain` fails.
+    /// Maps `length` bytes of the file from `offset` on, which need no alignment. They may reach up to the end of the
+    /// file's last page. If they vanish later, `domain` fails.
     ///
     /// # Errors
     /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has fewer
@@ -103,7 +103,8 @@ impl SharedMemory {
             .and_then(|end| usize::try_from(end - start).ok())
             .filter(|_| length > 0)
             .ok_or_else(|| invalid("no such range"))?;
-        let size = rustix::fs::fstat(&file)?.st_size as u64;
+        // The rest of the last page is there, too.
+        let size = (rustix::fs::fstat(&file)?.st_size as u64).next_multiple_of(page);
         if size < offset + length as u64 {
             return Err(invalid("the file ends before the range does"));
         }

@@ -8,6 +8,7 @@
 //! (`capabilities`) is told for the engine of the loop that asks.
 
 mod change_time;
+mod new_file;
 mod open;
 mod open_files;
 mod written_zeros;
@@ -18,10 +19,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
-    GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua,
+    FuaCost, GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap,
+    WriteCache,
 };
-use rustix::fs::{Advice, FallocateFlags};
+use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
 use crate::engine::Engine;
@@ -32,6 +34,7 @@ use crate::probe::{self, FileKind};
 use crate::submit::submit;
 use crate::thread_pool::{MAX_THREADS, blocking};
 
+pub use new_file::NewFile;
 pub use open::{OpenMode, PageCache};
 pub use open_files::OpenFiles;
 
@@ -52,6 +55,8 @@ pub struct HostFile {
     kind: FileKind,
     size: AtomicU64,
     alignment: Alignment,
+    /// Blocks that are zeroed and discarded as a whole.
+    offload_block: u32,
     fua_cost: FuaCost,
     write_cache: WriteCache,
     /// What the kernel has refused so far. Support is found out per file, once.
@@ -63,6 +68,7 @@ struct Unsupported {
     fua: AtomicBool,
     punch_hole: AtomicBool,
     zero_range: AtomicBool,
+    set_aside: AtomicBool,
     discard: AtomicBool,
     extend: AtomicBool,
     prepare_zeroes: AtomicBool,
@@ -154,10 +160,26 @@ impl HostFile {
             || self.file.caching == Caching::Direct
     }
 
-    /// Writes everything.
+    /// Writes everything. The size that is remembered follows, also where only a part was written.
     async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
-        let file = self.file_for(offset, from.len());
         let end = offset.saturating_add(from.len() as u64);
+        let outcome = self.transfer_all(offset, from, through).await;
+        if end > self.size() {
+            match &outcome {
+                Ok(()) => self.set_min_size(end),
+                Err(_) => self.note_part_written(),
+            }
+        }
+        outcome
+    }
+
+    /// A write failed that may have made the file longer.
+    fn note_part_written(&self) {
+        self.query_size().into_iter().for_each(|size| self.set_min_size(size));
+    }
+
+    async fn transfer_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
+        let file = self.file_for(offset, from.len());
         let mut transfer = Transfer { file, offset, vector: from };
         while !transfer.vector.is_empty() {
             let (result, operation) = submit(Operation::Write(transfer, through)).await;
@@ -178,9 +200,6 @@ impl HostFile {
                 Ok(count) if count == transfer.vector.len() => break,
                 Ok(count) => advance(&mut transfer, count),
             }
-        }
-        if end > self.size() {
-            self.size.fetch_max(end, Relaxed);
         }
         Ok(())
     }
@@ -256,6 +275,20 @@ impl HostFile {
         }
     }
 
+    /// Zeros with space behind them. Where the file system does not do that at once (tmpfs, NFS), a hole that gets space.
+    async fn zero_with_space(&self, range: ByteRange) -> Result<()> {
+        let Unsupported { punch_hole, zero_range, set_aside, .. } = &self.unsupported;
+        match self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await {
+            Err(error)
+                if error.kind() == ErrorKind::Unsupported
+                    && self.kind == FileKind::Regular
+                    && !set_aside.load(Relaxed) => {}
+            outcome => return outcome,
+        }
+        self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole, &ZEROES).await?;
+        self.allocate(FallocateFlags::empty(), range, set_aside, &ZEROES).await
+    }
+
     /// Whether a durable write is one request. The kernel may refuse that; and to writes to a block
     /// device that the calling thread waits for it adds a flush, so that the engine that has no others
     /// is better off with a plain write and a flush, which several can share.
@@ -305,6 +338,15 @@ impl HostFile {
 
     fn unsupported(&self, what: &str) -> Error {
         Error::new(ErrorKind::Unsupported, format!("{what} is not supported here")).on(&self.name)
+    }
+
+    /// Writes zeros to a range of less than two blocks of a device.
+    async fn write_few_zeros(&self, range: ByteRange) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        let zeros = Buffer::try_new(range.length() as usize)?.lend();
+        self.write_all(range.offset(), zeros, WriteThrough::No).await
     }
 
     async fn discard_on_device(&self, range: ByteRange) -> Result<()> {
@@ -415,16 +457,21 @@ impl Storage for HostFile {
         }
     }
 
+    /// Whole blocks first, because only they can be refused. The edges of a device's blocks are written.
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        let Unsupported { punch_hole, zero_range, .. } = &self.unsupported;
+        let Some(whole) = range.align_inward(self.offload_block.into()) else {
+            return self.write_few_zeros(range).await;
+        };
+        let punch_hole = &self.unsupported.punch_hole;
         match unmap {
             Unmap::Allowed => {
-                self.allocate(FallocateFlags::PUNCH_HOLE, range, punch_hole, &ZEROES).await
+                self.allocate(FallocateFlags::PUNCH_HOLE, whole, punch_hole, &ZEROES).await?
             }
-            Unmap::Forbidden => {
-                self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await
-            }
+            Unmap::Forbidden => self.zero_with_space(whole).await?,
         }
+        let head = ByteRange::between(range.offset(), whole.offset());
+        self.write_few_zeros(head).await?;
+        self.write_few_zeros(ByteRange::between(whole.end(), range.end())).await
     }
 
     async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
@@ -447,8 +494,7 @@ impl Storage for HostFile {
                 Err(self.unsupported(PREPARE.unsupported))
             }
             Err(error) => {
-                // A part of it may have made the file longer.
-                self.query_size().into_iter().for_each(|size| self.set_min_size(size));
+                self.note_part_written();
                 Err(failed(error))
             }
         }
@@ -471,7 +517,10 @@ impl Storage for HostFile {
             FileKind::BlockDevice if self.unsupported.discard.load(Relaxed) => {
                 Err(self.unsupported(DISCARD.unsupported))
             }
-            FileKind::BlockDevice => self.discard_on_device(range).await,
+            FileKind::BlockDevice => match range.align_inward(self.offload_block.into()) {
+                Some(whole) => self.discard_on_device(whole).await,
+                None => Ok(()),
+            },
         }
     }
 
@@ -487,6 +536,17 @@ impl Storage for HostFile {
         // Both in any case: each failure is reported once.
         let earlier = self.file.detached_syncs.take_failure();
         result.and(earlier).map_err(|error| self.error("cannot flush", error))
+    }
+
+    /// The file's position, which no request uses, goes no further than files of its file system do.
+    fn check_size(&self, size: u64) -> Result<()> {
+        match rustix::fs::seek(&*self.file, SeekFrom::Start(size)) {
+            Err(Errno::INVAL) if self.kind == FileKind::Regular => {
+                let what = format!("its file system has no files of {size} bytes");
+                Err(Error::new(ErrorKind::NoSpace, what).on(&self.name))
+            }
+            _ => Ok(()),
+        }
     }
 
     async fn resize(&self, size: u64) -> Result<()> {

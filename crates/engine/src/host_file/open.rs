@@ -1,7 +1,8 @@
 //! Opening and making host files, and what is found out then.
 
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::convert::Infallible;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -9,12 +10,15 @@ use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result, Storage};
 use rustix::fs::{Access, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::new_file::NewFile;
 use super::{HostFile, OpenFiles, Unsupported};
 use crate::descriptors::DESCRIPTORS_HINT;
+use crate::device_user::device_user;
 use crate::file::{Caching, File, Medium};
 use crate::io_poll::{IoPoll, check_io_poll};
 use crate::local;
 use crate::probe::{self, FileKind};
+use crate::wait_released::wait_until_released;
 
 /// Whether an open file may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,11 +74,24 @@ impl HostFile {
     /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set, or
     /// the new file cannot be opened as it was asked for, it is removed again.
     pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
+        Self::create_as(path, size, cache, NewFile::default())
+    }
+
+    /// As [`create`](Self::create), with what its file system is to know; or what is there is emptied, which stays where
+    /// that fails.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn create_as(path: &Path, size: u64, cache: PageCache, how: NewFile) -> Result<Self> {
         let failed = |what: &'static str, error: Errno| {
             Error::host(what, error.into()).on(&path.display().to_string())
         };
         // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+        let makes = match how.is_in_place {
+            true => OFlags::TRUNC,
+            false => OFlags::CREATE | OFlags::EXCL,
+        };
+        let flags = makes | OFlags::WRONLY | OFlags::CLOEXEC;
         let rights = Mode::RUSR | Mode::WUSR;
         let made = rustix::fs::open(path, flags, rights).map_err(|error| {
             let failed = failed("cannot create", error);
@@ -86,10 +103,11 @@ impl HostFile {
                 _ => failed,
             }
         })?;
+        how.apply(made.as_fd(), path);
         let file = rustix::fs::ftruncate(&made, size)
             .map_err(|error| failed("cannot set the size of the new file", error))
             .and_then(|()| Self::open(path, OpenMode::ReadWrite, cache));
-        if file.is_err() {
+        if file.is_err() && !how.is_in_place {
             // The error that counts is the first one.
             let _ = std::fs::remove_file(path);
         }
@@ -99,7 +117,8 @@ impl HostFile {
     /// Opens an existing file or block device.
     ///
     /// # Errors
-    /// The kernel's, and [`ErrorKind::InvalidInput`] for what is neither file nor block device.
+    /// The kernel's; [`ErrorKind::InvalidInput`] for what is neither file nor block device; [`ErrorKind::Locked`] for a
+    /// block device that is to be written and is mounted, or in use by another writer.
     pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         Self::open_at(path, path, access, cache)
     }
@@ -116,10 +135,18 @@ impl HostFile {
         let mode = access.flags();
         // Opening a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let descriptor = rustix::fs::open(place, flags, Mode::empty()).map_err(|error| {
+        let opened = match access {
+            OpenMode::ReadOnly => rustix::fs::open(place, flags, Mode::empty()),
+            OpenMode::ReadWrite => open_alone(place, flags),
+        };
+        let descriptor = opened.map_err(|error| {
+            let found = std::fs::metadata(place);
             // What direct I/O says of a folder or a pipe misleads.
-            if std::fs::metadata(place).is_ok_and(|found| !is_disk(&found)) {
+            if found.as_ref().is_ok_and(|found| !is_disk(found)) {
                 return no_disk(&name);
+            }
+            if error == Errno::BUSY {
+                return busy(&name, found.ok().and_then(|found| device_user(found.rdev())));
             }
             match advice(error, path, cache) {
                 Some(hint) => failed(error).hint(hint),
@@ -243,6 +270,7 @@ impl HostFile {
             alignment.offset = alignment.offset.max(page);
         }
         let device = probe::device(&file, kind).map_err(failed)?;
+        let offload_block = probe::offload_block(&file, kind).map_err(failed)?;
         let tail = match kind {
             FileKind::Regular if alignment.offset > 1 => {
                 let tail = match reopened.tail {
@@ -261,6 +289,7 @@ impl HostFile {
             fua: (probe::fua(&file, &sample) != Fua::Native).into(),
             punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
             zero_range: (device.write_zeroes == Offload::Unavailable).into(),
+            set_aside: false.into(),
             discard: (device.discard == Offload::Unavailable).into(),
             extend: (kind == FileKind::BlockDevice).into(),
             prepare_zeroes: (device.prepare_zeroes == Offload::Unavailable).into(),
@@ -279,11 +308,35 @@ impl HostFile {
             kind,
             size,
             alignment,
+            offload_block,
             fua_cost,
             write_cache,
             unsupported,
         })
     }
+}
+
+/// Opens for writing. `O_EXCL` has the kernel refuse a block device that is mounted, is part of another device, or was
+/// opened so by another program, by whatever node; of files it means nothing without `O_CREAT`.
+fn open_alone(place: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let mut opened = Err(Errno::BUSY);
+    // A killed process holds its devices until its I/O has ended.
+    let _ = wait_until_released(|| {
+        opened = rustix::fs::open(place, flags | OFlags::EXCL, Mode::empty());
+        let is_busy = matches!(opened, Err(Errno::BUSY));
+        let device = || std::fs::metadata(place).map_or(0, |found| found.rdev());
+        Ok::<_, Infallible>(!is_busy || device_user(device()).is_some())
+    });
+    opened
+}
+
+fn busy(name: &str, user: Option<String>) -> Error {
+    let user = user.unwrap_or_else(|| {
+        "another program has it open exclusively, or it is mounted elsewhere".to_owned()
+    });
+    Error::new(ErrorKind::Locked, format!("the device is in use: {user}"))
+        .on(name)
+        .hint("unmount it, or stop its user, first; two writers would destroy each other's data")
 }
 
 /// The open file that is flushed: one that no durable write goes by, where the page cache may hold what

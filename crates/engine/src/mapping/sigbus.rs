@@ -8,6 +8,10 @@
 //! only so many mappings. What a transfer of the kernel's reads there from then on is zeros, of a request
 //! that is never acknowledged, as the domain has failed.
 //!
+//! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) changes nothing: the kernel has taken the
+//! page away, and an access to it is a fault of its own. An earlier handler would take the report for a fault
+//! and restore the default action, which ends the process at the next fault of a guest's memory.
+//!
 //! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to the handler of SIGBUS that was installed before, as
 //! the standard library does for its reports of stack overflows; in the end to the default action.
 
@@ -26,6 +30,8 @@ use super::registry::{MAPPINGS, Pages};
 /// and was read.
 const BUS_ADRERR: c_int = 2;
 const BUS_MCEERR_AR: c_int = 4;
+/// Memory is broken, and nothing has read it (`vm.memory_failure_early_kill`).
+const BUS_MCEERR_AO: c_int = 5;
 
 /// What handled the signal before. Stored before our handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
@@ -83,6 +89,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     let (code, address, errno) =
         unsafe { ((*info).si_code, (*info).si_addr().addr(), *libc::__errno_location()) };
     let fault = match code {
+        BUS_MCEERR_AO => return,
         BUS_ADRERR => Some(Fault::NoPage { address }),
         BUS_MCEERR_AR => Some(Fault::Hardware { address }),
         _ => None,

@@ -214,3 +214,26 @@ fn is_sent_the_signal() {
     // The signal may come to another thread.
     std::thread::sleep(std::time::Duration::from_secs(20));
 }
+
+#[test]
+fn a_report_of_broken_memory_leaves_the_handler_in_place() {
+    assert!(alone("child_with_a_report_of_broken_memory").success());
+}
+
+#[test]
+#[ignore = "a signal that ends its process if the handler is wrong"]
+fn child_with_a_report_of_broken_memory() {
+    let (domain, cut) = (FaultDomain::unconnected(), file(1));
+    let mapping = map(&cut, 1, &domain);
+    // SAFETY: all-zero is a valid siginfo_t; the kernel reads it, and sends the signal to this process.
+    let sent = unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        (info.si_signo, info.si_code) = (libc::SIGBUS, 5);
+        let (process, thread) = (libc::getpid(), libc::gettid());
+        libc::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, libc::SIGBUS, &raw const info)
+    };
+    assert_eq!(sent, 0);
+    assert!(!domain.has_failed());
+    rustix::fs::ftruncate(&cut, 0).unwrap();
+    assert_eq!((load(&mapping, 0), domain.has_failed()), (0, true));
+}

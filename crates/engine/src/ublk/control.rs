@@ -8,8 +8,9 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
 
-use io_uring::types::Fixed;
+use io_uring::types::{Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::fs::{Mode, OFlags};
 
@@ -27,6 +28,8 @@ pub struct UblkControl {
     ring: IoUring<squeue::Entry128>,
     personality: u16,
     broken_wait: BrokenWait,
+    /// The number of the last command, by which its completion is known.
+    last: u64,
 }
 
 impl UblkControl {
@@ -42,7 +45,7 @@ impl UblkControl {
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         let personality = ring.submitter().register_personality()?;
         enable(&ring, &CONTROL)?;
-        Ok(Self { ring, personality, broken_wait: BrokenWait::default() })
+        Ok(Self { ring, personality, broken_wait: BrokenWait::default(), last: 0 })
     }
 
     /// Has the driver carry out a command for device `id`. What the argument and the buffer are for is said at the command.
@@ -51,7 +54,7 @@ impl UblkControl {
     /// The driver's.
     ///
     /// # Panics
-    /// For a buffer of more than 64 KiB; when the kernel takes no commands for ten seconds.
+    /// For a buffer of more than 64 KiB. When the kernel takes no commands for ten seconds, the process ends.
     pub fn command(
         &mut self,
         command: UblkCommand,
@@ -59,25 +62,75 @@ impl UblkControl {
         argument: u64,
         buffer: &mut [u8],
     ) -> io::Result<()> {
+        // SAFETY: the buffer is borrowed until this function returns, which is after the completion: without
+        // a limit of time `wait` returns then, or ends the process.
+        unsafe { self.push(command, id, argument, buffer) };
+        self.wait(None).unwrap_or_else(|| std::process::abort())
+    }
+
+    /// As [`command`](Self::command) without a buffer, but not waited for longer than `limit`: `None` then.
+    /// The driver goes on with it, and it is interrupted when this value is dropped.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn command_within(
+        &mut self,
+        command: UblkCommand,
+        id: u32,
+        limit: Duration,
+    ) -> io::Result<Option<()>> {
+        // SAFETY: there is no buffer.
+        unsafe { self.push(command, id, 0, &mut []) };
+        self.wait(Some(limit)).transpose()
+    }
+
+    /// Queues a command.
+    ///
+    /// # Safety
+    /// The buffer is borrowed until [`wait`](Self::wait) has returned a result.
+    unsafe fn push(&mut self, command: UblkCommand, id: u32, argument: u64, buffer: &mut [u8]) {
         let length = u16::try_from(buffer.len()).expect("a short buffer");
         let address = if buffer.is_empty() { 0 } else { buffer.as_mut_ptr().expose_provenance() };
         let bytes = control_bytes(id, address as u64, length, argument);
         let entry = opcode::UringCmd80::new(SLOT, command.code()).cmd(bytes).build();
-        let entry = entry.personality(self.personality);
-        // SAFETY: the entry refers to the buffer, whose length it tells the driver, and this function borrows it until
-        // the completion is there. Each command completes before the next one, so there is room.
+        self.last += 1;
+        let entry = entry.personality(self.personality).user_data(self.last);
+        // SAFETY: the entry refers to the buffer, whose length it tells the driver, and to nothing else. The
+        // caller keeps it borrowed until the completion. Each entry is submitted before the next one is
+        // pushed, so there is room.
         unsafe { self.ring.submission().push(&entry) }.expect("an empty queue has room");
+    }
+
+    /// Submits, and waits for the completion of the last command; `None` at the end of `limit`. It does not
+    /// unwind while the driver has a buffer: a wait that fails for seconds ends the process.
+    fn wait(&mut self, limit: Option<Duration>) -> Option<io::Result<()>> {
+        let end = limit.map(|limit| Instant::now() + limit);
         loop {
-            match self.ring.submit_and_wait(1) {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            let time = left.map(Timespec::from);
+            let waited = match &time {
+                Some(time) => {
+                    self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(time))
+                }
+                None => self.ring.submit_and_wait(1),
+            };
+            match waited {
                 Ok(_) => self.broken_wait.worked(),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => self.broken_wait.failed("io_uring_enter", &error),
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::EINTR | libc::ETIME) => {}
+                    _ => self.broken_wait.failed_or_abort("io_uring_enter", &error),
+                },
             }
-            if let Some(completion) = self.ring.completion().next() {
-                return match completion.result() {
+            // A former command that was not waited for may complete meanwhile.
+            let last = self.last;
+            if let Some(completion) = self.ring.completion().find(|one| one.user_data() == last) {
+                return Some(match completion.result() {
                     0.. => Ok(()),
                     error => Err(io::Error::from_raw_os_error(-error)),
-                };
+                });
+            }
+            if left == Some(Duration::ZERO) {
+                return None;
             }
         }
     }

@@ -1,12 +1,17 @@
 //! The io_uring engine: files, sockets and the notifier of a loop through one ring, with one system call
 //! for each iteration. Operations that are polled for have a second ring beside it (`polled`); while there
 //! are any, the loop does not sleep.
+//!
+//! Guarantees: a file operation that the ring refused to carry out is carried out by a thread, so a lack of
+//! memory or processes fails no request (`unstarted`). An operation ends by its completion and by nothing
+//! else: a ring that lost completions ends the process (`ring`).
 
 mod entry;
 mod polled;
 mod ring;
+mod unstarted;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr;
@@ -37,8 +42,6 @@ const CANCEL: u64 = u64::MAX - 1;
 const ATTEMPT: u64 = u64::MAX - 2;
 /// Set in those of watches, whose key follows.
 const WATCH: u64 = 1 << 32;
-/// Set in those of questions whether the kernel still has an operation, whose token follows.
-const PROBE: u64 = 1 << 33;
 
 pub(crate) struct Uring {
     ring: Ring,
@@ -56,9 +59,8 @@ pub(crate) struct Uring {
     events: Vec<WatchKey>,
     /// Watches that the kernel ended, to be renewed.
     ended: Vec<WatchKey>,
-    /// Operations that the kernel was asked about after it dropped completions, as long as neither their
-    /// completion nor the answer has come.
-    probed: HashSet<Token>,
+    /// Whether the log says that threads carry out operations of the ring.
+    has_reported_unstarted: bool,
     /// The outcome of an attempt to open a file.
     #[cfg(debug_assertions)]
     attempted: Option<i32>,
@@ -85,7 +87,7 @@ impl Uring {
             watches: HashMap::new(),
             events: Vec::new(),
             ended: Vec::new(),
-            probed: HashSet::new(),
+            has_reported_unstarted: false,
             #[cfg(debug_assertions)]
             attempted: None,
         })
@@ -176,26 +178,6 @@ impl Uring {
         }
     }
 
-    /// Asks the kernel about every operation after it dropped completions. It cancels those that it still
-    /// has, and does not find those whose completion is lost: these fail. CompletionMode keep their order, so an
-    /// operation whose completion is only late is not taken for lost.
-    fn probe_lost(&mut self, operations: &OperationTable) {
-        // The other ring's operations are not known to this one.
-        if !self.ring.has_lost_completions || self.polled.is_busy() {
-            return;
-        }
-        self.ring.has_lost_completions = false;
-        for token in operations.in_flight() {
-            // The kernel does not find those commands that it has, so the answer would say nothing.
-            if matches!(operations.operation(token), Operation::Command(_)) {
-                continue;
-            }
-            self.probed.insert(token);
-            let entry = opcode::AsyncCancel::new(token.as_u64()).build();
-            self.push(&entry.user_data(PROBE | token.as_u64()));
-        }
-    }
-
     fn reap(&mut self, done: &mut Vec<Completion>) {
         for entry in self.ring.completions() {
             match entry.user_data() {
@@ -214,17 +196,8 @@ impl Uring {
                         self.events.push(key);
                     }
                 }
-                probe if probe & PROBE != 0 => {
-                    let token = Token::from_u64(probe & !PROBE);
-                    if self.probed.remove(&token) && entry.result() == -libc::ENOENT {
-                        done.push(Completion { token, result: -libc::EIO });
-                    }
-                }
                 token => {
                     let token = Token::from_u64(token);
-                    if !self.probed.is_empty() {
-                        self.probed.remove(&token);
-                    }
                     done.push(Completion { token, result: entry.result() });
                 }
             }
@@ -316,7 +289,6 @@ impl Driver for Uring {
     fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>) {
         self.watch_notifier();
         self.renew_watches();
-        self.probe_lost(operations);
         let waiting = !self.ready.is_empty() || !self.ring.completions().is_empty();
         match wait {
             // CompletionMode of this ring show in memory, and the other one is entered anyhow.
@@ -329,10 +301,16 @@ impl Driver for Uring {
             Wait::Event => self.ring.enter(1, None),
             Wait::AtMost(left) => self.ring.enter(1, Some(left)),
         }
+        let first = done.len();
         done.append(&mut self.ready);
         self.reap(done);
         for token in self.polled.poll(operations, done) {
             self.start_interrupt(token, operations.operation(token));
+        }
+        if unstarted::run_elsewhere(&self.shared, operations, done, first)
+            && !std::mem::replace(&mut self.has_reported_unstarted, true)
+        {
+            tracing::warn!("{}", unstarted::REPORT);
         }
     }
 }

@@ -41,8 +41,6 @@ pub(super) struct Ring {
     /// Whether requests in several segments name slots, too.
     vectored_slots: VectoredSlots,
     broken_wait: BrokenWait,
-    /// Whether the kernel has dropped completions.
-    pub(super) has_lost_completions: bool,
 }
 
 /// How a ring learns of completions.
@@ -82,15 +80,16 @@ impl Ring {
         let files = FixedTable::new(shared.clone(), FixedFiles::Off);
         let memory = BufferTable::new(shared.clone());
         let (shared, broken_wait) = (Arc::clone(shared), BrokenWait::default());
-        let has_lost_completions = false;
-        Ok(Self { uring, shared, files, memory, vectored_slots, broken_wait, has_lost_completions })
+        Ok(Self { uring, shared, files, memory, vectored_slots, broken_wait })
     }
 
     /// Adds an entry, to be submitted by the next `enter`.
     pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
         // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
-        // there unmoved until the completion (guaranteed by `operation`); or it is the header for that
-        // operation, which stays as long; or it points to nothing.
+        // there unmoved until its completion (guaranteed by `operation`); or it is the header for that
+        // operation, which the engine keeps as long; or it points to nothing. No completion is made
+        // up: those that the caller reports come from the kernel, which is done then. Where the kernel
+        // loses one, the process ends (`enter`).
         unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
     }
 
@@ -135,11 +134,7 @@ impl Ring {
                 // Interrupted, timed out, or the kernel wants its completions reaped first, which is
                 // what happens next anyhow.
                 Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
-                // It ran out of memory, and completions are lost (io_uring_enter(2)).
-                Some(libc::EBADR) => {
-                    tracing::error!("io_uring dropped completions: the kernel is short of memory");
-                    self.has_lost_completions = true;
-                }
+                Some(libc::EBADR) => end_process_without_completions(),
                 // No memory for a request: without a completion to reap, only time helps.
                 Some(libc::EAGAIN) if !self.uring.completion().is_empty() => {}
                 _ => self.broken_wait.failed("io_uring_enter", &error),
@@ -188,6 +183,16 @@ impl Ring {
     pub(super) fn unregister_all_memory(&mut self) {
         self.memory.close(&self.uring.submitter());
     }
+}
+
+/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). Nothing tells which: a cancel
+/// does not find a direct transfer that its device still makes, and its memory must not be used again. So
+/// the process ends; the kernel then waits for the devices, and a service manager starts the server anew.
+pub(super) fn end_process_without_completions() -> ! {
+    eprintln!(
+        "blockhouse: io_uring dropped completions, because the kernel is short of memory: ending"
+    );
+    std::process::abort()
 }
 
 /// The best kind of ring that this kernel has, disabled.

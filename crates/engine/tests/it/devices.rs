@@ -4,7 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_core::{Allocation, Buffer, ByteRange, Durability, Fua, Storage, SyncMode};
+use blockhouse_core::{
+    Allocation, Buffer, ByteRange, Durability, ErrorKind, Fua, Storage, SyncMode,
+};
 use blockhouse_engine::{Engine, FileKind, HostFile, OpenMode, PageCache};
 
 use crate::common::{on_every_engine, output};
@@ -54,6 +56,9 @@ fn direct_io_to_a_device_keeps_to_its_blocks() {
     assert_eq!((direct.kind(), direct.size()), (FileKind::BlockDevice, MIB));
     let block = direct.capabilities().alignment.offset;
     assert!(block >= 512 && block.is_power_of_two(), "blocks of {block} bytes");
+    let second = HostFile::open(&device.path, OpenMode::ReadWrite, PageCache::Used);
+    assert_eq!(second.err().map(|error| error.kind()), Some(ErrorKind::Locked), "two writers");
+    drop(direct);
     let cached = open(&device.path, PageCache::Used);
     assert_eq!(cached.capabilities().alignment.offset, 1);
 }

@@ -351,3 +351,22 @@ fn a_short_read_is_continued_in_a_file_that_has_grown() {
         assert!(bytes[4096..].iter().all(|&byte| byte == 0));
     });
 }
+
+/// A file system that does not zero a range and keep its space at once makes a hole and fills it: tmpfs.
+#[test]
+fn zeros_in_memory_have_space_behind_them() {
+    on_every_engine(|event_loop| {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, vec![7; 64 << 10]).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(MIB).unwrap();
+        event_loop.block_on(async {
+            let file = HostFile::open(&path, OpenMode::ReadWrite, PageCache::Used).unwrap();
+            file.write_zeroes(ByteRange::between(0, MIB), Unmap::Forbidden).await.unwrap();
+        });
+        let content = std::fs::read(&path).unwrap();
+        assert!(content.len() == MIB as usize && content.iter().all(|byte| *byte == 0));
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&path.metadata().unwrap());
+        assert!(blocks * 512 >= MIB, "{blocks}");
+    });
+}

@@ -1,15 +1,18 @@
 //! An image of another program's format: what the rest of the crate asks it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, Storage};
 
+use super::overlap::Survey;
 use super::piece::Piece;
 use super::refusal::corrupt;
 use super::tables::{PageCache, Tables};
 use super::vdi::Vdi;
 use super::vhdx::Vhdx;
-use super::vmdk::{Vmdk, grain};
+use super::vmdk::{Vmdk, VmdkFacts, grain};
 use super::vpc::Vpc;
-use crate::{CacheCounts, CheckReport, Intent};
+use crate::{Backing, CacheCounts, CheckReport, Intent};
 
 /// How many pieces one extent is put together from, at most.
 const MAX_PIECES: usize = 256;
@@ -55,6 +58,8 @@ pub struct Foreign<S: Storage> {
     data: Option<S>,
     cache: PageCache,
     mapping: Mapping,
+    /// Set when no two blocks of the disk were found to share data.
+    is_surveyed: AtomicBool,
 }
 
 /// Where the bytes of the disk are.
@@ -80,7 +85,8 @@ impl<S: Storage> Foreign<S> {
             ForeignKind::Vmdk => Vmdk::open(&storage).await.map(Mapping::Vmdk),
         };
         let mapping = mapping.map_err(|error| error.on(storage.name()))?;
-        Ok(Self { storage, data: None, cache: PageCache::default(), mapping })
+        let (cache, is_surveyed) = (PageCache::default(), AtomicBool::new(false));
+        Ok(Self { storage, data: None, cache, mapping, is_surveyed })
     }
 
     /// Which format it is.
@@ -114,6 +120,14 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
+    /// Bytes of the sectors of the guest's disk, by which its partitions are numbered.
+    pub fn sector_size(&self) -> u64 {
+        match &self.mapping {
+            Mapping::Vhdx(vhdx) => vhdx.sector_size(),
+            Mapping::Vdi(_) | Mapping::Vpc(_) | Mapping::Vmdk(_) => 512,
+        }
+    }
+
     /// The file that is the image, or describes it.
     pub fn storage(&self) -> &S {
         &self.storage
@@ -133,6 +147,35 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
+    /// The image that has what this one has not.
+    pub fn backing(&self) -> Option<&Backing> {
+        match &self.mapping {
+            Mapping::Vmdk(vmdk) => vmdk.parent(),
+            Mapping::Vdi(_) | Mapping::Vpc(_) | Mapping::Vhdx(_) => None,
+        }
+    }
+
+    /// Refuses an image as the [backing](Self::backing) file of this one that it cannot be.
+    ///
+    /// # Errors
+    /// `Corrupt` where it was changed since this image was made, `InvalidInput` where it is of another format.
+    pub(crate) fn check_backing(&self, backing: Option<&Self>) -> Result<()> {
+        let Mapping::Vmdk(vmdk) = &self.mapping else { return Ok(()) };
+        let parent = match backing.map(|backing| &backing.mapping) {
+            Some(Mapping::Vmdk(parent)) => Some(parent),
+            _ => None,
+        };
+        vmdk.check_parent(parent).map_err(|error| error.on(self.storage.name()))
+    }
+
+    /// The descriptor of a VMDK image.
+    pub fn vmdk_facts(&self) -> Option<VmdkFacts> {
+        match &self.mapping {
+            Mapping::Vmdk(vmdk) => Some(vmdk.facts()),
+            Mapping::Vdi(_) | Mapping::Vpc(_) | Mapping::Vhdx(_) => None,
+        }
+    }
+
     /// The same image with its [files](Self::extent_files), before anything is read: each is one of `ranges` of
     /// `data`.
     ///
@@ -143,7 +186,7 @@ impl<S: Storage> Foreign<S> {
             Mapping::Vmdk(vmdk) if vmdk.files().len() == ranges.len() => {
                 vmdk.open_extents(&data, ranges).await
             }
-            _ => Err(Error::new(ErrorKind::InvalidInput, "does not name so many files")),
+            _ => Err(Error::new(ErrorKind::InvalidInput, "names another number of files")),
         };
         opened.map_err(|error| error.on(self.storage.name()))?;
         self.data = Some(data);
@@ -169,14 +212,19 @@ impl<S: Storage> Foreign<S> {
     /// Where the first bytes of `range` are, which is not empty and inside the disk.
     ///
     /// # Errors
-    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong; what the storage
-    /// answers.
+    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong, also where blocks
+    /// elsewhere on the disk share their data; what the storage answers.
     pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent != Intent::Read {
             return Err(self.read_only());
         }
-        let found = self.find(range).await;
-        found.map_err(|error| error.on(self.storage.name()))
+        let found = async {
+            if !self.is_surveyed.load(Ordering::Relaxed) {
+                Box::pin(self.check_apart()).await?;
+            }
+            self.find(range).await
+        };
+        found.await.map_err(|error| error.on(self.storage.name()))
     }
 
     async fn find(&self, range: ByteRange) -> Result<Extent> {
@@ -224,14 +272,28 @@ impl<S: Storage> Foreign<S> {
     /// # Errors
     /// What the storage answers; `Unsupported` for more blocks than can be counted.
     pub(crate) async fn check(&self) -> Result<Option<CheckReport>> {
+        let survey = self.survey().await.map_err(|error| error.on(self.storage.name()))?;
+        Ok(survey.map(Survey::finish))
+    }
+
+    async fn survey(&self) -> Result<Option<Survey>> {
         let (tables, size) = (self.tables(), self.data().size());
-        let report = match &self.mapping {
-            Mapping::Vdi(vdi) => vdi.check(&tables, size).await.map(Some),
-            Mapping::Vpc(vpc) => vpc.check(&tables).await,
-            Mapping::Vhdx(vhdx) => vhdx.check(&tables, size).await.map(Some),
-            Mapping::Vmdk(vmdk) => vmdk.check(&tables).await,
-        };
-        report.map_err(|error| error.on(self.storage.name()))
+        match &self.mapping {
+            Mapping::Vdi(vdi) => vdi.survey(&tables, size).await.map(Some),
+            Mapping::Vpc(vpc) => vpc.survey(&tables).await,
+            Mapping::Vhdx(vhdx) => vhdx.survey(&tables, size).await.map(Some),
+            Mapping::Vmdk(vmdk) => vmdk.survey(&tables).await,
+        }
+    }
+
+    /// Refuses an image whose blocks share data, before the first of it is read: some makers write such tables, and no
+    /// single block looks wrong. A table with too many blocks to count, or that cannot be read here, is read as it is.
+    async fn check_apart(&self) -> Result<()> {
+        if let Ok(Some(survey)) = self.survey().await {
+            survey.check_apart()?;
+        }
+        self.is_surveyed.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     fn tables(&self) -> Tables<'_, S> {

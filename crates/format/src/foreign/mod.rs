@@ -23,3 +23,5 @@ mod vpc;
 
 pub(crate) use image::refuse_writing;
 pub use image::{Foreign, ForeignKind};
+pub(crate) use vmdk::descriptor::is_descriptor as is_vmdk_descriptor;
+pub use vmdk::{VmdkExtent, VmdkFacts};

@@ -1,9 +1,10 @@
-//! Which blocks of a file belong to more than one block of a disk: for checks.
+//! Which blocks of a file belong to more than one block of a disk: for checks, and before the disk is read.
 //!
 //! Takes 8 bytes of memory for each block in use, up to [`MAX_BLOCKS`].
 
 use blockhouse_core::{Error, ErrorKind, Result};
 
+use super::refusal::corrupt;
 use crate::CheckReport;
 
 /// How many blocks in use a check counts: 128 MiB of memory.
@@ -47,6 +48,17 @@ impl Survey {
         Ok(())
     }
 
+    /// Notes a block of the disk that is at `start` and is counted as a problem: others may not share its data, either.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub(super) fn add_faulty(&mut self, start: u64) -> Result<()> {
+        let counted = self.report.clone();
+        self.add(start)?;
+        self.report = counted;
+        Ok(())
+    }
+
     /// Counts something that is wrong. `what` is asked for the words where they are kept: tables of millions of damaged
     /// entries take no time for the others.
     pub(super) fn problem(&mut self, what: impl FnOnce() -> String) {
@@ -61,15 +73,35 @@ impl Survey {
         self.starts.sort_unstable();
         let starts = std::mem::take(&mut self.starts);
         for pair in starts.windows(2) {
-            if pair[1] - pair[0] < self.block_size {
-                let (one, other) = (pair[0], pair[1]);
-                self.problem(|| match one == other {
-                    true => format!("two blocks of the disk share the data at offset {one}"),
-                    false => format!("the blocks at offsets {one} and {other} overlap"),
-                });
+            if self.overlaps(pair) {
+                self.problem(|| describe(pair));
             }
         }
         self.report
+    }
+
+    /// Fails where two blocks of the disk share data of the file: one of them reads as the other's.
+    ///
+    /// # Errors
+    /// `Corrupt`, with the offset.
+    pub(super) fn check_apart(mut self) -> Result<()> {
+        self.starts.sort_unstable();
+        match self.starts.windows(2).find(|pair| self.overlaps(pair)) {
+            Some(pair) => Err(corrupt(describe(pair), pair[1])),
+            None => Ok(()),
+        }
+    }
+
+    fn overlaps(&self, pair: &[u64]) -> bool {
+        pair[1] - pair[0] < self.block_size
+    }
+}
+
+fn describe(pair: &[u64]) -> String {
+    let (one, other) = (pair[0], pair[1]);
+    match one == other {
+        true => format!("two blocks of the disk share the data at offset {one}"),
+        false => format!("the blocks at offsets {one} and {other} overlap"),
     }
 }
 

@@ -18,6 +18,11 @@ impl Piece {
         Self { state: ExtentState::Hole, length, unit: None }
     }
 
+    /// The same bytes, which the image's parent has.
+    pub(super) fn of_parent(self) -> Self {
+        Self { state: ExtentState::Backing, ..self }
+    }
+
     /// Bytes that are zeros by the format's word.
     pub(super) fn zero(length: u64) -> Self {
         Self { state: ExtentState::Zero, length, unit: None }
@@ -31,7 +36,9 @@ impl Piece {
     /// Whether `next`, which follows, can be part of the same extent.
     pub(super) fn continues_as(&self, next: &Self) -> bool {
         match (self.state, next.state) {
-            (ExtentState::Hole, ExtentState::Hole) | (ExtentState::Zero, ExtentState::Zero) => true,
+            (ExtentState::Hole, ExtentState::Hole)
+            | (ExtentState::Zero, ExtentState::Zero)
+            | (ExtentState::Backing, ExtentState::Backing) => true,
             (ExtentState::Mapped { host }, ExtentState::Mapped { host: next }) => {
                 host.checked_add(self.length) == Some(next)
             }

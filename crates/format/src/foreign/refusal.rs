@@ -10,6 +10,13 @@ pub(super) fn corrupt(what: impl Into<Cow<'static, str>>, offset: u64) -> Error 
     Error::new(ErrorKind::Corrupt, what).at(offset).hint(hint)
 }
 
+/// The file does not begin as `what` does.
+pub(super) fn other_signature(what: &str, offset: u64) -> Error {
+    let hint = "say which format it has (--format), or restore it from a copy if it was one";
+    let what = format!("is no {what}: it has another signature");
+    Error::new(ErrorKind::Corrupt, what).at(offset).hint(hint)
+}
+
 /// The field at `offset` asks for what is not supported.
 pub(super) fn unsupported(what: impl Into<Cow<'static, str>>, offset: u64) -> Error {
     let hint = "the program that made the image can make another one of it, without that";

@@ -35,6 +35,8 @@ pub struct LuksHeader {
     pub payload_size: Option<u64>,
     /// The key slots in use, in the order in which they are tried.
     pub slots: Vec<LuksSlot>,
+    /// Where the areas of all key slots begin, used or not, in bytes from the start of the header; of version 1 only.
+    pub slot_offsets: Vec<u64>,
 }
 
 /// A key slot: the disk's key, encrypted by a passphrase.

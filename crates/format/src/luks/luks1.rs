@@ -15,6 +15,8 @@ const SLOTS: usize = 8;
 /// Where the slots begin, and bytes of each.
 const FIRST_SLOT: usize = 208;
 const SLOT_LENGTH: usize = 48;
+/// Where a slot says in which sector its area begins.
+const SLOT_AREA: usize = 40;
 const ENABLED: u32 = 0x00ac_71f3;
 const DISABLED: u32 = 0x0000_dead;
 
@@ -54,6 +56,10 @@ pub(super) fn parse(bytes: &[u8]) -> Result<LuksHeader, (String, usize)> {
         payload: u64::from(be32(bytes, 104)) * SECTOR,
         payload_size: None,
         slots,
+        slot_offsets: (0..SLOTS)
+            .map(|number| be32(bytes, FIRST_SLOT + number * SLOT_LENGTH + SLOT_AREA))
+            .map(|sector| u64::from(sector) * SECTOR)
+            .collect(),
     })
 }
 

@@ -65,6 +65,7 @@ pub(super) fn parse(json: &Value, uuid: &str) -> Result<LuksHeader, String> {
         payload: decimal(string(segment, "offset")?)?,
         payload_size: size,
         slots: slots.collect(),
+        slot_offsets: Vec::new(),
     })
 }
 
@@ -75,7 +76,7 @@ fn check_requirements(json: &Value) -> Result<(), String> {
     match first {
         Some(name) => {
             let name = printable(name.as_str().unwrap_or("?"));
-            Err(format!("it demands '{name}' of whoever opens it, which is not supported"))
+            Err(format!("it requires '{name}', which is not supported"))
         }
         None => Ok(()),
     }

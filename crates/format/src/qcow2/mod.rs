@@ -1,4 +1,4 @@
-//! qcow2 images, versions 2 and 3. The design is told in docs/qcow2.md; the format is QEMU's
+//! qcow2 images, versions 2 and 3. README.md here has the design; the format is QEMU's
 //! `docs/interop/qcow2.txt`.
 //!
 //! Nothing in a file is believed before it was checked: every offset and size is bounded before it
@@ -61,8 +61,8 @@ pub use transaction::{
 };
 pub use writeback::{DataWriteGuard, ReadGuard};
 
-pub use bitmaps::BitmapExtent;
 use bitmaps::LiveBitmaps;
+pub use bitmaps::{BitmapExtent, BitmapLossObserver};
 use layout::geometry::Geometry;
 use layout::header::SESSION;
 use transaction::{ImageMetadata, Transactions, mapper, thawed_mapper};
@@ -440,7 +440,17 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// `Corrupt` where the directory contradicts the format.
     pub async fn bitmaps(&self) -> Result<Vec<Bitmap>> {
-        transaction::list_bitmaps(&self.metadata).await
+        let mut bitmaps = transaction::list_bitmaps(&self.metadata).await?;
+        for bitmap in bitmaps.iter_mut().filter(|bitmap| bitmap.is_inconsistent) {
+            bitmap.lacks_since = self.bitmaps.lost_at(&bitmap.name);
+        }
+        Ok(bitmaps)
+    }
+
+    /// Has `observer` told of each bitmap that has to be given up from now on. Only the first
+    /// observer of an image is.
+    pub fn observe_bitmap_losses(&self, observer: BitmapLossObserver) {
+        self.bitmaps.observe_losses(observer);
     }
 
     /// Whether the image has bitmaps that are in step with the disk. Of an image that is open for writing.
@@ -514,9 +524,15 @@ impl<S: Storage> Qcow2<S> {
 
 /// The image as a whole.
 impl<S: Storage> Qcow2<S> {
+    /// As [`Format::check_resize`](crate::Format::check_resize).
+    pub fn check_resize(&self, size: u64) -> Result<()> {
+        transaction::check_resize(&self.metadata, size)?;
+        self.metadata.writer().data_file().map_or(Ok(()), |data| data.check_size(size))
+    }
+
     /// As [`Format::prepare_resize`](crate::Format::prepare_resize).
-    pub async fn prepare_resize(&self, size: u64) -> Result<()> {
-        transaction::prepare_resize(&self.metadata, size).await
+    pub async fn prepare_resize(&self, from: u64, size: u64) -> Result<()> {
+        transaction::prepare_resize(&self.metadata, from, size).await
     }
 
     /// As [`Format::resize`](crate::Format::resize), to a larger size only. What lies past the old

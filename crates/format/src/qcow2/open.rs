@@ -193,7 +193,7 @@ impl<S: Storage> Qcow2<S> {
             let what = format!("clusters of {size} bytes in a data file of blocks of {block}");
             return Err(Error::new(ErrorKind::Unsupported, what)
                 .on(data.name())
-                .hint("open it through the page cache (--cache writeback)"));
+                .hint(table_io::SMALL_CLUSTERS));
         }
         self.metadata.lock().changes.set_data_block(block);
         self.metadata.set_data_file(data);
@@ -205,6 +205,13 @@ impl<S: Storage> Qcow2<S> {
         self.bitmaps.end(&self.metadata).await?;
         self.metadata.write_everything().await?;
         self.metadata.settle().await
+    }
+
+    /// As [`Format::settle_ahead`](crate::Format::settle_ahead).
+    pub async fn settle_ahead(&self) -> Result<()> {
+        // With the data of writes in flight, and without late refcounts, which follow.
+        self.metadata.flush(SyncMode::Data).await?;
+        self.metadata.write_back_all().await
     }
 
     /// As [`Format::close`](crate::Format::close).

@@ -35,6 +35,8 @@ pub struct Sidecar {
     pub has_enabled: bool,
     /// Whether a process is recording changes, or died before it closed the image.
     pub is_live: bool,
+    /// The size that the disk may have instead, where a process died that changed it.
+    pub other_size: Option<u64>,
     /// What that process has vouched for.
     pub voucher: Option<Voucher>,
 }
@@ -63,6 +65,7 @@ impl Sidecar {
             changed: mark.changed,
             has_enabled: entries.iter().any(|entry| entry.flags.contains(BitmapFlags::AUTO)),
             is_live: header.autoclear & LIVE_BITMAPS != 0,
+            other_size: mark.other_size,
             voucher: mark.voucher,
         }))
     }

@@ -395,12 +395,10 @@ fn ask_qemu(left: &[u8]) -> Result<(), String> {
 /// A new image that suits the disk.
 fn new_image(config: &Config, random: &mut Rng) -> Vec<u8> {
     let block = u64::from(config.alignment.offset);
-    let sizes: Vec<u64> =
-        [512, 512, 1024, 4096, 16_384].into_iter().filter(|&s| s >= block).collect();
-    let cluster_size = sizes[random.usize(..sizes.len())];
+    let cluster_size = [512, 512, 1024, 4096, 16_384][random.usize(..5)].max(block);
     let is_v2 = random.u8(..5) == 0;
     let switch = |on| if on { Switch::On } else { Switch::Off };
-    let size = random.u64(8..=120) * 4096;
+    let size = (random.u64(8..=120) * 4096).max(2 * block);
     let options = CreateOptions {
         cluster_size,
         version: if is_v2 { Version::V2 } else { Version::V3 },

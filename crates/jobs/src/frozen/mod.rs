@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_disk::{ChangeObserver, Disk};
-use futures_util::future::join_all;
+use futures_util::future::try_join_all;
 
 use crate::clock::ClockSleep;
 use old_bytes::{OldBytes, Watch};
@@ -33,7 +33,7 @@ use region::BLOCK;
 /// Is told once why a backup has failed. Called by a guest's request: it must not wait.
 pub type FailureTeller = Box<dyn Fn(&str) + Send + Sync>;
 
-/// Begins to wait for as long as a guest's change may be held off by a copy.
+/// Begins to wait for as long as a guest's change may be held off while none of its old bytes are saved.
 pub type CopyTimer = Box<dyn Fn() -> ClockSleep + Send + Sync>;
 
 /// How a disk is frozen.
@@ -45,7 +45,7 @@ pub struct FreezeOptions {
     /// Bytes of memory that tell where the scratch disk has single blocks of 4 KiB. When they are full, blocks that change
     /// are copied with those around them, up to 64 KiB.
     pub max_index_bytes: u64,
-    /// When a change stops waiting for its copy, and the backup fails; `None`: never.
+    /// When a change of which nothing is saved stops waiting, and the backup fails; `None`: never.
     pub timer: Option<CopyTimer>,
 }
 
@@ -128,12 +128,15 @@ impl<S: Storage> Drop for FrozenDisk<S> {
 
 /// Freezes disks that were prepared, all at the same moment: this is it. For how long their changes were held off. A future
 /// that is dropped has frozen none, and changes go on.
-pub async fn freeze<S: Storage>(disks: &[&FrozenDisk<S>]) -> Duration {
+///
+/// # Errors
+/// As [`Disk::quiesced`]: none is frozen, and changes go on.
+pub async fn freeze<S: Storage>(disks: &[&FrozenDisk<S>]) -> Result<Duration> {
     let began = Instant::now();
-    let quiesced = join_all(disks.iter().map(|disk| disk.old.source().quiesced())).await;
+    let quiesced = try_join_all(disks.iter().map(|disk| disk.old.source().quiesced())).await?;
     for (disk, quiesced) in disks.iter().zip(&quiesced) {
         quiesced.observe(Arc::clone(&disk.observer));
     }
     drop(quiesced);
-    began.elapsed()
+    Ok(began.elapsed())
 }

@@ -3,17 +3,21 @@
 //! Guarantees: a change is made when the old bytes of all blocks that it touches are saved (`index`), in memory or in the
 //! scratch disk (`log`), or the backup has failed. So a block that is not saved after it was read, while the backup has not
 //! failed, holds what it held at the moment. A change waits until the blocks that it touches first are read, and for the
-//! scratch disk only when memory is full; for nothing else, and no longer than the timer says: readers hold nothing off. An
-//! error of the scratch disk, and one that is full, fails the backup and never the change. At most `MAX_COPIES` copies of
-//! `MAX_READ` bytes are in memory, beside the log's end.
+//! scratch disk only when memory is full; for nothing else: readers hold nothing off. Where none of its old bytes are
+//! saved for as long as the timer says, the backup fails, and the change goes on. An error of the scratch disk, and one
+//! that is full, fails the backup and never the change. A long change saves `MAX_PARTS` parts of `PART` bytes at a time.
+//! At most `MAX_COPIES` copies of `MAX_READ` bytes are in memory, beside the log's end.
 
+use std::cell::Cell;
 use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use async_lock::Semaphore;
 use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage};
 use blockhouse_disk::{BlockStatus, BlockStatusCache, ChangeId, ChangeObserver, ChangeWait, Disk};
 use futures_util::future::{Either, select};
+use futures_util::{StreamExt, TryStreamExt, stream};
 
 use super::index::{Claim, Claimed, Index};
 use super::log::Log;
@@ -24,6 +28,10 @@ use super::{FailureTeller, FreezeOptions};
 const MAX_READ: u64 = 4 * GRANULE;
 /// Copies that are in flight together.
 const MAX_COPIES: usize = 64;
+/// Bytes of a change whose old bytes are saved one after the other.
+const PART: u64 = 4 << 20;
+/// Parts of one change that are saved together.
+const MAX_PARTS: usize = 16;
 
 /// See the module's page.
 pub(super) struct OldBytes<S: Storage> {
@@ -34,8 +42,41 @@ pub(super) struct OldBytes<S: Storage> {
     index: Index,
     log: Log<S>,
     copies: Semaphore,
+    /// How many parts of claims were saved, of all changes.
+    saved: AtomicU64,
     failure: OnceLock<String>,
     teller: FailureTeller,
+}
+
+/// The reads and writes for which the saving of one change's old bytes waits.
+#[derive(Default)]
+struct Saving {
+    /// Reads of the disk in flight.
+    reads: Cell<u32>,
+    /// Appends to the log in flight.
+    appends: Cell<u32>,
+    /// How many of them have ended.
+    ended: Cell<u64>,
+}
+
+/// Counts an operation in flight.
+struct InFlight<'a> {
+    count: &'a Cell<u32>,
+    ended: &'a Cell<u64>,
+}
+
+impl<'a> InFlight<'a> {
+    fn begin(count: &'a Cell<u32>, saving: &'a Saving) -> Self {
+        count.update(|count| count + 1);
+        Self { count, ended: &saving.ended }
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.count.update(|count| count.saturating_sub(1));
+        self.ended.update(|ended| ended + 1);
+    }
 }
 
 impl<S: Storage> OldBytes<S> {
@@ -53,7 +94,8 @@ impl<S: Storage> OldBytes<S> {
         let index = Index::new(size, options.max_index_bytes)?;
         let log = Log::new(scratch, options.scratch_limit.min(MAX_LOG), options.memory);
         let (copies, failure) = (Semaphore::new(MAX_COPIES), OnceLock::new());
-        Ok(Self { source, size, options, index, log, copies, failure, teller })
+        let saved = AtomicU64::new(0);
+        Ok(Self { source, size, options, index, log, copies, saved, failure, teller })
     }
 
     /// The disk that goes on.
@@ -88,16 +130,12 @@ impl<S: Storage> OldBytes<S> {
         self.stop_waiting();
     }
 
-    async fn fail(&self, error: Error) {
+    fn fail(&self, error: &Error) {
         let why = error.to_string();
         if self.failure.set(why.clone()).is_ok() {
             (self.teller)(&why);
         }
         self.stop_waiting();
-        if error.kind() == ErrorKind::NoSpace {
-            // Others may need the space.
-            self.log.discard().await;
-        }
     }
 
     fn stop_waiting(&self) {
@@ -105,32 +143,57 @@ impl<S: Storage> OldBytes<S> {
         self.index.changed().notify_all();
     }
 
-    /// Writes what memory has to the scratch disk, until the backup has ended or failed.
+    /// Writes what memory has to the scratch disk, until the backup has ended or failed. Then no write is in flight, and
+    /// the space is given back: others may need it. No guest's change waits for that.
     pub(super) async fn write_behind(&self) {
         if let Err(error) = self.log.write_behind().await {
-            self.fail(error).await;
+            self.fail(&error);
         }
+        self.log.discard().await;
     }
 
     /// Saves the old bytes of `range`, or has the backup fail.
     async fn save(self: Arc<Self>, range: ByteRange) {
-        let saving = pin!(self.try_save(range));
-        let outcome = match &self.options.timer {
-            None => saving.await,
-            Some(timer) => match select(saving, timer()).await {
-                Either::Left((outcome, _)) => outcome,
-                Either::Right(_) => {
-                    let what = "the scratch file did not answer in time, and the guest goes on";
-                    Err(Error::new(ErrorKind::Io, what).on(self.log.name()))
-                }
-            },
+        let saving = Saving::default();
+        let parts = parts(range).map(|part| self.save_part(part, &saving));
+        let all = stream::iter(parts).buffer_unordered(MAX_PARTS).try_collect::<()>();
+        let outcome = match select(pin!(all), pin!(self.time_out(&saving))).await {
+            Either::Left((outcome, _)) => outcome,
+            Either::Right((error, _)) => Err(error),
         };
         if let Err(error) = outcome {
-            self.fail(error).await;
+            self.fail(&error);
         }
     }
 
-    async fn try_save(&self, range: ByteRange) -> Result<()> {
+    /// Ends when nothing was saved of a change for as long as the timer says: why.
+    async fn time_out(&self, saving: &Saving) -> Error {
+        let Some(timer) = &self.options.timer else { return std::future::pending().await };
+        let progress = || match saving.reads.get() + saving.appends.get() {
+            // It waits for copies of other changes.
+            0 => (false, self.saved.load(Ordering::Relaxed)),
+            _ => (true, saving.ended.get()),
+        };
+        loop {
+            let before = progress();
+            timer().await;
+            if progress() == before {
+                return self.too_slow(saving);
+            }
+        }
+    }
+
+    fn too_slow(&self, saving: &Saving) -> Error {
+        let (who, name) = match (saving.reads.get(), saving.appends.get()) {
+            (1.., _) => ("the disk itself", self.source.name()),
+            (0, 1..) => ("the scratch file", self.log.name()),
+            (0, 0) => ("copies of other changes", self.source.name()),
+        };
+        let what = format!("{who} did not answer in time, and the guest goes on");
+        Error::new(ErrorKind::Io, what).on(name)
+    }
+
+    async fn save_part(&self, range: ByteRange, saving: &Saving) -> Result<()> {
         let mut rest = range;
         let next = |rest| match self.failure.get() {
             Some(_) => Some(Claim::Nothing),
@@ -141,8 +204,8 @@ impl<S: Storage> OldBytes<S> {
                 Claim::Copy(claimed) => {
                     let end = claimed.rest().end();
                     let _permit = self.copies.acquire().await;
-                    self.copy(claimed).await?;
-                    rest = rest.skip(end.saturating_sub(rest.offset()).min(rest.length()));
+                    self.copy(claimed, saving).await?;
+                    rest = rest.after(end);
                 }
                 Claim::Nothing | Claim::Wait => break,
             }
@@ -151,22 +214,27 @@ impl<S: Storage> OldBytes<S> {
     }
 
     /// Copies what is not zero.
-    async fn copy(&self, mut claimed: Claimed<'_>) -> Result<()> {
+    async fn copy(&self, mut claimed: Claimed<'_>, saving: &Saving) -> Result<()> {
         let mut cache = BlockStatusCache::default();
         while !claimed.rest().is_empty() {
             let rest = claimed.rest();
             // To read what is short costs less than to ask whether it is there.
             if rest.length() > GRANULE {
+                let asked = InFlight::begin(&saving.reads, saving);
                 let (status, length) = self.source.block_status(rest, &mut cache).await?;
+                drop(asked);
                 if status != BlockStatus::Data {
                     claimed.finish_zeros(rest.offset() + length);
                     self.save_hole(rest.truncate(length)).await?;
                 }
             }
             let range = claimed.first_granules(MAX_READ);
-            if !range.is_empty() && self.copy_data(&mut claimed, range).await? == Place::Zeros {
+            if !range.is_empty()
+                && self.copy_data(&mut claimed, range, saving).await? == Place::Zeros
+            {
                 self.save_hole(range).await?;
             }
+            self.saved.fetch_add(1, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -190,19 +258,27 @@ impl<S: Storage> OldBytes<S> {
                 break;
             }
             claimed.finish_zeros(run.offset() + length);
-            rest = ByteRange::between(run.end().max(rest.offset()), end);
+            // The claim may reach past the cluster.
+            rest = rest.after(run.end());
         }
         Ok(())
     }
 
     /// Copies `range`, the first granules that are claimed, or what is claimed of one. Where the last of them is.
-    async fn copy_data(&self, claimed: &mut Claimed<'_>, range: ByteRange) -> Result<Place> {
+    async fn copy_data(
+        &self,
+        claimed: &mut Claimed<'_>,
+        range: ByteRange,
+        saving: &Saving,
+    ) -> Result<Place> {
         let length = range.length() as usize;
         let mut buffer = self.log.pool().get(length.next_multiple_of(BLOCK as usize))?;
         // The last block of a disk may end before its own end.
         buffer.bytes_mut()[length..].fill(0);
         let (offset, into) = (range.offset(), buffer.lend_range(0, length));
+        let read = InFlight::begin(&saving.reads, saving);
         self.source.submit_unlimited(Request::Read { offset, into }).await?;
+        drop(read);
         let mut bytes = buffer.bytes();
         let mut place = Place::Source;
         while !bytes.is_empty() {
@@ -210,13 +286,26 @@ impl<S: Storage> OldBytes<S> {
             let (part, rest) = bytes.split_at(length as usize);
             place = match is_zero(part) {
                 true => Place::Zeros,
-                false => Place::Log(self.log.append(part).await?),
+                false => {
+                    let _append = InFlight::begin(&saving.appends, saving);
+                    Place::Log(self.log.append(part).await?)
+                }
             };
             claimed.finish_part(place);
             bytes = rest;
         }
         Ok(place)
     }
+}
+
+/// The parts of a change, each of which is saved from its start to its end.
+fn parts(range: ByteRange) -> impl Iterator<Item = ByteRange> {
+    let mut rest = range;
+    std::iter::from_fn(move || {
+        let part = rest.truncate(PART - rest.offset() % PART);
+        rest = rest.after(part.end());
+        (!part.is_empty()).then_some(part)
+    })
 }
 
 /// Of whole blocks.

@@ -3,7 +3,8 @@
 //! Guarantees: one write decides, that of the first sector in place of the mark, and its outcome is always known: it is
 //! awaited, however long it takes. The guest's changes wait for it for `MAX_PAUSE` at most. Where it failed or was late they
 //! go on at the source. The source's record was removed before, and the mark is written again after the write has ended, so
-//! it is the last that the target gets.
+//! it is the last that the first sector gets. A mirror that was late goes on, and can be completed another time; one
+//! whose write failed has failed.
 //!
 //! Of a commit, an action of the caller decides ([`Mirror::before_switch`]). Where it fails or is late, the source is the disk,
 //! and the caller [undoes](Mirror::source_kept) what the action has done.
@@ -28,6 +29,23 @@ enum Failure<'a> {
     Late(Pin<Box<dyn Future<Output = Result<()>> + 'a>>),
 }
 
+impl Failure<'_> {
+    /// Whether the job goes on.
+    fn is_late(&self) -> bool {
+        matches!(self, Self::Late(_) | Self::Marked(Stop::Late(_)))
+    }
+}
+
+impl Stop {
+    /// It is not to be tried again.
+    fn for_good(self) -> Self {
+        match self {
+            Self::Late(error) => Self::Failed(error),
+            other => other,
+        }
+    }
+}
+
 impl From<Stop> for Failure<'_> {
     fn from(stop: Stop) -> Self {
         Self::Marked(stop)
@@ -40,15 +58,26 @@ impl<S: Storage> Mirror<S> {
         (self.before_completion)()?;
         let began = self.clock.now();
         let end = began + MAX_PAUSE;
-        let quiescing = self.before(end, &self.source, async { Ok(self.source.quiesced().await) });
-        let quiesced = quiescing.await.inspect_err(|_| (self.source_kept)())?;
+        let quiescing = self.before(end, &self.source, async { Ok(self.source.quiesced().await?) });
+        let quiesced = match quiescing.await {
+            Ok(quiesced) => quiesced,
+            Err(stop) => {
+                (self.source_kept)();
+                return Err(self.undo(stop.into()).await);
+            }
+        };
         if let Err(failure) = self.copy_rest(end).await {
             // In this order: whoever opens the source after a crash finds no record when its guest has gone on.
             (self.source_kept)();
-            self.stop_observing();
+            self.copier.hurry(false);
+            if !failure.is_late() {
+                self.stop_observing();
+            }
             drop(quiesced);
             return Err(self.undo(failure).await);
         }
+        // Nothing may copy any more when the disk's requests go to the target: it would bring older bytes back.
+        self.finish_copier();
         let replaced = self.end_source(quiesced, completion)?;
         let pause = self.clock.now().saturating_sub(began);
         self.stop_observing();
@@ -74,11 +103,13 @@ impl<S: Storage> Mirror<S> {
         if !self.control.commit() {
             return Err(Stop::Cancelled.into());
         }
-        // Nothing may copy any more when the disk's requests go to the target: it would bring older bytes back.
-        self.finish_copier();
+        // All is copied, and nothing changes: nothing is begun.
+        self.copier.stop();
         if self.kind == TargetKind::Base {
             let action = (self.before_switch)();
-            return Ok(self.before(end, &self.target, async { Ok(action.await?) }).await?);
+            let outcome = self.before(end, &self.target, async { Ok(action.await?) }).await;
+            // Where it was late it may be half done.
+            return outcome.map_err(|stop| Failure::Marked(stop.for_good()));
         }
         let sector = ByteRange::between(0, MARK_BYTES);
         let write = Box::pin(self.copier.range_copy().copy_durably(sector));
@@ -92,22 +123,37 @@ impl<S: Storage> Mirror<S> {
     /// Gives the target its mark again where it may have lost it: then the write that took it has ended. Why the job
     /// fails.
     async fn undo(&self, failure: Failure<'_>) -> Stop {
-        let (error, write) = match failure {
-            Failure::Marked(stop) => return stop,
-            Failure::Unknown(error) => (error, None),
-            Failure::Late(write) => (late(&self.target), Some(write)),
-        };
-        let unmarked = unmarked(&error);
-        // Until the mark is there, this is what there is to say.
-        self.control.decide(JobEnd::failed(&unmarked));
-        if let Some(write) = write {
-            // Its outcome makes no difference any more.
-            let _ = write.await;
+        match failure {
+            Failure::Marked(stop) => {
+                if let Stop::Late(error) = &stop {
+                    self.control.postpone(error);
+                }
+                stop
+            }
+            Failure::Unknown(error) => {
+                let unmarked = unmarked(&error);
+                // Until the mark is there, this is what there is to say.
+                self.control.decide(JobEnd::failed(&unmarked));
+                self.mark_again(unmarked).await.map_or_else(Stop::Failed, |()| error.into())
+            }
+            Failure::Late(write) => {
+                let error = late(&self.target);
+                let unmarked = unmarked(&error);
+                self.control.postpone(&unmarked);
+                // Its outcome makes no difference any more.
+                let _ = write.await;
+                if let Err(unmarked) = self.mark_again(unmarked).await {
+                    return Stop::Failed(unmarked);
+                }
+                self.copier.start();
+                Stop::Late(error)
+            }
         }
-        match mark_incomplete(&self.target, self.source.name()).await {
-            Ok(()) => error.into(),
-            Err(_) => unmarked.into(),
-        }
+    }
+
+    /// Writes the mark again. Where that fails, this is what there is to say.
+    async fn mark_again(&self, unmarked: Error) -> Result<()> {
+        mark_incomplete(&self.target, self.source.name()).await.map_err(|_| unmarked)
     }
 
     fn end_source<'a>(
@@ -134,17 +180,21 @@ impl<S: Storage> Mirror<S> {
         let rest = end.saturating_sub(self.clock.now());
         match select(pin!(step), self.clock.sleep(rest)).await {
             Either::Left((outcome, _)) => outcome,
-            Either::Right(_) => Err(late(disk).into()),
+            Either::Right(_) => Err(Stop::Late(late(disk))),
         }
     }
 }
 
 fn late<S: Storage>(disk: &Disk<S>) -> Error {
     let what = format!("takes longer than {MAX_PAUSE:?} while the guest's writes wait");
-    Error::new(ErrorKind::Io, what).on(disk.name()).hint("mirror it again when it is quicker")
+    Error::new(ErrorKind::Io, what)
+        .on(disk.name())
+        .hint("complete the job again when it is quicker")
 }
 
 fn unmarked(error: &Error) -> Error {
     let what = format!("the last write to the mirror failed, and may have been done: {error}");
-    Error::new(error.kind(), what).hint("do not use the mirror: it looks complete, but gets old")
+    let hint =
+        "do not use the mirror until the job is ready again: it looks complete, but gets old";
+    Error::new(error.kind(), what).hint(hint)
 }

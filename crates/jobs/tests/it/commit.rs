@@ -111,6 +111,7 @@ impl Case {
                 base.resize(disk.size()).await.expect("a longer base");
             }
             disk.attach_base(Arc::new(base)).await.expect("a base that fits");
+            disk.settle_base().await.expect("no limit");
             if plan == Plan::Fail {
                 for kind in CHANGES {
                     storage.fail(Fault::chance(probability, errno::EIO).of(kind));
@@ -143,7 +144,7 @@ impl Case {
             if plan == Plan::Cancel {
                 control.cancel();
             }
-            control.complete(Completion::Switch);
+            scene::complete(&control, Completion::Switch).await;
         }));
     }
 
@@ -255,6 +256,7 @@ fn a_cancelled_commit_is_made_again() {
             base.resize(disk.size()).await.expect("a longer base");
         }
         disk.attach_base(Arc::new(base)).await.expect("a base that fits");
+        disk.settle_base().await.expect("no limit");
         let mut ends = Vec::new();
         for is_cancelled in [true, false] {
             let control = Arc::new(JobControl::default());

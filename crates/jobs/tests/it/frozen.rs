@@ -6,10 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use blockhouse_core::{Allocation, Buffer, ByteRange, Durability, Request, Result, errno};
+use blockhouse_core::sync::Condvar;
+use blockhouse_core::{
+    Allocation, Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap, errno,
+};
 use blockhouse_disk::{Disk, Options};
-use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
-use blockhouse_sim::{Config, Fault, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_jobs::{ClockSleep, FreezeOptions, FrozenDisk, freeze};
+use blockhouse_sim::{Config, Fault, Latency, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Scene};
@@ -124,7 +127,7 @@ impl Case {
         let prepared: Vec<_> = prepared.collect();
         let frozen: Vec<_> = prepared.iter().map(|one| &*one.frozen).collect();
         let since: Vec<_> = self.disks.iter().map(|(_, model)| model.answered()).collect();
-        freeze(&frozen).await;
+        freeze(&frozen).await.expect("no limit");
         let until: Vec<_> = self.disks.iter().map(|(_, model)| model.written()).collect();
         self.pause().await;
         if self.plan == Plan::Fail {
@@ -196,6 +199,119 @@ fn a_frozen_disk_is_what_it_was() {
     });
 }
 
+/// An image without data, whose clusters have `cluster_size` bytes, is frozen; then its guest writes here and there.
+async fn freeze_holes(sim: &Sim, cluster_size: u64, random: &mut Rng) -> Result<(), String> {
+    let size = (3 * cluster_size).clamp(256 << 10, 4 << 20) + random.u64(..9) * SECTOR;
+    let scene = scene::empty(sim, size, cluster_size).await.map_err(|error| error.to_string())?;
+    let Prepared { frozen, .. } = prepare(sim, random, &scene, u64::MAX);
+    freeze(&[&frozen]).await.expect("no limit");
+    for _ in 0..random.u64(1..40) {
+        let offset = random.u64(..size / SECTOR) * SECTOR;
+        let length = (random.u64(1..=24) * SECTOR).min(size - offset);
+        let mut buffer = Buffer::new(length as usize);
+        buffer.bytes_mut().fill(1);
+        let (from, durability) = (buffer.lend(), Durability::None);
+        let write = Request::Write { offset, from, durability };
+        scene.disk.submit(write).await.map_err(|error| error.to_string())?;
+    }
+    let mut rest = ByteRange::between(0, size);
+    while !rest.is_empty() {
+        let status = frozen.block_status(rest).await.map_err(|error| error.to_string())?;
+        if status.0 != Allocation::Hole {
+            return Err(format!("clusters of {cluster_size}: {:?} at {rest}", status.0));
+        }
+        rest = rest.skip(status.1);
+    }
+    let read = read_all(sim, &frozen, size, random).await.map_err(|error| error.to_string())?;
+    match read.iter().all(|byte| *byte == 0) {
+        true => Ok(()),
+        false => Err(format!("clusters of {cluster_size}: not what it was")),
+    }
+}
+
+#[test]
+fn a_hole_of_any_cluster_size_stays_one_in_the_frozen_disk() {
+    let test = "frozen::a_hole_of_any_cluster_size_stays_one_in_the_frozen_disk";
+    for_seeds(env!("CARGO_PKG_NAME"), test, 2, |seed| {
+        for bits in 9..=21 {
+            let sim = Sim::new(seed);
+            let (mut random, own) = (sim.fork_prng(), sim.clone());
+            sim.block_on(async move { freeze_holes(&own, 1 << bits, &mut random).await })?;
+        }
+        Ok(Report::default())
+    });
+}
+
+/// Time that passes for a timer, which is not of the simulation's thread.
+#[derive(Default)]
+struct Seconds {
+    passed: AtomicU64,
+    changed: Condvar,
+}
+
+/// Zeros 48 MiB of a disk whose reads take so long, with a timer of 30 seconds. How long the guest waited, and why the backup
+/// has failed.
+fn zero_slowly(seed: u64, latency: Duration) -> (Duration, Option<String>) {
+    const LENGTH: u64 = 48 << 20;
+    let sim = Sim::new(seed);
+    let own = sim.clone();
+    sim.block_on(async move {
+        let sim = own;
+        let latency = Latency::fixed(latency.as_micros() as u64, 0);
+        let config = Config { latency, ..Config::default() };
+        let source = SimDisk::new(&sim, config, vec![7; LENGTH as usize]);
+        let source = Arc::new(Disk::raw(source, Options::default()).expect("a disk"));
+        let scratch = SimDisk::new(&sim, Config::default(), vec![0; LENGTH as usize]);
+        let scratch = Disk::raw(scratch, Options::default()).expect("a scratch disk");
+        let seconds = Arc::new(Seconds::default());
+        let (ticking, own) = (Arc::clone(&seconds), sim.clone());
+        let ticks = sim.spawn(async move {
+            loop {
+                own.sleep(Duration::from_secs(1)).await;
+                ticking.passed.fetch_add(1, Ordering::SeqCst);
+                ticking.changed.notify_all();
+            }
+        });
+        let timer = Box::new(move || -> ClockSleep {
+            let seconds = Arc::clone(&seconds);
+            let end = seconds.passed.load(Ordering::SeqCst) + 30;
+            Box::pin(async move {
+                let is_over = || (seconds.passed.load(Ordering::SeqCst) >= end).then_some(());
+                seconds.changed.wait_until(is_over).await;
+            })
+        });
+        let (scratch_limit, memory, max_index_bytes) = (u64::MAX, 8 << 20, 1 << 20);
+        let options = FreezeOptions { scratch_limit, memory, max_index_bytes, timer: Some(timer) };
+        let frozen = FrozenDisk::new(Arc::clone(&source), scratch, options, Box::new(|_| ()));
+        let frozen = frozen.expect("a scratch disk of the right size");
+        drop(sim.spawn(frozen.write_behind()));
+        freeze(&[&frozen]).await.expect("no limit");
+        let began = sim.clock().now();
+        let (unmap, fallback) = (Unmap::Allowed, Fallback::Allowed);
+        let (range, durability) = (ByteRange::between(0, LENGTH), Durability::None);
+        let zeros = Request::WriteZeroes { range, unmap, fallback, durability };
+        source.submit(zeros).await.expect("the guest's own request");
+        drop(ticks);
+        (sim.clock().now() - began, frozen.failure().map(ToOwned::to_owned))
+    })
+}
+
+#[test]
+fn a_long_change_is_saved_in_parallel_for_as_long_as_it_gets_on() {
+    // 192 reads, each of which takes 4 seconds.
+    let (waited, failure) = zero_slowly(1, Duration::from_secs(4));
+    assert_eq!(failure, None);
+    assert!(waited > Duration::from_secs(30) && waited < Duration::from_secs(200), "{waited:?}");
+}
+
+#[test]
+fn a_disk_that_does_not_answer_is_named_in_place_of_the_scratch_file() {
+    // The simulation may have the process stand still until the disk answers.
+    let mut all = (0..8).filter_map(|seed| zero_slowly(seed, Duration::from_secs(100)).1);
+    let failure = all.next().expect("nothing is saved in time");
+    assert!(failure.contains("the disk itself did not answer in time"), "{failure}");
+}
+
 /// A number in the first bytes of a disk.
 async fn write_number(disk: &Disk<SimDisk>, number: u64) -> Result<()> {
     let mut buffer = Buffer::new(SECTOR as usize);
@@ -256,7 +372,7 @@ fn several_disks_are_frozen_at_one_moment() {
     let test = "frozen::several_disks_are_frozen_at_one_moment";
     for_seeds(env!("CARGO_PKG_NAME"), test, 60, |seed| {
         let at_once = async |_: &Sim, disks: &[&FrozenDisk<SimDisk>], _: &mut Rng| {
-            freeze(disks).await;
+            freeze(disks).await.expect("no limit");
         };
         numbers_of_several(seed, at_once).map(|()| Report::default())
     });

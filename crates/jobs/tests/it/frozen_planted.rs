@@ -9,13 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::sync::Condvar;
-use blockhouse_core::{
-    Allocation, Buffer, ByteRange, Capabilities, Durability, IoVector, Request, Result, Storage,
-    SyncMode, Unmap, WriteCache,
-};
+use blockhouse_core::{Buffer, Durability, IoVector, Request, Result, Storage, WriteCache};
 use blockhouse_disk::{Disk, Options};
 use blockhouse_jobs::{CopyTimer, FreezeOptions, FrozenDisk, freeze};
-use blockhouse_sim::{Config, Rng, Sim, SimDisk};
+use blockhouse_sim::{Config, Rng, Sim, SimDisk, forward_storage};
 use futures_util::future::select;
 use parking_lot::Mutex;
 
@@ -61,21 +58,7 @@ impl Broken {
 }
 
 impl Storage for Broken {
-    fn name(&self) -> &str {
-        self.disk.name()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.disk.capabilities()
-    }
-
-    fn size(&self) -> u64 {
-        self.disk.size()
-    }
-
-    async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
-        self.disk.read(offset, into).await
-    }
+    forward_storage!(disk: name, capabilities, size, read, write_zeroes, discard, flush, resize, block_status, prefetch);
 
     async fn write(&self, offset: u64, mut from: IoVector, durability: Durability) -> Result<()> {
         match self.policy {
@@ -104,30 +87,6 @@ impl Storage for Broken {
             }
         }
         self.disk.write(offset, from, durability).await
-    }
-
-    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        self.disk.write_zeroes(range, unmap).await
-    }
-
-    async fn discard(&self, range: ByteRange) -> Result<()> {
-        self.disk.discard(range).await
-    }
-
-    async fn flush(&self, sync: SyncMode) -> Result<()> {
-        self.disk.flush(sync).await
-    }
-
-    async fn resize(&self, size: u64) -> Result<()> {
-        self.disk.resize(size).await
-    }
-
-    async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
-        self.disk.block_status(range).await
-    }
-
-    async fn prefetch(&self, range: ByteRange) -> Result<()> {
-        self.disk.prefetch(range).await
     }
 }
 
@@ -167,7 +126,7 @@ async fn freeze_one(
     let frozen = FrozenDisk::new(Arc::clone(&source), scratch, options, Box::new(|_| {}));
     let frozen = Rc::new(frozen.expect("disks of one size"));
     drop(sim.spawn(frozen.write_behind()));
-    freeze(&[&*frozen]).await;
+    freeze(&[&*frozen]).await.expect("no limit");
     (source, frozen)
 }
 
@@ -325,7 +284,7 @@ fn disks_that_are_frozen_one_after_the_other_are_found_out() {
     let found = (0..200).find(|&seed| {
         let numbers = numbers_of_several(seed, async |sim, disks, random| {
             for disk in disks {
-                freeze(&[*disk]).await;
+                freeze(&[*disk]).await.expect("no limit");
                 sim.sleep(Duration::from_micros(random.u64(..3000))).await;
             }
         });

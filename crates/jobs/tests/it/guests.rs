@@ -43,8 +43,11 @@ impl Model {
         let mut bytes = Vec::new();
         let mut next = 1;
         let is_data = random.u8(1..=4);
-        let sectors = (0..sectors).map(|_| {
-            let number = if random.u8(..4) < is_data { next } else { 0 };
+        let hole_start = random.u64(..sectors);
+        let hole = hole_start..random.u64(hole_start..=sectors);
+        let sectors = (0..sectors).map(|sector| {
+            let is_data = random.u8(..4) < is_data && !hole.contains(&sector);
+            let number = if is_data { next } else { 0 };
             next += 1;
             bytes.extend(content(number));
             Sector { written: vec![number], answered: 0, is_discarded: false, was_discarded: false }

@@ -1,7 +1,7 @@
 //! Mirrors under guests that write, with errors, crashes and reordering: the guest notices nothing, and what is left of
 //! the target has the mark, or everything that was answered.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,10 +71,30 @@ struct Jury<'a> {
     random: RefCell<Rng>,
     /// What was answered when the mark was there last.
     since: RefCell<Vec<usize>>,
+    /// How many times it had been postponed when it was asked to complete last.
+    postponed_before: Cell<u64>,
 }
 
 impl Jury<'_> {
+    /// Comes after each step.
+    fn note_stage(&self) {
+        if self.control.stage() != JobStage::Completing {
+            self.postponed_before.set(self.control.postponements());
+        }
+    }
+
+    /// Whether the target may look complete while the guest goes on with the source: users are told
+    /// not to use it until the job is ready again.
+    fn may_get_old(&self) -> bool {
+        self.control.stage() == JobStage::Completing
+            && self.control.postponements() > self.postponed_before.get()
+            && self.control.why_postponed().contains("do not use the mirror")
+    }
+
     fn look(&self) -> Result<(), String> {
+        if self.may_get_old() {
+            return Ok(());
+        }
         let Case { target, model, before, .. } = self.case;
         let left = target.storage.crash(&mut self.random.borrow_mut());
         let found = recover(left, target.format)?;
@@ -103,8 +123,9 @@ fn mirror(seed: u64) -> Result<Report, String> {
     }
     steer(&case, &control, wait);
     let random = RefCell::new(case.random.fork());
-    let jury =
-        Jury { case: &case, control: &control, random, since: RefCell::new(case.model.answered()) };
+    let since = RefCell::new(case.model.answered());
+    let postponed_before = Cell::default();
+    let jury = Jury { case: &case, control: &control, random, since, postponed_before };
     let mut crashes = 0;
     let mut violation = None;
     let mut steps = 0_u64;
@@ -117,6 +138,7 @@ fn mirror(seed: u64) -> Result<Report, String> {
         if !case.sim.step() || steps > MAX_STEPS {
             return Err(format!("{:?}: it waits for ever: {:?}", case.plan, control.stage()));
         }
+        jury.note_stage();
         let now = (case.target.storage.counts(), case.source.storage.counts());
         // Often enough for each moment to be met by some seed.
         let is_looked_at = is_looked_at(&mut jury.random.borrow_mut(), 4);
@@ -168,7 +190,7 @@ fn steer(case: &Case, control: &Arc<JobControl>, wait: Duration) {
         control.pause();
         sim.sleep(Duration::from_micros(100)).await;
         control.resume();
-        control.complete(completion);
+        scene::complete(&control, completion).await;
     }));
 }
 

@@ -64,9 +64,14 @@ fn race(seed: u64) -> Result<Report, String> {
     let end = sim.block_on(async move {
         let steer = async {
             own.sleep(wait).await;
-            control.complete(Completion::HandOver);
+            scene::complete(&control, Completion::HandOver).await;
         };
-        futures_util::future::join(mirror.run(), steer).await.0
+        let run = async {
+            let end = mirror.run().await;
+            control.end(end.clone());
+            end
+        };
+        futures_util::future::join(run, steer).await.0
     });
     if let JobEnd::Failed(why) = &end
         && why.contains("takes longer")

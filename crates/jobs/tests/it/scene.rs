@@ -7,8 +7,11 @@ use std::time::Duration;
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, WriteCache};
 use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Version};
-use blockhouse_jobs::{ClockSleep, JobClock};
+use blockhouse_jobs::{ClockSleep, Completion, JobClock, JobControl, JobStage};
 use blockhouse_sim::{Config, Rng, Sim, SimDisk};
+
+/// Bytes of an image that are data, or a hole.
+const PART: usize = 16 << 10;
 
 /// The clock of a simulation.
 pub struct SimClock(pub Sim);
@@ -21,6 +24,18 @@ impl JobClock for SimClock {
     fn sleep(&self, time: Duration) -> ClockSleep {
         let sim = self.0.clone();
         Box::pin(async move { sim.sleep(time).await })
+    }
+}
+
+/// Asks a job to complete until it does, or ends otherwise: the simulation may have the process stand still for longer than
+/// the guest may wait. It is ready again before it is asked another time.
+pub async fn complete(control: &JobControl, completion: Completion) {
+    loop {
+        let known = control.postponements();
+        if !control.complete(completion) || control.ended_or_postponed(known).await.is_ok() {
+            return;
+        }
+        control.next_stage(&JobStage::Completing).await;
     }
 }
 
@@ -48,20 +63,37 @@ pub async fn disk(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Scene> 
     }
     let block = u64::from(config.alignment.offset).max(512);
     let image = CreateOptions {
-        cluster_size: [block, 4096, 65536][random.usize(..3)],
+        cluster_size: cluster_size(random, block),
         ..CreateOptions::new(content.len() as u64)
     };
     let storage = SimDisk::new(sim, config, Vec::new());
     qcow2::create(&storage, &image).await?;
     let disk = Disk::open(storage.clone(), ImageFormat::Qcow2, options).await?;
-    if content.iter().any(|byte| *byte != 0) {
-        let mut buffer = Buffer::new(content.len());
-        buffer.bytes_mut().copy_from_slice(content);
-        let (from, durability) = (buffer.lend(), Durability::Data);
-        disk.submit(Request::Write { offset: 0, from, durability }).await?;
+    // Zeros are holes of the image.
+    for (index, part) in content.chunks(PART).enumerate() {
+        if part.iter().any(|byte| *byte != 0) {
+            let mut buffer = Buffer::new(part.len());
+            buffer.bytes_mut().copy_from_slice(part);
+            let (from, durability) = (buffer.lend(), Durability::None);
+            disk.submit(Request::Write { offset: (index * PART) as u64, from, durability }).await?;
+        }
     }
     disk.flush().await?;
     Ok(Scene { storage, disk: Arc::new(disk), format: ImageFormat::Qcow2 })
+}
+
+/// A qcow2 image without data, on storage without conditions.
+pub async fn empty(sim: &Sim, size: u64, cluster_size: u64) -> Result<Scene> {
+    let storage = SimDisk::new(sim, Config::default(), Vec::new());
+    let image = CreateOptions { cluster_size, ..CreateOptions::new(size) };
+    qcow2::create(&storage, &image).await?;
+    let disk = Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
+    Ok(Scene { storage, disk: Arc::new(disk), format: ImageFormat::Qcow2 })
+}
+
+/// Any size of clusters from one block to 64 KiB: crashes copy the whole image.
+fn cluster_size(random: &mut Rng, block: u64) -> u64 {
+    1 << random.u32(block.trailing_zeros()..=16)
 }
 
 /// A disk whose image is an overlay, and the storages below.
@@ -108,7 +140,7 @@ pub async fn overlay_with(
     let block = u64::from(config.alignment.offset).max(512);
     let backing = Backing { name: b"base".to_vec(), format: Some(base_format.as_str().into()) };
     let image = CreateOptions {
-        cluster_size: [block, 4096, 65536][random.usize(..3)],
+        cluster_size: cluster_size(random, block),
         version: [Version::V2, Version::V3][random.usize(..2)],
         backing: Some(backing),
         ..CreateOptions::new(size)

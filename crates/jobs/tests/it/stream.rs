@@ -7,9 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::errno;
-use blockhouse_disk::{Disk, ImageFormat};
+use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
-use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at};
+use blockhouse_sim::{
+    Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at,
+};
 
 use crate::guests::{self, Model};
 use crate::scene::{self, Overlay, clock, names_base, recover};
@@ -201,4 +204,47 @@ fn crash_at_every_point_of_a_stream() {
     let test = "stream::crash_at_every_point_of_a_stream";
     let report = for_seeds(env!("CARGO_PKG_NAME"), test, 40, stream);
     eprintln!("{report:?}");
+}
+
+/// An overlay without data over a base of 32 MiB.
+async fn overlay_of_nothing(sim: &Sim) -> (Arc<Disk<SimDisk>>, SimDisk) {
+    const SIZE: u64 = 32 << 20;
+    let base = SimDisk::new(sim, Config::default(), vec![7; SIZE as usize]);
+    let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
+    let image = CreateOptions { backing: Some(backing), ..CreateOptions::new(SIZE) };
+    let storage = SimDisk::new(sim, Config::default(), Vec::new());
+    qcow2::create(&storage, &image).await.expect("an image");
+    let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await;
+    let read_only = Options { access: Access::ReadOnly, ..Options::default() };
+    let below = Disk::raw(base.clone(), read_only).expect("a base");
+    (Arc::new(disk.expect("an overlay").with_backing(Arc::new(below))), base)
+}
+
+#[test]
+fn parts_that_cannot_be_read_hold_up_no_others() {
+    let sim = Sim::new(3);
+    let own = sim.clone();
+    sim.block_on(async move {
+        let sim = own;
+        let (disk, base) = overlay_of_nothing(&sim).await;
+        base.fail(Fault::chance(0.3, errno::EIO).of(OperationKind::Read));
+        let (control, clock) = (Arc::new(JobControl::default()), clock(&sim));
+        let stream = begin(&disk, &control, &clock).await.try_again();
+        let known = Arc::clone(&control);
+        let watch = async {
+            let mut least = disk.size();
+            for _ in 0..90 {
+                sim.sleep(Duration::from_millis(100)).await;
+                let remaining = known.progress().remaining;
+                assert!(remaining == 0 || remaining <= least, "{remaining} after {least}");
+                least = if remaining == 0 { least } else { remaining };
+            }
+            // Before the first pause is over all has been tried.
+            assert!(least <= disk.size() * 6 / 10, "{least} bytes are left");
+            base.clear_faults();
+        };
+        let (end, ()) = futures_util::future::join(stream.run(), watch).await;
+        assert!(matches!(end, JobEnd::Completed { .. }), "{end:?}");
+        assert_eq!(guests::read(&disk).await.expect("the disk")[..3], [7; 3]);
+    });
 }

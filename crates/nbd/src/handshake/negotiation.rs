@@ -4,7 +4,7 @@ use std::fmt;
 
 use blockhouse_disk::Access;
 
-use crate::proto::{ALLOCATION_CONTEXT, BASE_ALLOCATION, DIRTY_BITMAP, Framing};
+use crate::proto::{ALLOCATION_CONTEXT, ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, Framing};
 
 /// A client that has not chosen an export after so many options is disconnected.
 pub const MAX_OPTIONS: u32 = 4096;
@@ -20,6 +20,8 @@ pub struct ExportInfo {
     pub size: u64,
     /// Whether it can be written.
     pub access: Access,
+    /// The smallest block in bytes that clients see: 1, or a sector of the disk.
+    pub smallest_block: u32,
     /// The block size in bytes that avoids read-modify-write: a power of two, 512 to 32 MiB.
     pub preferred_block: u32,
     /// The bitmaps that it offers, 64 at most.
@@ -30,7 +32,8 @@ impl ExportInfo {
     /// What block status can tell about it, with the ids that replies have.
     pub fn contexts(&self) -> impl Iterator<Item = (u32, MetaContext)> {
         let bitmaps = self.bitmaps.iter().cloned().map(MetaContext::DirtyBitmap);
-        (ALLOCATION_CONTEXT..).zip(std::iter::once(MetaContext::Allocation).chain(bitmaps))
+        let contexts = std::iter::once(MetaContext::Allocation).chain(bitmaps);
+        (ALLOCATION_CONTEXT..).zip(contexts.chain([MetaContext::AllocationDepth]))
     }
 }
 
@@ -41,6 +44,8 @@ pub enum MetaContext {
     Allocation,
     /// `qemu:dirty-bitmap:` and this name: what the bitmap says to have changed.
     DirtyBitmap(String),
+    /// `qemu:allocation-depth`: which image of the chain has the data.
+    AllocationDepth,
 }
 
 impl fmt::Display for MetaContext {
@@ -48,6 +53,7 @@ impl fmt::Display for MetaContext {
         match self {
             Self::Allocation => f.write_str(BASE_ALLOCATION),
             Self::DirtyBitmap(name) => write!(f, "{DIRTY_BITMAP}{name}"),
+            Self::AllocationDepth => f.write_str(ALLOCATION_DEPTH),
         }
     }
 }

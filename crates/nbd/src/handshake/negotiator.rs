@@ -173,7 +173,7 @@ impl Negotiator {
                 self.selected = Some((info.name, contexts));
             }
             ClientOption::ExportName | ClientOption::Abort => {
-                unreachable!("these have no such replies")
+                return Err(invalid("the option has no replies"));
             }
         }
         Ok(Answer::Next)
@@ -251,7 +251,7 @@ impl Negotiator {
             replies.description(&info.description);
         }
         if request.asks_for(InfoType::BlockSize) {
-            replies.block_size(info.preferred_block);
+            replies.block_size(info.smallest_block, info.preferred_block);
         }
         Ok(info)
     }

@@ -87,10 +87,10 @@ impl<'a> OptionReplies<'a> {
         }
     }
 
-    /// The block sizes. The smallest is announced as one byte: requests of any alignment are
-    /// served, so no client needs to do worse by itself.
-    pub fn block_size(&mut self, preferred: u32) {
-        let [smallest, preferred, payload] = [1, preferred, MAX_PAYLOAD].map(u32::to_be_bytes);
+    /// The block sizes.
+    pub fn block_size(&mut self, smallest: u32, preferred: u32) {
+        let sizes = [smallest, preferred, MAX_PAYLOAD];
+        let [smallest, preferred, payload] = sizes.map(u32::to_be_bytes);
         self.info(InfoType::BlockSize, &[&smallest, &preferred, &payload]);
     }
 

@@ -2,7 +2,7 @@
 
 use super::negotiation::MetaContext;
 use crate::proto::option::InfoType;
-use crate::proto::{BASE_ALLOCATION, DIRTY_BITMAP, MAX_STRING};
+use crate::proto::{ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, MAX_STRING};
 
 /// The data of an option contradicts the protocol; says how, for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,9 +62,13 @@ enum Query<'a> {
     Allocation,
     /// The bitmap of this name.
     DirtyBitmap(&'a str),
+    /// `qemu:allocation-depth`.
+    AllocationDepth,
     /// `base:`, a wildcard when listing and nothing when selecting.
     AllOfBase,
-    /// `qemu:` or `qemu:dirty-bitmap:`; as `base:`.
+    /// `qemu:`, as `base:`.
+    AllOfQemu,
+    /// `qemu:dirty-bitmap:`, as `base:`.
     AllBitmaps,
 }
 
@@ -74,14 +78,17 @@ impl<'a> Query<'a> {
         match query {
             BASE_ALLOCATION => Some(Self::Allocation),
             "base:" => Some(Self::AllOfBase),
-            "qemu:" | DIRTY_BITMAP => Some(Self::AllBitmaps),
+            ALLOCATION_DEPTH => Some(Self::AllocationDepth),
+            "qemu:" => Some(Self::AllOfQemu),
+            DIRTY_BITMAP => Some(Self::AllBitmaps),
             _ => query.strip_prefix(DIRTY_BITMAP).map(Self::DirtyBitmap),
         }
     }
 
     fn names(self, context: &MetaContext) -> bool {
         match (self, context) {
-            (Self::Allocation, MetaContext::Allocation) => true,
+            (Self::Allocation, MetaContext::Allocation)
+            | (Self::AllocationDepth, MetaContext::AllocationDepth) => true,
             (Self::DirtyBitmap(name), MetaContext::DirtyBitmap(own)) => name == own,
             _ => false,
         }
@@ -90,7 +97,8 @@ impl<'a> Query<'a> {
     fn is_wildcard_for(self, context: &MetaContext) -> bool {
         match context {
             MetaContext::Allocation => self == Self::AllOfBase,
-            MetaContext::DirtyBitmap(_) => self == Self::AllBitmaps,
+            MetaContext::DirtyBitmap(_) => matches!(self, Self::AllBitmaps | Self::AllOfQemu),
+            MetaContext::AllocationDepth => self == Self::AllOfQemu,
         }
     }
 }
@@ -176,12 +184,13 @@ mod tests {
         data
     }
 
-    /// Which of three contexts are listed, and which are selected.
+    /// Which of four contexts are listed, and which are selected.
     fn meant(texts: &[&str]) -> Result<[Vec<bool>; 2], Malformed> {
         let data = queries(texts);
         let queries = MetaQueries::parse(&data)?;
         let bitmap = |name: &str| MetaContext::DirtyBitmap(name.to_owned());
-        let all = [MetaContext::Allocation, bitmap("a"), bitmap("a:b")];
+        let depth = MetaContext::AllocationDepth;
+        let all = [MetaContext::Allocation, bitmap("a"), bitmap("a:b"), depth];
         let listed = all.iter().map(|context| queries.list(context)).collect();
         Ok([listed, all.iter().map(|context| queries.select(context)).collect()])
     }
@@ -223,14 +232,18 @@ mod tests {
     fn queries_select_by_the_letter() {
         let (yes, no) = (true, false);
         for (texts, listed, selected) in [
-            (&[][..], [yes, yes, yes], [no, no, no]),
-            (&["base:"], [yes, no, no], [no, no, no]),
-            (&["base:allocation", "base:"], [yes, no, no], [yes, no, no]),
-            (&["base:nothing", "x-other:allocation"], [no, no, no], [no, no, no]),
-            (&["qemu:"], [no, yes, yes], [no, no, no]),
-            (&["qemu:dirty-bitmap:", "base:allocation"], [yes, yes, yes], [yes, no, no]),
-            (&["qemu:dirty-bitmap:a:b"], [no, no, yes], [no, no, yes]),
-            (&["qemu:dirty-bitmap:A", "qemu:allocation-depth"], [no, no, no], [no, no, no]),
+            (&[][..], [yes, yes, yes, yes], [no, no, no, no]),
+            (&["base:"], [yes, no, no, no], [no, no, no, no]),
+            (&["base:allocation", "base:"], [yes, no, no, no], [yes, no, no, no]),
+            (&["base:nothing", "x-other:allocation"], [no; 4], [no; 4]),
+            (&["qemu:"], [no, yes, yes, yes], [no; 4]),
+            (&["qemu:dirty-bitmap:", "base:allocation"], [yes, yes, yes, no], [yes, no, no, no]),
+            (&["qemu:dirty-bitmap:a:b"], [no, no, yes, no], [no, no, yes, no]),
+            (
+                &["qemu:dirty-bitmap:A", "qemu:allocation-depth"],
+                [no, no, no, yes],
+                [no, no, no, yes],
+            ),
         ] {
             assert_eq!(meant(texts), Ok([listed.to_vec(), selected.to_vec()]), "{texts:?}");
         }

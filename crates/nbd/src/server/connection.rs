@@ -106,7 +106,16 @@ impl<S: Storage> Connection<S> {
             true => Activity::of_used(),
             false => Activity::new(),
         });
-        let shutdown = self.guard.start_transmission(id, tls.is_some(), &activity);
+        let credential = tls.map(|tls| Arc::clone(tls.credential()));
+        let shutdown = self.guard.start_transmission(id, credential.clone(), &activity);
+        // Files that are read again from now on end this connection. They may have been read since
+        // the handshake.
+        if let (Some(shown), Some(tls)) = (&credential, self.exports.tls())
+            && !tls.server.still_admits(shown)
+        {
+            let why = "what it has shown was revoked meanwhile".to_owned();
+            return Err(SetupError::Tls(AcceptError::Refused(why)));
+        }
         // Who removes the export from now on ends this connection.
         if !self.exports.has(id) {
             return Err(SetupError::Removed(paused.options.export));
@@ -209,7 +218,10 @@ async fn handshake<S: Storage>(
             Progress::More => receive(stream, tls.as_deref(), &mut received).await?,
             Progress::Again => 0,
             Progress::StartTls => {
-                let server = &socket_tls.expect("TLS is offered").server;
+                // It was offered.
+                let Some(crate::tls::SocketTls { server, .. }) = socket_tls else {
+                    return Err(io::Error::from(io::ErrorKind::Unsupported).into());
+                };
                 let accepted = TlsChannel::accept(stream, server, pool).await;
                 let channel = Rc::new(accepted.map_err(SetupError::Tls)?);
                 tracing::debug!(peer = %exports.peer, "TLS with {:?}: {}", channel.identity().names, channel.describe());

@@ -266,13 +266,19 @@ impl<S: Storage> ExportLookup for Exports<S> {
 }
 
 fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
-    let alignment = export.disk.alignment().offset;
+    let disk = &export.disk;
+    // Requests of any alignment are served, so no client needs to do worse by itself. But clients that make a block device
+    // of the export take its sectors from the smallest block, and some refuse a size that is no multiple of it.
+    let sector = disk.logical_block_size();
+    let has_sectors = sector > 512 && disk.size().is_multiple_of(sector);
+    let preferred = disk.physical_block_size().clamp(BLOCK_ALIGNMENT as u64, MAX_PAYLOAD.into());
     ExportInfo {
         name: export.name.clone(),
         description: export.description.clone(),
         size: export.disk.size(),
         access: export.disk.access(),
-        preferred_block: alignment.clamp(BLOCK_ALIGNMENT as u32, MAX_PAYLOAD),
+        smallest_block: if has_sectors { sector as u32 } else { 1 },
+        preferred_block: preferred as u32,
         bitmaps: export.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
     }
 }

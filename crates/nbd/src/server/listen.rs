@@ -194,6 +194,11 @@ fn bind_unix(path: &Path, permissions: SocketPermissions) -> Result<BoundSocket>
         let failed = Error::host("cannot listen", errno.into()).on(&name);
         match errno {
             Errno::MFILE | Errno::NFILE => failed.hint(DESCRIPTORS_HINT),
+            Errno::NOENT => {
+                failed.hint("make its folder first, or choose a path in one that exists")
+            }
+            Errno::NOTDIR => failed.hint("its folder is a file; choose another path"),
+            Errno::ACCESS => failed.hint("choose a folder that this user may write to"),
             _ => failed,
         }
     };

@@ -30,6 +30,7 @@ use peer::{Peer, Transport};
 use registry::{Clients, ConnectionGuard, Origin, Registry};
 
 use crate::session::ByteLimit;
+use crate::tls::TlsServer;
 
 /// Bytes of memory for payloads that are kept for the next requests.
 const POOL_BYTES: usize = 64 << 20;
@@ -66,6 +67,11 @@ impl Server {
             pool: BufferPool::new(POOL_BYTES),
             sockets: AtomicUsize::new(0),
         }))
+    }
+
+    /// How long clients may take to receive their replies when the server ends.
+    pub fn drain_time(&self) -> Duration {
+        self.0.limits.drain
     }
 
     /// Accepts connections until the server [drains](Self::drain) or [`close`](Self::close)s `exports`, and serves them on `loops`, each
@@ -201,6 +207,14 @@ impl Server {
         }
     }
 
+    /// Disconnects the clients with TLS that `tls` no longer admits, after its files were read
+    /// again. What they have in flight completes without replies.
+    pub fn end_refused_clients(&self, tls: &TlsServer) {
+        for peer in self.0.registry.disconnect_refused(|shown| tls.still_admits(shown)) {
+            tracing::info!(%peer, "client disconnected: what it has shown was revoked");
+        }
+    }
+
     /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of their socket. Waits until
     /// all that were accepted have done their handshakes. Those that have not in `time` are disconnected, as are
     /// those that wait for their turn. All others go on.
@@ -223,13 +237,19 @@ impl Server {
         self.0.registry.resume();
     }
 
+    /// Accepts nothing more, and has every connection end when it has replied to what it has in flight: the beginning of
+    /// [`drain`](Self::drain).
+    pub fn begin_drain(&self) {
+        self.0.registry.drain();
+    }
+
     /// Ends the server: accepts nothing more, has every connection complete what it has in flight and
     /// reply to it, and waits for that. Clients that make no progress for two seconds, or do not receive all
     /// of their replies in [`Limits::drain`], are disconnected; their requests complete all the same. The
     /// disks are left to their owner to flush.
     pub async fn drain(&self) {
         let Shared { registry, limits, .. } = &*self.0;
-        registry.drain();
+        self.begin_drain();
         if timeout(limits.drain, registry.wait_empty()).await.is_none() {
             tracing::info!("clients that do not take their replies are cut off");
             registry.disconnect_all();

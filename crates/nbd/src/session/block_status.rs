@@ -41,6 +41,10 @@ pub async fn describe<S: Storage>(
             MetaContext::DirtyBitmap(name) => {
                 dirty_bitmap(state, name, range, req_one, &mut list).await?;
             }
+            MetaContext::AllocationDepth => {
+                let depth = async |range| state.disk.allocation_depth(range).await;
+                runs(range, req_one, &mut list, depth).await?;
+            }
         }
         let (count, end) = (list.count, list.end);
         chunks.finish(StatusChunk { context: *id, count, is_last: left == 1 }, end);
@@ -58,9 +62,23 @@ async fn allocation<S: Storage>(
 ) -> Result<()> {
     // For this request alone, so that the reply has all data that was acknowledged before it.
     let mut cache = BlockStatusCache::default();
+    let flags = async |range| {
+        let (status, length) = state.disk.block_status(range, &mut cache).await?;
+        Ok((allocation_flags(status), length))
+    };
+    runs(range, req_one, list, flags).await
+}
+
+/// Lists the runs of equal flags that `ask` tells of the first bytes of a range.
+async fn runs(
+    range: ByteRange,
+    req_one: ReqOne,
+    list: &mut List<'_>,
+    mut ask: impl AsyncFnMut(ByteRange) -> Result<(u32, u64)>,
+) -> Result<()> {
     // Cached metadata is looked up without waiting.
     let budget = WorkBudget::new();
-    let (mut current, mut length) = state.disk.block_status(range, &mut cache).await?;
+    let (mut current, mut length) = ask(range).await?;
     let mut rest = range.skip(length);
     let mut lookups = 1;
     while req_one == ReqOne::Unset && !rest.is_empty() && !list.is_nearly_full() {
@@ -69,17 +87,17 @@ async fn allocation<S: Storage>(
         }
         lookups += 1;
         // The extents that are known already are a valid reply.
-        let Ok((status, more)) = state.disk.block_status(rest, &mut cache).await else { break };
-        if status == current {
+        let Ok((flags, more)) = ask(rest).await else { break };
+        if flags == current {
             length += more;
         } else {
-            list.push(length, allocation_flags(current));
-            (current, length) = (status, more);
+            list.push(length, current);
+            (current, length) = (flags, more);
         }
         rest = rest.skip(more);
         budget.spend(WorkBudget::LOOK_UP).await;
     }
-    list.push(length, allocation_flags(current));
+    list.push(length, current);
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, Request, Result, Storage};
+use blockhouse_core::{Buffer, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_disk::{ExportKind, Operation};
 use blockhouse_engine::spawn_detached;
 
@@ -64,7 +64,7 @@ async fn execute<S: Storage>(
             return reply;
         }
         Command::Write { offset, durability, .. } => {
-            let mut payload = payload.expect("the reader gives every write its payload");
+            let mut payload = payload.ok_or_else(|| unexpected(command))?;
             let from = payload.lend();
             let write = Request::Write { offset, from, durability };
             state.disk.submit_from(ExportKind::Nbd, write).await?;
@@ -76,10 +76,15 @@ async fn execute<S: Storage>(
         Command::Trim { range, durability } => Request::Discard { range, durability },
         Command::Flush => Request::Flush,
         Command::Cache { range } => Request::Prefetch { range },
-        Command::Empty(_) | Command::Disconnect => unreachable!("the reader handles these"),
+        Command::Empty(_) | Command::Disconnect => return Err(unexpected(command)),
     };
     state.disk.submit_from(ExportKind::Nbd, request).await?;
     Ok(Reply::Success(SuccessForm::Shortest))
+}
+
+/// The reader has let through what it handles itself.
+fn unexpected(command: &Command) -> Error {
+    Error::new(ErrorKind::InvalidInput, format!("a command that has no reply here: {command:?}"))
 }
 
 async fn read<S: Storage>(

@@ -25,7 +25,7 @@ impl FailureLog {
 /// The error that the client gets. It names no path of the host.
 pub fn request_error(error: &Error, command: &Command) -> RequestError {
     let message = match error.kind() {
-        ErrorKind::InvalidInput => "the request does not fit the export",
+        ErrorKind::InvalidInput | ErrorKind::LacksChanges => "the request does not fit the export",
         ErrorKind::PastEnd => "the range reaches past the end of the export",
         ErrorKind::NoSpace => "the host has no space left",
         ErrorKind::ReadOnly => "the export is read-only",

@@ -4,16 +4,19 @@
 
 use std::cell::RefCell;
 use std::io;
+use std::sync::Arc;
 use std::task::Context;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, BufferPool, IoVectorList};
-use blockhouse_engine::{Stream, yield_now};
+use blockhouse_engine::{Stream, sleep, yield_now};
 use blockhouse_tls::{SEND_LIMIT, TlsSession, names_of};
 use openssl::ssl::Ssl;
 use rustix::net::{AddressFamily, SendFlags, sockopt};
 
+use super::credentials::Credential;
 use super::refusal::{self, Note, describe};
-use super::{ClientIdentity, TlsServer};
+use super::{ClientIdentity, TlsServer, pace};
 
 /// Why there is no TLS with a client.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +36,7 @@ pub enum AcceptError {
 pub struct TlsChannel {
     session: RefCell<TlsSession>,
     identity: ClientIdentity,
+    credential: Arc<Credential>,
 }
 
 impl TlsChannel {
@@ -46,13 +50,16 @@ impl TlsChannel {
         pool: &BufferPool,
     ) -> Result<Self, AcceptError> {
         let library = |error: openssl::error::ErrorStack| AcceptError::Refused(error.to_string());
-        let mut ssl = Ssl::new(&server.context()).map_err(library)?;
+        let secrets = server.secrets();
+        let mut ssl = Ssl::new(secrets.context()).map_err(library)?;
         ssl.set_accept_state();
         let mut session = TlsSession::new(ssl, pool.clone()).map_err(library)?;
         let mut note = Note::default();
         loop {
             refusal::swap(&mut note);
+            let begin = Instant::now();
             let step = session.handshake();
+            pace::took(begin.elapsed());
             refusal::swap(&mut note);
             let output = session.take_output();
             match step {
@@ -69,7 +76,10 @@ impl TlsChannel {
                     }
                     session.put_input(input, count);
                     // A step is up to some milliseconds of computing: the others first.
-                    yield_now().await;
+                    match pace::wait() {
+                        Duration::ZERO => yield_now().await,
+                        time => sleep(time).await,
+                    }
                 }
                 Err(error) => {
                     // The alert; the client may be gone.
@@ -78,9 +88,15 @@ impl TlsChannel {
                 }
             }
         }
+        let credential = Arc::new(secrets.credential(session.ssl(), note.identity.as_ref()));
         let identity = identity_of(&session, note);
         make_room(stream);
-        Ok(Self { session: RefCell::new(session), identity })
+        Ok(Self { session: RefCell::new(session), identity, credential })
+    }
+
+    /// By what it was admitted.
+    pub fn credential(&self) -> &Arc<Credential> {
+        &self.credential
     }
 
     /// Who the client has shown to be.

@@ -3,14 +3,20 @@
 //! Guarantee: what is in force is always a whole set of files that fit each other. Where a reload fails, the old set
 //! stays.
 
+use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use blockhouse_tls::{
     CipherKind, TlsError, context, file_error, names_of, read_keys, unfit, use_identity,
     use_revoked,
 };
-use openssl::ssl::{SslContext, SslContextBuilder, SslMethod, SslVerifyMode};
-use openssl::x509::{X509Name, X509StoreContextRef};
+use openssl::sha::sha256;
+use openssl::ssl::{SslContext, SslContextBuilder, SslFiletype, SslMethod, SslRef, SslVerifyMode};
+use openssl::stack::Stack;
+use openssl::x509::store::{X509Lookup, X509Store, X509StoreBuilder, X509StoreRef};
+use openssl::x509::verify::X509VerifyFlags;
+use openssl::x509::{X509, X509Name, X509Ref, X509StoreContext, X509StoreContextRef};
 use parking_lot::RwLock;
 
 use super::refusal::note;
@@ -22,13 +28,35 @@ pub struct TlsServer {
     files: TlsFiles,
     /// Pairs of an export and a client that may use it.
     allowed: Vec<(String, String)>,
-    current: RwLock<Secrets>,
+    current: RwLock<Arc<Secrets>>,
 }
 
-#[derive(Clone)]
-struct Secrets {
+/// The bytes that were read at once.
+pub(crate) struct Secrets {
     context: SslContext,
-    has_client_check: bool,
+    check: ClientCheck,
+}
+
+/// By what clients are known.
+enum ClientCheck {
+    /// They are not asked.
+    None,
+    /// By certificates of an authority. Times do not count: a certificate that has expired since it
+    /// was shown, and a list that is outdated, end no connection.
+    Certificates(X509Store),
+    /// By keys: the hash of each.
+    Keys(HashMap<String, [u8; 32]>),
+}
+
+/// By what a client was admitted.
+#[derive(Debug)]
+pub enum Credential {
+    /// Nothing was asked for.
+    Nothing,
+    /// A certificate, and those between it and the authority.
+    Certificate(X509, Vec<X509>),
+    /// The key of an identity, by its hash.
+    Key(String, [u8; 32]),
 }
 
 impl std::fmt::Debug for Secrets {
@@ -44,7 +72,7 @@ impl TlsServer {
     /// # Errors
     /// A file is missing, unfit or does not fit another one; `allowed` names clients, and no file tells who they are.
     pub fn load(files: TlsFiles, allowed: Vec<(String, String)>) -> Result<Self, TlsError> {
-        let secrets = Secrets::read(&files)?;
+        let secrets = Arc::new(Secrets::read(&files)?);
         let server = Self { files, allowed, current: RwLock::new(secrets) };
         server.check_allowed()?;
         Ok(server)
@@ -55,7 +83,7 @@ impl TlsServer {
     /// # Errors
     /// As [`load`](Self::load); then what was read before stays in force.
     pub fn reload(&self) -> Result<(), TlsError> {
-        let secrets = Secrets::read(&self.files)?;
+        let secrets = Arc::new(Secrets::read(&self.files)?);
         let old = std::mem::replace(&mut *self.current.write(), secrets);
         self.check_allowed().inspect_err(|_| *self.current.write() = old)
     }
@@ -65,7 +93,7 @@ impl TlsServer {
             TlsFiles::Certificates(folder)
                 if !self.allowed.is_empty() && !self.has_client_check() =>
             {
-                let why = "is missing, so nobody knows which client is which; put it there to have clients \
+                let why = "is missing, so clients cannot be told apart; put it there to have clients \
                            checked, or allow all";
                 Err(file_error(&folder.join("ca-cert.pem"), why))
             }
@@ -75,7 +103,23 @@ impl TlsServer {
 
     /// Whether clients have to show who they are.
     pub fn has_client_check(&self) -> bool {
-        self.current.read().has_client_check
+        !matches!(self.current.read().check, ClientCheck::None)
+    }
+
+    /// Whether what a client has shown admits it by the files as they were read last. A client that
+    /// was not asked is not admitted where clients are asked by now.
+    pub fn still_admits(&self, credential: &Credential) -> bool {
+        let secrets = Arc::clone(&self.current.read());
+        match (&secrets.check, credential) {
+            (ClientCheck::None, _) => true,
+            (ClientCheck::Certificates(store), Credential::Certificate(own, chain)) => {
+                is_signed(store, own, chain)
+            }
+            (ClientCheck::Keys(keys), Credential::Key(identity, hash)) => {
+                keys.get(identity) == Some(hash)
+            }
+            _ => false,
+        }
     }
 
     /// Whether an export is for certain clients only.
@@ -92,8 +136,8 @@ impl TlsServer {
     }
 
     /// What connections use that begin now.
-    pub(super) fn context(&self) -> SslContext {
-        self.current.read().context.clone()
+    pub(crate) fn secrets(&self) -> Arc<Secrets> {
+        Arc::clone(&self.current.read())
     }
 }
 
@@ -105,26 +149,59 @@ impl Secrets {
         };
         let mut builder = context(SslMethod::tls_server(), kind)?;
         builder.set_num_tickets(0)?;
-        let has_client_check = match files {
+        let check = match files {
             TlsFiles::Certificates(folder) => use_certificates(&mut builder, folder)?,
-            TlsFiles::Psk(file) => {
-                use_keys(&mut builder, file)?;
-                true
+            TlsFiles::Psk(file) => use_keys(&mut builder, file)?,
+        };
+        Ok(Self { context: builder.build(), check })
+    }
+
+    pub(super) fn context(&self) -> &SslContext {
+        &self.context
+    }
+
+    /// What a client has shown in a handshake that is over, and the PSK identity that it named.
+    pub(super) fn credential(&self, ssl: &SslRef, identity: Option<&String>) -> Credential {
+        let certificate = || {
+            let chain = ssl.peer_cert_chain().into_iter().flatten();
+            let chain = chain.map(X509Ref::to_owned).collect();
+            Some(Credential::Certificate(ssl.peer_certificate()?, chain))
+        };
+        let shown = match &self.check {
+            ClientCheck::None => None,
+            ClientCheck::Certificates(_) => certificate(),
+            ClientCheck::Keys(keys) => {
+                identity.and_then(|name| Some(Credential::Key(name.clone(), *keys.get(name)?)))
             }
         };
-        Ok(Self { context: builder.build(), has_client_check })
+        shown.unwrap_or(Credential::Nothing)
     }
 }
 
-/// Whether clients are checked.
-fn use_certificates(builder: &mut SslContextBuilder, folder: &Path) -> Result<bool, TlsError> {
+/// Whether an authority of the store has signed a certificate, and not revoked it.
+fn is_signed(store: &X509StoreRef, certificate: &X509Ref, chain: &[X509]) -> bool {
+    let verify = || {
+        let mut between = Stack::new()?;
+        chain.iter().try_for_each(|one| between.push(one.clone()))?;
+        let mut context = X509StoreContext::new()?;
+        context.init(store, certificate, &between, |context| context.verify_cert())
+    };
+    // Where memory runs out, nothing is known of it.
+    verify().unwrap_or(true)
+}
+
+/// How clients are checked.
+fn use_certificates(
+    builder: &mut SslContextBuilder,
+    folder: &Path,
+) -> Result<ClientCheck, TlsError> {
     let file = |name: &str| folder.join(name);
     let (authority, revoked) = (file("ca-cert.pem"), file("ca-crl.pem"));
     use_identity(builder, &file("server-cert.pem"), &file("server-key.pem"))?;
     if !authority.exists() {
         return match revoked.exists() {
             true => Err(file_error(&authority, "is missing, but there is a ca-crl.pem beside it")),
-            false => Ok(false),
+            false => Ok(ClientCheck::None),
         };
     }
     builder.set_ca_file(&authority).map_err(unfit(&authority, "is no certificate in PEM"))?;
@@ -132,8 +209,15 @@ fn use_certificates(builder: &mut SslContextBuilder, folder: &Path) -> Result<bo
     builder.set_client_ca_list(names.map_err(unfit(&authority, "is no certificate in PEM"))?);
     let must = SslVerifyMode::PEER | SslVerifyMode::FAIL_IF_NO_PEER_CERT;
     builder.set_verify_callback(must, check_client);
-    use_revoked(builder, &revoked)?;
-    Ok(true)
+    use_revoked(builder.cert_store_mut(), &revoked)?;
+    let mut store = X509StoreBuilder::new()?;
+    store
+        .add_lookup(X509Lookup::file())?
+        .load_cert_file(&authority, SslFiletype::PEM)
+        .map_err(unfit(&authority, "is no certificate in PEM"))?;
+    use_revoked(&mut store, &revoked)?;
+    store.set_flags(X509VerifyFlags::NO_CHECK_TIME)?;
+    Ok(ClientCheck::Certificates(store.build()))
 }
 
 /// Notes what is wrong with a client's certificate.
@@ -147,8 +231,9 @@ fn check_client(is_good: bool, context: &mut X509StoreContextRef) -> bool {
     is_good
 }
 
-fn use_keys(builder: &mut SslContextBuilder, path: &Path) -> Result<(), TlsError> {
+fn use_keys(builder: &mut SslContextBuilder, path: &Path) -> Result<ClientCheck, TlsError> {
     let keys = read_keys(path)?;
+    let hashes = keys.iter().map(|(name, key)| (name.clone(), sha256(key))).collect();
     builder.set_psk_server_callback(move |_, identity, into| {
         let identity = String::from_utf8_lossy(identity.unwrap_or_default()).into_owned();
         let key = keys.get(&identity).filter(|key| key.len() <= into.len());
@@ -160,5 +245,5 @@ fn use_keys(builder: &mut SslContextBuilder, path: &Path) -> Result<(), TlsError
         into[..key.len()].copy_from_slice(key);
         Ok(key.len())
     });
-    Ok(())
+    Ok(ClientCheck::Keys(hashes))
 }

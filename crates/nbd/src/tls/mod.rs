@@ -1,15 +1,17 @@
 //! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the session.
 //!
-//! Guarantees: a client is served only after its handshake, as whoever the handshake has shown it to be.
-//! Nothing that came before the handshake counts afterwards. Sessions are never resumed and never renegotiated, so
-//! what a reload of the files revokes is revoked for every later connection. A refusal is one line that says what is
-//! wrong with what the client has shown.
+//! Guarantees: a client is served only after its handshake, as whoever the handshake has shown it
+//! to be. Nothing that came before the handshake counts afterwards. Sessions are never resumed and
+//! never renegotiated, so what a reload of the files revokes is revoked for every later connection;
+//! the server ends the others. A refusal is one line that says what is wrong with what the client
+//! has shown.
 //!
 //! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the socket. A connection without TLS has no channel, and pays
 //! for one test of an `Option` at each system call.
 
 mod channel;
 mod credentials;
+mod pace;
 mod refusal;
 
 use std::path::PathBuf;
@@ -18,6 +20,7 @@ use std::sync::Arc;
 pub(crate) use blockhouse_tls::SEND_LIMIT;
 pub use blockhouse_tls::TlsError;
 pub(crate) use channel::{AcceptError, TlsChannel};
+pub(crate) use credentials::Credential;
 pub use credentials::TlsServer;
 
 /// Where the secrets of a server are.

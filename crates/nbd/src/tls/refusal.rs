@@ -1,4 +1,4 @@
-//! What OpenSSL's callbacks learn of a client, for the line in the log.
+//! Notes of OpenSSL's callbacks about a client, for the line in the log.
 //!
 //! The callbacks run inside a step of a handshake, which nothing interrupts: so a thread's note is about the client
 //! whose step it is.
@@ -8,14 +8,14 @@ use std::cell::RefCell;
 use openssl::error::ErrorStack;
 use openssl::ssl;
 
-/// What was learned in a handshake.
+/// The findings of a handshake.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Note {
     /// The PSK identity that the client named.
     pub identity: Option<String>,
     /// Whether there is no key for it.
     pub is_unknown: bool,
-    /// What is wrong with its certificate: whose it is, and why.
+    /// The fault of its certificate: whose it is, and why.
     pub certificate: Option<String>,
 }
 
@@ -50,21 +50,21 @@ pub fn describe(note: &Note, error: &ssl::Error) -> String {
         _ => {}
     }
     if is("peer did not return a certificate") {
-        return "it has shown no certificate, and ca-cert.pem says that clients must".into();
+        return "it sent no certificate, and with ca-cert.pem clients must send one".into();
     }
     if is("no shared cipher") || is("no suitable signature") {
-        return "it has no way of encryption in common with this server; one with certificates cannot \
-                talk to one with PSK"
+        return "it shares no cipher with this server: a server with certificates cannot serve a \
+                client with a PSK, nor the other way round"
             .into();
     }
     if is("unsupported protocol") || is("version too low") {
         return "it has no TLS 1.2 or later".into();
     }
     if is("alert") {
-        return format!("it gave up and says: {reason}");
+        return format!("it ended the handshake: {reason}");
     }
     if is("wrong version number") || is("http request") || is("unexpected message") {
-        return "it sent something else than TLS".into();
+        return "it did not send TLS".into();
     }
     match error.io_error() {
         Some(error) => error.to_string(),

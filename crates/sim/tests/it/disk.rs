@@ -48,6 +48,29 @@ fn operations_end_in_any_order_that_the_seed_replays() {
 }
 
 #[test]
+fn an_operation_that_is_late_holds_up_no_other() {
+    let sim = Sim::new(1);
+    let disk = disk(&sim, Config::default());
+    let hour = Duration::from_secs(3600);
+    disk.fail(Fault::late(0, hour).of(OperationKind::DurableWrite));
+    let late = disk.clone();
+    let written = sim.spawn(async move { late.write(0, bytes(512, 1), Durability::Data).await });
+    let (clock, others) = (sim.clock().clone(), disk.clone());
+    sim.block_on(async move {
+        others.write(512, bytes(512, 2), Durability::None).await.unwrap();
+        others.flush(SyncMode::Data).await.unwrap();
+        assert!(clock.now() < hour);
+    });
+    assert!(written.output().is_none() && disk.content()[..1024] == [[0; 512], [2; 512]].concat());
+    let crashes: HashSet<_> =
+        (0..50).map(|seed| disk.crash(&mut Rng::with_seed(seed))[0]).collect();
+    assert_eq!(crashes, [0, 1].into(), "it may happen at any time");
+    sim.run();
+    assert!(written.output().is_some_and(|outcome| outcome.is_ok()) && sim.clock().now() > hour);
+    assert_eq!(disk.content()[0], 1);
+}
+
+#[test]
 #[should_panic(expected = "misaligned operation")]
 fn a_misaligned_offset_is_a_mistake() {
     let sim = Sim::new(1);

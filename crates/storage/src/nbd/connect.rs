@@ -3,11 +3,11 @@
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_nbd_protocol::uri::Address;
-use socket2::{SockRef, TcpKeepalive};
+use socket2::{Domain, SockAddr, SockRef, Socket, TcpKeepalive, Type};
 
 use crate::blocking::run_blocking;
 
@@ -21,7 +21,7 @@ pub(super) async fn connect(address: Address, time: Duration) -> io::Result<Owne
 
 fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {
     match address {
-        Address::Unix(path) => Ok(UnixStream::connect(path)?.into()),
+        Address::Unix(path) => connect_unix(path, time),
         Address::Tcp { host, port } => {
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
             for address in (host.as_str(), *port).to_socket_addrs()? {
@@ -38,4 +38,21 @@ fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {
             Err(last)
         }
     }
+}
+
+/// Where a server has as many clients waiting as it allows, the kernel waits to connect for as long as to send.
+fn connect_unix(path: &Path, time: Duration) -> io::Result<OwnedFd> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_write_timeout(Some(time))?;
+    match socket.connect(&SockAddr::unix(path)?) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the server takes no more clients",
+            ));
+        }
+        outcome => outcome?,
+    }
+    socket.set_write_timeout(None)?;
+    Ok(socket.into())
 }

@@ -6,7 +6,7 @@
 //! 4. Where the stream fails, both end. If reconnecting is allowed, the requests wait for another stream, and are sent
 //!    again there; else they fail.
 //! 5. What the end of a stream means for writes that were answered and not flushed is judged before the next one is made
-//!    (`storage/nbd/unflushed`), also when the loop ends with the stream.
+//!    (`storage/nbd/unflushed`), also when the loop ends with the stream. Requests of other loops fail then.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -39,8 +39,22 @@ pub(super) fn start(
     let transmission = Arc::new(Transmission::new(dial, detached, unflushed, number));
     let halves = Halves::new(&transmission, &stream)?;
     let guard = transmission.begin_stream();
-    spawn_detached(run(Arc::clone(&transmission), stream, guard, halves));
+    let served = Arc::clone(&transmission);
+    spawn_detached(async move {
+        // The last to be dropped: the stream has ended then.
+        let _ending = LoopGuard(Arc::clone(&served));
+        run(served, stream, guard, halves).await;
+    });
     Ok(transmission)
+}
+
+/// Ends a connection with its loop.
+struct LoopGuard(Arc<Transmission>);
+
+impl Drop for LoopGuard {
+    fn drop(&mut self) {
+        self.0.loop_ended();
+    }
 }
 
 /// What works on one stream.

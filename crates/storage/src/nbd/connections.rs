@@ -1,8 +1,10 @@
 //! The connections of a storage: which one a request takes, and what a flush covers.
 //!
 //! Guarantees:
-//! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`), up to a limit. Otherwise all
-//!   loops share the first one.
+//! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the server grants it, up to
+//!   a limit. Otherwise all loops share the first one whose loop runs.
+//! - No request waits for another connection while there is one: it goes over a shared one until the loop has its own. A
+//!   server may refuse the next client, or not greet it before the first has gone (`qemu-nbd`, nbdkit's `limit`).
 //! - A flush goes to the connection with the oldest stream, of whichever loop: `storage/nbd/unflushed` says why. That loop
 //!   must run.
 //! - A flush fails from the first time on that the oldest stream ended with writes that were answered and not flushed,
@@ -10,10 +12,10 @@
 
 use std::sync::Arc;
 use std::thread::ThreadId;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockhouse_core::Result;
-use blockhouse_engine::sleep;
+use blockhouse_engine::{sleep, spawn_detached};
 use blockhouse_nbd_protocol::request::kind;
 use blockhouse_nbd_protocol::{CommandFlags, TransmissionFlags};
 use parking_lot::Mutex;
@@ -29,16 +31,39 @@ use crate::detached::DetachedSyncs;
 /// Connections of one storage.
 const MAX_CONNECTIONS: usize = 16;
 
-/// Connections, by the loops that have made them.
-type List = Vec<(ThreadId, Arc<Transmission>)>;
+/// A loop that was refused a connection of its own asks again after so long.
+const ASK_AGAIN: Duration = Duration::from_secs(60);
 
 /// The connections to one export.
 pub(super) struct Connections {
+    shared: Arc<Shared>,
+}
+
+/// The connections, also of a loop that asks for its own meanwhile.
+struct Shared {
     dial: Arc<Dial>,
-    /// Those of each loop; never empty. Of an export without `CAN_MULTI_CONN`, the only one.
     list: Mutex<List>,
     detached: Arc<DetachedSyncs>,
     unflushed: Arc<UnflushedWrites>,
+}
+
+#[derive(Default)]
+struct List {
+    /// By the loops that have made them; never empty. Of an export without `CAN_MULTI_CONN` one of them has a loop that
+    /// runs.
+    connections: Vec<(ThreadId, Arc<Transmission>)>,
+    /// The loops that have asked for a connection of their own, and when they may do so again.
+    asked: Vec<(ThreadId, Instant)>,
+    is_closed: bool,
+}
+
+/// How a request gets a connection.
+enum Choice {
+    Known(Arc<Transmission>),
+    /// This one meanwhile; the loop asks for its own.
+    Meanwhile(Arc<Transmission>),
+    /// There is none whose loop runs.
+    New,
 }
 
 impl Connections {
@@ -49,45 +74,46 @@ impl Connections {
     pub(super) fn new(dial: Arc<Dial>, stream: Link) -> Result<Self> {
         let has_flush = dial.export().flags.contains(TransmissionFlags::SEND_FLUSH);
         let unflushed = Arc::new(UnflushedWrites::new(dial.name(), has_flush));
-        let connections =
-            Self { dial, list: Mutex::default(), detached: Arc::default(), unflushed };
-        connections.add(&mut connections.list.lock(), stream)?;
-        Ok(connections)
+        let shared = Shared { dial, list: Mutex::default(), detached: Arc::default(), unflushed };
+        let shared = Arc::new(shared);
+        shared.add(&mut shared.list.lock(), stream)?;
+        Ok(Self { shared })
     }
 
-    /// Adds a connection of this loop over `stream`.
-    fn add(&self, list: &mut List, stream: Link) -> Result<Arc<Transmission>> {
-        let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
-        let unflushed = Arc::clone(&self.unflushed);
-        let connection = connection::start(dial, detached, unflushed, list.len(), stream)?;
-        list.push((std::thread::current().id(), Arc::clone(&connection)));
-        Ok(connection)
-    }
-
-    /// The connection of this loop.
+    /// The connection that requests of this loop take.
     ///
     /// # Errors
     /// As [`Dial::again`], once it has been tried for as long as requests wait for a server.
     pub(super) async fn own(&self) -> Result<Arc<Transmission>> {
-        let thread = std::thread::current().id();
-        if let Some(connection) = self.known(thread) {
-            return Ok(connection);
+        let choice = self.shared.choose();
+        match choice {
+            Choice::Known(connection) => Ok(connection),
+            Choice::Meanwhile(connection) => {
+                spawn_detached(ask(Arc::clone(&self.shared)));
+                Ok(connection)
+            }
+            Choice::New => {
+                let stream = self.connect().await?;
+                let mut list = self.shared.list.lock();
+                // Several requests may have come here.
+                let known = list.running().next().map(|(_, known)| Arc::clone(known));
+                match known {
+                    Some(known) => {
+                        stream.shutdown();
+                        Ok(known)
+                    }
+                    None => self.shared.add(&mut list, stream),
+                }
+            }
         }
-        let stream = self.connect().await?;
-        let mut list = self.list.lock();
-        // Several requests of one loop may have come here.
-        if let Some((_, known)) = list.iter().find(|(of, _)| *of == thread) {
-            stream.shutdown();
-            return Ok(Arc::clone(known));
-        }
-        self.add(&mut list, stream)
     }
 
     /// Another stream. A server that is gone is waited for as long as requests of a connection that has failed wait.
     async fn connect(&self) -> Result<Link> {
-        let end = Instant::now() + self.dial.reconnect_time();
+        let dial = &self.shared.dial;
+        let end = Instant::now() + dial.reconnect_time();
         loop {
-            match self.dial.again().await {
+            match dial.again().await {
                 Err(_) if Instant::now() < end => sleep(RETRY_DELAY).await,
                 outcome => return outcome,
             }
@@ -96,17 +122,10 @@ impl Connections {
 
     /// Ends all of them, when nothing uses the storage any more.
     pub(super) fn close(&self) {
-        self.unflushed.close();
-        self.list.lock().iter().for_each(|(_, connection)| connection.close());
-    }
-
-    fn known(&self, thread: ThreadId) -> Option<Arc<Transmission>> {
-        let list = self.list.lock();
-        let is_multi = self.dial.export().flags.contains(TransmissionFlags::CAN_MULTI_CONN);
-        let is_shared = !is_multi || list.len() >= MAX_CONNECTIONS;
-        let own = list.iter().find(|(of, _)| *of == thread);
-        let found = own.or_else(|| list.first().filter(|_| is_shared));
-        found.map(|(_, connection)| Arc::clone(connection))
+        self.shared.unflushed.close();
+        let mut list = self.shared.list.lock();
+        list.is_closed = true;
+        list.connections.iter().for_each(|(_, connection)| connection.close());
     }
 
     /// Waits for flushes and durable writes whose future was dropped.
@@ -114,7 +133,7 @@ impl Connections {
     /// # Errors
     /// The failure of one of them that was not reported yet.
     pub(super) async fn drained(&self) -> Result<()> {
-        self.detached.drained().await
+        self.shared.detached.drained().await
     }
 
     /// Makes all writes durable that were answered before the call.
@@ -122,8 +141,9 @@ impl Connections {
     /// # Errors
     /// Those of the server; and EIO, for good, where answered writes may be lost.
     pub(super) async fn flush(&self) -> Result<()> {
-        self.unflushed.check()?;
-        let (oldest, mark) = self.unflushed.begin_flush();
+        let unflushed = &self.shared.unflushed;
+        unflushed.check()?;
+        let (oldest, mark) = unflushed.begin_flush();
         let connection = match oldest.and_then(|number| self.numbered(number)) {
             Some(connection) => connection,
             None => self.own().await?,
@@ -131,12 +151,86 @@ impl Connections {
         let (kind, flags, body) = (kind::FLUSH, CommandFlags::empty(), Body::Flush(mark));
         let flushed = connection.submit(Command { kind, flags, offset: 0, length: 0, body }).await;
         // Where the stream ended meanwhile, the flush was sent again over another one, and its success means nothing.
-        self.unflushed.check()?;
+        unflushed.check()?;
         flushed.map(drop)
     }
 
     fn numbered(&self, number: usize) -> Option<Arc<Transmission>> {
-        self.list.lock().get(number).map(|(_, connection)| Arc::clone(connection))
+        let list = self.shared.list.lock();
+        list.connections.get(number).map(|(_, connection)| Arc::clone(connection))
+    }
+}
+
+impl Shared {
+    fn choose(&self) -> Choice {
+        let thread = std::thread::current().id();
+        let mut list = self.list.lock();
+        let own = list.connections.iter().find(|(of, _)| *of == thread);
+        if let Some((_, own)) = own {
+            return Choice::Known(Arc::clone(own));
+        }
+        // Requests of a storage that was closed fail on any.
+        let any = list.connections.first().filter(|_| list.is_closed);
+        let Some((_, first)) = list.running().next().or(any) else { return Choice::New };
+        let first = Arc::clone(first);
+        let is_multi = self.dial.export().flags.contains(TransmissionFlags::CAN_MULTI_CONN);
+        match is_multi && list.running().count() < MAX_CONNECTIONS && list.may_ask(thread) {
+            true => Choice::Meanwhile(first),
+            false => Choice::Known(first),
+        }
+    }
+
+    /// Adds a connection of this loop over `stream`, in the place of one whose loop has ended where there is such a one.
+    fn add(&self, list: &mut List, stream: Link) -> Result<Arc<Transmission>> {
+        let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
+        let unflushed = Arc::clone(&self.unflushed);
+        let connections = &mut list.connections;
+        let free = connections.iter().position(|(_, connection)| connection.has_no_loop());
+        let number = free.unwrap_or(connections.len());
+        let connection = connection::start(dial, detached, unflushed, number, stream)?;
+        let entry = (std::thread::current().id(), Arc::clone(&connection));
+        match free {
+            Some(number) => connections[number] = entry,
+            None => connections.push(entry),
+        }
+        Ok(connection)
+    }
+
+    /// Gives the loop a connection of its own over `stream`, unless one that was lost waits for its server: a server that
+    /// limits its clients serves that one first.
+    fn adopt(&self, stream: Link) -> Result<()> {
+        let mut list = self.list.lock();
+        if list.is_closed || list.running().any(|(_, connection)| !connection.has_stream()) {
+            stream.shutdown();
+            return Ok(());
+        }
+        self.add(&mut list, stream).map(drop)
+    }
+}
+
+/// Asks the server for another connection, which this loop has from then on.
+async fn ask(shared: Arc<Shared>) {
+    let outcome = shared.dial.again().await.and_then(|stream| shared.adopt(stream));
+    if let Err(error) = outcome {
+        tracing::debug!("{error}; a connection that is there is shared");
+    }
+}
+
+impl List {
+    /// Those whose loops run, the first one first.
+    fn running(&self) -> impl Iterator<Item = &(ThreadId, Arc<Transmission>)> {
+        self.connections.iter().filter(|(_, connection)| !connection.has_no_loop())
+    }
+
+    /// Whether a loop that has no connection of its own may ask for one now; then it does not for some time.
+    fn may_ask(&mut self, thread: ThreadId) -> bool {
+        let now = Instant::now();
+        self.asked.retain(|(_, again)| *again > now);
+        let is_new = self.asked.iter().all(|(of, _)| *of != thread);
+        if is_new {
+            self.asked.push((thread, now + ASK_AGAIN));
+        }
+        is_new
     }
 }
 

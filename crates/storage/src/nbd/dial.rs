@@ -8,7 +8,7 @@ use blockhouse_engine::{Stream, timeout};
 use blockhouse_nbd_protocol::uri::{ClientUri, NbdUri};
 
 use super::connect::connect;
-use super::handshake::{self, Negotiated, Wish};
+use super::handshake::{self, Failure, Negotiated, Wish};
 use super::link::Link;
 use super::tls::ClientTls;
 
@@ -81,21 +81,40 @@ impl Dial {
     }
 }
 
-/// Connects, and agrees with the server on the export.
+/// Connects, and agrees with the server on the export. One that ends the connection at an option that it does not know is
+/// asked again without.
 async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
-    let failed = |error| Error::host("cannot connect", error).on(name);
-    let socket = connect(way.uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
-    let stream = Stream::new(socket).map_err(failed)?;
-    let wish = Wish { export: &way.uri.export, context, tls: way.tls.as_ref() };
-    let negotiated = timeout(CONNECT_TIME, handshake::negotiate(stream.clone(), wish))
-        .await
-        .unwrap_or_else(|| Err("the server does not answer".into()));
-    negotiated.map_err(|refusal| {
-        stream.shutdown();
+    let outcome = match attempt(way, name, context, false).await? {
+        Err(Failure::Options(refusal)) => {
+            attempt(way, name, context, true).await.unwrap_or(Err(Failure::Options(refusal)))
+        }
+        outcome => outcome,
+    };
+    outcome.map_err(|failure| {
+        let (Failure::Options(refusal) | Failure::Other(refusal)) = failure;
         let error = Error::new(ErrorKind::Io, refusal.what).on(name);
         match refusal.hint {
             Some(hint) => error.hint(hint),
             None => error,
         }
     })
+}
+
+async fn attempt(
+    way: &Way,
+    name: &str,
+    context: &str,
+    is_plain: bool,
+) -> Result<Result<(Link, Negotiated), Failure>> {
+    let failed = |error| Error::host("cannot connect", error).on(name);
+    let socket = connect(way.uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
+    let stream = Stream::new(socket).map_err(failed)?;
+    let wish = Wish { export: &way.uri.export, context, tls: way.tls.as_ref(), is_plain };
+    let negotiated = timeout(CONNECT_TIME, handshake::negotiate(stream.clone(), wish))
+        .await
+        .unwrap_or_else(|| Err("the server does not answer".into()));
+    if negotiated.is_err() {
+        stream.shutdown();
+    }
+    Ok(negotiated)
 }

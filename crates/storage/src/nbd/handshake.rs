@@ -1,8 +1,12 @@
 //! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): TLS where the URI says so, extended headers or else
 //! structured replies where the server has them, a metadata context, then GO.
 //!
-//! Guarantees: with TLS nothing but the wish for it is said before. Every length that a server sends is bounded before memory is taken for it. What it says about an export
-//! is checked: sizes and block sizes that no request could be made for are refused.
+//! Servers that know less get less: where GO is unknown, or options are, the export is chosen by EXPORT_NAME. An oldstyle
+//! server has one export without a name.
+//!
+//! Guarantees: with TLS nothing but the wish for it is said before. Every length that a server sends is bounded before memory
+//! is taken for it. What it says about an export is checked: sizes and block sizes that no request could be made for are
+//! refused.
 
 use std::sync::Arc;
 
@@ -25,33 +29,59 @@ const MAX_REPLIES: usize = 1000;
 /// The longest a block may be that must be written whole.
 const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
 
+/// The second magic number of an oldstyle server (`doc/proto.md`, "Oldstyle negotiation").
+const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
+/// The bytes that a server sends after the flags of an export, unless both sides can do without (`NO_ZEROES`).
+const ZEROES: usize = 124;
+
 /// Set in the types of replies that refuse an option.
 const ERROR_BIT: u32 = 1 << 31;
 const ERR_POLICY: u32 = ReplyType::ErrPolicy as u32;
 const ERR_TLS_REQUIRED: u32 = ReplyType::ErrTlsReqd as u32;
 const ERR_SHUTDOWN: u32 = ReplyType::ErrShutdown as u32;
 
-/// What was agreed on.
+/// The result of the handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Negotiated {
     pub(super) framing: Framing,
     pub(super) size: u64,
     pub(super) flags: TransmissionFlags,
-    /// What requests must be multiples of, in bytes; a power of two.
+    /// Requests are multiples of it, in bytes; a power of two.
     pub(super) minimum_block: u32,
     /// The longest read or write, in bytes: a multiple of the former.
     pub(super) max_payload: u32,
-    /// Whether block status tells of the context that was asked for.
+    /// Whether block status has the requested context.
     pub(super) has_block_status: bool,
 }
 
-/// What a client asks for.
+/// The request of a client.
 pub(super) struct Wish<'a> {
     pub(super) export: &'a str,
     /// The metadata context.
     pub(super) context: &'a str,
     /// TLS, which the server must have.
     pub(super) tls: Option<&'a Arc<ClientTls>>,
+    /// Whether the server ends the connection at the first option that it does not know.
+    pub(super) is_plain: bool,
+}
+
+/// Why there is no export.
+pub(super) enum Failure {
+    /// The server has ended the connection at the first option: it may know nothing but EXPORT_NAME.
+    Options(Refusal),
+    Other(Refusal),
+}
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Self {
+        Self::Other(refusal)
+    }
+}
+
+impl From<&str> for Failure {
+    fn from(what: &str) -> Self {
+        Self::Other(what.into())
+    }
 }
 
 /// A reply to an option.
@@ -64,37 +94,98 @@ struct OptionReply {
 pub(super) async fn negotiate(
     stream: Stream,
     wish: Wish<'_>,
-) -> Result<(Link, Negotiated), Refusal> {
-    let Wish { export, context, tls } = wish;
+) -> Result<(Link, Negotiated), Failure> {
+    let Wish { export, context, tls, is_plain } = wish;
     let mut wire = Wire { link: Link::plain(stream.clone()) };
-    let greeting = wire.read(18).await?;
-    if greeting[..8] != INIT_MAGIC.to_be_bytes() {
-        return Err("the server does not speak NBD".into());
-    }
-    let flags = u16::from_be_bytes([greeting[16], greeting[17]]);
-    if greeting[8..16] != OPTION_MAGIC.to_be_bytes() || flags & FIXED_NEWSTYLE == 0 {
-        return Err(
-            "the server speaks the NBD protocol of before 2012, which is not supported".into()
-        );
-    }
-    let flags = u32::from(flags & (FIXED_NEWSTYLE | NO_ZEROES));
-    wire.write(&flags.to_be_bytes()).await?;
-    if let Some(tls) = tls {
-        start_tls(&mut wire).await?;
-        wire.link = Link::secured(stream, tls).await?;
-    }
-    let framing = framing(&mut wire).await?;
-    let has_block_status = framing.has_chunks() && block_status(&mut wire, export, context).await?;
     let mut agreed = Negotiated {
-        framing,
+        framing: Framing::Simple,
         size: 0,
         flags: TransmissionFlags::empty(),
         minimum_block: 1,
         max_payload: MAX_PAYLOAD,
-        has_block_status,
+        has_block_status: false,
     };
-    go(&mut wire, export, &mut agreed).await?;
+    let greeting = wire.read(16).await?;
+    if greeting[..8] != INIT_MAGIC.to_be_bytes() {
+        return Err("the server does not speak NBD".into());
+    }
+    if greeting[8..] == OLDSTYLE_MAGIC.to_be_bytes() {
+        oldstyle(&mut wire, &wish, &mut agreed).await?;
+        return Ok((wire.link, agreed));
+    }
+    if greeting[8..] != OPTION_MAGIC.to_be_bytes() {
+        return Err("the server uses an unknown form of the NBD protocol".into());
+    }
+    let flags = wire.read(2).await?;
+    let flags = u16::from_be_bytes([flags[0], flags[1]]) & (FIXED_NEWSTYLE | NO_ZEROES);
+    wire.write(&u32::from(flags).to_be_bytes()).await?;
+    let is_fixed = flags & FIXED_NEWSTYLE != 0;
+    if let Some(tls) = tls {
+        if !is_fixed {
+            return Err(without_tls().into());
+        }
+        start_tls(&mut wire).await?;
+        wire.link = Link::secured(stream, tls).await?;
+    }
+    if is_fixed && !is_plain {
+        agreed.framing = framing(&mut wire).await?;
+        agreed.has_block_status =
+            agreed.framing.has_chunks() && block_status(&mut wire, export, context).await?;
+        if go(&mut wire, export, &mut agreed).await? {
+            return Ok((wire.link, agreed));
+        }
+    }
+    let zeroes = if flags & NO_ZEROES == 0 { ZEROES } else { 0 };
+    by_name(&mut wire, export, zeroes, &mut agreed).await?;
     Ok((wire.link, agreed))
+}
+
+/// Chooses the export of a server that does not know GO, and that ends the connection where it has none of this name.
+async fn by_name(
+    wire: &mut Wire,
+    export: &str,
+    zeroes: usize,
+    agreed: &mut Negotiated,
+) -> Result<(), Refusal> {
+    wire.option(ClientOption::ExportName, export.as_bytes()).await?;
+    let told = wire.read(10 + zeroes).await.map_err(|refusal| Refusal {
+        what: format!("the server may have no export named {export:?}: {}", refusal.what),
+        hint: refusal.hint,
+    })?;
+    describe(&told, agreed)
+}
+
+/// Takes the only export of an oldstyle server, which says by itself what it is.
+async fn oldstyle(
+    wire: &mut Wire,
+    wish: &Wish<'_>,
+    agreed: &mut Negotiated,
+) -> Result<(), Refusal> {
+    if wish.tls.is_some() {
+        return Err(without_tls());
+    }
+    if !wish.export.is_empty() {
+        return Err(Refusal {
+            what: format!(
+                "the server has one export without a name, and none named {:?}",
+                wish.export
+            ),
+            hint: Some("leave the name out of the URI: it uses the NBD protocol of before 2012"),
+        });
+    }
+    let told = wire.read(8 + 4 + ZEROES).await?;
+    // The upper half of its flags is none of the export's.
+    describe(&[&told[..8], &told[10..12]].concat(), agreed)
+}
+
+/// Takes over an export's size and flags.
+fn describe(told: &[u8], agreed: &mut Negotiated) -> Result<(), Refusal> {
+    info(&[&(InfoType::Export as u16).to_be_bytes(), told].concat(), agreed).map(drop)
+}
+
+fn without_tls() -> Refusal {
+    let hint = "use nbd:// only if the network to the server is trusted";
+    Refusal { what: "the server has no TLS".into(), hint: Some(hint) }
 }
 
 /// Has the server begin with TLS.
@@ -104,19 +195,23 @@ async fn start_tls(wire: &mut Wire) -> Result<(), Refusal> {
     if reply.kind == ReplyType::Ack as u32 {
         return Ok(());
     }
-    let hint = "nbd:// does without, if nobody else can listen on the way to it";
-    Err(Refusal { what: "the server has no TLS".into(), hint: Some(hint) })
+    Err(without_tls())
 }
 
 /// The richest framing that the server has.
-async fn framing(wire: &mut Wire) -> Result<Framing, Refusal> {
+async fn framing(wire: &mut Wire) -> Result<Framing, Failure> {
     let offers = [
         (ClientOption::ExtendedHeaders, Framing::Extended),
         (ClientOption::StructuredReply, Framing::Structured),
     ];
     for (option, framing) in offers {
-        wire.option(option, &[]).await?;
-        let reply = wire.reply(option).await?;
+        let is_first = option == ClientOption::ExtendedHeaders && !wire.link.is_secured();
+        let failure = if is_first { Failure::Options } else { Failure::Other };
+        let asked = async {
+            wire.option(option, &[]).await?;
+            wire.reply(option).await
+        };
+        let reply = asked.await.map_err(failure)?;
         if reply.kind == ReplyType::Ack as u32 {
             return Ok(framing);
         }
@@ -150,10 +245,10 @@ async fn block_status(wire: &mut Wire, export: &str, context: &str) -> Result<bo
     Err(TOO_MANY.into())
 }
 
-const TOO_MANY: &str = "the server sends replies without end";
+const TOO_MANY: &str = "the server sends too many replies to an option";
 
-/// Chooses the export.
-async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<(), Refusal> {
+/// Chooses the export; `false` where the server does not know the option.
+async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<bool, Refusal> {
     let mut data = string(export);
     data.extend(1u16.to_be_bytes());
     data.extend((InfoType::BlockSize as u16).to_be_bytes());
@@ -164,10 +259,11 @@ async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<()
         let reply = wire.reply(option).await?;
         match reply.kind {
             kind if kind == ReplyType::Info as u32 => has_export |= info(&reply.data, agreed)?,
-            kind if kind == ReplyType::Ack as u32 && has_export => return Ok(()),
+            kind if kind == ReplyType::Ack as u32 && has_export => return Ok(true),
             kind if kind == ReplyType::Ack as u32 => {
-                return Err("the server does not tell the size of the export".into());
+                return Err("the server does not send the size of the export".into());
             }
+            kind if kind == ReplyType::ErrUnsup as u32 => return Ok(false),
             kind if kind & ERROR_BIT != 0 => return Err(refusal(&reply, export)),
             _ => {}
         }
@@ -175,9 +271,9 @@ async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<()
     Err(TOO_MANY.into())
 }
 
-/// Takes over what the server tells; whether that was the export's size.
+/// Takes the server's information over. Returns whether it had the export's size.
 fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
-    const MALFORMED: &str = "the server tells something about the export that cannot be understood";
+    const MALFORMED: &str = "the server sends malformed information on the export";
     let number = |at: usize, length: usize| {
         let bytes = data.get(at..at + length).ok_or(MALFORMED)?;
         Ok::<_, Refusal>(bytes.iter().fold(0, |value, &byte| value << 8 | u64::from(byte)))
@@ -188,7 +284,9 @@ fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
         agreed.flags = TransmissionFlags::from_bits_truncate(number(10, 2)? as u16);
         // As POSIX has it for files.
         if i64::try_from(agreed.size).is_err() {
-            return Err(format!("the export claims to have {} bytes", agreed.size).into());
+            return Err(
+                format!("the server gives the export a size of {} bytes", agreed.size).into()
+            );
         }
         return Ok(true);
     }
@@ -196,7 +294,7 @@ fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
         let (minimum, maximum) = (number(2, 4)? as u32, number(10, 4)? as u32);
         if !minimum.is_power_of_two() || minimum > MAX_MINIMUM_BLOCK || maximum < minimum {
             return Err(format!(
-                "the export claims to have blocks of {minimum} to {maximum} bytes"
+                "the server gives the export blocks of {minimum} to {maximum} bytes"
             )
             .into());
         }
@@ -224,9 +322,6 @@ fn refusal(reply: &OptionReply, export: &str) -> Refusal {
         }
         ERR_POLICY => ("the server does not allow this client".into(), None),
         ERR_SHUTDOWN => ("the server is shutting down".into(), None),
-        kind if kind == ReplyType::ErrUnsup as u32 => {
-            ("the server is too old: it does not know the option GO".into(), None)
-        }
         kind => (
             format!("the server refuses the export {export:?} (error {})", kind & !ERROR_BIT),
             None,

@@ -67,6 +67,7 @@ impl Link {
             // A step is up to some milliseconds of computing: the others first.
             yield_now().await;
         }
+        tls.check(&beginning.session)?;
         let plain = || RefCell::new(vec![0; PLAIN_BYTES].into_boxed_slice());
         let session = RefCell::new(beginning.session);
         let secured = Secured { tls: Arc::clone(tls), session, received: plain(), sent: plain() };

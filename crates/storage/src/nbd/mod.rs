@@ -5,16 +5,20 @@
 //!   without block status is all data.
 //! - A request is split where it is longer than the server takes.
 //! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server that has shown who it is.
-//! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), each loop that uses the storage
-//!   has a connection of its own. Otherwise all share one.
+//! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), and grants them, each loop that
+//!   uses the storage has a connection of its own. Otherwise all share one.
 //! - Where a connection fails, requests wait for the server to come back as long as the caller allows, and are sent
 //!   again; each of them may then be done twice. Afterwards they fail.
+//! - No order is promised between the two: a server that goes on with the requests of a connection that is gone may carry
+//!   the first one out after its repetition, and after a later write to the same bytes. The protocol has nothing to ask
+//!   for their end. A server that ends with its connections, or drops their requests with them, keeps the order.
 //! - Where the connection fails while answered writes are not flushed, every flush fails from then on, until the storage
 //!   is opened again. Of several connections that is the oldest one, over which all are flushed. Reason: a server that has
 //!   lost its volatile cache calls the next flush a success, and a client cannot tell it from one that has everything. The
 //!   client keeps no copies of such writes to send them again: memory would limit them, and each read of each connection
 //!   would have to wait until they are sent.
 
+mod answer_time;
 mod connect;
 mod connection;
 mod connections;
@@ -43,6 +47,7 @@ use blockhouse_nbd_protocol::{
     BASE_ALLOCATION, CommandFlags, DIRTY, DIRTY_BITMAP, Framing, StatusFlags, TransmissionFlags,
 };
 
+use answer_time::AnswerTime;
 use connections::Connections;
 use dial::Dial;
 use handshake::Negotiated;
@@ -55,10 +60,14 @@ const MAX_COMPACT_RANGE: u64 = 1 << 30;
 /// The longest range of one zero write or trim with extended headers.
 const MAX_EXTENDED_RANGE: u64 = 1 << 40;
 
+/// How long a request of a storage that is being closed waits for its answer: a flush may take minutes.
+const CLOSE_TIME: Duration = Duration::from_secs(120);
+
 /// An export of an NBD server.
 pub struct NbdStorage {
     dial: Arc<Dial>,
     connections: Connections,
+    answer_time: AnswerTime,
 }
 
 impl NbdStorage {
@@ -111,7 +120,7 @@ impl NbdStorage {
         let (dial, stream) = Dial::connect(uri, reconnect_time, context).await?;
         let dial = Arc::new(dial);
         let connections = Connections::new(Arc::clone(&dial), stream)?;
-        Ok(Self { dial, connections })
+        Ok(Self { dial, connections, answer_time: AnswerTime::default() })
     }
 
     /// Whether the bitmap that was connected for says that the first bytes of `range`, which is on the export and not
@@ -157,7 +166,14 @@ impl NbdStorage {
     async fn request(&self, command: Command) -> Result<Option<BlockStatus>> {
         let offset = command.offset;
         let submitted = self.connections.own().await?.submit(command);
-        submitted.await.map_err(|error| error.at(offset))
+        let answer = self.answer_time.wait(self.dial.name(), submitted);
+        answer.await.map_err(|error| error.at(offset))
+    }
+
+    /// From now on a request that is not answered in this time fails; with `None` it waits as long as it takes, as it
+    /// does at first. Requests wait for a server that is gone longer where they are allowed to.
+    pub fn set_answer_time(&self, time: Option<Duration>) {
+        self.answer_time.set(time.map(|time| time.max(self.dial.reconnect_time())));
     }
 
     /// A zero write or trim of a range, in as many requests as it takes.
@@ -286,11 +302,18 @@ impl Storage for NbdStorage {
     }
 
     async fn flush(&self, _sync: SyncMode) -> Result<()> {
-        self.connections.drained().await?;
-        match self.has(TransmissionFlags::SEND_FLUSH) {
-            true => self.connections.flush().await,
-            false => Ok(()),
-        }
+        let flushed = async {
+            self.connections.drained().await?;
+            match self.has(TransmissionFlags::SEND_FLUSH) {
+                true => self.connections.flush().await,
+                false => Ok(()),
+            }
+        };
+        self.answer_time.wait_for_sync(self.dial.name(), flushed).await
+    }
+
+    fn begin_close(&self) {
+        self.set_answer_time(Some(CLOSE_TIME));
     }
 
     async fn resize(&self, size: u64) -> Result<()> {

@@ -1,47 +1,86 @@
 //! The memory of one read, part by part as its data comes.
+//!
+//! Guarantees: a part is found in logarithmic time, and there are no more parts than a server needs that tells holes from data
+//! by the sector. Reason: the lock of the connection is held meanwhile, and a server chooses how it divides a reply.
+
+use std::collections::BTreeMap;
 
 use blockhouse_core::IoVector;
 use smallvec::SmallVec;
 
-/// Parts of a range of the export, each with the memory for it.
-type List = SmallVec<[(u64, IoVector); 1]>;
+/// The shortest parts that a server may divide a whole reply into.
+const MIN_PART: usize = 512;
+/// Parts that a short reply may have, too.
+const FEW_PARTS: usize = 16;
+
+/// A part of the export, with the memory for it.
+type Part = (u64, IoVector);
 
 /// The memory of a read. What is taken out is given back with its data.
 pub(super) struct Parts {
-    missing: List,
-    filled: List,
+    /// The missing parts: one as a rule.
+    first: Option<Part>,
+    /// More parts that are missing, by their offsets.
+    rest: BTreeMap<u64, IoVector>,
+    filled: SmallVec<[Part; 1]>,
     /// How many are taken out.
     taken: usize,
+    max_parts: usize,
 }
 
 impl Parts {
     /// All of a read that begins at `offset`: nothing of it has come.
     pub(super) fn new(offset: u64, into: IoVector) -> Self {
-        Self { missing: List::from_iter([(offset, into)]), filled: List::new(), taken: 0 }
+        Self {
+            max_parts: FEW_PARTS + into.len() / MIN_PART,
+            first: Some((offset, into)),
+            rest: BTreeMap::new(),
+            filled: SmallVec::new(),
+            taken: 0,
+        }
     }
 
-    /// Takes the memory of `length` bytes at `offset` out. `None` unless all of it is missing.
+    /// Takes the memory of `length` bytes at `offset` out. `None` unless all of it is missing, and where there are too many
+    /// parts.
     pub(super) fn take(&mut self, offset: u64, length: usize) -> Option<IoVector> {
         let end = offset.checked_add(length as u64)?;
+        if self.filled.len() >= self.max_parts {
+            return None;
+        }
         let covers =
-            |(start, part): &(u64, IoVector)| *start <= offset && end <= start + part.len() as u64;
-        let index = self.missing.iter().position(covers)?;
-        let (start, mut before) = self.missing.swap_remove(index);
+            |start: u64, part: &IoVector| start <= offset && end <= start + part.len() as u64;
+        let first = self.first.take_if(|(start, part)| covers(*start, part));
+        let (start, mut before) = match first {
+            Some(part) => part,
+            None => {
+                let (&start, part) = self.rest.range(..=offset).next_back()?;
+                let is_found = covers(start, part);
+                (start, is_found.then(|| self.rest.remove(&start)).flatten()?)
+            }
+        };
         let mut taken = before.split_off((offset - start) as usize);
         let after = taken.split_off(length);
-        let around = [(start, before), (end, after)];
-        self.missing.extend(around.into_iter().filter(|(_, part)| !part.is_empty()));
+        for (start, part) in [(start, before), (end, after)] {
+            if part.is_empty() {
+                continue;
+            }
+            match self.first {
+                None => self.first = Some((start, part)),
+                Some(_) => drop(self.rest.insert(start, part)),
+            }
+        }
         self.taken += 1;
         Some(taken)
     }
 
     /// Takes everything out. `None` if something has come.
     pub(super) fn take_all(&mut self) -> Option<(u64, IoVector)> {
-        if self.missing.len() != 1 || self.taken > 0 || !self.filled.is_empty() {
+        if !self.rest.is_empty() || self.taken > 0 || !self.filled.is_empty() {
             return None;
         }
+        let all = self.first.take()?;
         self.taken = 1;
-        self.missing.pop()
+        Some(all)
     }
 
     /// Gives what was taken out back, with its data.
@@ -52,21 +91,15 @@ impl Parts {
 
     /// Whether all data is there.
     pub(super) fn is_complete(&self) -> bool {
-        self.missing.is_empty() && self.taken == 0
+        self.first.is_none() && self.rest.is_empty() && self.taken == 0
     }
 
     /// Everything is missing again.
     pub(super) fn forget_data(&mut self) {
-        self.missing.append(&mut self.filled);
-        self.missing.sort_by_key(|(offset, _)| *offset);
-        let mut whole = List::new();
-        for (offset, part) in self.missing.drain(..) {
-            match whole.pop() {
-                None => whole.push((offset, part)),
-                Some((start, before)) => whole.push((start, before.chain(part))),
-            }
-        }
-        self.missing = whole;
+        let mut all = std::mem::take(&mut self.rest);
+        all.extend(self.filled.drain(..).chain(self.first.take()));
+        let chain = |(start, before): Part, (_, part): Part| (start, before.chain(part));
+        self.first = all.into_iter().reduce(chain);
     }
 }
 
@@ -110,6 +143,25 @@ mod tests {
                 drop(parts);
                 prop_assert!(buffer.bytes().iter().enumerate().all(|(at, &byte)| byte == at as u8));
             }
+        }
+    }
+
+    #[test]
+    fn a_reply_in_crumbs_is_refused_before_there_are_many() {
+        for step in [2, -2] {
+            let mut buffer = Buffer::new(1 << 20);
+            let mut parts = Parts::new(0, buffer.lend());
+            let mut at = if step < 0 { 1 << 20 } else { -2 };
+            let mut next = || {
+                at += step;
+                let taken = parts.take(at as u64, 1)?;
+                parts.give_back(at as u64, taken);
+                Some(())
+            };
+            assert_eq!(std::iter::from_fn(&mut next).count(), FEW_PARTS + (1 << 20) / MIN_PART);
+            assert!(!parts.is_complete());
+            parts.forget_data();
+            assert_eq!(parts.take_all().map(|(at, all)| (at, all.len())), Some((0, 1 << 20)));
         }
     }
 

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, Error, ErrorKind, IoVector, IoVectorList, Result};
+use blockhouse_core::{Buffer, Error, ErrorKind, IoVector, IoVectorList, Result, WorkBudget};
 use blockhouse_nbd_protocol::Framing;
 use blockhouse_nbd_protocol::reply::chunk;
 use blockhouse_nbd_protocol::reply_header::{
@@ -37,6 +37,8 @@ pub(super) struct Reader {
     list: IoVectorList,
     /// How many bytes the next system call receives in bulk.
     window: usize,
+    /// A server chooses into how many chunks it divides a reply.
+    budget: WorkBudget,
 }
 
 /// Why the reader ends.
@@ -66,7 +68,8 @@ impl Reader {
     /// ENOMEM where memory runs out.
     pub(super) fn new(transmission: Arc<Transmission>, stream: Link) -> Result<Self> {
         let (staging, list) = (Buffer::try_new(STAGING_BYTES)?, IoVectorList::new());
-        Ok(Self { transmission, stream, staging, start: 0, end: 0, list, window: STAGING_BYTES })
+        let (window, budget) = (STAGING_BYTES, WorkBudget::new());
+        Ok(Self { transmission, stream, staging, start: 0, end: 0, list, window, budget })
     }
 
     /// Receives replies until the connection ends.
@@ -104,6 +107,7 @@ impl Reader {
         match header {
             ReplyHeader::Simple { cookie, error } => self.simple(framing, cookie, error).await,
             ReplyHeader::Chunk { cookie, is_last, kind, length } => {
+                self.budget.spend(WorkBudget::LOOK_UP).await;
                 match kind {
                     chunk::OFFSET_DATA => self.data(cookie, length).await?,
                     _ => self.small_chunk(cookie, kind, length).await?,
@@ -245,8 +249,11 @@ impl Reader {
                 missing = missing.saturating_sub(count);
             });
         }
-        let into = self.list.take_vectors().next().expect("it was put in first");
-        self.transmission.with_pending(|pending, _| pending.return_memory(cookie, offset, into));
+        // It was put in first.
+        let into = self.list.take_vectors().next();
+        self.transmission.with_pending(|pending, _| {
+            into.into_iter().for_each(|into| pending.return_memory(cookie, offset, into));
+        });
         result
     }
 

@@ -2,7 +2,8 @@
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection, so that a certificate
 //! that was renewed is used. Where they cannot be read then, what was read before goes on. A server that is not who it
-//! has to be is refused before anything is sent to it, with one line that says what is wrong with what it has shown.
+//! has to be is refused before anything is sent to it, with one line that says what is wrong with what it has shown. With a
+//! pre-shared key that is a server that has the key: no certificate takes its place.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,10 @@ const BUNDLES: [&str; 3] = [
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 ];
+
+/// The hint where keys do not fit.
+const OTHER_KEYS: &str =
+    "its keys are other ones than those of tls-psk-file, or it has certificates only";
 
 /// How connections to a server are secured.
 pub(super) struct ClientTls {
@@ -82,22 +87,36 @@ impl ClientTls {
     pub(super) fn begin(&self, pool: BufferPool) -> Result<Beginning, ErrorStack> {
         let mut ssl = Ssl::new(&self.current.lock())?;
         let fault = Fault::default();
-        if self.parameters.psk().is_none() {
+        let has_key = self.parameters.psk().is_some();
+        if !has_key {
             self.name_server(&mut ssl)?;
-            let mode = match self.parameters.verifies_peer() {
-                true => SslVerifyMode::PEER,
-                false => SslVerifyMode::NONE,
-            };
-            let noted = Arc::clone(&fault);
-            ssl.set_verify_callback(mode, move |is_good, context| {
-                if !is_good {
-                    noted.lock().get_or_insert_with(|| describe_certificate(context));
-                }
-                is_good
-            });
         }
+        let mode = match has_key || self.parameters.verifies_peer() {
+            true => SslVerifyMode::PEER,
+            false => SslVerifyMode::NONE,
+        };
+        let noted = Arc::clone(&fault);
+        ssl.set_verify_callback(mode, move |is_good, context| {
+            // A server that has the key shows no certificate.
+            let is_good = is_good && !has_key;
+            if !is_good {
+                noted.lock().get_or_insert_with(|| describe_certificate(context));
+            }
+            is_good
+        });
         ssl.set_connect_state();
         Ok(Beginning { session: TlsSession::new(ssl, pool)?, fault })
+    }
+
+    /// Whether the server has shown what it has to, after a handshake without an error.
+    ///
+    /// # Errors
+    /// It does not have the key.
+    pub(super) fn check(&self, session: &TlsSession) -> Result<(), Refusal> {
+        match self.parameters.psk() {
+            Some((identity, _)) if !session.is_by_key() => Err(refusal_of_keyless(identity)),
+            _ => Ok(()),
+        }
     }
 
     /// Asks for the server of this name, and for its certificate.
@@ -115,6 +134,9 @@ impl ClientTls {
         let reason = reason(error);
         let is = |part: &str| reason.contains(part);
         if let Some(fault) = fault {
+            if let Some((identity, _)) = self.parameters.psk() {
+                return refusal_of_keyless(identity);
+            }
             return Refusal {
                 what: format!("the server's certificate {fault}"),
                 hint: self.hint_for(&fault),
@@ -155,9 +177,7 @@ impl ClientTls {
                 true => format!("the server refuses the key of {identity:?} ({reason})"),
                 false => format!("the server refuses the TLS handshake ({reason})"),
             };
-            let hint =
-                "its keys are other ones than those of tls-psk-file, or it has certificates only";
-            return Refusal { what, hint: Some(hint) };
+            return Refusal { what, hint: Some(OTHER_KEYS) };
         }
         let what = format!("the server refuses this client's certificate ({reason})");
         let hint = match is("required") || is("handshake failure") {
@@ -175,6 +195,12 @@ impl Beginning {
     pub(super) fn fault(&self) -> Option<String> {
         self.fault.lock().clone()
     }
+}
+
+/// A server that has shown a certificate instead.
+fn refusal_of_keyless(identity: &str) -> Refusal {
+    let what = format!("the server has not shown that it has the key of {identity:?}");
+    Refusal { what, hint: Some(OTHER_KEYS) }
 }
 
 fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
@@ -216,7 +242,7 @@ fn use_certificates(builder: &mut SslContextBuilder, folder: &Path) -> Result<()
     if certificate.exists() {
         use_identity(builder, &certificate, &file("client-key.pem"))?;
     }
-    use_revoked(builder, &file("ca-crl.pem"))
+    use_revoked(builder.cert_store_mut(), &file("ca-crl.pem"))
 }
 
 fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Result<(), TlsError> {
@@ -251,5 +277,90 @@ fn reason(error: &ssl::Error) -> String {
     match reasons.is_empty() {
         true => error.to_string(),
         false => reasons.join(", "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use openssl::asn1::Asn1Time;
+    use openssl::hash::MessageDigest;
+    use openssl::pkey::PKey;
+    use openssl::ssl::SslVersion;
+    use openssl::x509::X509;
+
+    use super::*;
+
+    const KEY: [u8; 16] = [7; 16];
+
+    /// The proof that a server may show.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Shown {
+        Certificate,
+        Key,
+        OtherKey,
+    }
+
+    fn server(shown: Shown, version: SslVersion) -> TlsSession {
+        let mut builder = context(SslMethod::tls_server(), CipherKind::Psk).unwrap();
+        builder.set_max_proto_version(Some(version)).unwrap();
+        if shown == Shown::Certificate {
+            builder.set_cipher_list("ALL").unwrap();
+            let key = PKey::generate_ed25519().unwrap();
+            let mut certificate = X509::builder().unwrap();
+            certificate.set_pubkey(&key).unwrap();
+            certificate.set_not_before(&Asn1Time::days_from_now(0).unwrap()).unwrap();
+            certificate.set_not_after(&Asn1Time::days_from_now(1).unwrap()).unwrap();
+            certificate.sign(&key, MessageDigest::null()).unwrap();
+            builder.set_certificate(&certificate.build()).unwrap();
+            builder.set_private_key(&key).unwrap();
+        } else {
+            builder.set_psk_server_callback(move |_, _, into| {
+                let key = if shown == Shown::Key { KEY } else { [8; 16] };
+                into[..key.len()].copy_from_slice(&key);
+                Ok(key.len())
+            });
+        }
+        let mut ssl = Ssl::new(&builder.build()).unwrap();
+        ssl.set_accept_state();
+        TlsSession::new(ssl, BufferPool::new(1 << 20)).unwrap()
+    }
+
+    fn carry(from: &mut TlsSession, to: &mut TlsSession) {
+        if let Some(output) = from.take_output() {
+            let mut input = to.take_input().unwrap();
+            let count = output.len();
+            input.bytes_mut()[..count].copy_from_slice(output.bytes());
+            to.put_input(input, count);
+        }
+    }
+
+    #[test]
+    fn with_a_pre_shared_key_only_a_server_that_has_it_is_accepted() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), format!("alice:{}\n", "07".repeat(KEY.len()))).unwrap();
+        let uri = format!("nbds://alice@localhost/?tls-psk-file={}", file.path().display());
+        let tls = ClientTls::load(&uri.parse().unwrap()).unwrap().unwrap();
+        for version in [SslVersion::TLS1_2, SslVersion::TLS1_3] {
+            for shown in [Shown::Certificate, Shown::Key, Shown::OtherKey] {
+                let mut server = server(shown, version);
+                let mut client = tls.begin(BufferPool::new(1 << 20)).unwrap().session;
+                let mut outcome = None;
+                for _ in 0..6 {
+                    match client.handshake() {
+                        Ok(true) => outcome = Some(tls.check(&client).is_ok()),
+                        Ok(false) => {}
+                        Err(_) => outcome = Some(false),
+                    }
+                    carry(&mut client, &mut server);
+                    let refused = server.handshake().is_err();
+                    carry(&mut server, &mut client);
+                    outcome = outcome.or(refused.then_some(false));
+                    if outcome.is_some() {
+                        break;
+                    }
+                }
+                assert_eq!(outcome, Some(shown == Shown::Key), "{shown:?} {version:?}");
+            }
+        }
     }
 }

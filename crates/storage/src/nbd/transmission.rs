@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use blockhouse_core::sync::Condvar;
-use blockhouse_core::{Error, IoVector, Result};
+use blockhouse_core::{Error, ErrorKind, IoVector, Result};
 use blockhouse_nbd_protocol::request::{RequestHeader, kind};
 use blockhouse_nbd_protocol::{CommandFlags, Framing};
 use parking_lot::Mutex;
@@ -46,6 +46,12 @@ struct State {
     /// Why requests fail at once: no server could be reached for as long as they may wait.
     outage: Option<Error>,
     is_closing: bool,
+    /// No further request is sent, for good.
+    is_over: bool,
+    /// The loop that served it has ended.
+    has_no_loop: bool,
+    /// Whether requests are sent; else they wait for a server that was lost.
+    has_stream: bool,
 }
 
 impl Transmission {
@@ -61,6 +67,9 @@ impl Transmission {
             link_failure: None,
             outage: None,
             is_closing: false,
+            is_over: false,
+            has_no_loop: false,
+            has_stream: true,
         };
         let state = Mutex::new(state);
         Self { dial, detached, unflushed, number, state, changed: Condvar::new() }
@@ -73,6 +82,7 @@ impl Transmission {
 
     /// A stream is there, over which nothing was sent yet.
     pub(super) fn begin_stream(&self) -> StreamGuard {
+        self.state.lock().has_stream = true;
         self.unflushed.begin_stream(self.number)
     }
 
@@ -159,7 +169,10 @@ impl Transmission {
 
     /// The stream is over; has reader and writer end.
     pub(super) fn link_failed(&self, error: Error) {
-        self.state.lock().link_failure.get_or_insert(error);
+        let mut state = self.state.lock();
+        state.link_failure.get_or_insert(error);
+        state.has_stream = false;
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -168,11 +181,33 @@ impl Transmission {
         let mut state = self.state.lock();
         let wakers = state.pending.fail_all(&error, &self.detached);
         state.outage = Some(error);
+        state.is_over |= is_final;
         drop(state);
         if is_final && !self.is_closing() {
             tracing::error!("{}: every request fails from now on", self.dial.name());
         }
         wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// The loop that served it has ended: its requests fail, unless they have for good before.
+    pub(super) fn loop_ended(&self) {
+        let mut state = self.state.lock();
+        if state.is_over {
+            return;
+        }
+        (state.has_no_loop, state.has_stream) = (true, false);
+        drop(state);
+        self.fail_all(self.dial.error("the thread of the connection has ended"), false);
+    }
+
+    /// Whether the loop that served it has ended.
+    pub(super) fn has_no_loop(&self) -> bool {
+        self.state.lock().has_no_loop
+    }
+
+    /// Whether requests are sent at once, and do not wait for a server that was lost.
+    pub(super) fn has_stream(&self) -> bool {
+        self.state.lock().has_stream
     }
 
     /// Tells the server, after all that is queued, that nothing more comes.
@@ -203,7 +238,10 @@ impl Future for Submitted {
             Ok(cookie) => *cookie,
             Err(error) => return Poll::Ready(Err(error.duplicate())),
         };
-        let transmission = this.transmission.as_ref().expect("it is polled until it is ready");
+        let Some(transmission) = &this.transmission else {
+            let what = "the reply to a request of NBD was asked for twice";
+            return Poll::Ready(Err(Error::new(ErrorKind::Io, what)));
+        };
         match transmission.with_pending(|pending, _| pending.poll(cookie, cx.waker())) {
             Some(outcome) => {
                 this.transmission = None;

@@ -2,6 +2,8 @@
 //!
 //! The part before the question mark is the image's name as Ceph's tools write it (`rbd(8)`), with a namespace as
 //! `POOL/NAMESPACE/IMAGE`. A percent sign and two digits stand for a byte, as in a URI: `%3F` for a question mark.
+//!
+//! QEMU's form is read, too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`, with a backslash before what stands for itself.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +14,9 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_enco
 pub(crate) const SCHEME: &str = "rbd:";
 
 /// What does not stand for itself in a name or a value.
-const ENCODED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'&').add(b'@').add(b' ');
+const ENCODED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'&').add(b'@').add(b' ').add(b':');
+/// Options that a name in QEMU's form is told by.
+const QEMU_OPTIONS: [&str; 6] = ["id", "conf", "mon_host", "auth_supported", "key", "keyring"];
 
 /// An image in Ceph, or a snapshot of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,10 +74,10 @@ impl RbdLocation {
 
     fn parse(text: &str) -> Result<Self, String> {
         let rest = text.strip_prefix(SCHEME).ok_or("it does not begin with rbd:")?;
-        let (name, query) = rest.split_once('?').unwrap_or((rest, ""));
-        if [":id=", ":conf=", ":mon_host="].iter().any(|option| name.contains(option)) {
-            return Err("options follow a question mark: rbd:POOL/IMAGE?conf=FILE&id=USER".into());
+        if is_of_qemu(rest) {
+            return Self::parse_of_qemu(rest);
         }
+        let (name, query) = rest.split_once('?').unwrap_or((rest, ""));
         let (name, snapshot) = match name.split_once('@') {
             Some((name, snapshot)) => (name, Some(part(snapshot, "snapshot")?)),
             None => (name, None),
@@ -103,6 +107,54 @@ impl RbdLocation {
         }
         Ok(Self { pool, namespace, image, snapshot, configuration, user })
     }
+}
+
+impl RbdLocation {
+    /// The rest after the scheme, in QEMU's form: as that in ours.
+    fn parse_of_qemu(rest: &str) -> Result<Self, String> {
+        let mut parts = split_escaped(rest).into_iter();
+        let mut text = format!("{SCHEME}{}?", parts.next().unwrap_or_default());
+        for option in parts {
+            match option.split_once('=') {
+                Some(("conf" | "id", _)) => text.push_str(&format!("{option}&")),
+                Some((name, _)) => {
+                    return Err(format!(
+                        "the option {name} is not understood; write it into conf=FILE"
+                    ));
+                }
+                None => return Err(format!("'{option}' is no option of the form NAME=VALUE")),
+            }
+        }
+        Self::parse(&text)
+    }
+}
+
+/// Whether a name that follows the scheme is in QEMU's form.
+fn is_of_qemu(rest: &str) -> bool {
+    let is_option =
+        |part: &str| part.split_once('=').is_some_and(|(name, _)| QEMU_OPTIONS.contains(&name));
+    !rest.contains('?') && rest.split(':').skip(1).any(is_option)
+}
+
+/// The parts between colons, encoded as in our form; a backslash takes the meaning of the next character away.
+fn split_escaped(text: &str) -> Vec<String> {
+    const ESCAPED: &AsciiSet = &ENCODED.add(b'/').add(b'=');
+    let mut parts = vec![String::new()];
+    let mut characters = text.chars();
+    while let Some(next) = characters.next() {
+        let part = parts.last_mut().expect("it begins with one");
+        let mut buffer = [0; 4];
+        match next {
+            ':' => parts.push(String::new()),
+            '\\' => {
+                let escaped = characters.next().unwrap_or('\\').encode_utf8(&mut buffer);
+                part.extend(utf8_percent_encode(escaped, ESCAPED));
+            }
+            '%' | '&' => part.extend(utf8_percent_encode(next.encode_utf8(&mut buffer), ENCODED)),
+            other => part.push(other),
+        }
+    }
+    parts
 }
 
 /// A name or value, decoded.
@@ -165,6 +217,19 @@ mod tests {
     }
 
     #[test]
+    fn the_form_of_qemu_means_the_same() {
+        for (theirs, ours) in [
+            ("rbd:p/i:id=vm:conf=/etc/c.conf", "rbd:p/i?id=vm&conf=/etc/c.conf"),
+            ("rbd:p/n/i@s:conf=/c", "rbd:p/n/i@s?conf=/c"),
+            (r"rbd:p/a\:id\=x:id=b", "rbd:p/a%3Aid%3Dx?id=b"),
+            (r"rbd:p/a\@b:id=100%&", "rbd:p/a%40b?id=100%25%26"),
+        ] {
+            let [theirs, ours] = [theirs, ours].map(|text| text.parse::<RbdLocation>().unwrap());
+            assert_eq!(theirs, ours);
+        }
+    }
+
+    #[test]
     fn what_cannot_be_meant_is_refused() {
         for (text, why) in [
             ("rbd:image", "POOL/IMAGE"),
@@ -176,7 +241,9 @@ mod tests {
             ("rbd:pool/image?user=x", "id=USER"),
             ("rbd:pool/image?id=a&id=b", "twice"),
             ("rbd:pool/image?id=client.vm", "id=vm"),
-            ("rbd:pool/image:id=admin:conf=/etc/ceph/ceph.conf", "question mark"),
+            ("rbd:pool/image:id=admin:mon_host=a", "conf=FILE"),
+            ("rbd:pool/image:id=admin:x", "NAME=VALUE"),
+            ("rbd:image:id=admin", "POOL/IMAGE"),
             ("rbd:pool/%00", "zero byte"),
             ("rbd:pool/%ff", "UTF-8"),
         ] {
@@ -198,10 +265,7 @@ mod tests {
             let location =
                 RbdLocation { pool, namespace, image, snapshot, configuration, user };
             let text = location.to_string();
-            // A name may look like an option of QEMU.
-            if ![":id=", ":conf=", ":mon_host="].iter().any(|option| text.contains(option)) {
-                prop_assert_eq!(text.parse(), Ok(location), "{}", text);
-            }
+            prop_assert_eq!(text.parse(), Ok(location), "{}", text);
         }
     }
 }

@@ -160,7 +160,7 @@ fn locked_by(connection: &Connection, holder: &str) -> Error {
 
 /// Who holds the lock and has the image open, in words.
 async fn holder(connection: &Connection) -> Result<Option<String>> {
-    let asked = connection.run_blocking("cannot find out who uses the image", |image| {
+    let asked = connection.run_blocking("cannot list the clients of the image", |image| {
         let Some(LockHolder { client, address }) = image.lock_holder()? else { return Ok(None) };
         let watches = image.watchers()?.iter().any(|number| client == format!("client.{number}"));
         Ok(watches.then(|| format!("{client} at {address}")))

@@ -4,7 +4,7 @@
 
 use std::task::{Poll, Waker};
 
-use blockhouse_core::Result;
+use blockhouse_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::detached::DetachedSyncs;
@@ -53,10 +53,14 @@ impl Slot {
             State::InFlight(Some(known)) => known.clone_from(waker),
             State::InFlight(none) => *none = Some(waker.clone()),
             State::Detached | State::Ended(_) | State::Over => {
-                let State::Ended(outcome) = std::mem::replace(&mut *state, State::Over) else {
-                    panic!("a future is not polled after it was ready");
+                let over = || {
+                    let what = "the outcome of an operation of Ceph was asked for twice";
+                    Error::new(ErrorKind::Io, what)
                 };
-                return Poll::Ready(outcome);
+                return Poll::Ready(match std::mem::replace(&mut *state, State::Over) {
+                    State::Ended(outcome) => outcome,
+                    State::InFlight(_) | State::Detached | State::Over => Err(over()),
+                });
             }
         }
         Poll::Pending
@@ -83,7 +87,6 @@ impl Slot {
 
 #[cfg(test)]
 mod tests {
-    use blockhouse_core::{Error, ErrorKind};
     use futures_util::FutureExt;
 
     use super::*;

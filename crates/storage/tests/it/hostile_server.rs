@@ -151,3 +151,54 @@ fn whatever_a_server_sends_the_client_answers() {
     });
     server.join().unwrap();
 }
+
+/// Serves one client: as it should be, but no request is ever answered in full.
+fn keep_waiting(mut client: UnixStream) -> std::io::Result<()> {
+    greet(&mut client)?;
+    client.set_nonblocking(true)?;
+    let mut cookie = None;
+    loop {
+        let mut head = [0; 28];
+        match client.read(&mut head) {
+            Ok(0) => return Ok(()),
+            Ok(28) => cookie = head[8..16].try_into().ok(),
+            _ => {}
+        }
+        if let Some(cookie) = cookie {
+            // A chunk that says nothing, and is not the last one.
+            let cookie: [u8; 8] = cookie;
+            let head = [&0x668e_33ef_u32.to_be_bytes()[..], &[0; 4], &cookie, &[0; 4]].concat();
+            client.write_all(&head)?;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_server_that_never_answers_is_waited_for_with_a_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("nbd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    // It fails when the client has ended.
+    let server = std::thread::spawn(move || drop(keep_waiting(listener.accept().unwrap().0)));
+    let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+    event_loop.block_on(async {
+        let time = Duration::from_millis(300);
+        let disk = NbdStorage::connect(uri(&socket), Duration::ZERO).await.unwrap();
+        disk.set_answer_time(Some(time));
+        let mut buffer = Buffer::new(512);
+        let error = disk.read(0, buffer.lend()).await.unwrap_err().to_string();
+        assert!(error.contains("has not answered for 300ms"), "{error}");
+        // A flush that waits without a limit, as a guest's does, has one from the close on.
+        disk.set_answer_time(None);
+        let limited = async {
+            sleep(time).await;
+            disk.set_answer_time(Some(time));
+        };
+        let (flushed, ()) = join(disk.flush(blockhouse_core::SyncMode::Data), limited).await;
+        let error = flushed.unwrap_err().to_string();
+        assert!(error.contains("has not answered for 300ms"), "{error}");
+        disk.disconnect();
+    });
+    server.join().unwrap();
+}

@@ -35,6 +35,10 @@ struct FakeDriver {
     /// What happens at this pause.
     events: BTreeMap<u32, fn(&mut FakeDriver)>,
     refused: Option<UblkCommand>,
+    /// How many stops are cancelled, because no worker can be made for them.
+    cancelled_stops: u32,
+    /// A process outside of the first PID namespace: the driver knows it by another number.
+    is_in_pid_namespace: bool,
     /// Another process removes a device just before this command.
     vanishes_at: Option<UblkCommand>,
 }
@@ -115,10 +119,15 @@ impl Control for FakeDriver {
                     self.devices.remove(&id);
                 }
             }
+            C::Stop if self.cancelled_stops > 0 => {
+                self.cancelled_stops -= 1;
+                return fail(errno::ECANCELED);
+            }
             C::Stop => {
                 let info = &mut self.device(id)?.info;
                 (info.state, info.server) = (ublk_state::DEAD, -1);
             }
+            C::Start | C::EndRecovery if self.is_in_pid_namespace => return fail(errno::EINVAL),
             C::Start | C::EndRecovery => {
                 let info = &mut self.device(id)?.info;
                 info.state = ublk_state::LIVE;
@@ -136,6 +145,21 @@ impl Control for FakeDriver {
             C::UpdateSize => {}
         }
         Ok(())
+    }
+
+    /// Only what nothing uses is deleted within any time.
+    fn command_within(
+        &mut self,
+        command: UblkCommand,
+        id: u32,
+        _: Duration,
+    ) -> io::Result<Option<()>> {
+        self.command(command, id, 0, &mut [])?;
+        Ok((!self.devices.contains_key(&id)).then_some(()))
+    }
+
+    fn is_in_pid_namespace(&self) -> bool {
+        self.is_in_pid_namespace
     }
 
     fn process_exists(&self, process: i32) -> bool {
@@ -308,6 +332,43 @@ fn an_older_driver_removes_at_once() {
     let mut driver = FakeDriver { refused, ..fake };
     remove_unserved(&mut driver, 3).expect("it goes");
     assert!(driver.devices.is_empty());
+}
+
+#[test]
+fn an_older_driver_is_not_waited_for_while_the_block_device_is_open() {
+    let refused = Some(UblkCommand::DeleteAsync);
+    let fake = FakeDriver::new().with(3, ublk_state::DEAD, -1, own_note());
+    let mut driver = FakeDriver { refused, ..fake };
+    driver.devices.get_mut(&3).expect("it is there").is_used = true;
+    delete(&mut driver, 3).expect("it goes when it is closed");
+    assert_eq!(driver.changes.last(), Some(&(UblkCommand::Delete, 3)));
+}
+
+#[test]
+fn a_stop_that_no_worker_could_carry_out_is_repeated_for_a_bounded_time() {
+    let live = || FakeDriver::new().with(3, ublk_state::LIVE, OWN, own_note());
+    let mut driver = FakeDriver { cancelled_stops: 20, ..live() };
+    stop(&mut driver, 3).expect("it stops at last");
+    assert_eq!((driver.pauses, driver.devices[&3].info.state), (20, ublk_state::DEAD));
+    let mut driver = FakeDriver { cancelled_stops: u32::MAX, ..live() };
+    assert!(matches!(stop(&mut driver, 3), Err(Error::Refused { what: "stop", id: 3, .. })));
+    assert_eq!(driver.pauses, MAX_PAUSES);
+    // Another refusal is final.
+    let mut driver = FakeDriver { refused: Some(UblkCommand::Stop), ..live() };
+    stop(&mut driver, 3).expect_err("it is refused");
+    assert_eq!(driver.pauses, 0);
+}
+
+#[test]
+fn a_refused_start_in_a_pid_namespace_names_its_cause() {
+    for (origin, what) in [(Origin::Added, "start"), (Origin::Recovered, "go on with")] {
+        let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, OWN, own_note());
+        driver.is_in_pid_namespace = true;
+        let acquired = Acquired { id: 3, origin, parameters: parameters(SIZE) };
+        let error = start(&mut driver, &acquired, OWN).expect_err("another process is meant");
+        assert!(error.to_string().contains(what), "{error}");
+        assert!(error.to_string().contains("PID namespace"), "{error}");
+    }
 }
 
 #[test]

@@ -49,10 +49,22 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The features of a device for this disk, as it is now. Those of a disk that was made read-only while it is served are the
-/// same with one more, so that a front-end that comes again with a driver's older ones goes on.
+/// The features of a device for this disk, as it is now. One that was made read-only while it is served offers no changes.
 pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
-    let mut features = [
+    match disk.access() {
+        Access::ReadOnly => basic_features() | READ_ONLY,
+        Access::ReadWrite => basic_features() | change_features(disk),
+    }
+}
+
+/// The features that a driver may have: those of the device at any time, whether the disk was read-only or not, so that a
+/// front-end that comes again with a driver's older ones goes on.
+pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
+    basic_features() | change_features(disk) | READ_ONLY
+}
+
+fn basic_features() -> u64 {
+    [
         VIRTIO_F_VERSION_1,
         VIRTIO_RING_F_INDIRECT_DESC,
         VIRTIO_RING_F_EVENT_IDX,
@@ -65,22 +77,16 @@ pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
         VIRTIO_BLK_F_CONFIG_WCE,
     ]
     .into_iter()
-    .fold(LOG_ALL | PROTOCOL_FEATURES, |all, feature| all | bit(feature));
-    if disk.access() == Access::ReadOnly {
-        features |= READ_ONLY;
-    }
-    if disk.opened_access() == Access::ReadWrite {
-        features |= bit(VIRTIO_BLK_F_WRITE_ZEROES);
-        if disk.capabilities().discard == Offload::Available {
-            features |= bit(VIRTIO_BLK_F_DISCARD);
-        }
-    }
-    features
+    .fold(LOG_ALL | PROTOCOL_FEATURES, |all, feature| all | bit(feature))
 }
 
-/// The features that a driver may have: those of the device now, and that of a time when the disk was read-only.
-pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
-    features(disk) | READ_ONLY
+/// Of changes beside writes, where the disk may ever be changed.
+fn change_features<S: Storage>(disk: &Disk<S>) -> u64 {
+    match (disk.opened_access(), disk.capabilities().discard) {
+        (Access::ReadOnly, _) => 0,
+        (_, Offload::Unavailable) => bit(VIRTIO_BLK_F_WRITE_ZEROES),
+        (_, Offload::Available) => bit(VIRTIO_BLK_F_WRITE_ZEROES) | bit(VIRTIO_BLK_F_DISCARD),
+    }
 }
 
 /// Bytes of the configuration space; `None` when the range is not in there.
@@ -100,8 +106,8 @@ pub fn read<S: Storage>(
 
 fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> {
     let sectors = |bytes: u64| u32::try_from(bytes / SECTOR).unwrap_or(u32::MAX);
-    let block = u64::from(disk.alignment().offset).max(SECTOR);
-    let unit = disk.cluster_size().unwrap_or(block);
+    let logical = disk.logical_block_size();
+    let block = disk.physical_block_size();
     let mut bytes = Vec::with_capacity(READABLE);
     let mut put = |field: &[u8]| bytes.extend_from_slice(field);
     put(&(disk.size() / SECTOR).to_le_bytes());
@@ -109,15 +115,16 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&SEG_MAX.to_le_bytes());
     // Cylinders, heads and sectors: none.
     put(&[0; 4]);
-    // A request may be of one sector; the topology says which alignment is cheaper.
-    put(&(SECTOR as u32).to_le_bytes());
-    let exponent = (block / SECTOR).ilog2() as u8;
+    // A request may be of one logical block; the topology says in such blocks which alignment is cheaper.
+    put(&(logical as u32).to_le_bytes());
+    let exponent = (block / logical).ilog2() as u8;
     put(&[exponent, 0]);
-    put(&(sectors(block) as u16).to_le_bytes());
-    put(&disk.cluster_size().map_or(0, sectors).to_le_bytes());
+    let blocks = |bytes: u64| u32::try_from(bytes / logical).unwrap_or(u32::MAX);
+    put(&(blocks(block) as u16).to_le_bytes());
+    put(&disk.cluster_size().map_or(0, blocks).to_le_bytes());
     put(&[u8::from(cache == WriteCache::Volatile), 0]);
     put(&queues.to_le_bytes());
-    for field in [MAX_SECTORS, MAX_RANGES, sectors(unit)] {
+    for field in [MAX_SECTORS, MAX_RANGES, sectors(disk.discard_granularity())] {
         put(&field.to_le_bytes());
     }
     for field in [MAX_SECTORS, MAX_RANGES] {

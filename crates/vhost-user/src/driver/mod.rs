@@ -210,6 +210,15 @@ impl TestDriver {
         Ok(())
     }
 
+    /// Starts one queue, which does not run, with empty rings.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn reset_queue(&mut self, index: usize) -> io::Result<()> {
+        self.queues[index].reset();
+        self.start_queue(index)
+    }
+
     /// Has requests in flight tracked, so that another server can take over. The queues start again.
     ///
     /// # Errors

@@ -109,6 +109,14 @@ impl DriverQueue {
         self.next_used
     }
 
+    /// Empties the rings, as a driver does that resets its device.
+    pub(super) fn reset(&mut self) {
+        for ring in [&self.available, &self.used] {
+            (0..ring.len()).for_each(|offset| ring.store_u8(offset, 0));
+        }
+        (self.next_available, self.published, self.next_used) = (0, 0, 0);
+    }
+
     /// Writes one descriptor.
     pub fn describe(&self, index: u16, buffer: DescriptorSpec, next: u16) {
         write_descriptor(&self.table, index, buffer, next);

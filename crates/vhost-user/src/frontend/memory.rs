@@ -13,9 +13,6 @@ use crate::protocol::{MemoryRegion, Result, refused};
 /// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.
 pub const MAX_REGIONS: u64 = 509;
 
-/// A region's address and size are multiples of it: the smallest page of any guest's.
-const REGION_ALIGNMENT: u64 = 4096;
-
 /// A front-end's memory.
 pub struct MemoryTable {
     /// Of all memory that the front-end shares.
@@ -49,12 +46,7 @@ impl ChangedMemory {
         domain: &Arc<FaultDomain>,
     ) -> Result<()> {
         let MemoryRegion { guest, size, user, offset } = region;
-        // Many tiny regions would cut a guest's buffers into as many pieces.
-        if (guest | size) & (REGION_ALIGNMENT - 1) != 0 {
-            return Err(refused(format_args!(
-                "a region of memory that is not of whole pages: {size} bytes at {guest:#x}"
-            )));
-        }
+        // Of any size: libblkio has its rings in one of 15,120 bytes.
         let memory = Arc::new(map(&file, offset, size, "guest memory", domain)?);
         if !self.guest.add(GuestRegion { guest, user_addr: user, memory: Arc::clone(&memory) }) {
             return Err(refused("regions of memory that overlap"));

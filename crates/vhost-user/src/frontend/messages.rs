@@ -106,7 +106,7 @@ fn execute<S: Storage + Send + Sync>(
         request::ADD_MEM_REG => {
             frontend.add_memory(payload.single_region()?, only_descriptor(descriptors)?)?;
         }
-        // A descriptor that comes with it is closed unused: some front-ends send one.
+        // Some front-ends send a descriptor with it, which was not taken.
         request::REM_MEM_REG => frontend.remove_memory(&payload.single_region()?)?,
         request::SET_LOG_BASE => {
             frontend.set_log(payload.log()?, only_descriptor(descriptors)?)?;

@@ -22,7 +22,7 @@ use crate::ring::{Broken, EventIndex, SplitRing};
 pub struct QueueStart<'a, S: Storage> {
     /// The device.
     pub device: &'a Device<S>,
-    /// The connection, which ends when the driver breaks a queue.
+    /// The connection, which ends when the driver breaks a queue that has no eventfd for errors.
     pub stream: &'a UnixStream,
     /// The negotiated features.
     pub features: u64,
@@ -99,8 +99,9 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     }
 }
 
-/// What happens when the driver breaks queue `index`: it is logged, the front-end is told, and the connection
-/// ends.
+/// The end of queue `index` that its driver has broken: it is logged, and the front-end is told by the queue's eventfd for
+/// errors. Other queues go on, and this one when its ring is set up anew. The connection ends where the front-end gave no
+/// such eventfd, or where its memory is lost.
 fn error_handler(
     index: usize,
     stream: &UnixStream,
@@ -110,11 +111,19 @@ fn error_handler(
     let stream = stream.try_clone();
     let error = vring.duplicate_error().ok().flatten();
     move |why| {
-        // The device's thread logs lost memory, once for all queues.
-        if !matches!(why, Broken::MemoryLost) {
-            tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}");
-        }
         error.iter().for_each(Call::signal);
+        match why {
+            // The device's thread logs it, once for all queues.
+            Broken::MemoryLost => {}
+            _ if error.is_some() => {
+                tracing::error!(
+                    disk,
+                    "queue {index} is broken, and rests until it is reset: {why}"
+                );
+                return;
+            }
+            _ => tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}"),
+        }
         // It fails only for a connection that has ended already.
         let _ = stream.as_ref().map(|stream| stream.shutdown(Shutdown::Both));
     }

@@ -4,6 +4,10 @@
 //! descriptors belong to the message with whose bytes they came; a message that stays incomplete, or that
 //! comes with more descriptors than any has, ends its connection; so does a front-end that does not read
 //! its replies, instead of blocking the server.
+//!
+//! Descriptors that come with any other request never become this process's: the kernel drops them. Closing one of a
+//! FUSE file waits for its daemon, which may not answer, and no signal ends that. Front-ends send one with
+//! `REM_MEM_REG`.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,10 +19,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 
-use super::numbers::{HEADER_BYTES, VERSION, VERSION_MASK};
+use super::numbers::{HEADER_BYTES, VERSION, VERSION_MASK, takes_descriptors};
 
 /// The most bytes of a payload; the longest message that is understood here, a table of
 /// 32 regions, is a quarter of it.
@@ -71,6 +75,8 @@ struct Partial {
     descriptors: Vec<OwnedFd>,
     /// When the rest must be there; `None` before the first bytes.
     deadline: Option<Instant>,
+    /// Whether its request takes descriptors; `None` before that is known.
+    takes_descriptors: Option<bool>,
 }
 
 fn invalid(what: impl Into<String>) -> io::Error {
@@ -143,9 +149,15 @@ impl Connection {
         let mut filled = 0;
         while filled < buffer.len() {
             self.wait_until(partial.deadline)?;
+            if partial.takes_descriptors.is_none() {
+                partial.takes_descriptors = self.peek()?.map(takes_descriptors);
+            }
             let mut space =
                 [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let mut ancillary = match partial.takes_descriptors {
+                Some(true) => RecvAncillaryBuffer::new(&mut space),
+                Some(false) | None => RecvAncillaryBuffer::default(),
+            };
             let parts = &mut [IoSliceMut::new(&mut buffer[filled..])];
             match recvmsg(&self.stream, parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
                 Ok(received) => {
@@ -154,7 +166,11 @@ impl Connection {
                             partial.descriptors.extend(came);
                         }
                     }
-                    if received.flags.contains(ReturnFlags::CTRUNC) {
+                    let is_lost = received.flags.contains(ReturnFlags::CTRUNC);
+                    if is_lost && partial.takes_descriptors.is_none() {
+                        return Err(invalid("descriptors before the number of a request"));
+                    }
+                    if is_lost && partial.takes_descriptors == Some(true) {
                         return Err(invalid(
                             "descriptors were lost: too many in one message, or open in this process",
                         ));
@@ -178,6 +194,21 @@ impl Connection {
             }
         }
         Ok(filled)
+    }
+
+    /// The number of the request that comes next; `None` where its bytes are not there yet, or there is none. Waits for
+    /// the first byte.
+    fn peek(&self) -> io::Result<Option<u32>> {
+        let mut request = [0; 4];
+        loop {
+            match recv(&self.stream, &mut request, RecvFlags::PEEK) {
+                Ok((_, count)) => return Ok((count == 4).then(|| u32::from_ne_bytes(request))),
+                Err(Errno::INTR) => {}
+                // The end, which is found again.
+                Err(Errno::CONNRESET) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Waits for bytes, or the end, until the deadline if there is one.
@@ -281,12 +312,13 @@ mod tests {
     fn a_message_in_pieces_has_no_more_descriptors_than_a_whole_one() {
         let (connection, peer) = pair();
         let (file, message) = (file(), words(&[5, VERSION, 8, 9, 9]));
-        let (first, rest) = message.split_at(1);
+        let (first, rest) = message.split_at(4);
         send_with(&peer, first, &[file.as_fd(); MAX_DESCRIPTORS]);
         send_with(&peer, rest, &[]);
         let received = connection.receive().unwrap().unwrap();
         assert_eq!(received.descriptors.len(), MAX_DESCRIPTORS);
-        for byte in &message {
+        send_with(&peer, first, &[file.as_fd(); 2]);
+        for byte in rest {
             send_with(&peer, &[*byte], &[file.as_fd(); 2]);
         }
         let error = connection.receive().unwrap_err();
@@ -321,6 +353,27 @@ mod tests {
         for count in [2, 1, 0] {
             assert_eq!(connection.receive().unwrap().unwrap().descriptors.len(), count);
         }
+    }
+
+    #[test]
+    fn descriptors_that_no_request_takes_never_become_this_processs() {
+        let (connection, peer) = pair();
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        // REM_MEM_REG, GET_FEATURES, one that is not known.
+        for request in [38, 1, 1000] {
+            let message = words(&[request, VERSION, 4, 9]);
+            for (first, rest) in [message.split_at(4), message.split_at(HEADER_BYTES)] {
+                send_with(&peer, first, &[writer.as_fd(); 3]);
+                send_with(&peer, rest, &[writer.as_fd()]);
+                assert!(connection.receive().unwrap().unwrap().descriptors.is_empty());
+            }
+        }
+        drop(writer);
+        assert_eq!(rustix::io::read(&reader, &mut [0; 1]), Ok(0), "nothing has it open");
+        let file = file();
+        send_with(&peer, &[5], &[file.as_fd()]);
+        let error = connection.receive().unwrap_err();
+        assert!(error.to_string().contains("before the number"), "{error}");
     }
 
     #[test]

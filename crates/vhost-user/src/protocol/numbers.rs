@@ -62,6 +62,22 @@ pub mod feature {
         | CONFIGURE_MEM_SLOTS;
 }
 
+/// Whether descriptors come with a request that are used.
+pub fn takes_descriptors(request: u32) -> bool {
+    matches!(
+        request,
+        request::SET_MEM_TABLE
+            | request::SET_LOG_BASE
+            | request::SET_LOG_FD
+            | request::SET_VRING_KICK
+            | request::SET_VRING_CALL
+            | request::SET_VRING_ERR
+            | request::SET_BACKEND_REQ_FD
+            | request::SET_INFLIGHT_FD
+            | request::ADD_MEM_REG
+    )
+}
+
 /// Whether a request has a reply of its own, which cannot tell of a refusal.
 pub fn has_own_reply(request: u32) -> bool {
     matches!(

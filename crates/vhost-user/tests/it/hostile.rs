@@ -11,6 +11,7 @@ use blockhouse_vhost_user::ring::{INDIRECT, NEXT, WRITE};
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::common::*;
 
@@ -163,6 +164,28 @@ fn addresses_outside_of_the_memory_are_refused() {
         let data = DescriptorSpec { length: !511, ..guest.data(0, 0, WRITE) };
         vec![guest.header(IN, 0), data, guest.status()]
     });
+}
+
+#[test]
+fn a_broken_queue_with_an_eventfd_for_errors_leaves_the_others_alone() {
+    let served = Served::start(2, 2);
+    let mut guest = served.connect(Options { queues: 2, ..Options::default() });
+    let broken = EventFd::new(EFD_NONBLOCK).unwrap();
+    guest.driver.frontend().set_vring_err(0, &broken).unwrap();
+    guest.driver.frontend().get_vring_base(0).unwrap();
+    guest.driver.start_queue(0).unwrap();
+    for round in 1..4 {
+        let chain = vec![guest.header(OUT, 0), guest.data(0, 512, 0)];
+        assert_eq!(guest.submit(0, &chain, SHORT), None, "no status");
+        assert_eq!(broken.read().unwrap(), 1, "round {round}");
+        assert_eq!(guest.write(1, 0, &[round; 512]), OK);
+        assert_eq!(guest.read(1, 0, 512).unwrap(), [round; 512]);
+        // The driver resets its device: new rings in the place of the broken ones.
+        guest.driver.frontend().get_vring_base(0).unwrap();
+        guest.driver.reset_queue(0).unwrap();
+        assert_eq!(guest.read(0, 0, 512).unwrap(), [round; 512]);
+    }
+    assert_eq!(broken.read().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
 }
 
 #[test]
@@ -341,9 +364,10 @@ fn memory_that_is_not_there_is_refused() {
     };
     odd(&|region| region.memory_size *= 2);
     odd(&|region| region.mmap_offset = 4096);
-    // No whole pages.
-    odd(&|region| region.memory_size -= 1);
-    odd(&|region| region.guest_phys_addr += 512);
+    odd(&|region| region.memory_size += 1);
+    odd(&|region| region.mmap_offset = 1);
+    odd(&|region| region.memory_size = 0);
+    odd(&|region| region.guest_phys_addr = u64::MAX - 100);
     odd(&|region| region.mmap_offset = 1 << 60);
     // Rings that the new memory does not have.
     odd(&|region| region.userspace_addr += 1 << 30);

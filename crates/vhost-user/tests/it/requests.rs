@@ -4,7 +4,7 @@ use blockhouse_core::Durability;
 use blockhouse_disk::{Access, Discard, Options as DiskOptions};
 use blockhouse_vhost_user::driver::{DescriptorSpec, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
-use vhost::VhostBackend;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 
 use crate::common::*;
 
@@ -70,6 +70,34 @@ fn many_requests_at_once_each_get_their_own_data() {
             let start = sectors[slot] as usize * 512;
             assert!(bytes == image[start..start + 4096], "seed {seed}, round {round}");
         }
+    }
+}
+
+/// A part of the driver's memory as a region.
+fn part(guest: &Guest, start: usize, end: usize) -> VhostUserMemoryRegionInfo {
+    let whole = guest.driver.region();
+    VhostUserMemoryRegionInfo {
+        guest_phys_addr: whole.guest_phys_addr + start as u64,
+        userspace_addr: whole.userspace_addr + start as u64,
+        mmap_offset: start as u64,
+        memory_size: (end - start) as u64,
+        ..whole
+    }
+}
+
+#[test]
+fn regions_of_any_size_and_place_are_used() {
+    for served in [Served::start(1, 1), Served::registered(1, 1)] {
+        let mut guest = served.connect(Options::default());
+        let (data, end) = (guest.base() + DATA, guest.driver.memory.len());
+        // No page begins or ends with one of them, and the last one is no multiple of anything.
+        let parts = [(0, data + 1000), (data + 1000, data + 6001), (data + 6001, end - 77)];
+        let regions = parts.map(|(start, end)| part(&guest, start, end));
+        guest.driver.frontend().set_mem_table(&regions).unwrap();
+        let bytes = pattern(9, 16 << 10);
+        assert_eq!(guest.write(0, 8, &bytes), OK);
+        guest.put(&vec![0; bytes.len()]);
+        assert_eq!(guest.read(0, 8, bytes.len()).unwrap(), bytes);
     }
 }
 
@@ -284,6 +312,7 @@ fn the_configuration_tells_size_queues_and_limits() {
     assert_eq!((number(12), number(20)), (126, 512), "segments, block size");
     assert_eq!(config[34..36], [3, 0], "queues");
     assert_eq!((number(36), number(40)), ((1 << 22) - 1, 32), "discards");
+    assert_eq!(number(44), 128, "no discard of a raw image below 64 KiB");
     assert_eq!((number(48), number(52), config[56]), ((1 << 22) - 1, 32, 1), "zero writes");
     assert_eq!(guest.driver.config(60, 100).unwrap(), [0; 100]);
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::client::Client;
 use super::system::tool;
-use super::units::{Unit, ctl, has, make_image, socket, until, write};
+use super::units::{Unit, ctl, has, make_own_image, socket, until, write};
 
 const IMAGE: &str = "own.img";
 const SERVICE: Unit = Unit("blockhouse@own.img.service");
@@ -19,13 +19,15 @@ const VERSION: &str = r#"{"jsonrpc":"2.0","id":7,"method":"server.version","para
 
 /// The service is killed. Who comes before it runs again, to whichever socket, is served by the next one.
 pub fn killed_between_clients() -> Result<()> {
-    make_image(IMAGE)?;
+    make_own_image(IMAGE)?;
     let [nbd, control, metrics] =
         ["own.sock", "control", "metrics"].map(|name| socket(IMAGE, name));
     let (nbd_name, metrics_name) = (nbd.display(), metrics.display());
+    let control_name = control.display();
     std::fs::create_dir_all("/etc/blockhouse")?;
     let options = format!(
-        "OPTIONS=--verbose --nbd nbd+unix:///?socket={nbd_name} --metrics unix:{metrics_name}\n"
+        "OPTIONS=--verbose --nbd nbd+unix:///?socket={nbd_name} --control {control_name} \
+         --metrics unix:{metrics_name}\n"
     );
     std::fs::write(format!("/etc/blockhouse/{IMAGE}.conf"), options)?;
     // As long as it takes to look: it is started by hand.

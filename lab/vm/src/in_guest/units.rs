@@ -11,8 +11,10 @@ use super::system::tool;
 /// A busy host emulates slowly; beyond that something hangs.
 const TIMEOUT: Duration = Duration::from_secs(300);
 const RETRY_DELAY: Duration = Duration::from_millis(200);
-/// Where services have their images.
+/// Where the service of all disks has its images.
 pub const IMAGES: &str = "/var/lib/blockhouse";
+/// Where a service of one image has its folder, which is called after the image.
+pub const OWN_IMAGES: &str = "/var/lib/blockhouse-images";
 /// Where a service of one image has its sockets, below the image's name.
 const RUNTIME: &str = "/run/blockhouse-images";
 
@@ -70,7 +72,16 @@ pub fn until<T>(what: &str, mut found: impl FnMut() -> Result<Option<T>>) -> Res
     }
 }
 
-/// Makes an image as the user of services.
+/// Makes the image of a service of its own, as root: the service manager gives it to the service's user.
+pub fn make_own_image(name: &str) -> Result<PathBuf> {
+    let folder = Path::new(OWN_IMAGES).join(name);
+    std::fs::create_dir_all(&folder)?;
+    let path = folder.join(name);
+    tool("blockhouse", &["create", path.to_str().unwrap_or_default(), "64M"])?;
+    Ok(path)
+}
+
+/// Makes an image as the user of the service of all disks.
 pub fn make_image(name: &str) -> Result<PathBuf> {
     let path = Path::new(IMAGES).join(name);
     let words =

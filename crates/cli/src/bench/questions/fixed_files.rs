@@ -12,15 +12,13 @@ use blockhouse_disk::CacheMode;
 use blockhouse_engine::{Engine, EventLoop, FixedFiles, PageCache, probe_fixed_file};
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Sample, Work};
-use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::rows::{Case, Cases, Cost, Variant};
 use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 const DEPTH: usize = 64;
 /// More threads than this only fight over the disk.
 const MAX_THREADS: usize = 4;
-const PUBLISHED: &str = "in a guest; the flag was probably not in force";
-
 /// For the page of results.
 pub const ABOUT: &str = "io_uring takes a reference to the file for every request, unless the file is in the ring's \
     own table. Reads of 4 KiB at random, 64 at a time on each thread, by the descriptor and by the slot. \
@@ -51,12 +49,10 @@ pub fn case<'a>(
             jobs,
             span: DISK_SIZE,
         };
-        let published =
-            Published { value: 127e3, unit: Unit::RequestsPerSecond, detail: PUBLISHED };
         Variant {
             name: name.into(),
             run: Box::new(move || sample(load, fixed)),
-            published: Some(published),
+            published: None,
             cost: Cost::of(load),
         }
     };

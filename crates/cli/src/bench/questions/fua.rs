@@ -3,7 +3,7 @@
 use blockhouse_engine::Engine;
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Work};
-use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::rows::{Case, Cases, Cost, Published, Variant};
 use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
@@ -29,7 +29,7 @@ const SHAPES: [LoadShape; 4] = [
     LoadShape { depth: 16, jobs: 1, published: Some([258_400.0, 311_100.0]) },
     LoadShape { depth: 64, jobs: 1, published: None },
 ];
-const PUBLISHED: &str = "virtio-blk, write-through, NVMe";
+const PUBLISHED: &str = "QEMU commit 984a32f17e8d: a guest, directsync, NVMe";
 
 /// The cases.
 pub fn cases(testbed: &Testbed) -> Cases<'_> {
@@ -45,11 +45,10 @@ fn case<'a>(testbed: &'a Testbed, engine: Engine, shape: &LoadShape) -> Case<'a>
     let variant = |name: &str, work, published: Option<f64>| {
         let load =
             Load { work, pattern: Pattern::Random, block: BLOCK, depth, jobs, span: DISK_SIZE };
-        let (unit, detail) = (Unit::RequestsPerSecond, PUBLISHED);
         Variant {
             name: name.into(),
             run: Box::new(move || testbed.sample(LoopSetup::plain(engine), load)),
-            published: published.map(|value| Published { value, unit, detail }),
+            published: published.map(|value| Published { value, detail: PUBLISHED }),
             cost: Cost::of(load),
         }
     };

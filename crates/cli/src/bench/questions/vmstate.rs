@@ -16,7 +16,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use hdrhistogram::Histogram;
 
 use crate::bench::load::{Clocks, End, MAX_BYTES, Sample, machine_clock, new_histogram};
-use crate::bench::rows::{Case, Cases, Cost, Published, Unit, Variant};
+use crate::bench::rows::{Case, Cases, Cost, Variant};
 use crate::bench::stop::Stop;
 use crate::bench::testbed::Testbed;
 use crate::open_args::read_only;
@@ -38,17 +38,6 @@ pub enum Storing {
     Unbuffered,
     /// Through the stream, in windows.
     Buffered,
-}
-
-/// What was published for the whole state of a guest.
-fn published(cache: CacheMode, storing: Storing) -> Published {
-    let value = match (cache, storing) {
-        (CacheMode::None, Storing::Unbuffered) => 3.29,
-        (CacheMode::None, Storing::Buffered) => 0.81,
-        (_, Storing::Unbuffered) => 1.79,
-        (_, Storing::Buffered) => 1.27,
-    };
-    Published { value, unit: Unit::Seconds, detail: "a guest of 2 GB, NVMe" }
 }
 
 /// For the page of results.
@@ -84,8 +73,7 @@ fn case<'a>(
         Variant {
             name: name.into(),
             run: Box::new(move || sample(testbed, folder, cache, (storing, limits))),
-            // Most pieces of a machine's state are that small.
-            published: (piece == PIECES[0]).then(|| published(cache, storing)),
+            published: None,
             cost: Cost { extra: IMAGE_TIME, written: MAX_BYTES },
         }
     };

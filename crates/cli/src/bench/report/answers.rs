@@ -1,7 +1,7 @@
 //! The answer to each question in a sentence, made from the figures.
 //!
-//! A sentence tells the median over the cases of how many times as fast each way is as the baseline, the extremes, and
-//! how many cases are within noise; where all are, it says perhaps.
+//! A sentence tells the median over the cases of how many times as fast each way is as the baseline, and the extremes. Cases
+//! within noise are only counted: no figure of theirs makes a headline.
 
 use blockhouse_figures::Spread;
 
@@ -58,28 +58,37 @@ fn medians(ratios: &[Ratio]) -> Spread {
     Spread::of(medians).expect("a way has one case at least")
 }
 
+/// A sentence of the cases that stand out from noise; without any there is no difference to tell.
 fn verdict(ratios: &[Ratio]) -> String {
-    let median = medians(ratios).median;
-    match ratios.iter().all(|ratio| ratio.is_noise()) {
-        _ if (median - 1.0).abs() < MIN_DIFFERENCE => "about as fast".into(),
-        true => format!("perhaps {} times as fast", digits(median)),
-        false => format!("{} times as fast", digits(median)),
+    let clear = clear(ratios);
+    if clear.is_empty() {
+        return "as fast, as far as noise lets one tell,".into();
+    }
+    match medians(&clear).median {
+        median if (median - 1.0).abs() < MIN_DIFFERENCE => "about as fast".into(),
+        median => format!("{} times as fast", digits(median)),
     }
 }
 
+fn clear(ratios: &[Ratio]) -> Vec<Ratio> {
+    ratios.iter().copied().filter(|ratio| !ratio.is_noise()).collect()
+}
+
 fn detail(ratios: &[Ratio]) -> String {
-    let noisy = ratios.iter().filter(|ratio| ratio.is_noise()).count();
-    let (low, high) = match ratios {
+    let clear = clear(ratios);
+    let told = if clear.is_empty() { ratios } else { &clear };
+    let (low, high) = match told {
         [one] => (one.low, one.high),
-        _ => (medians(ratios).min, medians(ratios).max),
+        _ => (medians(told).min, medians(told).max),
     };
     let range = format!("{} to {}", digits(low), digits(high));
-    match (ratios.len(), noisy) {
-        (1, 0) => format!("({range} in its rounds)"),
-        (1, _) => format!("({range} in its rounds, which is noise)"),
-        (cases, 0) => format!("({range} in {cases} cases)"),
-        (cases, noisy) if noisy == cases => format!("({range} in {cases} cases, all within noise)"),
-        (cases, noisy) => format!("({range} in {cases} cases, {noisy} of them within noise)"),
+    let cases =
+        |count: usize| if count == 1 { "its rounds".into() } else { format!("{count} cases") };
+    match (told.len(), ratios.len() - clear.len()) {
+        (told, 0) => format!("({range} in {})", cases(told)),
+        (told, _) if clear.is_empty() => format!("({range} in {}, which is noise)", cases(told)),
+        (told, 1) => format!("({range} in {}; one more case is noise)", cases(told)),
+        (told, noisy) => format!("({range} in {}; {noisy} more cases are noise)", cases(told)),
     }
 }
 
@@ -123,8 +132,19 @@ mod tests {
         assert_eq!(told(&rows).as_deref(), Some(expected));
         rows.push(row("c", "none", Some(1.05)));
         let told = told(&rows).unwrap();
-        let more = "; perhaps 1.05 times as fast with “none” (0.95 to 1.15 in its rounds, which is noise).";
+        let more = "; as fast, as far as noise lets one tell, with “none” (0.95 to 1.15 in its rounds, which is noise).";
         assert!(told.ends_with(more), "{told}");
+    }
+
+    #[test]
+    fn what_is_noise_makes_no_headline() {
+        let mut rows = Vec::new();
+        for (case, ratio) in [("a", 1.5), ("b", 1.05), ("c", 0.95)] {
+            rows.extend([row(case, "two", None), row(case, "one", Some(ratio))]);
+        }
+        let expected = "Durable writes are 1.5 times as fast with “one” as with “two” \
+                        (1.4 to 1.6 in its rounds; 2 more cases are noise).";
+        assert_eq!(told(&rows).as_deref(), Some(expected));
     }
 
     #[test]

@@ -24,7 +24,8 @@ pub fn page(report: &Report) -> String {
     let _ = write!(page, "<title>blockhouse bench</title><style>\n{STYLE}</style></head><body>");
     let _ = write!(
         page,
-        "<h1>What the fast ways bring here</h1><p>{}</p>",
+        "<h1>The gain of the fast ways on this disk</h1><p>{}</p><p>{}</p>",
+        escape(&report.origin()),
         escape(&report.environment())
     );
     page.push_str("<ul class=\"answers\">");
@@ -62,8 +63,8 @@ pub fn page(report: &Report) -> String {
 
 const LEGEND: &str = "Ratios are taken within rounds in which all variants take turns: the dot is the \
     median, the line reaches from the lowest round to the highest. Where rounds do not agree on who is \
-    faster, or are fewer than five, or the difference is less than 3 %, the dot is hollow: that is noise. Diamonds are published \
-    figures, <em>measured elsewhere</em>, on other machines. The device's requests are those of all \
+    faster, or are fewer than five, or the difference is less than 3 %, the dot is hollow: that is noise. Diamonds are figures \
+    <em>measured elsewhere</em>, on other machines; the tables say where they are published. The device's requests are those of all \
     programs; a write that only asks for a flush is counted as a write and as a flush.";
 
 fn section(page: &mut String, question: Question, rows: &[&Row]) {
@@ -113,7 +114,7 @@ const COLUMNS: [&str; 10] = [
     "p50",
     "p99",
     "p99.9",
-    "CPU",
+    "CPU per request",
     "ratio (spread)",
     "device per request",
     "measured elsewhere",

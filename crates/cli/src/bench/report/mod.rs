@@ -1,6 +1,6 @@
 //! The results and under what environment they came about, and their form as JSON.
 //!
-//! docs/bench.schema.json describes the JSON; a test holds them together.
+//! results.schema.json describes the JSON; a test holds them together.
 
 mod answers;
 pub mod html;
@@ -10,7 +10,7 @@ pub mod table;
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -18,9 +18,15 @@ use serde_json::{Value, json};
 use super::rows::{Published, ROUNDS, Row};
 use super::testbed::Testbed;
 use crate::output;
+use crate::snapshot_list::date;
+use crate::version::VERSION;
 
 /// Everything that was found out.
 pub struct Report {
+    /// When it was measured, in seconds since 1970.
+    pub time: u64,
+    /// The folder, or the file that was written over.
+    pub path: String,
     /// Where it was measured.
     pub machine: Machine,
     /// What the disk is.
@@ -122,7 +128,15 @@ impl Report {
             fua: testbed.disk().capabilities().fua.as_str(),
             device: testbed.device().map(|device| (device.name(), device.fua())),
         };
-        Self { machine: Machine::here(), storage, announced, took, rows, left_out }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let (time, path) = (now.as_secs(), testbed.target().place());
+        Self { time, path, machine: Machine::here(), storage, announced, took, rows, left_out }
+    }
+
+    /// When it was measured, by which program, and where, in a sentence.
+    pub fn origin(&self) -> String {
+        let (time, version) = (date(self.time), VERSION);
+        format!("Measured on {time} by blockhouse {version} in {}.", self.path)
     }
 
     /// The machine and the disk, in a sentence.
@@ -145,6 +159,9 @@ impl Report {
         let Storage { file_system, cache, fua, device } = &self.storage;
         json!({
             "version": 1,
+            "program": VERSION,
+            "time": self.time,
+            "path": self.path,
             "machine": { "processor": processor, "processors": processors, "kernel": kernel },
             "storage": {
                 "file-system": file_system,
@@ -218,6 +235,6 @@ fn row(row: &Row) -> Value {
 }
 
 fn published(one: &Published, ratio: Option<f64>) -> Value {
-    let Published { value, unit, detail } = one;
-    json!({ "value": value, "unit": unit.as_str(), "detail": detail, "ratio": ratio })
+    let Published { value, detail } = one;
+    json!({ "value": value, "unit": "IOPS", "detail": detail, "ratio": ratio })
 }

@@ -110,7 +110,9 @@ pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
         .flat_map(|one| [one.ratio.low, one.ratio.high, 1.0, one.published.unwrap_or(1.0)]);
     let scale = Scale::over(values, (MARGIN, WIDTH - MARGIN));
     let bottom = 8.0 + 38.0 * rows.len() as f64;
-    let mut svg = begin(bottom + 24.0, title);
+    let mut svg = begin(bottom + 42.0, title);
+    let axis = "times as fast as the baseline, logarithmic";
+    text(&mut svg, "muted middle", (WIDTH / 2.0, bottom + 34.0), axis);
     for tick in scale.ticks() {
         text(&mut svg, "muted middle", (scale.position(tick), bottom + 16.0), &digits(tick));
     }
@@ -154,12 +156,15 @@ const PERCENTILES: [(f64, &str); 5] =
 
 /// The latencies of the variants of a case, by percentile.
 pub fn latencies(rows: &[&Row], title: &str) -> String {
-    let height = 190.0;
-    let (top, bottom, left, right) = (10.0, height - 24.0, 56.0, WIDTH - 26.0);
+    let height = 224.0;
+    let (top, bottom, left, right) = (26.0, height - 42.0, 56.0, WIDTH - 26.0);
     let at = |row: &Row, quantile: f64| row.latency.value_at_quantile(quantile) as f64;
     let ends = rows.iter().flat_map(|row| [at(row, 0.0), at(row, 0.999)]);
     let scale = Scale::over(ends, (bottom, top));
     let mut svg = begin(height, title);
+    text(&mut svg, "muted", (4.0, 14.0), "latency, logarithmic");
+    let axis = "percentile of the requests";
+    text(&mut svg, "muted middle", ((left + right) / 2.0, height - 6.0), axis);
     for tick in scale.ticks() {
         let y = scale.position(tick);
         line(&mut svg, "grid", (left, y), (right, y));

@@ -11,7 +11,7 @@ use crate::output;
 /// Prints the table to standard output.
 pub fn print(report: &Report) -> Result<()> {
     let mut out = String::new();
-    writeln!(out, "{}", report.environment())?;
+    writeln!(out, "{}\n{}", report.origin(), report.environment())?;
     writeln!(
         out,
         "Medians of rounds that took turns; the ratio is to the first line of each case, with the lowest \
@@ -83,7 +83,7 @@ pub fn device(row: &Row) -> String {
 
 /// A published figure.
 pub fn figure(published: &Published, ratio: Option<f64>) -> String {
-    let Published { value, unit, detail } = published;
+    let Published { value, detail } = published;
     let ratio = ratio.map_or(String::new(), |ratio| format!(", ratio {ratio:.2}"));
-    format!("{value} {}{ratio} ({detail})", unit.as_str())
+    format!("{value} IOPS{ratio} ({detail})")
 }

@@ -69,8 +69,9 @@ fn disks_rates_and_latencies_are_shown() {
 #[test]
 fn keys_do_what_the_help_says() {
     let mut app = app();
-    assert_eq!(app.selected.as_deref(), Some("a"));
+    assert_eq!(app.selected.as_deref(), Some("b"), "the busiest one");
     for (code, selected) in [
+        (KeyCode::Up, "a"),
         (KeyCode::Down, "b"),
         (KeyCode::Down, "b"),
         (KeyCode::Up, "a"),
@@ -102,6 +103,58 @@ fn a_server_that_is_away_is_told_of_until_it_is_back() {
     assert!(screen_of(&app, 120, 30).contains("no server listens"));
     app.take(Ok(reading(0)));
     assert!(screen_of(&app, 120, 30).contains("q quit"));
+}
+
+#[test]
+fn a_selected_disk_stays_selected_and_the_busiest_is_so_until_then() {
+    let mut app = App::new("here".into(), Duration::from_secs(1), reading(0));
+    assert_eq!(app.selected.as_deref(), Some("a"));
+    app.take(Ok(reading(100)));
+    assert_eq!(app.selected.as_deref(), Some("b"));
+    press(&mut app, KeyCode::Up);
+    app.take(Ok(reading(200)));
+    assert_eq!(app.selected.as_deref(), Some("a"));
+}
+
+#[test]
+fn what_a_server_that_is_gone_has_left_is_marked_as_old_with_the_cause() {
+    let mut app = app();
+    let why = "/run/blockhouse/metrics: cannot read metrics: is this the --metrics address or the \
+               --control socket of a running server?: Connection refused (os error 111)";
+    app.take(Err(anyhow::anyhow!(why)));
+    for width in [60, 80, 120] {
+        let screen = screen_of(&app, width, 24);
+        assert!(screen.contains("OLD: ") && screen.contains("no answer for") || width > 60);
+        let words: String = screen.split(['\n', '"']).map(str::trim).collect::<Vec<_>>().join(" ");
+        let words = words.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains(why), "{width}:\n{screen}");
+    }
+}
+
+#[test]
+fn a_narrow_screen_has_fewer_columns_and_cuts_nothing() {
+    let mut app = app();
+    for name in ["customer-a-root", "customer-a-data"] {
+        app.rows.push(Row { name: name.into(), ..Row::default() });
+    }
+    for width in [60, 64, 80, 100, 120] {
+        let screen = screen_of(&app, width, 40);
+        let headings: Vec<_> =
+            screen.lines().nth(1).expect("headings").split_whitespace().collect();
+        for heading in headings {
+            let heading = heading.trim_matches('"');
+            let known = |known: &&str| known.split(' ').any(|word| word == heading);
+            assert!(
+                heading.is_empty() || table::HEADINGS.iter().any(known),
+                "{heading}:\n{screen}"
+            );
+        }
+        for word in
+            ["customer-a-root", "customer-a-data", "P99", "40us", "500 requests/s", "h help"]
+        {
+            assert!(screen.contains(word), "{width}, {word}:\n{screen}");
+        }
+    }
 }
 
 #[test]

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
-use blockhouse_disk::{Access, Burst, DetectZeroes, Discard, KeyFiles, RateLimits, RemoteBacking};
+use blockhouse_disk::{
+    Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, RateLimits, RemoteBacking,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::config::ConfiguredDisk;
@@ -61,6 +63,9 @@ pub struct Opened {
     pub discard: DiscardName,
     /// What becomes of writes of zeros.
     pub detect_zeroes: DetectZeroesName,
+    /// The block sizes that it announces: logical, physical, and that of discards.
+    #[serde(default, skip_serializing_if = "is_of_image")]
+    pub block_sizes: [Option<u64>; 3],
     /// Whether what is read from its backing file becomes its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub copy_on_read: bool,
@@ -75,6 +80,9 @@ pub struct Opened {
     pub allow_paths: Vec<Vec<u8>>,
     /// Whether it may name exports of other servers.
     pub allow_remote: bool,
+    /// Whether no name in the image is followed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_references: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
     /// The limits that it was opened with.
@@ -151,6 +159,10 @@ pub enum Export {
     Ublk(u32),
 }
 
+fn is_of_image(sizes: &[Option<u64>; 3]) -> bool {
+    *sizes == [None; 3]
+}
+
 fn bytes_of(path: &Path) -> Vec<u8> {
     path.as_os_str().as_bytes().to_vec()
 }
@@ -170,12 +182,14 @@ impl From<&DiskSetup> for Opened {
             cache,
             discard,
             detect_zeroes,
+            block_sizes,
             copy_on_read,
             prefetch,
             create,
             snapshot,
             allow_paths,
             remote_backing,
+            no_references,
             // Disks with keys are not handed over.
             keys: _,
             bitmaps,
@@ -196,12 +210,14 @@ impl From<&DiskSetup> for Opened {
                 DetectZeroes::On => DetectZeroesName::On,
                 DetectZeroes::Unmap => DetectZeroesName::Unmap,
             },
+            block_sizes: [block_sizes.logical(), block_sizes.physical(), block_sizes.discard()],
             copy_on_read: *copy_on_read,
             prefetch: *prefetch,
             create: *create,
             snapshot: snapshot.clone(),
             allow_paths: allow_paths.iter().map(|path| bytes_of(path)).collect(),
             allow_remote: *remote_backing == RemoteBacking::Allowed,
+            no_references: *no_references,
             bitmaps: bitmaps.clone(),
             limits: throttle.as_ref().map(Limits::from),
         }
@@ -214,6 +230,8 @@ impl Opened {
     /// # Errors
     /// A word that this version does not know.
     pub fn setup(self) -> Result<DiskSetup> {
+        let [logical, physical, discard] = self.block_sizes;
+        let block_sizes = BlockSizes::new(logical, physical, discard);
         let parse = |format: String| format.parse().map_err(|why: String| anyhow!(why));
         Ok(DiskSetup {
             name: self.name,
@@ -230,6 +248,7 @@ impl Opened {
                 DetectZeroesName::On => DetectZeroes::On,
                 DetectZeroesName::Unmap => DetectZeroes::Unmap,
             },
+            block_sizes: block_sizes.map_err(|why| anyhow!(why))?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create,
@@ -239,6 +258,7 @@ impl Opened {
                 true => RemoteBacking::Allowed,
                 false => RemoteBacking::Refused,
             },
+            no_references: self.no_references,
             keys: KeyFiles::default(),
             bitmaps: self.bitmaps,
             throttle: self.limits.map(Limits::throttle).transpose()?,

@@ -13,12 +13,14 @@ fn opened(limits: Option<Limits>) -> Opened {
         cache: "none".into(),
         discard: DiscardName::Unmap,
         detect_zeroes: DetectZeroesName::Unmap,
+        block_sizes: [None; 3],
         copy_on_read: false,
         prefetch: None,
         create: Some(512),
         snapshot: None,
         allow_paths: vec![b"/b".to_vec()],
         allow_remote: true,
+        no_references: false,
         bitmaps: vec!["c".into()],
         limits,
     }
@@ -175,6 +177,9 @@ fn a_disk_is_described_completely() {
         let moved = disk.moved.expect("it was moved");
         assert_eq!(MovedTo::from(&moved.clone().moved().expect("a place")), moved);
     }
+    let sizes = [Some(4096), None, Some(1 << 20)];
+    let opened = Opened { block_sizes: sizes, ..opened(None) };
+    assert_eq!(Opened::from(&opened.clone().setup().expect("a description")), opened);
     for disk in configured {
         let exports = disk.exports.clone();
         assert_eq!(Configured::from(&disk.disk().expect("a description")).exports, exports);

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use blockhouse_core::{Buffer, errno};
-use blockhouse_sim::{Config, Fault, OperationKind, Sim, SimDisk};
+use blockhouse_core::{Buffer, ErrorKind, errno};
+use blockhouse_sim::{Config, Fault, Operation, OperationKind, Sim, SimDisk};
 
 use super::*;
 use crate::state::{BootId, ImageIdentity, Owner};
@@ -44,6 +44,25 @@ fn a_failed_flush_is_remembered_by_the_next_process() {
     let third = tracker(&storage, &page);
     assert!(third.restore_failure().is_none());
     sim.block_on(async move { third.flush(SyncMode::Data).await }).expect("an orderly end");
+}
+
+#[test]
+fn what_a_durable_write_leaves_that_fails_for_want_of_space_is_flushed() {
+    let sim = Sim::new(1);
+    let storage = SimDisk::new(&sim, Config::default(), vec![0; 4096]);
+    let tracker = FlushTracker::new(storage.clone(), FlushPolicy::Honor, Access::ReadWrite);
+    storage.fail(Fault::nth(0, errno::ENOSPC).of(OperationKind::DurableWrite));
+    let flushes = sim.block_on(async move {
+        tracker.flush(SyncMode::Data).await.expect("no failure");
+        storage.take_log();
+        let written = tracker.write(0, Buffer::new(4096).lend(), Durability::Data).await;
+        assert_eq!(written.expect_err("the storage is full").kind(), ErrorKind::NoSpace);
+        // Reads may see a part of it: after this flush they see it for good.
+        tracker.flush(SyncMode::Data).await.expect("nothing else is lost");
+        storage.take_log()
+    });
+    let flush = Operation::Flush(SyncMode::Data);
+    assert_eq!(flushes.last(), Some(&flush), "{flushes:?}");
 }
 
 /// What the page says of the last change after `act`.

@@ -72,7 +72,7 @@ pub(super) fn walk_beneath(
     let mut steps = steps_of(name.as_os_str())?;
     let mut followed = 0;
     while let Some(step) = steps.pop_front() {
-        let last = above.last().expect("the folder stays").as_fd();
+        let last = above.last().ok_or(Errno::XDEV)?.as_fd();
         if matches!(step.as_bytes(), b"" | b"." | b"..") {
             check_is_folder(last)?;
             if step == ".." {
@@ -97,7 +97,7 @@ pub(super) fn walk_beneath(
             steps.push_front(step);
         }
     }
-    Ok(above.pop().expect("the folder, or what was found last"))
+    above.pop().ok_or(Errno::XDEV)
 }
 
 /// The steps of a relative path; each one but the last leads to a folder.

@@ -1,17 +1,19 @@
 //! Which files an image may name as its backing file or its data file.
 //!
 //! Guarantees: a file that an image names is opened only if it lies below the folder of that image, as a regular
-//! file, or below a path that the user has allowed. The file is found without being opened (`O_PATH`), judged, and
+//! file and not hidden, or below a path that the user has allowed. It is written to only if the user has allowed it, or if
+//! it was made as the data file of this image (`data_files`). The file is found without being opened (`O_PATH`), judged, and
 //! then opened by what was found: a name that is exchanged meanwhile changes nothing. Reason: images come from
 //! strangers, and a name in one reaches any file of the host that this process may open (CVE-2024-32498 of
 //! OpenStack). A path that the user gives on a command line is not restricted.
 
 mod beneath;
+mod data_files;
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result};
@@ -20,11 +22,17 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, openat};
 use rustix::io::Errno;
 
 use beneath::{Symlinks, find_anywhere, find_beneath};
+pub(super) use data_files::Namer;
+pub use data_files::note_data_file;
 
 /// What images may name beside regular files below their own folders. Cloning shares it.
 #[derive(Clone, Debug, Default)]
 pub struct AllowedPaths {
     roots: Arc<[Root]>,
+    /// Images on other servers that may be named whatever they say of files and users of this host.
+    remote: Arc<[Location]>,
+    /// The hint where no name is followed at all.
+    refuses_all: Option<&'static str>,
 }
 
 /// A path that the user allows.
@@ -51,6 +59,40 @@ pub(super) struct Found {
     pub(super) folder: Folder,
 }
 
+/// The use of a file that an image names.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NameUse<'a> {
+    /// It is read, or the user asked for its change (a commit).
+    Asked,
+    /// Its data is read as that of this image.
+    Read(Namer<'a>),
+    /// It is written to because this image names it.
+    Written(Namer<'a>),
+}
+
+impl NameUse<'_> {
+    /// Whether a user of this host chose the file for the image, wherever it lies.
+    fn is_chosen(self, name: &Path) -> bool {
+        match self {
+            Self::Asked => false,
+            Self::Read(image) | Self::Written(image) => {
+                image.is_chosen_by_owner(name.as_os_str().as_bytes())
+            }
+        }
+    }
+}
+
+/// Where a file lies that an image names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// Below the folder of the image.
+    Own,
+    /// So it does, and a name on the way begins with a dot.
+    Hidden,
+    /// Below an allowed path, or chosen for the image by its owner.
+    Allowed,
+}
+
 /// Why a file that an image names is not found.
 #[derive(Debug)]
 pub(super) enum FindError {
@@ -71,8 +113,12 @@ impl From<Error> for FindError {
 enum Refusal {
     /// It leads out of the folder of its image.
     Outside,
+    /// A name on the way to it begins with a dot.
+    Hidden,
     /// It is no regular file, and not allowed by its path.
     NotRegular(&'static str),
+    /// It would be written to, and was not made as the data file of its image.
+    NotItsOwn,
     /// The host refuses.
     Host(Errno),
 }
@@ -84,24 +130,62 @@ impl From<Errno> for Refusal {
 }
 
 impl AllowedPaths {
-    /// Allows these folders, with all regular files and block devices below them, and these files. They are
-    /// opened now: a folder that is renamed later stays allowed.
+    /// Allows these folders, with all regular files and block devices below them, and these files.
+    /// They are opened now: a folder that is renamed later stays allowed. The address of an image
+    /// on another server allows that image, with the files and the user of this host that it names.
     ///
     /// # Errors
-    /// One that names the path: it is missing, or the host refuses.
+    /// One that names the path: it is missing, or the host refuses; the address makes no sense.
     pub fn new<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
+        let is_remote = |path: &&P| Location::is_remote(path.as_ref().as_os_str().as_bytes());
+        let (remote, paths): (Vec<_>, Vec<_>) = paths.iter().partition(is_remote);
         let roots = paths.iter().map(|path| Root::open(path.as_ref())).collect::<Result<_>>()?;
-        Ok(Self { roots })
+        let remote =
+            remote.iter().map(|name| Location::of(name.as_ref())).collect::<Result<_>>()?;
+        Ok(Self { roots, remote, refuses_all: None })
     }
 
-    /// Whether an image at this path may name this file without any allowed path. `false` also for a file that
-    /// is missing outside of the image's folder.
+    /// No file or server that an image names is opened, because the user said so.
+    pub fn refusing_all() -> Self {
+        Self::none("leave --no-references out, if you know who made the image")
+    }
+
+    /// No file or server that an image names is opened; `hint` says what to do where one is named.
+    pub fn none(hint: &'static str) -> Self {
+        Self { refuses_all: Some(hint), ..Self::default() }
+    }
+
+    /// Whether no name is followed at all.
+    pub fn is_none(&self) -> bool {
+        self.refuses_all.is_some()
+    }
+
+    /// Refuses a name where none is followed.
+    fn check_any(&self, name: &[u8], role: &str, image: &str) -> Result<(), FindError> {
+        let Some(hint) = self.refuses_all else { return Ok(()) };
+        let name = String::from_utf8_lossy(name);
+        let what = format!("names '{name}' as its {role}, and no name in it is followed");
+        let error = Error::new(ErrorKind::InvalidInput, what).on(image);
+        Err(FindError::Refused(error.hint(hint)))
+    }
+
+    /// Whether an image at this path may name this file, to be read, without any allowed path. `false` also for a file
+    /// that is missing outside of the image's folder.
     pub fn is_free_to_name(image: &Path, name: &[u8]) -> bool {
+        Self::is_free(image, name, NameUse::Asked)
+    }
+
+    /// As [`is_free_to_name`](Self::is_free_to_name), to be written to as the image's data file.
+    pub fn is_free_to_write(image: &Path, name: &[u8]) -> bool {
+        let file = openat(CWD, image, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok();
+        let file = file.as_ref().map(OwnedFd::as_fd);
+        Self::is_free(image, name, NameUse::Written(Namer { path: image, file }))
+    }
+
+    fn is_free(image: &Path, name: &[u8], used: NameUse<'_>) -> bool {
         let Ok(folder) = Folder::of_image(image) else { return true };
-        match Self::default().look_up(&folder, Path::new(OsStr::from_bytes(name))) {
-            Ok(_) | Err(Refusal::Host(_)) => true,
-            Err(Refusal::Outside | Refusal::NotRegular(_)) => false,
-        }
+        let found = Self::default().look_up(&folder, Path::new(OsStr::from_bytes(name)), used);
+        matches!(found, Ok(_) | Err(Refusal::Host(_)))
     }
 
     /// Finds the file that `image` names as its `role` ("backing file").
@@ -114,9 +198,11 @@ impl AllowedPaths {
         name: &[u8],
         role: &str,
         image: &str,
+        used: NameUse<'_>,
     ) -> Result<Found, FindError> {
+        self.check_any(name, role, image)?;
         let path = folder.join(name);
-        let found = self.look_up(folder, Path::new(OsStr::from_bytes(name)));
+        let found = self.look_up(folder, Path::new(OsStr::from_bytes(name)), used);
         let named = String::from_utf8_lossy(name);
         found.map_err(|refusal| match refusal {
             Refusal::Host(error) => {
@@ -128,6 +214,18 @@ impl AllowedPaths {
                 format!("names '{named}' as its {role}, which is not below the image's own folder"),
                 "--allow-path FOLDER, a folder that the file is in",
             ),
+            Refusal::Hidden => refused(
+                image,
+                format!("names '{named}' as its {role}, which is hidden: a name on its way begins with a dot"),
+                "--allow-path FILE",
+            ),
+            Refusal::NotItsOwn => refused(
+                image,
+                format!(
+                    "names '{named}' as its {role}, and nothing but its name says that this file is to be written to"
+                ),
+                "--allow-path FILE; reading it needs no option",
+            ),
             Refusal::NotRegular(kind) => refused(
                 image,
                 format!("names '{named}' as its {role}, which is {kind} and no regular file"),
@@ -136,8 +234,11 @@ impl AllowedPaths {
         })
     }
 
-    /// Whether `image` may name this image on another server as its `role`: the files of this host that TLS with the server
-    /// takes lie below an allowed path. Reason: whoever made the image could otherwise show another user's certificate.
+    /// Whether `image` may name this image on another server as its `role`: the files of this host
+    /// that TLS with the server takes lie below an allowed path. Reason: whoever made the image
+    /// could otherwise show another user's certificate. A configuration of Ceph and a user are
+    /// never the image's choice: the first is read as commands by Ceph's library, which writes
+    /// files that it names.
     ///
     /// # Errors
     /// The image may not name it, or the name cannot be used.
@@ -147,9 +248,25 @@ impl AllowedPaths {
         role: &str,
         image: &str,
     ) -> Result<(), FindError> {
+        self.check_any(name.as_os_str().as_bytes(), role, image)?;
         let location = Location::of(name)?;
+        if self.remote.contains(&location) {
+            return Ok(());
+        }
+        if let Location::Rbd(rbd) = &location
+            && (rbd.configuration().is_some() || rbd.user().is_some())
+        {
+            let name = name.display();
+            return Err(refused(
+                image,
+                format!(
+                    "names '{name}' as its {role}: an image chooses no configuration (conf=) and no user (id=)"
+                ),
+                &format!("name it on the command line, by --allow-path '{name}'"),
+            ));
+        }
         let Some(path) = location.local_path() else { return Ok(()) };
-        self.locate(&Folder::of_remote(), path).map(drop).map_err(|_| {
+        self.locate(&Folder::of_remote(), path, NameUse::Asked).map(drop).map_err(|_| {
             let path = path.display();
             refused(
                 image,
@@ -159,29 +276,40 @@ impl AllowedPaths {
         })
     }
 
-    fn look_up(&self, folder: &Folder, name: &Path) -> Result<Found, Refusal> {
-        let (descriptor, is_allowed) = self.locate(folder, name)?;
-        let status = fstat(&descriptor)?;
-        match FileType::from_raw_mode(status.st_mode) {
+    fn look_up(&self, folder: &Folder, name: &Path, used: NameUse<'_>) -> Result<Found, Refusal> {
+        let (descriptor, place) = self.locate(folder, name, used)?;
+        match FileType::from_raw_mode(fstat(&descriptor)?.st_mode) {
+            _ if place == Place::Hidden => return Err(Refusal::Hidden),
             FileType::RegularFile => {}
-            FileType::BlockDevice if is_allowed || self.allows_file(&status) => {}
+            FileType::BlockDevice if place == Place::Allowed => {}
             other => return Err(Refusal::NotRegular(describe(other))),
+        }
+        if let (NameUse::Written(image), Place::Own) = (used, place)
+            && !image.owns(folder, name.as_os_str().as_bytes(), descriptor.as_fd())
+        {
+            return Err(Refusal::NotItsOwn);
         }
         let path = folder.path.join(name).parent().unwrap_or(Path::new("")).to_owned();
         let parent = match name.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
-        let below = self.locate(folder, parent).ok().map(|(descriptor, _)| descriptor);
+        let below =
+            self.locate(folder, parent, NameUse::Asked).ok().map(|(descriptor, _)| descriptor);
         Ok(Found { descriptor, folder: Folder { descriptor: below, path } })
     }
 
-    /// What a name leads to, and whether an allowed path covers it.
-    fn locate(&self, folder: &Folder, name: &Path) -> Result<(OwnedFd, bool), Refusal> {
+    /// The file that a name leads to, and its place.
+    fn locate(
+        &self,
+        folder: &Folder,
+        name: &Path,
+        used: NameUse<'_>,
+    ) -> Result<(OwnedFd, Place), Refusal> {
         let below = folder.descriptor.as_ref().map(OwnedFd::as_fd);
         if let Some(below) = below.filter(|_| name.is_relative()) {
             match find_beneath(below, name, Symlinks::Beneath) {
-                Ok(descriptor) => return Ok((descriptor, false)),
+                Ok(found) => return self.placed(folder, name, found),
                 Err(Errno::XDEV | Errno::LOOP) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -201,34 +329,55 @@ impl AllowedPaths {
         if let Some(below) = below
             && let Some(descriptor) = reach(below, found.as_fd())?
         {
-            return Ok((descriptor, false));
+            return self.placed(folder, name, descriptor);
         }
-        for root in self.roots.iter() {
-            if root.is_folder
-                && let Some(descriptor) = reach(root.descriptor.as_fd(), found.as_fd())?
-            {
-                return Ok((descriptor, true));
-            }
-            if !root.is_folder && is_same(root.descriptor.as_fd(), found.as_fd())? {
-                return Ok((found, true));
-            }
+        match self.allowed(found.as_fd())? {
+            Some(found) => Ok((found, Place::Allowed)),
+            None if used.is_chosen(name) => Ok((found, Place::Allowed)),
+            None => Err(Refusal::Outside),
         }
-        Err(Refusal::Outside)
     }
 
-    fn allows_file(&self, status: &Stat) -> bool {
-        let is_it = |root: &Root| {
-            fstat(&root.descriptor).is_ok_and(|one| identity(&one) == identity(status))
+    /// A file below the folder of its image, and whether it is hidden there or allowed.
+    fn placed(
+        &self,
+        folder: &Folder,
+        name: &Path,
+        found: OwnedFd,
+    ) -> Result<(OwnedFd, Place), Refusal> {
+        let real = folder.real().zip(real_path(found.as_fd()).ok());
+        let leads_hidden = real
+            .is_some_and(|(folder, found)| found.strip_prefix(folder).is_ok_and(has_hidden_part));
+        let place = match self.allowed(found.as_fd())? {
+            Some(_) => Place::Allowed,
+            None if leads_hidden || (name.is_relative() && has_hidden_part(name)) => Place::Hidden,
+            None => Place::Own,
         };
-        self.roots.iter().any(is_it)
+        Ok((found, place))
+    }
+
+    /// The file, opened again from the allowed path that it lies below; `None` where it lies below none.
+    fn allowed(&self, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
+        for root in self.roots.iter() {
+            let reached = match root.is_folder {
+                true => reach(root.descriptor.as_fd(), found)?,
+                false => is_same(root.descriptor.as_fd(), found)?
+                    .then(|| found.try_clone_to_owned().map_err(|_| Errno::MFILE))
+                    .transpose()?,
+            };
+            if reached.is_some() {
+                return Ok(reached);
+            }
+        }
+        Ok(None)
     }
 
     /// Whether the text of a name lies below what may be named.
     fn is_text_below(&self, folder: &Folder, name: &Path) -> bool {
-        let has_parent = name.components().any(|part| part == std::path::Component::ParentDir);
+        let has_parent = name.components().any(|part| part == Component::ParentDir);
         let whole = folder.path.join(name);
         let roots = self.roots.iter().map(|root| root.path.as_path());
-        let real = folder.descriptor.as_ref().and_then(|folder| real_path(folder.as_fd()).ok());
+        let real = folder.real();
         !has_parent
             && (name.is_relative()
                 || real.is_some_and(|real| whole.starts_with(real))
@@ -258,6 +407,11 @@ impl Folder {
     /// Of an image on another server: no relative name of it leads to a file of this host.
     pub(super) fn of_remote() -> Self {
         Self { descriptor: None, path: PathBuf::new() }
+    }
+
+    /// Where it lies now.
+    fn real(&self) -> Option<PathBuf> {
+        self.descriptor.as_ref().and_then(|folder| real_path(folder.as_fd()).ok())
     }
 
     /// The path of a file that an image of this folder names.
@@ -302,6 +456,13 @@ fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> Result<bool, Errno> {
     Ok(identity(&fstat(one)?) == identity(&fstat(other)?))
 }
 
+/// Whether a name of the path begins with a dot.
+fn has_hidden_part(path: &Path) -> bool {
+    let is_hidden =
+        |part| matches!(part, Component::Normal(name) if name.as_bytes().starts_with(b"."));
+    path.components().any(is_hidden)
+}
+
 fn identity(status: &Stat) -> (u64, u64) {
     (status.st_dev, status.st_ino)
 }
@@ -318,7 +479,7 @@ fn describe(kind: FileType) -> &'static str {
 }
 
 fn refused(image: &str, what: String, option: &str) -> FindError {
-    let hint = format!("only if you trust whoever made the image, allow it: {option}");
+    let hint = format!("if you trust the maker of the image, allow it: {option}");
     FindError::Refused(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
 }
 

@@ -1,7 +1,7 @@
 //! Names of all kinds in a tree of folders and links, and the walk against the kernel.
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 
 use super::beneath::walk_beneath;
 use super::*;
@@ -59,10 +59,41 @@ fn an_image_shows_no_certificate_of_this_host_unless_it_is_allowed_to() {
     assert!(matches!(check(&allowed, &key), Err(FindError::Refused(_))));
 }
 
+#[test]
+fn an_image_chooses_no_configuration_and_no_user_of_ceph() {
+    let check = |allowed: &AllowedPaths, name: &str| {
+        allowed.check_remote(Path::new(name), "backing file", "image")
+    };
+    let none = AllowedPaths::default();
+    let meant = "rbd:pool/base?conf=/etc/other.conf&id=vm";
+    let all = AllowedPaths::new(&["/".to_owned(), meant.to_owned()]).unwrap();
+    check(&none, "rbd:pool/base@snapshot").unwrap();
+    for name in [
+        "rbd:pool/base?conf=/srv/images/disk.raw",
+        "rbd:pool/base?id=admin",
+        "rbd:pool/base?conf=%2Fetc%2Fother.conf",
+        "rbd:pool/n/base@s?id=vm&conf=x",
+        "rbd:pool/other?conf=/etc/other.conf&id=vm",
+    ] {
+        for allowed in [&none, &all] {
+            match check(allowed, name) {
+                Err(FindError::Refused(error)) => {
+                    let error = error.to_string();
+                    assert!(error.contains("--allow-path 'rbd:pool/"), "{error}");
+                }
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+    check(&all, meant).unwrap();
+    check(&all, "rbd:pool/base?id=vm&conf=/etc/other.conf").unwrap();
+    assert!(AllowedPaths::new(&["rbd:pool"]).is_err());
+}
+
 /// What an image in `own` gets when it names this: the file's content, or the refusal.
 fn look_up(allowed: &AllowedPaths, image: &Path, name: &Path) -> Result<String, Refusal> {
     let folder = Folder::of_image(image).unwrap();
-    let found = allowed.look_up(&folder, name)?;
+    let found = allowed.look_up(&folder, name, NameUse::Asked)?;
     let link = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&found.descriptor));
     Ok(fs::read_to_string(link).unwrap())
 }
@@ -143,19 +174,108 @@ fn a_file_is_missing_only_where_it_may_be_named() {
 }
 
 #[test]
+fn a_hidden_file_below_the_folder_is_refused_until_it_is_allowed() {
+    let top = tree();
+    let own = top.path().join("own");
+    for folder in ["own/.hidden", "own/below/.deep", ".home"] {
+        fs::create_dir_all(top.path().join(folder)).unwrap();
+    }
+    for file in ["own/.bashrc", "own/.hidden/base", "own/below/.deep/base", ".home/base"] {
+        fs::write(top.path().join(file), file).unwrap();
+    }
+    symlink(".hidden/base", own.join("plain")).unwrap();
+    let (image, none) = (own.join("image"), AllowedPaths::default());
+    let whole = own.join(".bashrc");
+    for name in [".bashrc", ".hidden/base", "below/.deep/base", "plain", whole.to_str().unwrap()] {
+        let refused = look_up(&none, &image, Path::new(name));
+        assert!(matches!(refused, Err(Refusal::Hidden)), "{name}: {refused:?}");
+        let allowed = AllowedPaths::new(&[&own]).unwrap();
+        look_up(&allowed, &image, Path::new(name)).unwrap();
+    }
+    let allowed = AllowedPaths::new(&[&whole]).unwrap();
+    look_up(&allowed, &image, Path::new(".bashrc")).unwrap();
+    // The image's own folder may lie anywhere.
+    let home = top.path().join(".home");
+    for name in [PathBuf::from("base"), "./base".into(), "../.home/base".into(), home.join("base")]
+    {
+        let found = look_up(&none, &home.join("image"), &name);
+        let is_hidden = name.starts_with("..");
+        assert_eq!(found.is_err(), is_hidden, "{}: {found:?}", name.display());
+    }
+}
+
+#[test]
+fn only_the_data_file_that_was_made_for_an_image_is_written_to() {
+    let top = tree();
+    let own = top.path().join("own");
+    let image = own.join("disk.qcow2");
+    fs::write(&image, "image").unwrap();
+    for file in ["disk.raw", "disk-data.img", "victim.img", "below/disk.raw"] {
+        fs::write(own.join(file), file).unwrap();
+    }
+    symlink("victim.img", own.join("disk.link")).unwrap();
+    let may_write = |allowed: &AllowedPaths, name: &str| {
+        let folder = Folder::of_image(&image).unwrap();
+        let file = fs::File::open(&image).unwrap();
+        let used = NameUse::Written(Namer { path: &image, file: Some(file.as_fd()) });
+        match allowed.look_up(&folder, Path::new(name), used) {
+            Ok(_) => true,
+            Err(Refusal::NotItsOwn) => false,
+            Err(other) => panic!("{name}: {other:?}"),
+        }
+    };
+    let none = AllowedPaths::default();
+    assert!(may_write(&none, "disk.raw") && may_write(&none, "disk-data.img"));
+    for name in ["victim.img", "below/disk.raw", "disk.link", "base"] {
+        assert!(!may_write(&none, name), "{name}");
+        assert!(may_write(&AllowedPaths::new(&[&own]).unwrap(), name), "{name}");
+        assert!(AllowedPaths::is_free_to_name(&image, name.as_bytes()), "{name}");
+    }
+    // As `create -o data_file=` notes it: this name and no other.
+    note_data_file(&image, b"base");
+    assert!(may_write(&none, "base") && AllowedPaths::is_free_to_write(&image, b"base"));
+    assert!(!may_write(&none, "./base") && !may_write(&none, "victim.img"));
+}
+
+#[test]
+fn a_file_elsewhere_is_an_images_data_where_its_owner_chose_it() {
+    let top = tree();
+    let image = top.path().join("own/disk.qcow2");
+    fs::write(&image, "image").unwrap();
+    let elsewhere = top.path().join("other/base");
+    let found = |used: fn(Namer<'_>) -> NameUse<'_>, name: &Path| {
+        let file = fs::File::open(&image).unwrap();
+        let namer = Namer { path: &image, file: Some(file.as_fd()) };
+        let folder = Folder::of_image(&image).unwrap();
+        AllowedPaths::default().look_up(&folder, name, used(namer)).is_ok()
+    };
+    let uses: [fn(Namer<'_>) -> NameUse<'_>; 2] =
+        [|namer| NameUse::Read(namer), |namer| NameUse::Written(namer)];
+    fs::set_permissions(&image, fs::Permissions::from_mode(0o644)).unwrap();
+    uses.iter().for_each(|&used| assert!(!found(used, &elsewhere)));
+    note_data_file(&image, elsewhere.as_os_str().as_bytes());
+    uses.iter().for_each(|&used| assert!(found(used, &elsewhere)));
+    // This name alone, as data alone, and not by the hand of another user.
+    assert!(!found(uses[1], &top.path().join("other/../other/base")));
+    assert!(!found(|_| NameUse::Asked, &elsewhere));
+    fs::set_permissions(&image, fs::Permissions::from_mode(0o664)).unwrap();
+    uses.iter().for_each(|&used| assert!(!found(used, &elsewhere)));
+}
+
+#[test]
 fn the_next_image_is_judged_from_its_own_folder() {
     let top = tree();
     let none = AllowedPaths::default();
     let folder = Folder::of_image(&top.path().join("own/image")).unwrap();
-    let next = none.look_up(&folder, Path::new("below/base")).unwrap().folder;
-    assert!(none.look_up(&next, Path::new("deep/base")).is_ok());
-    let above = none.look_up(&next, Path::new("../base"));
+    let next = none.look_up(&folder, Path::new("below/base"), NameUse::Asked).unwrap().folder;
+    assert!(none.look_up(&next, Path::new("deep/base"), NameUse::Asked).is_ok());
+    let above = none.look_up(&next, Path::new("../base"), NameUse::Asked);
     assert!(matches!(above, Err(Refusal::Outside)), "{above:?}");
     // Found through a link in a folder that may not be named: names in it lead nowhere.
     symlink(top.path().join("own/base"), top.path().join("other/link")).unwrap();
-    let found = none.look_up(&folder, Path::new("../other/link")).unwrap();
+    let found = none.look_up(&folder, Path::new("../other/link"), NameUse::Asked).unwrap();
     assert_eq!(fs::read_link(top.path().join("other/link")).unwrap().file_name().unwrap(), "base");
-    let refused = none.look_up(&found.folder, Path::new("base"));
+    let refused = none.look_up(&found.folder, Path::new("base"), NameUse::Asked);
     assert!(matches!(refused, Err(Refusal::Outside)), "{refused:?}");
 }
 

@@ -96,7 +96,7 @@ fn place(uses: &StateUse) -> String {
     match (uses, uses.directory()) {
         (StateUse::Off, _) => "none is looked for".to_owned(),
         (_, None) => "there is no state directory".to_owned(),
-        (_, Some(dir)) => format!("there is none in {}", dir.path().display()),
+        (_, Some(dir)) => format!("{} has no such file", dir.path().display()),
     }
 }
 

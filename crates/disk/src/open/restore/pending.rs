@@ -3,7 +3,7 @@
 use blockhouse_core::{Error, ErrorKind, Result};
 
 use super::examine::find_state;
-use super::lost_session::warn_of_lost_session;
+use super::lost_session::{refuse_lost_session, warn_of_lost_session};
 use crate::open::image_disk::ImageDisk;
 use crate::open::image_options::StateUse;
 use crate::open::lock::is_being_written;
@@ -39,6 +39,29 @@ impl ImageDisk {
     }
 }
 
+/// Fails for an image that is opened for reading only and lacks what its server answered, or, for a tool, may lack it.
+/// Those that only look are warned.
+///
+/// # Errors
+/// As [`refuse_pending`] and [`refuse_lost_session`].
+pub(crate) fn check_nothing_pending(disk: &ImageDisk, uses: &StateUse) -> Result<()> {
+    match uses {
+        StateUse::Off => {}
+        StateUse::Look(_) => warn_of_pending(disk, uses),
+        StateUse::Replay(_) => {
+            refuse_pending(disk, uses.directory())?;
+            if may_lack_changes(disk, uses) {
+                refuse_lost_session(disk, uses)?;
+            }
+        }
+        StateUse::Keep(_) | StateUse::TryKeep(_) => {
+            refuse_pending(disk, uses.directory())?;
+            warn_of_possible(disk, uses);
+        }
+    }
+    Ok(())
+}
+
 /// Tells of an image that is opened for reading only and lacks what its server answered, or may lack it.
 pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
     if matches!(uses, StateUse::Off) {
@@ -61,14 +84,19 @@ pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
 
 /// Of an image of which nothing is known to be missing: tells where its server may have left state elsewhere.
 fn warn_of_possible(disk: &ImageDisk, uses: &StateUse) {
-    let Some(file) = disk.file() else { return };
-    let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
-    if !has_state && !is_being_written(file) {
+    if may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);
     }
 }
 
-/// Fails for an image that lacks what its server answered, and that others are to be written over.
+/// Whether an image has no server, and no state where it is looked for.
+fn may_lack_changes(disk: &ImageDisk, uses: &StateUse) -> bool {
+    let Some(file) = disk.file() else { return false };
+    let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
+    !has_state && !is_being_written(file)
+}
+
+/// Fails for an image that lacks what its server answered, and cannot get it here.
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.
@@ -79,7 +107,7 @@ pub(crate) fn refuse_pending(disk: &ImageDisk, dir: Option<&StateDir>) -> Result
         "{changes} changes are missing that process {process} had answered before it died (they are in {state_file})"
     );
     Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()).hint(format!(
-        "bring them to it first: blockhouse check --repair leaks '{}'; --state off goes on without them",
+        "bring them to it first: blockhouse check --repair leaks '{}'; --state off continues without them",
         disk.name()
     )))
 }

@@ -1,6 +1,6 @@
 //! Bitmaps of images that crash: they have each block whose content is not what it was when they were added.
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Request};
+use blockhouse_core::{Buffer, ByteRange, Durability, ErrorKind, Request};
 use blockhouse_disk::{BitmapAction, BitmapActivity, Disk, NewBitmap};
 use blockhouse_sim::{Rng, SimDisk};
 
@@ -39,15 +39,22 @@ pub async fn add(disk: &Disk<SimDisk>, content: &[u8], random: &mut Rng) {
 
 /// Whether the bitmaps of a disk that was opened again have all that is not as it was, and an idle one nothing.
 ///
+/// Whether an enabled one says that it lacks changes: it may where an operation of the image's storage has failed.
+///
 /// # Errors
 /// In words, what is missing.
 pub async fn check(
     disk: &Disk<SimDisk>,
     checkpoint: &[u8],
     found: &[u8],
-) -> std::result::Result<(), String> {
+    has_failed: bool,
+) -> std::result::Result<bool, String> {
+    let mut is_any_lost = false;
     for (name, granularity) in ENABLED {
-        let changed = dirty(disk, name).await?;
+        let Some(changed) = dirty(disk, name).await? else {
+            is_any_lost = true;
+            continue;
+        };
         for (number, part) in (0..).zip(found.chunks(granularity as usize)) {
             let at = number * granularity as usize;
             // What a longer disk has got is recorded as a whole.
@@ -57,24 +64,31 @@ pub async fn check(
             }
         }
     }
-    match dirty(disk, "idle").await?.contains(&true) {
-        true => Err("a disabled bitmap recorded something".to_owned()),
-        false => Ok(()),
+    match dirty(disk, "idle").await? {
+        Some(_) if is_any_lost && !has_failed => {
+            Err("a bitmap lacks changes, and nothing has failed".to_owned())
+        }
+        Some(bits) if !bits.contains(&true) => Ok(is_any_lost),
+        Some(_) => Err("a disabled bitmap recorded something".to_owned()),
+        None => Err("a disabled bitmap lacks changes".to_owned()),
     }
 }
 
-/// The bits of a bitmap.
-async fn dirty(disk: &Disk<SimDisk>, name: &str) -> std::result::Result<Vec<bool>, String> {
+/// The bits of a bitmap; `None` where it says that it lacks changes.
+async fn dirty(disk: &Disk<SimDisk>, name: &str) -> std::result::Result<Option<Vec<bool>>, String> {
     let failed = |error| format!("the bitmap '{name}': {error}");
     let listed = disk.bitmaps().list().await.map_err(failed)?;
     let bitmap = listed.iter().find(|bitmap| bitmap.name == name).ok_or("a bitmap is gone")?;
     let all = ByteRange::between(0, disk.size());
-    let extents = disk.bitmaps().extents(name, all, usize::MAX).await.map_err(failed)?;
+    let extents = match disk.bitmaps().extents(name, all, usize::MAX).await {
+        Err(error) if error.kind() == ErrorKind::LacksChanges => return Ok(None),
+        extents => extents.map_err(failed)?,
+    };
     let mut bits = Vec::new();
     let mut end = 0;
     for extent in extents {
         end += extent.length;
         bits.resize(end.div_ceil(bitmap.granularity) as usize, extent.is_dirty);
     }
-    if end == disk.size() { Ok(bits) } else { Err(format!("'{name}' ends at {end}")) }
+    if end == disk.size() { Ok(Some(bits)) } else { Err(format!("'{name}' ends at {end}")) }
 }

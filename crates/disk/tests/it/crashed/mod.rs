@@ -72,6 +72,8 @@ impl Kind {
 /// A disk over a qcow2 image, as exports see it.
 struct Served<'a, S: Storage> {
     disk: Disk<S>,
+    /// The storage below the image.
+    storage: SimDisk,
     least: Durability,
     base: Option<Vec<u8>>,
     data: Option<SimDisk>,
@@ -136,7 +138,7 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
     let is_old = matches!(kind, Kind::Old | Kind::OldBacked);
     let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
     CreateOptions {
-        cluster_size: sizes[random.usize(..2)],
+        cluster_size: sizes[random.usize(..2)].max(block.into()),
         version: if is_old { Version::V2 } else { Version::V3 },
         refcount_bits: if is_old { 16 } else { [1, 16, 64][random.usize(..3)] },
         lazy_refcounts: switch(matches!(kind, Kind::Lazy | Kind::LazyBitmaps)),
@@ -221,24 +223,32 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
         let data = self.data.as_ref().map(|data| data.crash(&mut random));
         let with = data.as_ref().map(|data| SimDisk::new(&sim, plain_config(), data.clone()));
         let checkpoint = self.checkpoint.clone();
-        let is_marked = self.kind == Kind::RawBitmaps && state == ImageState::Closed;
+        let has_failed = self.storage.has_failed();
+        let was_closed = state == ImageState::Closed;
+        let is_marked = self.kind == Kind::RawBitmaps && was_closed;
         let goes_on = (random.u8(..16) == 0).then(|| random.u64(..));
-        let found = sim.block_on(async move {
-            check(&storage, state).await?;
+        let (found, state) = sim.block_on(async move {
+            let leaks = check(&storage).await?;
             let disk = open(storage.clone(), behind, with, Options::default()).await;
             let disk = disk.map_err(|error| format!("cannot be opened again: {error}"))?;
             let bytes = read_all(&disk).await?;
-            if let Some(checkpoint) = &checkpoint {
-                bitmaps::check(&disk, checkpoint, &bytes).await?;
+            let is_any_lost = match &checkpoint {
+                Some(checkpoint) => bitmaps::check(&disk, checkpoint, &bytes, has_failed).await?,
+                None => false,
+            };
+            // A bitmap that was lost leaves the clusters that its tables were to have.
+            let state = if is_any_lost { ImageState::Crashed } else { state };
+            if state == ImageState::Closed && leaks > 0 {
+                return Err(format!("{leaks} leaks in an image that was closed"));
             }
             if is_marked {
                 check_mark(&storage).await?;
             }
             if let Some(number) = goes_on {
                 go_on(disk, number).await?;
-                check(&storage, ImageState::Crashed).await?;
+                check(&storage).await?;
             }
-            Ok::<_, String>(bytes)
+            Ok::<_, String>((bytes, state))
         })?;
         let is_for_qemu = self.kind != Kind::Encrypted;
         if is_for_qemu && random.u32(..).is_multiple_of(self.jury.one_in()) {
@@ -248,7 +258,7 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
         }
         // A sidecar that is refused after a crash takes nothing with it.
         if self.kind.is_raw()
-            && (state == ImageState::Closed || self.kind == Kind::RawBitmaps)
+            && (was_closed || self.kind == Kind::RawBitmaps)
             && data.is_none_or(|data| data[..found.len()] != found)
         {
             return Err("the data file is not the raw disk".to_owned());
@@ -266,16 +276,16 @@ async fn check_mark(sidecar: &SimDisk) -> std::result::Result<(), String> {
     }
 }
 
-/// Our own check: no corruption, and no leak in an image that was closed.
-async fn check(storage: &SimDisk, state: ImageState) -> std::result::Result<(), String> {
+/// Our own check: no corruption. How many clusters leak.
+async fn check(storage: &SimDisk) -> std::result::Result<u64, String> {
     // Opened for writing, so that refcounts that are late are repaired.
     let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await;
     let image = image.map_err(|error| format!("cannot be opened: {error}"))?;
     let report = qcow2::check(&image).await.map_err(|error| error.to_string())?;
-    if report.corruptions > 0 || (state == ImageState::Closed && report.leaks > 0) {
-        return Err(format!("{state:?}: {} leaks, {:?}", report.leaks, report.problems));
+    match report.corruptions {
+        0 => Ok(report.leaks),
+        _ => Err(format!("corrupt: {:?}", report.problems)),
     }
-    Ok(())
 }
 
 pub async fn read_all(disk: &Disk<SimDisk>) -> std::result::Result<Vec<u8>, String> {
@@ -334,10 +344,11 @@ pub fn explore_kind<S: Storage + 'static>(
         let behind = base.clone().map(|base| SimDisk::new(sim, plain_config(), base));
         let data = data.borrow_mut().take();
         let data = data.map(|(config, content)| SimDisk::new(sim, config, content));
-        let opened = open(wrap(storage), behind.map(&wrap), data.clone().map(&wrap), options);
+        let opened =
+            open(wrap(storage.clone()), behind.map(&wrap), data.clone().map(&wrap), options);
         let disk = sim.block_on(opened).expect("a good image");
         let (checkpoint, random) = (checkpoint.borrow_mut().take(), RefCell::new(random.fork()));
-        Served { disk, least, base, data, checkpoint, kind, jury, random }
+        Served { disk, storage, least, base, data, checkpoint, kind, jury, random }
     };
     let sectors = if kind == Kind::Subclusters { 120 } else { 40 };
     let devices = Devices::Sometimes;

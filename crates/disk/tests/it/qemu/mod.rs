@@ -148,11 +148,13 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
         copy_on_read: false,
+        block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
         locking: Locking::Held,
         state: StateUse::Off,
         allowed_paths: AllowedPaths::default(),
         remote_backing: RemoteBacking::Refused,
         secrets: Secrets::default(),
+        part: None,
     }
 }
 

@@ -65,6 +65,7 @@ const READ_ONLY: Options = Options {
     detect_zeroes: DetectZeroes::Off,
     copy_on_read: false,
     bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
+    block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
 };
 
 fn switch(is_on: bool) -> Switch {

@@ -5,7 +5,6 @@
 //! Without memory that outlives the process (`State::Off`) qcow2 images keep what is durable.
 
 pub mod layout;
-mod log_words;
 mod planted;
 pub mod service;
 mod space;

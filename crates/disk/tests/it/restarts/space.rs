@@ -7,7 +7,7 @@ use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_sim::{Sim, SimDisk};
 
 use super::layout::plain_config;
-use super::log_words::{FIRST_RECORD, HEAD, KIND_SHIFT, SET, TAIL, WORDS_PER_RECORD};
+use crate::storages::log_words::{FIRST_RECORD, HEAD, KIND_SHIFT, SET, TAIL, WORDS_PER_RECORD};
 
 /// Where an entry of the standard kind has its host offset, and what says that it is compressed.
 const HOST_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;

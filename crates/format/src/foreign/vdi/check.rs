@@ -3,7 +3,6 @@
 use blockhouse_core::{Result, Storage, WorkBudget};
 
 use super::{DISCARDED, UNALLOCATED, Vdi};
-use crate::CheckReport;
 use crate::foreign::overlap::Survey;
 use crate::foreign::tables::Tables;
 
@@ -12,11 +11,11 @@ impl Vdi {
     ///
     /// # Errors
     /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
-    pub(in crate::foreign) async fn check<S: Storage>(
+    pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
         file_size: u64,
-    ) -> Result<CheckReport> {
+    ) -> Result<Survey> {
         let header = &self.header;
         let mut survey = Survey::new(header.blocks.into(), header.block_size);
         let (mut used, budget) = (0, WorkBudget::new());
@@ -44,6 +43,6 @@ impl Vdi {
                 format!("the header states {stated} blocks in use, the table has {used}")
             });
         }
-        Ok(survey.finish())
+        Ok(survey)
     }
 }

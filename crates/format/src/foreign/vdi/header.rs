@@ -6,7 +6,7 @@
 use blockhouse_core::Result;
 
 use crate::foreign::fields::{SECTOR, array, le32, le64};
-use crate::foreign::refusal::{corrupt, has_parent, unsupported};
+use crate::foreign::refusal::{corrupt, has_parent, other_signature, unsupported};
 
 /// Bytes that are read: all fields of version 1.1.
 pub(super) const LENGTH: usize = 512;
@@ -113,7 +113,7 @@ impl Header {
 fn check_kind(bytes: &[u8]) -> Result<()> {
     let is = |field, value| le32(bytes, field) == value;
     if !is(at::SIGNATURE, SIGNATURE) {
-        return Err(corrupt("is no VDI image: it has another signature", at::SIGNATURE as u64));
+        return Err(other_signature("VDI image", at::SIGNATURE as u64));
     }
     if !is(at::VERSION, VERSION_1_1) {
         let version = le32(bytes, at::VERSION);

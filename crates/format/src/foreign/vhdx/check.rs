@@ -4,7 +4,6 @@ use blockhouse_core::{ErrorKind, Result, Storage, WorkBudget};
 
 use super::Vhdx;
 use super::bat::Block;
-use crate::CheckReport;
 use crate::foreign::overlap::Survey;
 use crate::foreign::tables::Tables;
 
@@ -13,11 +12,11 @@ impl Vhdx {
     ///
     /// # Errors
     /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
-    pub(in crate::foreign) async fn check<S: Storage>(
+    pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
         file_size: u64,
-    ) -> Result<CheckReport> {
+    ) -> Result<Survey> {
         let block_size = self.metadata.block_size;
         let mut survey = Survey::new(self.bat.blocks, block_size);
         let budget = WorkBudget::new();
@@ -37,6 +36,6 @@ impl Vhdx {
                 Err(error) => return Err(error),
             }
         }
-        Ok(survey.finish())
+        Ok(survey)
     }
 }

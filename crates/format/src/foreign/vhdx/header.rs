@@ -6,7 +6,7 @@ use blockhouse_core::{Result, Storage};
 use super::guid::{Guid, MIB, NIL};
 use crate::aligned_read::read;
 use crate::foreign::fields::{array, le16, le32, le64};
-use crate::foreign::refusal::{corrupt, unsupported};
+use crate::foreign::refusal::{corrupt, other_signature, unsupported};
 
 const FILE_SIGNATURE: &[u8; 8] = b"vhdxfile";
 const SIGNATURE: &[u8; 4] = b"head";
@@ -46,7 +46,7 @@ impl Header {
     /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
     pub(super) async fn find<S: Storage>(storage: &S) -> Result<Self> {
         if read(storage, 0, FILE_SIGNATURE.len()).await? != FILE_SIGNATURE {
-            return Err(corrupt("is no VHDX image: it has another signature", 0));
+            return Err(other_signature("VHDX image", 0));
         }
         let mut found: Option<(Vec<u8>, u64)> = None;
         for offset in OFFSETS {

@@ -58,6 +58,11 @@ impl Vhdx {
         self.metadata.block_size
     }
 
+    /// Bytes of a sector of the guest's disk.
+    pub(super) fn sector_size(&self) -> u64 {
+        self.metadata.sector_size
+    }
+
     /// What the log changes, which every read of metadata needs.
     pub(super) fn patches(&self) -> &Patches {
         &self.patches

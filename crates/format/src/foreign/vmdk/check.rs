@@ -2,22 +2,26 @@
 
 use blockhouse_core::{ByteRange, ErrorKind, Result, Storage, WorkBudget};
 
-use super::Vmdk;
 use super::sparse::{Grain, SparseExtent};
-use crate::CheckReport;
+use super::{Source, Vmdk};
+use crate::foreign::fields::SECTOR;
 use crate::foreign::overlap::Survey;
 use crate::foreign::tables::Tables;
 
 impl Vmdk {
-    /// Reads all tables; `None` where the image has none.
+    /// Reads all tables; `None` where the files of the image are not open.
     ///
     /// # Errors
     /// What the storage answers; `Unsupported` where more grains are in use than can be counted.
-    pub(in crate::foreign) async fn check<S: Storage>(
+    pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
-    ) -> Result<Option<CheckReport>> {
-        let Some(grain_size) = self.grain_size() else { return Ok(None) };
+    ) -> Result<Option<Survey>> {
+        if self.extents.iter().any(|extent| matches!(extent.source, Source::Unopened { .. })) {
+            return Ok(None);
+        }
+        // Without tables there is nothing that could be wrong.
+        let grain_size = self.grain_size().unwrap_or(SECTOR);
         let total = self.sparse().map(|(range, extent)| extent.grains(range)).sum();
         // The lengths of compressed grains are not in the tables: two of them must not begin at one place.
         let is_compressed = self.sparse().any(|(_, extent)| extent.header.is_compressed);
@@ -27,7 +31,7 @@ impl Vmdk {
         for (range, extent) in self.sparse() {
             extent.check(tables, extent.grains(range), &mut survey).await?;
         }
-        Ok(Some(survey.finish()))
+        Ok(Some(survey))
     }
 }
 

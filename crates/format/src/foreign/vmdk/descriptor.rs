@@ -6,7 +6,7 @@
 use blockhouse_core::Result;
 
 use crate::foreign::fields::SECTOR;
-use crate::foreign::refusal::{corrupt, has_parent, unsupported};
+use crate::foreign::refusal::{corrupt, unsupported};
 
 /// Bytes of the longest descriptor: 1 MiB.
 pub(super) const MAX_LENGTH: usize = 1 << 20;
@@ -16,13 +16,35 @@ const MAX_EXTENTS: usize = 4096;
 const MAX_SIZE: u64 = 1 << 60;
 
 /// The identifier of no parent.
-const NO_PARENT: &str = "ffffffff";
+pub(super) const NO_PARENT: u32 = u32::MAX;
+/// The first line, as VMware writes it.
+const FIRST_LINE: &[u8] = b"# disk descriptorfile";
+/// The mark of UTF-8 that some editors put before a text.
+const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// What a descriptor says.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Descriptor {
+    /// Changes with the content of the disk.
+    pub(super) cid: u32,
+    /// The `cid` of the parent; [`NO_PARENT`] without one.
+    pub(super) parent_cid: u32,
+    pub(super) create_type: Option<String>,
+    /// The name of the parent's file, as bytes of the host's file system; relative to the descriptor's folder.
+    pub(super) parent: Option<Vec<u8>>,
     /// The parts of the disk in their order.
     pub(super) extents: Vec<ExtentLine>,
+}
+
+/// Whether a file with these first bytes is a descriptor: after comments and empty lines comes its version.
+pub(crate) fn is_descriptor(first: &[u8]) -> bool {
+    let text = first.strip_prefix(UTF8_MARK).unwrap_or(first).to_ascii_lowercase();
+    if text.starts_with(FIRST_LINE) {
+        return true;
+    }
+    let mut lines = text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii);
+    let line = lines.find(|line| !line.is_empty() && !line.starts_with(b"#"));
+    line.is_some_and(|line| line.starts_with(b"version=") || line.starts_with(b"version ="))
 }
 
 /// A part of the disk.
@@ -30,6 +52,8 @@ pub(super) struct Descriptor {
 pub(super) struct ExtentLine {
     /// Bytes, a multiple of 512.
     pub(super) length: u64,
+    /// The word for its type.
+    pub(super) kind: &'static str,
     pub(super) content: Content,
 }
 
@@ -59,10 +83,16 @@ impl Descriptor {
     /// `Corrupt` or `Unsupported`, with the line's offset.
     pub(super) fn parse(text: &[u8], offset: u64) -> Result<Self> {
         let end = text.iter().position(|&byte| byte == 0).unwrap_or(text.len());
-        let mut descriptor = Self::default();
+        let mut descriptor = Self {
+            cid: 0,
+            parent_cid: NO_PARENT,
+            create_type: None,
+            parent: None,
+            extents: vec![],
+        };
         let (mut at, mut size) = (offset, 0u64);
         for line in text[..end].split(|&byte| byte == b'\n') {
-            if let Some(extent) = parse_line(line.trim_ascii(), at)? {
+            if let Some(extent) = descriptor.parse_line(line.trim_ascii(), at)? {
                 size = size.saturating_add(extent.length);
                 if size > MAX_SIZE || descriptor.extents.len() == MAX_EXTENTS {
                     let what = format!("more than {MAX_EXTENTS} extents, or {MAX_SIZE} bytes");
@@ -72,24 +102,39 @@ impl Descriptor {
             }
             at += line.len() as u64 + 1;
         }
-        Ok(descriptor)
-    }
-}
-
-/// The extent of a line, if it is one; refuses an image with a parent.
-fn parse_line(line: &[u8], at: u64) -> Result<Option<ExtentLine>> {
-    if line.starts_with(b"#") {
-        return Ok(None);
-    }
-    let word = line.split(|byte| byte.is_ascii_whitespace() || *byte == b'=').next();
-    match word.unwrap_or_default().to_ascii_lowercase().as_slice() {
-        b"parentcid" if !value(line).eq_ignore_ascii_case(NO_PARENT.as_bytes()) => {
-            Err(has_parent(at))
+        match (descriptor.parent_cid, &descriptor.parent) {
+            (NO_PARENT, _) | (_, Some(_)) => Ok(descriptor),
+            (_, None) => Err(corrupt("it has a parent, and does not name its file", offset)),
         }
-        b"parentfilenamehint" => Err(has_parent(at)),
-        b"rw" | b"rdonly" => parse_extent(line, at).map(Some),
-        b"noaccess" => Err(unsupported("an extent that must not be accessed (NOACCESS)", at)),
-        _ => Ok(None),
+    }
+
+    /// The extent of a line, if it is one; else takes in what the line says.
+    fn parse_line(&mut self, line: &[u8], at: u64) -> Result<Option<ExtentLine>> {
+        if line.starts_with(b"#") {
+            return Ok(None);
+        }
+        let identifier = || {
+            let text = str::from_utf8(value(line)).ok();
+            let number = text.and_then(|text| u32::from_str_radix(text, 16).ok());
+            number.ok_or_else(|| corrupt("an identifier that is no number of 32 bits", at))
+        };
+        let word = line.split(|byte| byte.is_ascii_whitespace() || *byte == b'=').next();
+        match word.unwrap_or_default().to_ascii_lowercase().as_slice() {
+            b"cid" => self.cid = identifier()?,
+            b"parentcid" => self.parent_cid = identifier()?,
+            b"createtype" => {
+                self.create_type = Some(String::from_utf8_lossy(value(line)).into_owned());
+            }
+            b"parentfilenamehint" => {
+                self.parent = Some(value(line).to_vec()).filter(|name| !name.is_empty());
+            }
+            b"rw" | b"rdonly" => return parse_extent(line, at).map(Some),
+            b"noaccess" => {
+                return Err(unsupported("an extent that must not be accessed (NOACCESS)", at));
+            }
+            _ => {}
+        }
+        Ok(None)
     }
 }
 
@@ -120,22 +165,22 @@ fn parse_extent(line: &[u8], at: u64) -> Result<ExtentLine> {
         let offset = String::from_utf8_lossy(&rest[end + 1..]).into_owned();
         Ok::<_, blockhouse_core::Error>((rest[..end].to_vec(), offset))
     };
-    let content = match kind.as_str() {
+    const KINDS: [&str; 5] = ["ZERO", "SPARSE", "VMFSSPARSE", "FLAT", "VMFS"];
+    let kind = KINDS.into_iter().find(|known| *known == kind).ok_or_else(|| {
+        unsupported(format!("an extent of the type {}", kind.escape_default()), at)
+    })?;
+    let content = match kind {
         "ZERO" => Content::Zero,
-        "SPARSE" => Content::Sparse { name: file()?.0 },
-        "FLAT" | "VMFS" => {
+        "SPARSE" | "VMFSSPARSE" => Content::Sparse { name: file()?.0 },
+        _ => {
             let (name, rest) = file()?;
             let sectors = rest.split_ascii_whitespace().next().map_or(Ok(0), str::parse::<u64>);
             let offset = sectors.ok().and_then(|sectors| sectors.checked_mul(SECTOR));
             let offset = offset.filter(|offset| offset.checked_add(length).is_some());
             Content::Flat { name, offset: offset.ok_or_else(|| wrong("an extent at no offset"))? }
         }
-        other => {
-            let what = format!("an extent of the type {}", other.escape_default());
-            return Err(unsupported(what, at));
-        }
     };
-    Ok(ExtentLine { length, content })
+    Ok(ExtentLine { length, kind, content })
 }
 
 #[cfg(test)]
@@ -154,13 +199,13 @@ mod tests {
         let found = Descriptor::parse(TEXT.as_bytes(), 512).unwrap().extents;
         let flat = |name: &str, offset| Content::Flat { name: name.into(), offset };
         let expected = [
-            (4_192_256 * 512, flat("a b-f001.vmdk", 0)),
-            (16 * 512, flat("c.vmdk", 128 * 512)),
-            (8 * 512, Content::Zero),
-            (2048 * 512, Content::Sparse { name: b"d.vmdk".to_vec() }),
-            (512, flat("e.vmdk", 0)),
+            (4_192_256 * 512, "FLAT", flat("a b-f001.vmdk", 0)),
+            (16 * 512, "FLAT", flat("c.vmdk", 128 * 512)),
+            (8 * 512, "ZERO", Content::Zero),
+            (2048 * 512, "SPARSE", Content::Sparse { name: b"d.vmdk".to_vec() }),
+            (512, "VMFS", flat("e.vmdk", 0)),
         ];
-        let expected = expected.map(|(length, content)| ExtentLine { length, content });
+        let expected = expected.map(|(length, kind, content)| ExtentLine { length, kind, content });
         assert_eq!(found, expected);
         let cut = [TEXT.as_bytes(), b"\0RW 1 ZERO\n"].concat();
         assert_eq!(Descriptor::parse(&cut, 0).unwrap().extents.len(), 5, "text ends at a zero");
@@ -169,9 +214,8 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_refused() {
         for (line, words) in [
-            ("parentCID=00000001", "parent image"),
-            ("parentCID = 1234", "parent image"),
-            ("parentFileNameHint=\"base.vmdk\"", "parent image"),
+            ("CID=123456789", "32 bits"),
+            ("parentCID = x", "32 bits"),
             ("NOACCESS 8 ZERO", "NOACCESS"),
             ("RW FLAT \"a\" 0", "without a length"),
             ("RW 0 ZERO", "without a length"),
@@ -182,7 +226,6 @@ mod tests {
             ("RW 8 FLAT \"\" 0", "without a file"),
             ("RW 8 FLAT \"a\" x", "at no offset"),
             ("RW 8 FLAT \"a\" 36028797018963967", "at no offset"),
-            ("RW 8 VMFSSPARSE \"a\"", "VMFSSPARSE"),
             ("RW 8 SESPARSE \"a\"", "SESPARSE"),
             ("RW 8 \u{1b}[31m \"a\"", "\\u{1b}"),
             ("RW", "without a length"),
@@ -193,6 +236,35 @@ mod tests {
         }
         let many = "RW 1 ZERO\n".repeat(MAX_EXTENTS + 1);
         assert!(Descriptor::parse(many.as_bytes(), 0).is_err());
+    }
+
+    #[test]
+    fn a_parent_is_named_with_its_identifier() {
+        let parse = |text: &str| Descriptor::parse(text.as_bytes(), 0);
+        let found =
+            parse("cid=fffffffe\nparentCID = 1234\nParentFileNameHint=\"a b.vmdk\"\n").unwrap();
+        assert_eq!((found.cid, found.parent_cid), (0xffff_fffe, 0x1234));
+        assert_eq!(found.parent.as_deref(), Some(&b"a b.vmdk"[..]));
+        let found = parse(TEXT).unwrap();
+        assert_eq!((found.cid, found.parent_cid, found.parent), (0x1234_5678, NO_PARENT, None));
+        assert_eq!(found.create_type.as_deref(), Some("twoGbMaxExtentFlat"));
+        assert!(parse("parentCID=1").unwrap_err().to_string().contains("does not name"));
+    }
+
+    #[test]
+    fn a_descriptor_begins_with_comments_and_its_version() {
+        for text in [
+            TEXT,
+            "# disk descriptorfile\r\n",
+            "\u{feff}# Disk DescriptorFile\n",
+            "#!/usr/bin/vmware\n\n  \r\n# anything\nversion=3\r\n",
+            "version=1\n",
+        ] {
+            assert!(is_descriptor(text.as_bytes()), "{text}");
+        }
+        for text in ["", "# a script\necho\n", "conversion=1\n", "version\n"] {
+            assert!(!is_descriptor(text.as_bytes()), "{text}");
+        }
     }
 
     proptest! {

@@ -2,33 +2,38 @@
 //! ones with tables.
 //!
 //! Source: "Virtual Disk Format 5.0" of VMware. Read: monolithicSparse, streamOptimized, monolithicFlat,
-//! twoGbMaxExtentSparse and twoGbMaxExtentFlat, and descriptors that mix such extents with extents of zeros. Refused:
-//! images with a parent, and the extents of ESX alone (VMFSSPARSE, SESPARSE, raw devices).
+//! twoGbMaxExtentSparse, twoGbMaxExtentFlat and vmfsSparse, and descriptors that mix such extents with extents of zeros.
+//! Refused: the other extents of ESX (SESPARSE, raw devices).
 //!
-//! A descriptor's files are opened by the caller and given as one storage, in which each has its range.
+//! A descriptor's files are opened by the caller and given as one storage, in which each has its range. What an image with
+//! a parent has not written is read from there: the caller opens it, too.
 
 mod check;
-mod descriptor;
+pub(super) mod descriptor;
+mod facts;
 pub(super) mod grain;
 mod sparse;
 mod sparse_header;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, Storage};
 
+use super::fields::SECTOR;
 use super::piece::Piece;
-use super::refusal::{corrupt, unsupported};
+use super::refusal::corrupt;
 use super::tables::Tables;
+use crate::Backing;
 use crate::aligned_read::read;
 use descriptor::{Content, Descriptor, ExtentLine};
+pub use facts::{VmdkExtent, VmdkFacts};
 use sparse::SparseExtent;
-use sparse_header::SparseHeader;
-
-const DESCRIPTOR_SIGNATURE: &[u8] = b"# Disk DescriptorFile";
-/// The sparse extents of old ESX servers.
-const ESX_MAGIC: &[u8] = b"COWD";
+use sparse_header::{ESX_MAGIC, MAGIC, SparseHeader};
 
 /// The mapping of an image.
 pub(super) struct Vmdk {
+    cid: u32,
+    parent_cid: u32,
+    create_type: Option<String>,
+    parent: Option<Backing>,
     /// In their order, without gaps.
     extents: Vec<Extent>,
     /// Names of the files that extents are in, each once; empty where the image is one file.
@@ -40,6 +45,10 @@ pub(super) struct Vmdk {
 struct Extent {
     /// Its bytes of the disk.
     range: ByteRange,
+    /// The word for its type in a descriptor; empty for the only one of an image that is one file.
+    kind: &'static str,
+    /// The number of its file, where the image names any.
+    file: Option<usize>,
     source: Source,
 }
 
@@ -62,53 +71,78 @@ impl Vmdk {
     /// # Errors
     /// `Corrupt` or `Unsupported`, with an offset; or what the storage answers.
     pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
-        let first = read(storage, 0, DESCRIPTOR_SIGNATURE.len()).await?;
-        if first.starts_with(ESX_MAGIC) {
-            return Err(unsupported("the sparse extents of old ESX servers (COWD)", 0));
+        let length = storage.size().min(SECTOR) as usize;
+        let first = read(storage, 0, length.max(MAGIC.len())).await?;
+        let is_text = !first.starts_with(MAGIC) && !first.starts_with(ESX_MAGIC);
+        if is_text
+            && (storage.size() <= descriptor::MAX_LENGTH as u64
+                || descriptor::is_descriptor(&first))
+        {
+            return Self::open_text(storage).await;
         }
-        if first != DESCRIPTOR_SIGNATURE {
-            return Self::open_sparse(storage).await;
-        }
+        Self::open_sparse(storage).await
+    }
+
+    /// An image that is a descriptor.
+    async fn open_text<S: Storage>(storage: &S) -> Result<Self> {
         if storage.size() > descriptor::MAX_LENGTH as u64 {
             let what = format!("a descriptor of {} bytes", storage.size());
             return Err(corrupt(what, 0));
         }
         let text = read(storage, 0, storage.size() as usize).await?;
-        Self::of_descriptor(Descriptor::parse(&text, 0)?)
+        if !descriptor::is_descriptor(&text) && !has_create_type(&text) {
+            return Self::open_sparse(storage).await;
+        }
+        let mut descriptor = Descriptor::parse(&text, 0)?;
+        let lines = std::mem::take(&mut descriptor.extents);
+        let mut image = Self::new(descriptor);
+        for line in lines {
+            image.add(line);
+        }
+        match image.extents.is_empty() {
+            true => Err(corrupt("its descriptor names no extents", 0)),
+            false => Ok(image),
+        }
     }
 
     /// An image that is one file with tables.
     async fn open_sparse<S: Storage>(storage: &S) -> Result<Self> {
         let file = ByteRange::between(0, storage.size());
         let header = SparseHeader::read(storage, file).await?;
-        if let Some(range) = header.descriptor {
-            let text = read(storage, range.offset(), range.length() as usize).await?;
-            // The one extent that it names is this file. An image with a parent is refused.
-            Descriptor::parse(&text, range.offset())?;
-        }
-        let (size, range) = (header.capacity, ByteRange::between(0, header.capacity));
+        let text = match header.descriptor {
+            Some(range) => read(storage, range.offset(), range.length() as usize).await?,
+            None => Vec::new(),
+        };
+        // The one extent that it names is this file.
+        let offset = header.descriptor.map_or(0, |range| range.offset());
+        let mut image = Self::new(Descriptor::parse(&text, offset)?);
+        image.create_type.get_or_insert_with(|| header.create_type().to_owned());
+        image.size = header.capacity;
+        let range = ByteRange::between(0, header.capacity);
         let source = Source::Sparse(Box::new(SparseExtent { header, file }));
-        Ok(Self { extents: vec![Extent { range, source }], files: Vec::new(), size })
+        image.extents.push(Extent { range, kind: "", file: None, source });
+        Ok(image)
     }
 
-    /// An image whose files are not opened yet.
-    fn of_descriptor(descriptor: Descriptor) -> Result<Self> {
-        let mut image = Self { extents: Vec::new(), files: Vec::new(), size: 0 };
-        for line in descriptor.extents {
-            let range = ByteRange::between(image.size, image.size + line.length);
-            image.size = range.end();
-            let source = match &line.content {
-                Content::Zero => Source::Zero,
-                Content::Flat { name, .. } | Content::Sparse { name } => {
-                    Source::Unopened { file: image.file_number(name), line }
-                }
-            };
-            image.extents.push(Extent { range, source });
-        }
-        match image.extents.is_empty() {
-            true => Err(corrupt("its descriptor names no extents", 0)),
-            false => Ok(image),
-        }
+    /// An image without extents.
+    fn new(descriptor: Descriptor) -> Self {
+        let Descriptor { cid, parent_cid, create_type, parent, .. } = descriptor;
+        let parent = parent.map(|name| Backing { name, format: Some("vmdk".to_owned()) });
+        let (extents, files, size) = (Vec::new(), Vec::new(), 0);
+        Self { cid, parent_cid, create_type, parent, extents, files, size }
+    }
+
+    /// Adds an extent whose file is not opened yet.
+    fn add(&mut self, line: ExtentLine) {
+        let range = ByteRange::between(self.size, self.size + line.length);
+        self.size = range.end();
+        let file = match &line.content {
+            Content::Zero => None,
+            Content::Flat { name, .. } | Content::Sparse { name } => Some(self.file_number(name)),
+        };
+        let kind = line.kind;
+        let source = file.map_or(Source::Zero, |file| Source::Unopened { file, line });
+        self.extents.push(Extent { range, kind, file, source });
     }
 
     fn file_number(&mut self, name: &[u8]) -> usize {
@@ -169,6 +203,29 @@ impl Vmdk {
         Ok(())
     }
 
+    /// The image that has what this one has not.
+    pub(super) fn parent(&self) -> Option<&Backing> {
+        self.parent.as_ref()
+    }
+
+    /// Refuses a parent that was written to since this image was made: its other parts do not belong together any more.
+    ///
+    /// # Errors
+    /// `Corrupt`.
+    pub(super) fn check_parent(&self, parent: Option<&Self>) -> Result<()> {
+        let found = match parent {
+            Some(parent) if parent.cid == self.parent_cid => return Ok(()),
+            Some(parent) => parent.cid,
+            None => return Err(Error::new(ErrorKind::InvalidInput, "its parent is no VMDK image")),
+        };
+        let what = format!(
+            "its parent was changed since the image was made: it has the CID {found:08x} and not {:08x}",
+            self.parent_cid
+        );
+        let hint = "restore the parent, or merge both with the program that made them";
+        Err(Error::new(ErrorKind::Corrupt, what).hint(hint))
+    }
+
     /// Bytes of the disk.
     pub(super) fn size(&self) -> u64 {
         self.size
@@ -198,7 +255,13 @@ impl Vmdk {
         let piece = match &extent.source {
             Source::Zero => Piece::zero(left),
             Source::Flat { host } => Piece::mapped(host + (at - start), left),
-            Source::Sparse(sparse) => sparse.piece(tables, start, at - start).await?,
+            Source::Sparse(sparse) => {
+                let piece = sparse.piece(tables, start, at - start).await?;
+                match piece.state {
+                    ExtentState::Hole if self.parent.is_some() => piece.of_parent(),
+                    _ => piece,
+                }
+            }
             Source::Unopened { .. } => {
                 let what = "the files of the image's extents are not open";
                 return Err(Error::new(ErrorKind::Unsupported, what).at(at));
@@ -206,4 +269,10 @@ impl Vmdk {
         };
         Ok(Piece { length: piece.length.min(left), ..piece })
     }
+}
+
+/// Whether a text says how the image was made, as other programs look for it.
+fn has_create_type(text: &[u8]) -> bool {
+    const KEY: &[u8] = b"createtype";
+    text.windows(KEY.len()).any(|word| word.eq_ignore_ascii_case(KEY))
 }

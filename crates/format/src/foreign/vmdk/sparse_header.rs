@@ -8,9 +8,11 @@ use blockhouse_core::{ByteRange, Result, Storage};
 use super::descriptor;
 use crate::aligned_read::read;
 use crate::foreign::fields::{SECTOR, array, le16, le32, le64};
-use crate::foreign::refusal::{corrupt, unsupported};
+use crate::foreign::refusal::{corrupt, other_signature, unsupported};
 
 pub(super) const MAGIC: &[u8; 4] = b"KDMV";
+/// The sparse extents of ESX servers, whose headers have fewer fields.
+pub(super) const ESX_MAGIC: &[u8; 4] = b"COWD";
 /// Bytes of a header.
 const LENGTH: usize = 512;
 
@@ -32,6 +34,10 @@ const TABLE_ENTRIES: std::ops::RangeInclusive<u32> = 1..=65_536;
 /// Sectors of the largest extent: 1 EiB.
 const MAX_SECTORS: u64 = 1 << 51;
 
+/// Sectors of a grain of an extent of ESX, and entries of its grain tables.
+const ESX_GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 1..=4096;
+const ESX_TABLE_ENTRIES: u64 = 4096;
+
 /// A grain directory that is where the footer says: the file was written as a stream.
 const AT_END: u64 = u64::MAX;
 /// The footer with its marker before and the end-of-stream marker behind it.
@@ -50,6 +56,11 @@ mod at {
     pub(super) const DIRECTORY: usize = 56;
     pub(super) const NEWLINES: usize = 73;
     pub(super) const COMPRESSION: usize = 77;
+
+    /// Those of ESX.
+    pub(super) const ESX_CAPACITY: usize = 12;
+    pub(super) const ESX_GRAIN_SIZE: usize = 16;
+    pub(super) const ESX_DIRECTORY: usize = 20;
 }
 
 /// What a header says.
@@ -76,6 +87,9 @@ impl SparseHeader {
     /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
     pub(super) async fn read<S: Storage>(storage: &S, file: ByteRange) -> Result<Self> {
         let bytes = read(storage, file.offset(), LENGTH).await?;
+        if bytes.starts_with(ESX_MAGIC) {
+            return Self::parse_esx(&bytes, file);
+        }
         if le64(&bytes, at::DIRECTORY) != AT_END || !bytes.starts_with(MAGIC) {
             return Self::parse(&bytes, file.offset(), file);
         }
@@ -114,16 +128,9 @@ impl SparseHeader {
             return Err(unsupported(what, field(at::TABLE_ENTRIES)));
         }
         let entries = u64::from(entries);
+        let tables = capacity.div_ceil(grain * entries);
         let directory = le64(bytes, at::DIRECTORY).checked_mul(SECTOR);
-        let end =
-            directory.and_then(|start| start.checked_add(capacity.div_ceil(grain * entries) * 4));
-        let Some(directory) = directory.filter(|_| end.is_some_and(|end| end <= file.length()))
-        else {
-            return Err(corrupt(
-                "its grain directory ends past the end of the file",
-                field(at::DIRECTORY),
-            ));
-        };
+        let directory = directory_in(file, directory, tables, field(at::DIRECTORY))?;
         let flags = le32(bytes, at::FLAGS);
         Ok(Self {
             capacity: capacity * SECTOR,
@@ -135,6 +142,50 @@ impl SparseHeader {
             descriptor: own_descriptor(bytes, offset, file)?,
         })
     }
+}
+
+impl SparseHeader {
+    /// Of an extent of ESX.
+    fn parse_esx(bytes: &[u8], file: ByteRange) -> Result<Self> {
+        let field = |field: usize| file.offset() + field as u64;
+        let number = |field: usize| u64::from(le32(bytes, field));
+        let (capacity, grain) = (number(at::ESX_CAPACITY), number(at::ESX_GRAIN_SIZE));
+        if capacity == 0 {
+            return Err(corrupt("an extent of 0 sectors", field(at::ESX_CAPACITY)));
+        }
+        if !ESX_GRAIN_SECTORS.contains(&grain) || !grain.is_power_of_two() {
+            let what = format!("grains of {grain} sectors are not supported");
+            return Err(unsupported(what, field(at::ESX_GRAIN_SIZE)));
+        }
+        let tables = capacity.div_ceil(grain * ESX_TABLE_ENTRIES);
+        let directory = number(at::ESX_DIRECTORY) * SECTOR;
+        let directory = directory_in(file, Some(directory), tables, field(at::ESX_DIRECTORY))?;
+        Ok(Self {
+            capacity: capacity * SECTOR,
+            grain_size: grain * SECTOR,
+            table_entries: ESX_TABLE_ENTRIES,
+            directory,
+            has_zero_grains: false,
+            is_compressed: false,
+            descriptor: None,
+        })
+    }
+
+    /// How an image is stored that is this extent and has no descriptor, in VMware's words.
+    pub(super) fn create_type(&self) -> &'static str {
+        match (self.is_compressed, self.table_entries) {
+            (true, _) => "streamOptimized",
+            (false, ESX_TABLE_ENTRIES) => "vmfsSparse",
+            (false, _) => "monolithicSparse",
+        }
+    }
+}
+
+/// The offset of a grain directory that names `tables` tables, where all of it lies in the file.
+fn directory_in(file: ByteRange, start: Option<u64>, tables: u64, field: u64) -> Result<u64> {
+    let end = start.and_then(|start| start.checked_add(tables * 4));
+    let found = start.filter(|_| end.is_some_and(|end| end <= file.length()));
+    found.ok_or_else(|| corrupt("its grain directory ends past the end of the file", field))
 }
 
 /// Where the file's own descriptor is in the storage; `None` where it has none.
@@ -161,10 +212,7 @@ fn own_descriptor(bytes: &[u8], offset: u64, file: ByteRange) -> Result<Option<B
 fn check_kind(bytes: &[u8], offset: u64) -> Result<()> {
     let field = |field: usize| offset + field as u64;
     if !bytes.starts_with(MAGIC) {
-        return Err(corrupt(
-            "is no sparse extent of a VMDK image: it has another signature",
-            offset,
-        ));
+        return Err(other_signature("sparse extent of a VMDK image", offset));
     }
     let (version, flags) = (le32(bytes, at::VERSION), le32(bytes, at::FLAGS));
     if !VERSIONS.contains(&version) {
@@ -224,6 +272,31 @@ mod tests {
         assert_eq!(header.directory, 26 * 512);
         assert_eq!(header.descriptor, Some(ByteRange::between(4096 + 512, 4096 + 21 * 512)));
         assert!(!header.is_compressed && !header.has_zero_grains);
+    }
+
+    #[test]
+    fn extents_of_esx_have_fewer_fields() {
+        let mut bytes = vec![0; LENGTH];
+        bytes[..4].copy_from_slice(ESX_MAGIC);
+        put(&mut bytes, at::ESX_CAPACITY, 8192);
+        put(&mut bytes, at::ESX_GRAIN_SIZE, 1);
+        put(&mut bytes, at::ESX_DIRECTORY, 4);
+        let parse =
+            |bytes: &[u8]| SparseHeader::parse_esx(bytes, ByteRange::between(4096, 4096 + FILE));
+        let header = parse(&bytes).unwrap();
+        assert_eq!((header.capacity, header.grain_size, header.directory), (4 << 20, 512, 2048));
+        assert_eq!((header.table_entries, header.create_type()), (4096, "vmfsSparse"));
+        for (field, value, words) in [
+            (at::ESX_CAPACITY, 0, "0 sectors"),
+            (at::ESX_GRAIN_SIZE, 0, "grains of 0"),
+            (at::ESX_GRAIN_SIZE, 3, "grains of 3"),
+            (at::ESX_DIRECTORY, 2048, "directory"),
+        ] {
+            let mut bytes = bytes.clone();
+            put(&mut bytes, field, value);
+            let error = parse(&bytes).unwrap_err().to_string();
+            assert!(error.contains(words) && error.contains("offset 4"), "{field}: {error}");
+        }
     }
 
     #[test]

@@ -3,7 +3,6 @@
 use blockhouse_core::{Result, Storage, WorkBudget};
 
 use super::sparse::{SparseHeader, UNALLOCATED};
-use crate::CheckReport;
 use crate::foreign::fields::SECTOR;
 use crate::foreign::overlap::Survey;
 use crate::foreign::tables::Tables;
@@ -13,7 +12,7 @@ impl SparseHeader {
     ///
     /// # Errors
     /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
-    pub(super) async fn check<S: Storage>(&self, tables: &Tables<'_, S>) -> Result<CheckReport> {
+    pub(super) async fn survey<S: Storage>(&self, tables: &Tables<'_, S>) -> Result<Survey> {
         let whole = self.bitmap_size + self.block_size;
         let mut survey = Survey::new(self.blocks, whole);
         let budget = WorkBudget::new();
@@ -28,10 +27,11 @@ impl SparseHeader {
                 survey.problem(|| {
                     format!("block {index} lies at {start} and ends past the end of the file")
                 });
+                survey.add_faulty(start)?;
             } else {
                 survey.add(start)?;
             }
         }
-        Ok(survey.finish())
+        Ok(survey)
     }
 }

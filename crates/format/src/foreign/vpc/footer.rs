@@ -88,7 +88,7 @@ impl Footer {
         };
         let size = disk_size(bytes);
         if size > MAX_SIZE || !size.is_multiple_of(SECTOR) {
-            let what = format!("a disk of {size} bytes is none that a VHD image can have");
+            let what = format!("a disk of {size} bytes is not possible in a VHD image");
             return Err(corrupt(what, field(at::CURRENT_SIZE)));
         }
         Ok(Self { size, kind })
@@ -158,8 +158,8 @@ mod tests {
             (at::VERSION, &[0, 2, 0, 0][..], "version 0x20000"),
             (at::TYPE, &[0, 0, 0, 4], "parent image"),
             (at::TYPE, &[0, 0, 0, 0], "type 0"),
-            (at::CURRENT_SIZE, &[0xff; 8], "none that a VHD image can have"),
-            (at::CURRENT_SIZE, &[0, 0, 0, 0, 0, 0, 0, 1], "none that a VHD image can have"),
+            (at::CURRENT_SIZE, &[0xff; 8], "not possible in a VHD image"),
+            (at::CURRENT_SIZE, &[0, 0, 0, 0, 0, 0, 0, 1], "not possible in a VHD image"),
         ] {
             let error = Footer::parse(&with(field, value), 4096).unwrap_err();
             let text = error.to_string();

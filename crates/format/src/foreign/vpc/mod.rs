@@ -14,10 +14,10 @@ mod sparse;
 use blockhouse_core::{Result, Storage};
 
 use super::fields::SECTOR;
+use super::overlap::Survey;
 use super::piece::Piece;
 use super::refusal::corrupt;
 use super::tables::Tables;
-use crate::CheckReport;
 use crate::aligned_read::read;
 use footer::{Footer, Kind};
 use sparse::SparseHeader;
@@ -84,13 +84,13 @@ impl Vpc {
     ///
     /// # Errors
     /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
-    pub(super) async fn check<S: Storage>(
+    pub(super) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
-    ) -> Result<Option<CheckReport>> {
+    ) -> Result<Option<Survey>> {
         match &self.blocks {
             Blocks::Fixed => Ok(None),
-            Blocks::Dynamic(header) => header.check(tables).await.map(Some),
+            Blocks::Dynamic(header) => header.survey(tables).await.map(Some),
         }
     }
 }

@@ -8,10 +8,11 @@ use std::ops::Range;
 use blockhouse_core::{Error, ErrorKind};
 
 use crate::qcow2::layout::limits::MAX_REFCOUNT_TABLE;
-use crate::qcow2::tables::{Blocked, ReserveRequest, Step, Tables};
+use crate::qcow2::tables::{Blocked, ReserveRequest, Scan, Step, Tables};
 
 use super::deferred_free::DeferredFree;
-use super::{Allocator, check_not_active};
+use super::rows::{Room, RowSearch, first_allocated};
+use super::{Allocator, check_not_active, mark_allocated};
 
 /// What has to be placed together: refcount blocks, a refcount table, then what was asked for.
 struct EndLayout {
@@ -65,7 +66,7 @@ impl Allocator {
             self.defer_free(DeferredFree::of(old));
         }
         for (&index, cluster) in layout.blocks.iter().zip(start..) {
-            tables.add_refcount_block(index, tables.geometry().offset_of(cluster));
+            tables.add_refcount_block(index, tables.geometry().offset_of(cluster))?;
         }
         self.reserve.take_at_end();
         tables.file_mut().unreserve(reserved.end, wanted.end);
@@ -76,13 +77,76 @@ impl Allocator {
     }
 }
 
-fn first_allocated(tables: &mut Tables, clusters: Range<u64>) -> Step<Option<u64>> {
-    for cluster in clusters {
-        if tables.refcount(cluster)? != 0 {
-            return Ok(Some(cluster));
+impl Allocator {
+    /// Allocates exactly `count` clusters in a row for a table: at the end, or elsewhere if the end has no
+    /// space. All refcounts are right.
+    pub(crate) fn allocate_row(&mut self, tables: &mut Tables, count: u64) -> Step<Range<u64>> {
+        if let Some(row) = self.reserve.take_row() {
+            let wanted = if count <= row.end - row.start { count } else { 0 };
+            let taken = row.start..row.start + wanted;
+            self.free_unlinked(tables, taken.end..row.end);
+            if !taken.is_empty() {
+                return Ok(taken);
+            }
         }
+        let allocated = self.allocate_at_end(tables, count);
+        allocated.map_err(|blocked| match blocked {
+            Blocked::NeedsReserve(ReserveRequest::AtEnd(total)) => {
+                Blocked::NeedsReserve(ReserveRequest::Row { count, total })
+            }
+            other => other,
+        })
     }
-    Ok(None)
+
+    /// Looks for room for `count` clusters in a row that refcount blocks count already. What was taken from
+    /// the end of the file, and may be in use without being counted, is left alone.
+    pub(crate) fn find_room(&mut self, tables: &mut Tables, count: u64) -> Step<Room> {
+        let end = self.space.scan_end();
+        while self.rows.at < end {
+            let RowSearch { start, at } = self.rows;
+            match tables.scan(at, (start + count - at).min(end - at))? {
+                Scan::Free(clusters) => self.rows.at = clusters.end,
+                Scan::Allocated(count) => self.rows.go_to(at + count),
+                Scan::NoRefcountBlock => {
+                    let in_block = tables.geometry().block_refcounts();
+                    let index = at / in_block;
+                    let later = tables.refcount_table().get(index as usize..).unwrap_or_default();
+                    match later.iter().position(|&word| word != 0) {
+                        Some(gap) => self.rows.go_to((index + gap as u64) * in_block),
+                        None => return Ok(self.end_at(tables, start)),
+                    }
+                }
+            }
+            let RowSearch { start, at } = self.rows;
+            if at - start < count {
+                continue;
+            }
+            // Others may have taken some since they were seen. What is not is cached now, so that no row is
+            // taken in part.
+            match first_allocated(tables, start..at)? {
+                Some(allocated) => self.rows.go_to(allocated + 1),
+                None => {
+                    self.rows.go_to(at);
+                    return mark_allocated(tables, start..at).map(Room::Row);
+                }
+            }
+        }
+        Ok(Room::None)
+    }
+
+    /// Nothing is counted from `cluster` on: the end is there, if nothing was taken from the end so far.
+    fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
+        let last = tables.active_clusters().iter().max().map_or(0, |&last| last + 1);
+        let cluster = cluster.max(last);
+        self.rows.go_to(self.space.scan_end());
+        let old = tables.file().end();
+        tables.file_mut().lower(cluster);
+        if tables.file().end() >= old {
+            return Room::None;
+        }
+        self.space.end_at(cluster);
+        Room::End
+    }
 }
 
 fn plan(tables: &Tables, start: u64, count: u64) -> Result<EndLayout, Error> {

@@ -70,13 +70,28 @@ impl FreeSpace {
         (self.cursor, self.scan_end) = (cluster, cluster);
     }
 
-    /// The file ends here now, after the last cluster in use.
-    pub(crate) fn cut(&mut self, end: u64) {
+    /// Where the cursor stops: all that was taken from the end of the file lies beyond.
+    pub(crate) fn scan_end(&self) -> u64 {
+        self.scan_end
+    }
+
+    /// Nothing is counted from `cluster` on: what follows is taken from the end.
+    pub(crate) fn end_at(&mut self, cluster: u64) {
+        self.forget_runs_from(cluster);
+        self.scan_end = self.scan_end.min(cluster);
+    }
+
+    fn forget_runs_from(&mut self, end: u64) {
         self.free_runs.split_off(&end);
         if let Some(mut last) = self.free_runs.last_entry() {
             let start = *last.key();
             *last.get_mut() = (*last.get()).min(end - start);
         }
+    }
+
+    /// The file ends here now, after the last cluster in use.
+    pub(crate) fn cut(&mut self, end: u64) {
+        self.forget_runs_from(end);
         self.length = end;
         self.scan_end = self.scan_end.min(end);
         self.written_end = self.written_end.min(end);

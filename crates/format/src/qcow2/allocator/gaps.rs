@@ -51,7 +51,7 @@ impl Allocator {
                 || (gaps.is_taken)(gap)
                 || tables.active_clusters().contains(&gap);
             if !is_used {
-                tables.add_refcount_block(index, geometry.offset_of(gap));
+                tables.add_refcount_block(index, geometry.offset_of(gap))?;
                 tables.set_refcount(gap, 1)?;
                 gaps.rest.start += 1;
                 return Ok(());

@@ -13,6 +13,9 @@ impl Allocator {
         while let Some(cluster) = self.reserve.take_l2_table() {
             self.free_unlinked(tables, cluster..cluster + 1);
         }
+        if let Some(row) = self.reserve.take_row() {
+            self.free_unlinked(tables, row);
+        }
     }
 
     /// The reserve at the end of the file, and what is prepared there, is dropped, unused: other tables may take the
@@ -51,6 +54,14 @@ impl Allocator {
     pub(crate) fn put_end_reserve(&mut self, clusters: Range<u64>) {
         self.space.note_written(clusters.end);
         self.reserve.put_at_end(clusters);
+    }
+
+    /// The host has space for these clusters, allocated in a row for metadata.
+    pub(crate) fn put_row(&mut self, tables: &mut Tables, clusters: Range<u64>) {
+        if let Some(unused) = self.reserve.take_row() {
+            self.free_unlinked(tables, unused);
+        }
+        self.reserve.put_row(clusters);
     }
 
     /// Whether the file has fewer clusters than `needed`, as far as is known.

@@ -16,7 +16,7 @@
 //!    durable writes (`prepared`); the end of the file. So no allocation looks at more than a few refcount slices.
 //! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for L2
 //!    tables, come from the *reserve*: space that the host has allocated already, so that a writeback never
-//!    fails for want of space.
+//!    fails for want of space. Where the end has no space, it is clusters in a row elsewhere (`rows`).
 //! 3. [`Allocator::defer_free`] takes clusters that no entry in memory refers to any more. They become free
 //!    when a writeback has made that durable (`deferred_free`).
 //! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while the
@@ -35,6 +35,7 @@ mod gaps;
 mod host_space;
 mod prepared;
 mod reserve;
+mod rows;
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -48,11 +49,13 @@ use crate::qcow2::tables::{Blocked, ReserveRequest, Scan, Step, Tables};
 pub(crate) use deferred_free::{DeferredFree, MIN_WAITING, Punch, Users};
 pub(crate) use file_end::BackwardScan;
 pub(crate) use gaps::Gaps;
+pub(crate) use rows::Room;
 
 use deferred_free::DeferredFrees;
 use free_space::FreeSpace;
 use prepared::Prepared;
 use reserve::Reserve;
+use rows::RowSearch;
 
 /// How many refcount slices one allocation looks at before it takes from the end.
 const SLICES_PER_ALLOCATION: u32 = 4;
@@ -75,6 +78,7 @@ pub(crate) struct Allocator {
     space: FreeSpace,
     reserve: Reserve,
     prepared: Prepared,
+    rows: RowSearch,
     frees: DeferredFrees,
     quarantined: HashSet<u64>,
     /// Where compressed data goes next: after the last of it. Its cluster is in use.
@@ -88,6 +92,7 @@ impl Allocator {
             space: FreeSpace::new(clusters),
             reserve: Reserve::default(),
             prepared: Prepared::default(),
+            rows: RowSearch::default(),
             frees: DeferredFrees::new(min_waiting),
             quarantined: HashSet::new(),
             free_byte_offset: None,
@@ -98,6 +103,7 @@ impl Allocator {
     pub(crate) fn replace_tables(&mut self, clusters: u64) {
         self.space = FreeSpace::new(clusters);
         self.prepared = Prepared::default();
+        self.rows = RowSearch::default();
         self.free_byte_offset = None;
     }
 
@@ -213,6 +219,7 @@ impl Allocator {
             tables.remove_active(cluster);
             self.close_compressed(tables.geometry(), cluster);
             self.space.free(cluster);
+            self.rows.note_free(cluster);
         }
         Ok(())
     }
@@ -237,7 +244,7 @@ impl Allocator {
             let index = geometry.refcount_index(cluster).table_index;
             let new = self.allocate_at_end(tables, 1)?;
             if tables.refcount_block(index)?.is_none() {
-                tables.add_refcount_block(index, geometry.offset_of(new.start));
+                tables.add_refcount_block(index, geometry.offset_of(new.start))?;
             } else {
                 self.free_unlinked(tables, new);
             }

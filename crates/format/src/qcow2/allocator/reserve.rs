@@ -11,6 +11,8 @@ use std::ops::Range;
 pub(crate) struct Reserve {
     /// After everything else when it was reserved. Not counted.
     at_end: Option<Range<u64>>,
+    /// In the middle of a storage that has no space at its end. Each has a refcount of one.
+    row: Option<Range<u64>>,
     /// For L2 tables. Each has a refcount of one.
     l2_tables: Vec<u64>,
 }
@@ -26,6 +28,14 @@ impl Reserve {
 
     pub(crate) fn take_at_end(&mut self) -> Option<Range<u64>> {
         self.at_end.take()
+    }
+
+    pub(crate) fn put_row(&mut self, clusters: Range<u64>) {
+        self.row = Some(clusters);
+    }
+
+    pub(crate) fn take_row(&mut self) -> Option<Range<u64>> {
+        self.row.take()
     }
 
     pub(crate) fn has_l2_table(&self) -> bool {

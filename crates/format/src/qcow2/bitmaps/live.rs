@@ -12,17 +12,22 @@
 //! bitmaps, and made. It ends: the bitmaps' bits are written as they are; the flags are cleared; the autoclear
 //! bit is. After a crash between any two steps the bitmaps contain all changes, whoever reads them.
 //!
+//! A bitmap in which a change cannot be recorded, because its place is full or fails, is given up:
+//! before the change is made, it is disabled and stays in use, durably, so it is one that lacks
+//! changes for every program. That needs no space. The guest does not pay for a bitmap.
+//!
 //! The header of a sidecar says with its end when the raw disk was changed for the last time (`sidecar`).
 //!
 //! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours say.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_lock::Semaphore;
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::qcow2::layout::bitmap_directory::{
     self, BITMAPS_CONSISTENT, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation,
@@ -31,6 +36,7 @@ use crate::qcow2::layout::bitmap_directory::{
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::layout::data_file_mark::{DataFileMark, Voucher};
 use crate::qcow2::layout::header::{Header, Incompatible, SECTOR};
+use crate::qcow2::layout::names;
 use crate::qcow2::layout::options::BitmapActivity;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
@@ -61,13 +67,23 @@ pub(crate) struct LiveBitmaps {
     is_marked: AtomicBool,
     /// Held by the task that begins or ends the session, or notes a voucher.
     begin_lock: Semaphore,
+    /// Whether a write of flags has failed or was dropped: what is read of them may not be durable.
+    is_flags_write_unknown: AtomicBool,
     /// Of a sidecar: what gives vouchers.
     vouch: OnceLock<fn() -> Option<Voucher>>,
+    /// The observer of bitmaps that are lost.
+    loss_observer: OnceLock<BitmapLossObserver>,
+    /// The lost ones, and when.
+    losses: Mutex<Vec<(Vec<u8>, Duration)>>,
     activity: BitmapActivity,
 }
 
+/// What is called for each bitmap that had to be given up: with its name, and why. It must not
+/// wait.
+pub type BitmapLossObserver = Arc<dyn Fn(&str, &Error) + Send + Sync>;
+
 /// The bitmaps of an image.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct BitmapSet {
     location: Option<DirectoryLocation>,
     /// As they were when the set was read.
@@ -178,24 +194,50 @@ impl BitmapSet {
         Ok(set)
     }
 
+    /// The names of enabled bitmaps, in their order.
+    fn live_names(&self) -> impl Iterator<Item = &[u8]> {
+        let live = self.entries.iter().zip(&self.roles).filter(|(_, role)| **role == Role::Live);
+        live.map(|(entry, _)| &*entry.name)
+    }
+
     /// The enabled bitmap of this name.
     fn find(&self, name: &[u8]) -> Option<Arc<LiveBitmap>> {
-        let live = self.entries.iter().zip(&self.roles).filter(|(_, role)| **role == Role::Live);
-        let index = live.map(|(entry, _)| &entry.name).position(|other| other == name)?;
+        let index = self.live_names().position(|other| other == name)?;
         self.live.get(index).cloned()
+    }
+
+    fn name_of(&self, bitmap: &Arc<LiveBitmap>) -> Option<&[u8]> {
+        let index = self.live.iter().position(|other| Arc::ptr_eq(other, bitmap))?;
+        self.live_names().nth(index)
+    }
+
+    /// The same set, in which these bitmaps lack changes; `None` where they do already.
+    fn without(&self, lost: &[(Arc<LiveBitmap>, Error)]) -> Option<Self> {
+        let Self { location, mut entries, mut roles, live } = self.clone();
+        let is_lost = |one: &Arc<LiveBitmap>| lost.iter().any(|(other, _)| Arc::ptr_eq(one, other));
+        let recorded = entries.iter_mut().zip(&mut roles).filter(|(_, role)| **role == Role::Live);
+        for ((entry, role), _) in recorded.zip(&live).filter(|(_, bitmap)| is_lost(bitmap)) {
+            *role = Role::Lost;
+            entry.flags = entry.flags.union(BitmapFlags::IN_USE).difference(BitmapFlags::AUTO);
+        }
+        let kept: Vec<_> = live.iter().filter(|bitmap| !is_lost(bitmap)).cloned().collect();
+        (kept.len() < live.len()).then_some(Self { location, entries, roles, live: kept })
     }
 
     fn count_live(&self) -> usize {
         self.roles.iter().filter(|role| **role == Role::Live).count()
     }
 
-    /// Changes flags on disk where they are not what they should be. Durable when it returns.
-    async fn set_flags<S: Storage>(
+    /// Writes flags that are not what they should be. Returns whether there were any: they are not
+    /// durable yet.
+    async fn write_flags<S: Storage>(
         &self,
         metadata: &Metadata<S, Mapping>,
         wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
-    ) -> Result<()> {
-        let Some(DirectoryLocation { offset, length, .. }) = self.location else { return Ok(()) };
+    ) -> Result<bool> {
+        let Some(DirectoryLocation { offset, length, .. }) = self.location else {
+            return Ok(false);
+        };
         metadata.writer().check_failure()?;
         let block = (metadata.storage().capabilities().alignment.offset as usize).max(SECTOR);
         let length = (length as usize).next_multiple_of(block);
@@ -210,12 +252,23 @@ impl BitmapSet {
         let changed = blocks.filter(|((old, new), _)| old != new);
         let writes: Vec<TableWrite> =
             changed.map(|((_, new), offset)| TableWrite { offset, bytes: new.to_vec() }).collect();
-        if writes.is_empty() {
-            return Ok(());
-        }
         metadata.writer().write(&writes, Durability::None).await?;
-        metadata.sync(SyncMode::Data).await
+        Ok(!writes.is_empty())
     }
+}
+
+/// The flags of a bitmap while a session lasts.
+fn in_session(role: Role, flags: BitmapFlags) -> BitmapFlags {
+    match role {
+        Role::Lost => flags.difference(BitmapFlags::AUTO),
+        Role::Live => flags.union(BitmapFlags::IN_USE),
+        Role::Idle => flags,
+    }
+}
+
+/// Whether an error says that the place of a bitmap is full or fails.
+fn is_of_its_place(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io)
 }
 
 /// The bytes that are recorded together.
@@ -233,7 +286,10 @@ impl LiveBitmaps {
             has_begun: AtomicBool::new(false),
             is_marked: AtomicBool::new(false),
             begin_lock: Semaphore::new(1),
+            is_flags_write_unknown: AtomicBool::new(false),
             vouch: OnceLock::new(),
+            loss_observer: OnceLock::new(),
+            losses: Mutex::default(),
             activity,
         }
     }
@@ -308,8 +364,11 @@ impl LiveBitmaps {
 
     /// Records that the first bytes of `range` are about to change: durably, when it returns. Returns these bytes.
     ///
+    /// A bitmap in which that cannot be recorded is lost: it lacks changes.
+    ///
     /// # Errors
-    /// What the storage answers, or `InvalidInput` where too many bitmaps are enabled: the change must not be made.
+    /// What the storage answers where not even that can be noted, or `InvalidInput` where too many
+    /// bitmaps are enabled: the change must not be made.
     pub(crate) async fn record<S: Storage>(
         &self,
         metadata: &Metadata<S, Mapping>,
@@ -321,9 +380,77 @@ impl LiveBitmaps {
         let range = first_recorded(range);
         self.begin_session(metadata).await?;
         let set = self.set();
-        run_all(MAX_IN_FLIGHT, set.live.iter().map(|bitmap| bitmap.record(metadata, range)))
-            .await?;
+        let lost = Mutex::new(Vec::new());
+        let records =
+            set.live.iter().map(async |bitmap| match bitmap.record(metadata, range).await {
+                Err(error) if is_of_its_place(&error) => {
+                    lost.lock().push((Arc::clone(bitmap), error));
+                    Ok(())
+                }
+                outcome => outcome,
+            });
+        run_all(MAX_IN_FLIGHT, records).await?;
+        let lost = lost.into_inner();
+        if !lost.is_empty() {
+            self.give_up(metadata, lost).await?;
+        }
         Ok(range)
+    }
+
+    /// Has these bitmaps lack changes from now on, durably.
+    async fn give_up<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        lost: Vec<(Arc<LiveBitmap>, Error)>,
+    ) -> Result<()> {
+        let _alone = self.begin_lock.acquire().await;
+        let before = self.set();
+        let Some(set) = before.without(&lost) else { return Ok(()) };
+        self.set_flags(metadata, &set, in_session).await?;
+        self.has_live.store(set.count_live() > 0, Ordering::Release);
+        let set = Arc::new(set);
+        *self.set.write() = Arc::clone(&set);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        for (bitmap, error) in &lost {
+            let Some(name) = before.name_of(bitmap) else { continue };
+            self.losses.lock().push((name.to_vec(), now));
+            if let Some(observer) = self.loss_observer.get() {
+                observer(&names::listed(name), error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Changes flags on disk where they are not what they should be. Durable when it returns: a
+    /// write that failed or was dropped may be read, and is lost in a crash.
+    async fn set_flags<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+        set: &BitmapSet,
+        wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
+    ) -> Result<()> {
+        let was_unknown = self.is_flags_write_unknown.swap(true, Ordering::AcqRel);
+        if was_unknown {
+            metadata.writer().drained().await;
+        }
+        if set.write_flags(metadata, wanted).await? || was_unknown {
+            metadata.sync(SyncMode::Data).await?;
+        }
+        self.is_flags_write_unknown.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    /// Calls `observer` for each bitmap that is lost from now on. Only the first observer counts.
+    pub(crate) fn observe_losses(&self, observer: BitmapLossObserver) {
+        // There is one already: that one stays.
+        let _ = self.loss_observer.set(observer);
+    }
+
+    /// When this process gave up the bitmap of this name for the last time, since the Unix epoch.
+    pub(crate) fn lost_at(&self, name: &str) -> Option<Duration> {
+        let losses = self.losses.lock();
+        let of_name = losses.iter().rev().find(|(lost, _)| names::listed(lost) == name);
+        of_name.map(|&(_, when)| when)
     }
 
     /// Begins the session, unless it has begun or no bitmap is enabled: comes before any change.
@@ -364,13 +491,7 @@ impl LiveBitmaps {
                 .on(metadata.storage().name())
                 .hint("disable some of them (bitmap disable)"));
         }
-        if !self.is_marked.load(Ordering::Acquire) {
-            set.set_flags(metadata, |role, flags| match role {
-                Role::Lost => flags.difference(BitmapFlags::AUTO),
-                Role::Live | Role::Idle => flags,
-            })
-            .await?;
-        }
+        self.disable_lost(metadata).await?;
         // Of a sidecar also where the session is that of a process that died: it is this one's now.
         let voucher = self.voucher();
         if !self.is_marked.load(Ordering::Acquire) || voucher.is_some() {
@@ -384,14 +505,28 @@ impl LiveBitmaps {
                 .await?;
             self.is_marked.store(true, Ordering::Release);
         }
-        set.set_flags(metadata, |role, flags| match role {
-            Role::Lost => flags.difference(BitmapFlags::AUTO),
-            Role::Live => flags.union(BitmapFlags::IN_USE),
-            Role::Idle => flags,
-        })
-        .await?;
+        self.set_flags(metadata, &set, in_session).await?;
         self.has_begun.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Disables bitmaps that lack changes, unless the header is that of a session: before the
+    /// header is marked as that of one, so that they are not mistaken for those of the session.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(crate) async fn disable_lost<S: Storage>(
+        &self,
+        metadata: &Metadata<S, Mapping>,
+    ) -> Result<()> {
+        if self.is_marked.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let disabled = |role, flags: BitmapFlags| match role {
+            Role::Lost => flags.difference(BitmapFlags::AUTO),
+            Role::Live | Role::Idle => flags,
+        };
+        self.set_flags(metadata, &self.set(), disabled).await
     }
 
     /// Has sessions begin with a voucher of `vouch`.
@@ -400,7 +535,8 @@ impl LiveBitmaps {
         let _ = self.vouch.set(vouch);
     }
 
-    fn voucher(&self) -> Option<Voucher> {
+    /// The voucher that this process can give at this moment.
+    pub(crate) fn voucher(&self) -> Option<Voucher> {
         self.vouch.get().and_then(|vouch| vouch())
     }
 
@@ -446,8 +582,12 @@ impl LiveBitmaps {
     /// # Errors
     /// What the storage answers: the bitmaps stay marked, and contain all changes.
     pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
-        let set = self.set();
         let header = metadata.lock().tables.headers().disk().clone();
+        // They could not be read after a resize, which leaves a session.
+        if self.is_forgotten.load(Ordering::Acquire) && header.autoclear & LIVE_BITMAPS != 0 {
+            self.load(metadata).await?;
+        }
+        let set = self.set();
         if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
             // Outside of a session nothing is recorded, so what enabled bitmaps lack must stay to be found out.
             let is_free = !self.is_forgotten.load(Ordering::Acquire) && set.count_live() == 0;
@@ -462,7 +602,7 @@ impl LiveBitmaps {
         metadata.sync(SyncMode::Data).await?;
         set.live.iter().for_each(|bitmap| bitmap.note_exact());
         self.has_begun.store(false, Ordering::Release);
-        set.set_flags(metadata, |role, flags| match role {
+        self.set_flags(metadata, &set, |role, flags| match role {
             Role::Lost => flags.difference(BitmapFlags::AUTO),
             Role::Live => flags.difference(BitmapFlags::IN_USE),
             Role::Idle => flags,

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 use async_lock::Semaphore;
 use blockhouse_core::sync::{Condvar, run_all};
-use blockhouse_core::{ByteRange, Durability, Result, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use parking_lot::Mutex;
 
 use crate::qcow2::layout::bitmap_directory::{BitmapEntry, BitsCluster};
@@ -223,20 +223,28 @@ impl LiveBitmap {
     }
 
     /// Where a page is.
-    fn location_of(&self, page: u64) -> BitsCluster {
+    fn location_of(&self, page: u64) -> Result<BitsCluster> {
         let in_cluster = self.geometry.cluster_size() / self.page_size;
-        match self.state.lock().table[(page / in_cluster) as usize] {
-            BitsCluster::Stored(cluster) => {
-                BitsCluster::Stored(cluster + page % in_cluster * self.page_size)
+        match self.state.lock().table.get((page / in_cluster) as usize) {
+            Some(BitsCluster::Stored(cluster)) => {
+                Ok(BitsCluster::Stored(cluster + page % in_cluster * self.page_size))
             }
-            other => other,
+            Some(&other) => Ok(other),
+            None => Err(self.past_table()),
         }
+    }
+
+    fn past_table(&self) -> Error {
+        let what = "the table of a bitmap does not reach as far as the disk";
+        Error::new(ErrorKind::Corrupt, what)
+            .at(self.table_offset)
+            .hint("remove the bitmap, and make a full backup")
     }
 
     /// The bits of a page on disk.
     async fn read<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<Bits> {
         self.settle_exact_writes(metadata).await?;
-        Ok(match self.location_of(page) {
+        Ok(match self.location_of(page)? {
             BitsCluster::Stored(offset) => {
                 let length = self.page_size as usize;
                 Bits::Some(table_io::read(metadata.storage(), offset, length).await?)
@@ -301,7 +309,7 @@ impl LiveBitmap {
         page: u64,
     ) -> Result<Option<u64>> {
         loop {
-            match self.location_of(page) {
+            match self.location_of(page)? {
                 BitsCluster::Stored(offset) => return Ok(Some(offset)),
                 BitsCluster::Ones => return Ok(None),
                 BitsCluster::Zeros => {
@@ -321,10 +329,11 @@ impl LiveBitmap {
         let _alone = self.allocating.acquire().await;
         let is_unknown = {
             let state = self.state.lock();
-            if state.table[cluster as usize] != BitsCluster::Zeros {
-                return Ok(());
+            match state.table.get(cluster as usize) {
+                Some(BitsCluster::Zeros) => state.is_table_write_unknown,
+                Some(BitsCluster::Stored(_) | BitsCluster::Ones) => return Ok(()),
+                None => return Err(self.past_table()),
             }
-            state.is_table_write_unknown
         };
         if is_unknown {
             metadata.writer().drained().await;
@@ -420,7 +429,8 @@ impl LiveBitmap {
             }
             let Some(extent) = active.pop_front() else { break };
             let number = extent / in_page;
-            let page = pages.get_mut(&number).expect("the page of an active extent");
+            // The disk has what was forgotten.
+            let Some(page) = pages.get_mut(&number) else { continue };
             if !page.rest(extent % in_page, self.extent_bits) {
                 active.push_back(extent);
             } else if page.is_stale() {
@@ -465,9 +475,9 @@ impl LiveBitmap {
             pages.into_iter().filter_map(|(number, page)| Some((number, page.into_inexact()?)));
         let writes: Vec<TableWrite> = inexact
             .filter_map(|(number, bytes)| match self.location_of(number) {
-                BitsCluster::Stored(offset) => Some(TableWrite { offset, bytes }),
+                Ok(BitsCluster::Stored(offset)) => Some(TableWrite { offset, bytes }),
                 // What is set in memory alone stands for changes that were not made.
-                BitsCluster::Zeros | BitsCluster::Ones => None,
+                Ok(BitsCluster::Zeros | BitsCluster::Ones) | Err(_) => None,
             })
             .collect();
         metadata.writer().write(&writes, Durability::None).await
@@ -512,11 +522,14 @@ impl PageWrite<'_> {
             Err(error) => Err(error),
         };
         let offset = place.inspect_err(|_| self.end = WriteEnd::Failed)?;
-        let (bytes, version) = {
-            let mut state = self.bitmap.state.lock();
-            let page = state.pages.get_mut(&self.page).expect("a page that is being written");
+        let content = self.bitmap.state.lock().pages.get_mut(&self.page).map(|page| {
             page.begin_content();
             page.content(self.bitmap.extent_bits)
+        });
+        let Some((bytes, version)) = content else {
+            self.end = WriteEnd::Failed;
+            let what = "a bitmap was closed before it recorded a change";
+            return Err(Error::new(ErrorKind::Io, what).on(metadata.storage().name()));
         };
         if let Some(offset) = offset {
             let write = TableWrite { offset, bytes };

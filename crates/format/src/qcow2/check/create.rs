@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use blockhouse_core::{
-    ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,
+    ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress, Unmap,
 };
 
 use crate::qcow2::layout::compression::Compression;
@@ -171,21 +171,28 @@ impl CreateOptions {
 
     /// Whether every cluster is allocated from the start.
     fn is_preallocated(&self) -> bool {
-        let is_raw = self.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
-        is_raw || self.preallocation != Preallocation::Off
+        self.has_raw_disk() || self.preallocation != Preallocation::Off
     }
 
-    /// Preallocates the range of the guest's data.
+    /// Preallocates the range of the guest's data, which reads as zeros then. The first `old` bytes
+    /// of the storage may hold anything so far.
     async fn fill<S: Storage>(
         &self,
         storage: &S,
         range: ByteRange,
+        old: u64,
         progress: &ToolProgress,
     ) -> Result<()> {
         match self.space_mode() {
+            None if self.is_preallocated() => clear(storage, range.before(old), progress).await,
             None => Ok(()),
             Some(mode) => preallocate(storage, range, mode, progress).await,
         }
+    }
+
+    /// Whether the data file is the disk, with what it holds.
+    fn has_raw_disk(&self) -> bool {
+        self.data_file.as_ref().is_some_and(|file| file.raw == Switch::On)
     }
 
     /// How the guest's data takes its space from the start.
@@ -204,6 +211,8 @@ impl CreateOptions {
             refcount_order: self.refcount_bits.trailing_zeros(),
             extended_l2: self.extended_l2 == Switch::On,
             has_data_file: self.data_file.is_some(),
+            // A new image is written in whole clusters.
+            block: 1,
         }
     }
 }
@@ -278,17 +287,19 @@ impl Layout {
     }
 }
 
-/// Makes an image in `storage`, durably. What was in it is lost.
+/// Makes an image in `storage`, durably. What was in it is lost, and never a part of the disk.
 ///
 /// # Errors
-/// `InvalidInput` for options that contradict each other or the format, or that name a data file; or
-/// what the storage answers.
+/// `InvalidInput` for options that contradict each other or the format, or that name a data file;
+/// `NoSpace` where the image does not fit into a storage that cannot be made longer; or what the
+/// storage answers.
 pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<()> {
     create_with(storage, None, options, &ToolProgress::default()).await
 }
 
-/// As [`create`], with the data file that the options name: `data` is empty and becomes as long as the
-/// disk. `progress` tells of tables and of space that is taken.
+/// As [`create`], with the data file that the options name: `data` becomes as long as the disk, if
+/// it is shorter. As the raw disk it keeps what it holds. `progress` tells of tables and of space
+/// that is taken.
 ///
 /// # Errors
 /// As there.
@@ -319,6 +330,8 @@ pub async fn create_with<S: Storage>(
         .to_bytes()
         .ok_or_else(|| invalid("the names of other files do not fit into a cluster".into()))?;
     let writer = ImageWriter { storage, geometry, layout };
+    let old = storage.size();
+    lengthen(storage, offset_of(writer.layout.end())).await?;
     let filled = options.space_mode().map_or(0, |_| options.size);
     progress.begin((writer.layout.l2 << geometry.cluster_bits) + filled);
     // An image that was here before must not be found half overwritten.
@@ -326,21 +339,54 @@ pub async fn create_with<S: Storage>(
     writer.write_refcounts().await?;
     writer.write_mappings(options, progress).await?;
     writer.write_encryption(options.encryption.as_deref().unwrap_or_default()).await?;
-    if storage.size() < offset_of(writer.layout.end()) {
-        storage.resize(offset_of(writer.layout.end())).await?;
-    }
     let inside = geometry.bytes_of(writer.layout.data_start()..writer.layout.end());
     match data {
-        None => options.fill(storage, inside, progress).await?,
+        None => options.fill(storage, inside, old, progress).await?,
         Some(data) => {
-            data.resize(options.size).await?;
-            options.fill(data, ByteRange::between(0, options.size), progress).await?;
+            let old = data.size();
+            lengthen(data, options.size).await?;
+            let kept = if options.has_raw_disk() { old.min(options.size) } else { 0 };
+            options.fill(data, ByteRange::between(kept, options.size), old, progress).await?;
             data.flush(SyncMode::Full).await?;
         }
     }
     storage.flush(SyncMode::Full).await?;
     writer.write_cluster(0, header_bytes).await?;
     storage.flush(SyncMode::Full).await
+}
+
+/// Makes a storage at least `size` bytes long.
+async fn lengthen<S: Storage>(storage: &S, size: u64) -> Result<()> {
+    let has = storage.size();
+    if has >= size {
+        return Ok(());
+    }
+    storage.resize(size).await.map_err(|error| match error.kind() {
+        ErrorKind::Unsupported => {
+            let what = format!("has {has} bytes, and the image needs {size} at least");
+            Error::new(ErrorKind::NoSpace, what)
+                .on(storage.name())
+                .hint("use a larger device, or make the image smaller")
+        }
+        _ => error,
+    })
+}
+
+/// Makes a range read as zeros, with as little space as can be.
+async fn clear<S: Storage>(storage: &S, range: ByteRange, progress: &ToolProgress) -> Result<()> {
+    const PIECE: u64 = 1 << 30;
+    let mut rest = range;
+    while !rest.is_empty() {
+        let piece = rest.truncate(PIECE);
+        match storage.write_zeroes(piece, Unmap::Allowed).await {
+            Err(error) if error.kind() == ErrorKind::Unsupported => {
+                return preallocate(storage, rest, SpaceMode::Full, progress).await;
+            }
+            outcome => outcome?,
+        }
+        rest = rest.skip(piece.length());
+    }
+    Ok(())
 }
 
 fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> Header {
@@ -358,7 +404,8 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         (extensions::ENCRYPTION, numbers.concat())
     });
     let identity = options.identity.map(|identity| {
-        let mark = DataFileMark { identity, changed: Duration::ZERO, voucher: None };
+        let mark =
+            DataFileMark { identity, changed: Duration::ZERO, other_size: None, voucher: None };
         (extensions::SIDECAR, mark.to_bytes())
     });
     let extensions = [format, named, encryption, identity].into_iter().flatten();

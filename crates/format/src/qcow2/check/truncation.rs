@@ -42,7 +42,7 @@ impl Truncation {
     /// As an error that names the offset.
     fn error(self, name: &str) -> Error {
         let what = format!(
-            "the file is cut off: metadata refers to data past its end at {}",
+            "the file is cut off, or a table is damaged: it has {} bytes, and metadata refers to data",
             self.file_size
         );
         Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(

@@ -8,6 +8,7 @@
 //! made that QEMU refuses.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -63,6 +64,8 @@ pub struct Bitmap {
     pub is_in_use: bool,
     /// Whether it was not saved and lacks changes: it can only be removed.
     pub is_inconsistent: bool,
+    /// Since when it lacks changes, where this process had to give it up; since the Unix epoch.
+    pub lacks_since: Option<Duration>,
 }
 
 /// Where the directory is: the content of the header extension.
@@ -165,6 +168,7 @@ impl BitmapEntry {
             is_enabled: self.flags.contains(BitmapFlags::AUTO),
             is_in_use: self.flags.contains(BitmapFlags::IN_USE),
             is_inconsistent: self.is_inconsistent(header),
+            lacks_since: None,
         }
     }
 
@@ -412,7 +416,7 @@ mod tests {
         for (at, value) in fields {
             bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
         }
-        Header::parse(&bytes).expect("a header")
+        Header::parse(&bytes, 1).expect("a header")
     }
 
     #[test]

@@ -7,8 +7,10 @@ use super::extensions::{self, Extension, SIDECAR};
 use super::header::{Header, SECTOR};
 use super::words::be64;
 
-/// Bytes of the extension, without a voucher.
+/// Bytes of the extension, without a size and a voucher.
 const LENGTH: usize = 32;
+/// Bytes of a size.
+const OTHER_SIZE: usize = 8;
 /// Bytes of a voucher.
 const VOUCHER: usize = 24;
 
@@ -31,6 +33,10 @@ pub struct DataFileMark {
     /// When it had been changed for the last time when enabled bitmaps had all of its changes and nothing recorded more,
     /// since the Unix epoch.
     pub changed: Duration,
+    /// The size in bytes that the data file may have instead of the disk's: that of a disk which
+    /// was about to become as long, or was as long before, when a process died. What is past the
+    /// end of the disk is no part of it.
+    pub other_size: Option<u64>,
     /// Of a process that records changes, or died. `None` outside of a session.
     pub voucher: Option<Voucher>,
 }
@@ -38,19 +44,24 @@ pub struct DataFileMark {
 impl DataFileMark {
     /// Of an image; `None` where it is no sidecar.
     pub(crate) fn of(header: &Header) -> Option<Self> {
-        let data = extensions::find(&header.extensions, SIDECAR)?;
-        let voucher = match data.len().checked_sub(LENGTH)? {
+        Self::parse(extensions::find(&header.extensions, SIDECAR)?)
+    }
+
+    fn parse(data: &[u8]) -> Option<Self> {
+        let rest = data.get(LENGTH..)?;
+        let (other_size, rest) = match rest.len() % VOUCHER {
+            OTHER_SIZE => (Some(be64(rest, 0)), &rest[OTHER_SIZE..]),
+            _ => (None, rest),
+        };
+        let voucher = match rest.len() {
             0 => None,
-            VOUCHER => {
-                let boot = data[LENGTH..LENGTH + 16].try_into().ok()?;
-                Some(Voucher { boot, until: be64(data, LENGTH + 16) })
-            }
+            VOUCHER => Some(Voucher { boot: rest[..16].try_into().ok()?, until: be64(rest, 16) }),
             _ => return None,
         };
         let nanoseconds = u32::try_from(be64(data, 24)).ok().filter(|it| *it < 1_000_000_000)?;
         let identity = data[..16].try_into().ok()?;
         let changed = Duration::new(be64(data, 16), nanoseconds);
-        Some(Self { identity, changed, voucher })
+        Some(Self { identity, changed, other_size, voucher })
     }
 
     pub(crate) fn to_bytes(self) -> Vec<u8> {
@@ -59,14 +70,24 @@ impl DataFileMark {
             .voucher
             .map(|Voucher { boot, until }| [boot.to_vec(), until.to_be_bytes().to_vec()].concat());
         let numbers = numbers.map(u64::to_be_bytes).concat();
-        [self.identity.to_vec(), numbers, voucher.unwrap_or_default()].concat()
+        let other_size = self.other_size.map(|size| size.to_be_bytes().to_vec());
+        let parts = [Some(self.identity.to_vec()), Some(numbers), other_size, voucher];
+        parts.into_iter().flatten().flatten().collect()
     }
 
     /// Notes when the data file was changed, in the header of a sidecar whose session ends. Where another program left no room
     /// in the first sector, the old time stays.
     pub(crate) fn set_changed(header: &mut Header, changed: Duration) {
         if let Some(mark) = Self::of(header) {
-            Self { changed, voucher: None, ..mark }.store(header);
+            Self { changed, other_size: None, voucher: None, ..mark }.store(header);
+        }
+    }
+
+    /// Notes which other size the data file may have while that of the disk changes. Where there is
+    /// no room for it in the first sector, it is not noted.
+    pub(crate) fn set_other_size(header: &mut Header, size: u64) {
+        if let Some(mark) = Self::of(header) {
+            Self { other_size: Some(size), ..mark }.store(header);
         }
     }
 
@@ -74,6 +95,13 @@ impl DataFileMark {
     pub(crate) fn set_voucher(header: &mut Header, voucher: Voucher) {
         if let Some(mark) = Self::of(header) {
             Self { voucher: Some(voucher), ..mark }.store(header);
+        }
+    }
+
+    /// Gives one header what the other one says of the data file.
+    pub(crate) fn copy(from: &Header, to: &mut Header) {
+        if let Some(mark) = Self::of(from) {
+            mark.store(to);
         }
     }
 
@@ -96,12 +124,21 @@ mod tests {
     #[test]
     fn a_mark_comes_back_and_a_damaged_one_is_none() {
         let changed = Duration::new(1 << 40, 999_999_999);
-        let mark = DataFileMark { identity: [7; 16], changed, voucher: None };
+        let mark = DataFileMark { identity: [7; 16], changed, other_size: None, voucher: None };
         let bytes = mark.to_bytes();
         let numbers = [be64(&bytes, 16), be64(&bytes, 24)];
         assert_eq!((bytes.len(), numbers), (LENGTH, [1 << 40, 999_999_999]));
         let voucher = Some(Voucher { boot: [9; 16], until: 5 });
         let bytes = DataFileMark { voucher, ..mark }.to_bytes();
         assert_eq!((&bytes[32..48], be64(&bytes, 48)), (&[9; 16][..], 5));
+        for (other_size, voucher) in
+            [(None, None), (None, voucher), (Some(1 << 40), None), (Some(0), voucher)]
+        {
+            let mark = DataFileMark { other_size, voucher, ..mark };
+            assert_eq!(DataFileMark::parse(&mark.to_bytes()), Some(mark));
+        }
+        for length in [0, 31, 33, 48, 57, 63, 65, 88] {
+            assert_eq!(DataFileMark::parse(&vec![0; length]), None, "{length}");
+        }
     }
 }

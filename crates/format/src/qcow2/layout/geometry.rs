@@ -2,7 +2,8 @@
 
 use blockhouse_core::ByteRange;
 
-/// The most bytes of a table that are read, cached and written together.
+/// The bytes of a table that are read, cached and written together, where a storage's block is not
+/// larger.
 const SLICE: u64 = 4096;
 
 /// Cluster, table and entry sizes of an image.
@@ -15,6 +16,9 @@ pub(crate) struct Geometry {
     pub(crate) extended_l2: bool,
     /// Guest clusters lie in a data file, each at its own offset; the image has tables only.
     pub(crate) has_data_file: bool,
+    /// What offsets and lengths of the image's file are multiples of, 1 for nothing. A slice is never
+    /// less: a write of one would take the place of its neighbours.
+    pub(crate) block: u32,
 }
 
 impl Geometry {
@@ -48,7 +52,7 @@ impl Geometry {
     }
 
     pub(crate) fn slice_size(self) -> u64 {
-        SLICE.min(self.cluster_size())
+        SLICE.max(self.block.into()).min(self.cluster_size())
     }
 
     /// How many slices have to fit into memory for every change to be possible: those of a table and
@@ -156,6 +160,7 @@ impl Geometry {
         refcount_order: 4,
         extended_l2: false,
         has_data_file: false,
+        block: 1,
     };
 }
 
@@ -173,6 +178,17 @@ mod tests {
         assert_eq!(COMMON.max_refcount(), 65535);
         let at = COMMON.l2_index(8192 + 513);
         assert_eq!(at, L2Index { l1_index: 1, slice_offset: 4096, index: 1 });
+    }
+
+    #[test]
+    fn a_slice_is_no_less_than_a_block() {
+        for (block, slice) in [(512, 4096), (8192, 8192), (65536, 65536)] {
+            let geometry = Geometry { block, ..COMMON };
+            assert_eq!(geometry.slice_size(), slice);
+            assert_eq!(geometry.l2_index(8191).slice_offset, 65536 - slice);
+            assert_eq!(geometry.slice_refcounts(), slice / 2);
+        }
+        assert_eq!(Geometry { block: 8192, cluster_bits: 13, ..COMMON }.slice_size(), 8192);
     }
 
     #[test]

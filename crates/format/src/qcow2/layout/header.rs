@@ -138,8 +138,8 @@ pub(crate) fn cluster_bits(first: &[u8]) -> Result<u32, HeaderError> {
 }
 
 impl Header {
-    /// Reads a header from the first cluster of a file.
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, HeaderError> {
+    /// Reads a header from the first cluster of a file on a storage with blocks of `block` bytes.
+    pub(crate) fn parse(bytes: &[u8], block: u32) -> Result<Self, HeaderError> {
         let cluster_bits = cluster_bits(bytes)?;
         let version = be32(bytes, 4);
         let features = Features::parse(bytes, version)?;
@@ -149,6 +149,7 @@ impl Header {
             refcount_order: features.refcount_order,
             extended_l2: features.incompatible.contains(Incompatible::EXTENDED_L2),
             has_data_file: features.incompatible.contains(Incompatible::DATA_FILE),
+            block,
         };
         if geometry.extended_l2 && cluster_bits < 14 {
             return Err(corrupt(20, "subclusters need clusters of 16 KiB or more"));
@@ -470,6 +471,7 @@ mod tests {
                 refcount_order: 4,
                 extended_l2: false,
                 has_data_file: false,
+                block: 1,
             },
             size: 1 << 30,
             excess: 0,
@@ -503,7 +505,7 @@ mod tests {
 
     #[test]
     fn a_header_comes_back_as_it_was_stored() {
-        assert_eq!(Header::parse(&bytes()), Ok(header()));
+        assert_eq!(Header::parse(&bytes(), 1), Ok(header()));
     }
 
     #[test]
@@ -526,7 +528,7 @@ mod tests {
         for (offset, value) in cases {
             let mut bytes = bytes();
             bytes[offset..offset + value.len()].copy_from_slice(value);
-            let refusal = Header::parse(&bytes).expect_err(&format!("field at {offset}"));
+            let refusal = Header::parse(&bytes, 1).expect_err(&format!("field at {offset}"));
             assert_eq!(refusal.offset, offset as u64, "{refusal:?}");
         }
     }
@@ -538,7 +540,7 @@ mod tests {
         for (offset, value, field) in cases {
             let mut bytes = bytes();
             bytes[offset..offset + value.len()].copy_from_slice(value);
-            let header = Header::parse(&bytes).expect("the disk can be read");
+            let header = Header::parse(&bytes, 1).expect("the disk can be read");
             assert_eq!(header.snapshot_fault.map(|fault| fault.offset), Some(field));
         }
     }
@@ -547,7 +549,7 @@ mod tests {
     fn a_size_with_a_part_of_a_sector_is_rounded_down() {
         let mut bytes = bytes();
         bytes[24..32].copy_from_slice(&((1_u64 << 30) + 100).to_be_bytes());
-        assert_eq!(Header::parse(&bytes), Ok(Header { excess: 100, ..header() }));
+        assert_eq!(Header::parse(&bytes, 1), Ok(Header { excess: 100, ..header() }));
     }
 
     #[test]
@@ -558,7 +560,7 @@ mod tests {
         for (offset, value) in fields {
             bytes[offset..offset + 4].copy_from_slice(&u32::to_be_bytes(value));
         }
-        let refusal = Header::parse(&bytes).unwrap_err();
+        let refusal = Header::parse(&bytes, 1).unwrap_err();
         assert_eq!(refusal.offset, 8, "{refusal:?}");
     }
 
@@ -566,12 +568,12 @@ mod tests {
     fn a_change_keeps_what_is_not_understood() {
         let mut before = bytes();
         before[105] = 7;
-        let mut header = Header::parse(&before).unwrap();
+        let mut header = Header::parse(&before, 1).unwrap();
         header.size -= 1 << 29;
         let mut after = before.clone();
         header.patch(&mut after);
         let changed: Vec<_> = (0..before.len()).filter(|&i| before[i] != after[i]).collect();
         assert_eq!(changed, [28], "the big-endian size");
-        assert_eq!(Header::parse(&after), Ok(header));
+        assert_eq!(Header::parse(&after, 1), Ok(header));
     }
 }

@@ -15,20 +15,39 @@ pub(crate) async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
             HeaderErrorKind::Corrupt => ErrorKind::Corrupt,
             HeaderErrorKind::Unsupported => ErrorKind::Unsupported,
         };
-        Error::new(kind, refusal.what).on(storage.name()).at(refusal.offset)
+        let error = Error::new(kind, refusal.what).on(storage.name()).at(refusal.offset);
+        match refusal.offset {
+            0 => error.hint(
+                "say which format it has (--format), or restore it from a copy if it was one",
+            ),
+            _ => error,
+        }
     };
     let first = read(storage, 0, SECTOR).await?;
     let bits = header::cluster_bits(&first).map_err(refuse)?;
+    if storage.size() < header::LENGTH_3 as u64 {
+        let what = format!(
+            "the file ends after {} bytes, within the header of a qcow2 image: it was truncated",
+            storage.size()
+        );
+        let error = Error::new(ErrorKind::Corrupt, what).on(storage.name());
+        return Err(error.hint("get the whole file again, or restore it from a copy"));
+    }
     let block = storage.capabilities().alignment.offset;
     if 1 << bits < u64::from(block) {
         let what = format!("clusters of {} bytes in a storage of blocks of {block}", 1u64 << bits);
         return Err(Error::new(ErrorKind::Unsupported, what)
             .on(storage.name())
-            .hint("open it through the page cache (--cache writeback)"));
+            .hint(SMALL_CLUSTERS));
     }
     let bytes = read(storage, 0, 1 << bits).await?;
-    Header::parse(&bytes).map_err(refuse)
+    Header::parse(&bytes, block).map_err(refuse)
 }
+
+/// Where the clusters of an image can be smaller than the blocks of its storage.
+pub(crate) const SMALL_CLUSTERS: &str = "a file or device of this host is opened through the page cache (--cache \
+     writeback); an export of another server needs one that takes smaller blocks, or a copy of the image with larger \
+     clusters";
 
 /// Writes `bytes` at `offset`, a multiple of the storage's alignment, with zeros up to the next
 /// multiple.

@@ -71,7 +71,7 @@ impl DataPlacement {
     pub(super) fn within_disk(&self, whole: ByteRange, guest: ByteRange, size: u64) -> ByteRange {
         let Self::DataFile(file) = self else { return whole };
         let end = size.next_multiple_of(file.block).max(guest.end());
-        ByteRange::between(whole.offset(), whole.end().min(end))
+        whole.before(end)
     }
 
     /// The data file is open, and has blocks of so many bytes.

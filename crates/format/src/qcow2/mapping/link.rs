@@ -43,6 +43,7 @@ impl Mapper<'_> {
             Durability::Data | Durability::Full => DataStability::Stable,
         };
         let slice = self.writable_l2_slice(first)?;
+        self.tables.redo().check_promised()?;
         for cluster in clusters.clone() {
             self.tables.entry(slice, geometry.l2_index(cluster).index)?;
         }
@@ -126,8 +127,7 @@ impl Mapper<'_> {
 
     /// The entry of a cluster that has no data any more: it must not show the backing file.
     pub(super) fn discarded_entry(&self) -> Entry {
-        let header = self.tables.header();
-        match header.geometry.version >= 3 && header.backing.is_some() {
+        match self.tables.geometry().version >= 3 && self.has_backing() {
             true => Entry::ZERO,
             false => Entry::UNALLOCATED,
         }

@@ -25,7 +25,7 @@ impl Mapper<'_> {
         if wanted == 0 || header.encryption.is_some() || geometry.extended_l2 {
             return Ok(0);
         }
-        let reads_backing = header.backing.is_some();
+        let reads_backing = self.has_backing();
         let in_slice = geometry.slice_l2_entries() - geometry.l2_index(clusters.start).index as u64;
         let end = (clusters.end + wanted).min(clusters.start + in_slice);
         let end = end.min(geometry.clusters_for(header.size));

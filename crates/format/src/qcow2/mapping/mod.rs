@@ -49,7 +49,8 @@ pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
     runs: RunsAhead,
-    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not known.
+    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not known, and before
+    /// the image gets one.
     backing_end: u64,
 }
 
@@ -108,6 +109,11 @@ impl Mapping {
 }
 
 impl Mapper<'_> {
+    /// Whether clusters without an entry are read from a backing file, or will be soon.
+    fn has_backing(&self) -> bool {
+        self.tables.header().backing.is_some() || self.mapping.backing_end > 0
+    }
+
     /// Blocked where a writeback has to run, or a change to end, before another one is prepared.
     fn check_room(&mut self) -> Step<()> {
         self.tables.check_dirty_limit()?;

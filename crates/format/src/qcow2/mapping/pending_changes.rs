@@ -4,6 +4,7 @@
 //! Overwrites in place go side by side, and a change that would take their host cluster away waits for
 //! their end. Reads never wait: until the link they see the old mapping.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use event_listener::{Event, EventListener};
 
 use crate::qcow2::layout::entry::{CompressedDescriptor, SubclusterState};
+use crate::qcow2::tables::{Blocked, Step};
 
 /// What a link makes of the entries of the clusters.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,11 +101,16 @@ impl PendingChanges {
         }
     }
 
-    pub(super) fn begin(&mut self, clusters: Range<u64>, change: Change) {
-        let first = clusters.start;
-        let pending = PendingChange { clusters, change, ended: Arc::new(Event::new()) };
-        let other = self.changes.insert(first, pending);
-        assert!(other.is_none(), "two changes of one cluster at a time");
+    /// A cluster has one change at a time: another one waits until that has ended.
+    pub(super) fn begin(&mut self, clusters: Range<u64>, change: Change) -> Step<()> {
+        match self.changes.entry(clusters.start) {
+            Entry::Occupied(other) => Err(Blocked::Wait(other.get().ended.listen())),
+            Entry::Vacant(place) => {
+                let ended = Arc::new(Event::new());
+                place.insert(PendingChange { clusters, change, ended });
+                Ok(())
+            }
+        }
     }
 
     /// How many changes are pending.
@@ -137,7 +144,7 @@ mod tests {
     #[test]
     fn changes_have_their_clusters_alone() {
         let mut pending = PendingChanges::default();
-        pending.begin(4..6, CHANGE);
+        assert!(pending.begin(4..6, CHANGE).is_ok());
         assert_eq!(pending.unlocked_until(0, 10).ok(), Some(4));
         assert!(pending.unlocked_until(4, 10).is_err() && pending.unlocked_until(5, 6).is_err());
         assert_eq!(pending.unlocked_until(6, 10).ok(), Some(10));

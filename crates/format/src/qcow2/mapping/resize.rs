@@ -15,11 +15,27 @@ impl Mapper<'_> {
             return Ok(());
         }
         let count = geometry.clusters_for(entries * 8);
-        let new = self.allocator.allocate_at_end(self.tables, count)?;
+        let new = self.allocator.allocate_row(self.tables, count)?;
         if let Some(old) = self.tables.move_l1(entries, new) {
             self.allocator.defer_free(DeferredFree::of(old));
         }
         Ok(())
+    }
+
+    /// Has the L2 entries from that of `cluster` to the end of its slice, or to `end`, refer to
+    /// their places in the raw disk. Returns the cluster after them.
+    pub(crate) fn map_raw_slice(&mut self, cluster: u64, end: u64) -> Step<u64> {
+        let geometry = self.tables.geometry();
+        let first = geometry.l2_index(cluster).index as u64;
+        let next = end.min(cluster + geometry.slice_l2_entries() - first);
+        self.wait_for_changes(cluster, next)?;
+        let slice = self.writable_l2_slice(cluster)?;
+        for (index, cluster) in (first as usize..).zip(cluster..next) {
+            let entry = Entry::data(geometry.offset_of(cluster));
+            self.tables.set_entry(slice, index, entry, DataStability::Stable);
+        }
+        self.tables.note_change();
+        Ok(next)
     }
 
     /// Empties the L2 entries from that of `cluster` to the end of its slice. Returns the cluster after

@@ -91,7 +91,7 @@ impl Mapper<'_> {
     fn is_backed(&self, cluster: u64) -> bool {
         let geometry = self.tables.geometry();
         let is_before_end = geometry.offset_of(cluster) < self.mapping.backing_end;
-        self.tables.header().backing.is_some() && (is_before_end || geometry.version >= 3)
+        self.has_backing() && (is_before_end || geometry.version >= 3)
     }
 
     /// The first of `clusters` for which [`is_backed`](Self::is_backed) has the same result.
@@ -146,7 +146,7 @@ impl Mapper<'_> {
         };
         let Entry::Standard { subclusters, .. } = old else { return Ok(None) };
         let mask = subclusters_in(geometry, cluster, part);
-        let is_backed = self.tables.header().backing.is_some();
+        let is_backed = self.has_backing();
         let shown = if is_backed { subclusters.zero } else { !subclusters.data };
         if shown & mask == mask {
             return Ok(Some(noop_extent(part)));
@@ -155,7 +155,7 @@ impl Mapper<'_> {
         self.tables.check_host(cluster, old)?;
         let clusters = cluster..cluster + 1;
         self.wait_for_overwrites(&clusters)?;
-        self.mapping.changes.begin(clusters, Change::Subclusters { mask, state, keep });
+        self.mapping.changes.begin(clusters, Change::Subclusters { mask, state, keep })?;
         let flags = ExtentFlags::NEW;
         Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
@@ -219,8 +219,10 @@ impl Mapper<'_> {
             Some(slice) => needs(self.tables.entry(slice, at.index)?),
             None => true,
         };
-        let slice =
-            if needed { self.writable_l2_slice(first)? } else { looked_up.expect("an entry") };
+        let slice = match looked_up {
+            Some(slice) if !needed => slice,
+            _ => self.writable_l2_slice(first)?,
+        };
         let mut count = 0;
         while first + count < end {
             let entry = self.tables.entry(slice, at.index + count as usize)?;
@@ -238,7 +240,7 @@ impl Mapper<'_> {
             return Ok(noop_extent(guest));
         }
         self.wait_for_overwrites(&clusters)?;
-        self.mapping.changes.begin(clusters, change);
+        self.mapping.changes.begin(clusters, change)?;
         let flags = ExtentFlags::NEW;
         Ok(Extent { guest, alloc_range: guest, state: ExtentState::Zero, flags })
     }
@@ -260,7 +262,7 @@ impl Mapper<'_> {
         let length = length.next_multiple_of(block);
         let host = self.allocator.alloc_bytes(self.tables, length, block)?;
         let data = CompressedDescriptor { offset: host, length };
-        self.mapping.changes.begin(clusters, Change::Compressed(data));
+        self.mapping.changes.begin(clusters, Change::Compressed(data))?;
         let state = ExtentState::Compressed { host, length };
         Ok(Extent { guest, alloc_range: guest, state, flags: ExtentFlags::NEW })
     }

@@ -217,7 +217,7 @@ impl Mapper<'_> {
         flags.set(ExtentFlags::ZEROED, target.zeroed);
         flags.set(ExtentFlags::PREPARED, target.zeroed && target.prepared);
         let Target { host, allocated, .. } = target;
-        self.mapping.changes.begin(clusters, Change::Write { host, allocated });
+        self.mapping.changes.begin(clusters, Change::Write { host, allocated })?;
         let host = host + (guest.offset() - bytes.offset());
         Ok(Extent { guest, alloc_range: whole, state: ExtentState::Mapped { host }, flags })
     }
@@ -230,7 +230,7 @@ impl Mapper<'_> {
                 Entry::Standard { subclusters, .. } if subclusters == SubclusterBitmap::ZERO => {
                     true
                 }
-                Entry::Standard { host: None, .. } => self.tables.header().backing.is_none(),
+                Entry::Standard { host: None, .. } => !self.has_backing(),
                 _ => false,
             };
             if !is_zero {

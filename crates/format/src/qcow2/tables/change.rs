@@ -8,7 +8,7 @@ use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
 use crate::qcow2::layout::header::Header;
 
 use super::slice_cache::{DataStability, SliceId, SliceKind};
-use super::{Step, Tables};
+use super::{Blocked, Step, Tables};
 
 impl Tables {
     /// A change was made that a flush makes durable.
@@ -42,7 +42,9 @@ impl Tables {
             self.ensure(id)?;
             self.cache.change(id.offset, 0, DataStability::Stable).copy_from_slice(bytes);
         }
-        self.l1.set(l1_index, l1_word(Reference::with_copied(table)));
+        if !self.l1.set(l1_index, l1_word(Reference::with_copied(table))) {
+            return Err(self.past_table("L1 table", self.header().l1_offset).into());
+        }
         self.version += 1;
         Ok(table)
     }
@@ -52,8 +54,8 @@ impl Tables {
         let mut content = Vec::new();
         for slice in self.slices_of(table.offset) {
             self.ensure(slice)?;
-            let slice = self.cache.get(slice.offset).expect("a slice that was ensured");
-            content.push(slice.bytes.clone());
+            let cached = self.cache.get(slice.offset).ok_or(Blocked::CacheMiss(slice))?;
+            content.push(cached.bytes.clone());
         }
         Ok(content)
     }
@@ -61,7 +63,8 @@ impl Tables {
     /// Takes an L2 table out of the L1 table.
     pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
         self.end_watch();
-        self.l1.set(l1_index, 0);
+        // Past its end there is none.
+        let _ = self.l1.set(l1_index, 0);
         self.version += 1;
     }
 
@@ -107,9 +110,20 @@ impl Tables {
     }
 
     /// Begins a refcount block, which nothing on disk refers to yet.
-    pub(crate) fn add_refcount_block(&mut self, index: u64, offset: u64) {
+    ///
+    /// # Errors
+    /// `Corrupt` where the refcount table does not reach this far.
+    pub(crate) fn add_refcount_block(&mut self, index: u64, offset: u64) -> Result<(), Error> {
+        if !self.refcount_table.set(index as usize, offset) {
+            let table = self.header().refcount_table_offset;
+            return Err(self.past_table("refcount table", table));
+        }
         self.init_table(offset, SliceKind::Refcounts);
-        self.refcount_table.set(index as usize, offset);
+        Ok(())
+    }
+
+    fn past_table(&self, table: &str, offset: u64) -> Error {
+        self.corrupt(format!("the {table} does not reach as far as the image"), offset)
     }
 
     /// Takes a refcount block out of the refcount table.
@@ -117,7 +131,8 @@ impl Tables {
         self.end_watch();
         let geometry = self.geometry;
         let offset = self.refcount_table.get(index);
-        self.refcount_table.set(index, 0);
+        // Past its end there is none.
+        let _ = self.refcount_table.set(index, 0);
         self.cache.invalidate(offset, offset + geometry.cluster_size(), geometry.slice_size());
         self.new_tables.remove(&offset);
         self.active.remove(&geometry.cluster_of(offset));

@@ -17,6 +17,12 @@ impl FileEnd {
         Self { end: clusters, opened: clusters }
     }
 
+    /// That of a file of so many clusters now. What lies before the end so far may have been written,
+    /// however short the file is taken to be: by a write that failed in its middle, or was dropped.
+    pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
+        Self::new(clusters.max(self.bound()))
+    }
+
     /// No cluster from here on is in use.
     pub(crate) fn end(&self) -> u64 {
         self.end

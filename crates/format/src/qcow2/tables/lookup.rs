@@ -43,7 +43,7 @@ impl Tables {
     pub(crate) fn entry(&mut self, slice: SliceId, index: usize) -> Step<Entry> {
         let geometry = self.geometry;
         self.ensure(slice)?;
-        let cached = self.cache.get(slice.offset).expect("a slice that was ensured");
+        let cached = self.cache.get(slice.offset).ok_or(Blocked::CacheMiss(slice))?;
         Entry::read(&cached.bytes, index, geometry).map_err(|error| {
             let offset = slice.offset + index as u64 * geometry.l2_entry_size();
             Blocked::Failed(self.corrupt(format!("an L2 entry {error}"), offset))

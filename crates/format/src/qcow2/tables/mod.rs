@@ -110,7 +110,7 @@ impl Tables {
 
     /// Other tables, all of them on disk, are the active ones from now on.
     pub(crate) fn replace(&mut self, active: ActiveTables) -> Result<(), Error> {
-        self.file = FileEnd::new(active.clusters);
+        self.file = self.file.with_clusters(active.clusters);
         self.switch(active.header, active.l1, active.refcount_table)
     }
 

@@ -7,7 +7,7 @@ use blockhouse_core::Error;
 use crate::qcow2::layout::{entry, refcount};
 
 use super::slice_cache::{DataStability, Slice, SliceId, SliceKind};
-use super::{Step, Tables};
+use super::{Blocked, Step, Tables};
 
 /// Clusters from one on, as far as one slice of refcounts tells.
 pub(crate) enum Scan {
@@ -53,15 +53,15 @@ impl Tables {
         Ok(Some((id, at.index)))
     }
 
-    fn cached(&mut self, id: SliceId) -> &Slice {
-        self.cache.get(id.offset).expect("a slice that was ensured")
+    fn cached(&mut self, id: SliceId) -> Step<&Slice> {
+        self.cache.get(id.offset).ok_or(Blocked::CacheMiss(id))
     }
 
     /// A cluster's refcount.
     pub(crate) fn refcount(&mut self, cluster: u64) -> Step<u64> {
         let order = self.geometry.refcount_order;
         let Some((id, index)) = self.refcount_slice(cluster)? else { return Ok(0) };
-        Ok(refcount::get(&self.cached(id).bytes, order, index))
+        Ok(refcount::get(&self.cached(id)?.bytes, order, index))
     }
 
     /// Changes the refcount of a cluster that has a refcount block.
@@ -86,7 +86,7 @@ impl Tables {
         };
         let order = self.geometry.refcount_order;
         let last = self.geometry.slice_refcounts() as usize;
-        let slice = self.cached(id);
+        let slice = self.cached(id)?;
         let is_free = |index: usize| refcount::get(&slice.bytes, order, index) == 0;
         let wanted = is_free(first);
         let count = (first..last).take_while(|&index| is_free(index) == wanted).count() as u64;
@@ -104,7 +104,7 @@ impl Tables {
             let first = cluster / geometry.block_refcounts() * geometry.block_refcounts();
             return Ok(LastCounted::NoRefcountBlock(first));
         };
-        let slice = self.cached(id);
+        let slice = self.cached(id)?;
         let is_used = |&at: &usize| refcount::get(&slice.bytes, geometry.refcount_order, at) != 0;
         Ok(match (0..=index).rev().find(is_used) {
             Some(last) => LastCounted::Cluster(cluster - (index - last) as u64),
@@ -117,7 +117,7 @@ impl Tables {
     pub(crate) fn counts_other(&mut self, start: u64, except: u64) -> Step<Option<bool>> {
         let geometry = self.geometry;
         let Some((id, _)) = self.refcount_slice(start)? else { return Ok(None) };
-        let slice = self.cached(id);
+        let slice = self.cached(id)?;
         let has_other = (0..geometry.slice_refcounts()).any(|at| {
             let count = refcount::get(&slice.bytes, geometry.refcount_order, at as usize);
             count != 0 && start + at != except

@@ -16,7 +16,7 @@ use event_listener::{Event, EventListener};
 
 use crate::CacheCounts;
 
-/// Which entries of a slice.
+/// Which groups of entries of a slice, as [`Slice::group_of`] numbers them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entries([u64; 8]);
 
@@ -67,8 +67,7 @@ impl SliceId {
 pub(crate) struct Slice {
     pub(crate) kind: SliceKind,
     pub(crate) bytes: Box<[u8]>,
-    /// Entries that changed since the last writeback copied the slice. Of refcounts, the first bit
-    /// stands for all.
+    /// Entries that changed since the last writeback copied the slice.
     dirty: Entries,
     /// Entries that a running writeback is writing.
     writeback: Entries,
@@ -82,9 +81,19 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// Whether the entry on disk may be another one.
+    /// Whether the entry on disk, or that of a neighbour in a large slice, may be another one.
     pub(crate) fn is_dirty(&self, index: usize) -> bool {
-        self.dirty.contains(index) || self.writeback.contains(index)
+        let group = self.group_of(index);
+        self.dirty.contains(group) || self.writeback.contains(group)
+    }
+
+    /// What the `index`-th entry is noted in. All refcounts are one group. An entry of L2 is a group
+    /// of its own in a slice of up to 4 KiB, and shares one in a larger slice.
+    fn group_of(&self, index: usize) -> usize {
+        match self.kind {
+            SliceKind::Refcounts => 0,
+            SliceKind::L2 => index / (self.bytes.len() / 4096).max(1),
+        }
     }
 
     fn is_clean(&self) -> bool {
@@ -195,12 +204,12 @@ impl SliceCache {
         stability: DataStability,
     ) -> &mut [u8] {
         let slice = &mut self.slots[self.index[&offset]].1;
-        let index = if slice.kind == SliceKind::Refcounts { 0 } else { index };
+        let group = slice.group_of(index);
         (slice.used, slice.step) = (true, self.step);
-        slice.dirty.insert(index);
+        slice.dirty.insert(group);
         // An entry that was unstable before stays so: even a host cluster that reads as zeros must exist.
         if stability == DataStability::Unstable {
-            slice.unstable.insert(index);
+            slice.unstable.insert(group);
         }
         self.dirty.insert(offset);
         &mut slice.bytes
@@ -402,6 +411,15 @@ mod tests {
         assert_eq!(cache.begin_writeback(SliceKind::L2).len(), 1);
         cache.redirty(id(0));
         assert!(cache.get(0).unwrap().is_dirty(2) && cache.has_dirty());
+    }
+
+    #[test]
+    fn entries_of_a_large_slice_are_noted_in_groups() {
+        let mut cache = SliceCache::new(4);
+        cache.insert(id(0), vec![0; 65536].into());
+        cache.change(0, 8191, STABLE);
+        let slice = cache.get(0).unwrap();
+        assert!(slice.is_dirty(8191) && !slice.is_dirty(0) && !slice.is_dirty(8175));
     }
 
     #[test]

@@ -39,6 +39,13 @@ impl From<Error> for Blocked {
 pub(crate) enum ReserveRequest {
     /// So many clusters at the end, with refcounts of 0.
     AtEnd(u64),
+    /// `count` clusters in a row: `total` at the end as above, or elsewhere with refcounts of one.
+    Row {
+        /// The clusters that are to be in a row.
+        count: u64,
+        /// That and what has to count it, at the end.
+        total: u64,
+    },
     /// A file that is so many clusters long, if the storage can be made longer.
     Length(u64),
     /// Clusters at the end that hold written zeros, if the storage can prepare them.

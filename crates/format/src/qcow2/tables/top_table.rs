@@ -49,14 +49,18 @@ impl TopTable {
         self.words.get(index).copied().unwrap_or(0)
     }
 
-    /// Changes an entry inside the table.
-    pub(crate) fn set(&mut self, index: usize, word: u64) {
-        assert!(index < self.length, "an entry past the end of the table");
+    /// Changes an entry inside the table; `false`, and nothing has changed, past its end.
+    #[must_use]
+    pub(crate) fn set(&mut self, index: usize, word: u64) -> bool {
+        if index >= self.length {
+            return false;
+        }
         if index >= self.words.len() {
             self.words.resize(index + 1, 0);
         }
         self.words[index] = word;
         self.dirty.insert(index);
+        true
     }
 
     /// Makes the table longer, with zeros, or shorter. The caller has the location changed on disk.
@@ -108,8 +112,8 @@ mod tests {
         let (mut whole, mut trimmed) = (TopTable::new(words.clone()), TopTable::trimmed(words));
         assert!(trimmed.words().len() < 100);
         for table in [&mut whole, &mut trimmed] {
-            table.set(600, 5);
-            table.set(3, 0);
+            assert!(table.set(600, 5) && table.set(3, 0));
+            assert!(!table.set(1024, 1), "it does not reach this far");
             assert_eq!((table.get(600), table.get(700), table.get(5000)), (5, 0, 0));
         }
         let parts = |table: &TopTable, dirty| {

@@ -4,7 +4,7 @@
 //!    dropped: a later write of the same table waits for that ([`TableWriter::drained`]).
 //! 2. Writes of the header go one at a time, since each replaces the whole first sector.
 //! 3. The first failure is kept: no table is written any more until the image is opened again. A write
-//!    that failed for want of space changed nothing, and is tried again.
+//!    that failed for want of space is tried again, and makes whole what a part of it has changed.
 
 use std::future::Future;
 

@@ -299,8 +299,11 @@ fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result
     if !entry.is_inconsistent(header) {
         return Ok(());
     }
-    let what = format!("{} was not saved by its last writer, and lacks changes", entry.called());
-    Err(Error::new(ErrorKind::InvalidInput, what)
+    let what = format!(
+        "{} could not be kept or saved by its last writer, and lacks changes",
+        entry.called()
+    );
+    Err(Error::new(ErrorKind::LacksChanges, what)
         .on(image)
         .hint("it can only be removed; the next backup has to be a full one"))
 }
@@ -365,9 +368,11 @@ pub(super) async fn resize_with_bitmaps<S: Storage>(
     size: u64,
 ) -> Result<()> {
     let storage = metadata.storage();
+    let voucher = live.voucher();
     let change = async |entries: &mut Vec<BitmapEntry>,
                         transaction: &mut MetadataTransaction<'_, S>| {
         let old_size = transaction.size();
+        transaction.set_data_size(size, size.max(old_size), voucher);
         for entry in entries.iter_mut() {
             resize_table(entry, (old_size, size), storage, transaction).await?;
         }
@@ -381,6 +386,7 @@ pub(super) async fn resize_with_bitmaps<S: Storage>(
         transaction.set_l1(l1, size);
         Ok(())
     };
+    live.disable_lost(metadata).await?;
     run(metadata, transactions, live, change).await
 }
 

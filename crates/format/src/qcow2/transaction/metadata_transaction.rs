@@ -7,7 +7,8 @@ use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use futures_util::stream::{self, StreamExt};
 
-use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, DirectoryLocation};
+use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, DirectoryLocation, LIVE_BITMAPS};
+use crate::qcow2::layout::data_file_mark::{DataFileMark, Voucher};
 use crate::qcow2::layout::entry::{self, Entry, Reference, l1_word};
 use crate::qcow2::layout::extensions::{self, Extension};
 use crate::qcow2::layout::geometry::Geometry;
@@ -18,6 +19,7 @@ use crate::qcow2::layout::{table_io, words};
 use crate::qcow2::tables::ActiveTables;
 
 use super::ImageMetadata;
+use super::data_file::lengthen_data_file;
 use super::freeze::FreezeGuard;
 use super::shadow_refcounts::{NewRefcounts, ShadowRefcounts};
 
@@ -60,6 +62,8 @@ pub(super) struct MetadataTransaction<'a, S: Storage> {
     snapshots: Vec<SnapshotEntry>,
     old_snapshots_length: u64,
     waiting: Vec<TableWrite>,
+    /// How long the data file becomes before the tables are active.
+    data_length: u64,
 }
 
 impl Transactions {
@@ -160,6 +164,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
             snapshots: entries,
             old_snapshots_length: length,
             waiting: Vec::new(),
+            data_length: 0,
         })
     }
 
@@ -227,6 +232,20 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     pub(super) fn set_l1(&mut self, l1: Vec<u64>, size: u64) {
         self.l1 = l1;
         self.header.size = size;
+    }
+
+    /// Changes the size that the data file of a sidecar may have beside the disk's, one of which is
+    /// `larger`. Its bitmaps are marked as those of a session, of which the changes are this
+    /// process's also where it dies.
+    pub(super) fn set_data_size(&mut self, size: u64, larger: u64, voucher: Option<Voucher>) {
+        self.data_length = size;
+        if DataFileMark::of(&self.header).is_some() {
+            self.header.autoclear |= LIVE_BITMAPS;
+            DataFileMark::set_other_size(&mut self.header, larger);
+            if let Some(voucher) = voucher {
+                DataFileMark::set_voucher(&mut self.header, voucher);
+            }
+        }
     }
 
     /// The active L1 table.
@@ -309,8 +328,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
 
     /// The L2 table at `offset`.
     pub(super) async fn read_table(&self, offset: u64) -> Result<Vec<u8>> {
-        let tables = self.read_tables(&[Reference { offset, copied: false }]).await?;
-        Ok(tables.into_iter().next().expect("the one that was asked for"))
+        let mut tables = self.read_tables(&[Reference { offset, copied: false }]).await?;
+        tables.pop().ok_or_else(|| self.corrupt("an L2 table is missing".to_owned(), offset))
     }
 
     async fn read_tables(&self, tables: &[Reference]) -> Result<Vec<Vec<u8>>> {
@@ -414,13 +433,19 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     async fn commit(mut self, freeze: &mut FreezeGuard<'_, S>) -> Result<Vec<Range<u64>>> {
         self.put_l1().await?;
         self.put_snapshots().await?;
-        let Self { metadata, mut header, l1, refcounts, waiting, .. } = self;
+        let Self { metadata, mut header, l1, refcounts, waiting, data_length, .. } = self;
         write_beside(metadata, &waiting).await?;
         let NewRefcounts { writes, table, table_offset, table_clusters, freed } =
             refcounts.finalize()?;
         write_beside(metadata, &writes).await?;
         drop(writes);
         metadata.sync(SyncMode::Data).await?;
+        // All that may find no room has found it.
+        lengthen_data_file(metadata, data_length, |disk_header| {
+            disk_header.autoclear |= header.autoclear & LIVE_BITMAPS;
+            DataFileMark::copy(&header, disk_header);
+        })
+        .await?;
         header.refcount_table_offset = table_offset;
         header.refcount_table_clusters = table_clusters;
         freeze.begin_switch();

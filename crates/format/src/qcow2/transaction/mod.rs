@@ -21,6 +21,7 @@ mod amend;
 mod backing;
 mod bitmap_removal;
 mod bitmaps;
+mod data_file;
 mod freeze;
 mod metadata_transaction;
 mod prepared_change;
@@ -46,7 +47,7 @@ pub(crate) use prepared_change::prepare_change;
 pub use prepared_change::{Preparation, PreparedChange, SnapshotPlan};
 pub(crate) use recount::recount;
 pub(crate) use replay::{logged_hosts, replay};
-pub(crate) use resize::{grow, make_empty, prepare_resize, shrink};
+pub(crate) use resize::{check_resize, grow, make_empty, prepare_resize, shrink};
 pub use snapshots::NewSnapshot;
 pub(crate) use snapshots::{
     apply_snapshot, create_snapshot, delete_snapshot, list_snapshots, rename_snapshot,

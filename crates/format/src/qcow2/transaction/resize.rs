@@ -1,36 +1,61 @@
 //! Longer and shorter disks.
 //!
 //! A longer one gets its L1 entries first and its size last, so that the caller can make what would become
-//! visible read as zeros in between. A shorter one loses the clusters beyond its new end first: what a
-//! crash leaves has the old size, and nothing can come back when the disk grows again. Its size and the
-//! number of L1 entries change with one write of the header. Where the image has bitmaps, that is the write of a
-//! transaction that changes their tables, too.
+//! visible read as zeros in between. What may find no room comes before its data file becomes
+//! longer. A sidecar says in its header which size its data file may have beside the disk's: after
+//! a crash in between it is cut to the disk. A shorter one loses the clusters beyond its new end
+//! first: what a crash leaves has the old size, and nothing can come back when the disk grows
+//! again. Its size and the number of L1 entries change with one write of the header. Where the
+//! image has bitmaps, that is the write of a transaction that changes their tables, too.
 
 use std::ops::Range;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode, WorkBudget};
 
 use crate::qcow2::bitmaps::LiveBitmaps;
+use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::layout::limits::MAX_L1_BYTES;
+use crate::qcow2::layout::options::DataFile;
 use crate::qcow2::layout::table_io;
 
 use super::bitmaps::resize_with_bitmaps;
+use super::data_file::{is_sidecar, lengthen_data_file};
 use super::metadata_transaction::Transactions;
 use super::{ImageMetadata, thawed_mapper};
 
 /// After how many clusters they are freed, so that the list of them stays short.
 const MAX_CLUSTERS_PER_WRITEBACK: u64 = 1 << 19;
 
-/// Makes entries for a disk of `size` bytes, which keeps its size.
+/// Makes entries for a disk of `size` bytes, which keeps its size; it has those up to `from`
+/// already.
 pub(crate) async fn prepare_resize<S: Storage>(
     metadata: &ImageMetadata<S>,
+    from: u64,
     size: u64,
 ) -> Result<()> {
     check_resize(metadata, size)?;
     metadata.begin_changes().await?;
-    extend_data_file(metadata, size).await?;
-    let grown = metadata.step(|state| thawed_mapper(state)?.grow_l1(size)).await;
-    metadata.marking(grown).await
+    let prepared = make_entries(metadata, from, size).await;
+    metadata.marking(prepared).await
+}
+
+/// Of a raw disk all clusters have their entries.
+async fn make_entries<S: Storage>(metadata: &ImageMetadata<S>, from: u64, size: u64) -> Result<()> {
+    metadata.step(|state| thawed_mapper(state)?.grow_l1(size)).await?;
+    let is_raw = |file: &DataFile| file.is_raw_disk();
+    if !metadata.lock().tables.header().data_file.as_ref().is_some_and(is_raw) {
+        return Ok(());
+    }
+    let geometry = metadata.geometry();
+    let (mut cluster, end) = (geometry.clusters_for(from), geometry.clusters_for(size));
+    let budget = WorkBudget::new();
+    while cluster < end {
+        let first = cluster;
+        cluster = metadata.step(|state| thawed_mapper(state)?.map_raw_slice(first, end)).await?;
+        // Other tasks of the loop have their turn: a step that finds its slice in memory never waits.
+        budget.spend((cluster - first) * WorkBudget::LOOK_UP).await;
+    }
+    Ok(())
 }
 
 /// Makes the disk longer. What lies past the old end in the last cluster or in the backing file becomes
@@ -46,16 +71,13 @@ pub(crate) async fn grow<S: Storage>(
         return Err(invalid(metadata, what));
     }
     metadata.begin_changes().await?;
-    extend_data_file(metadata, size).await?;
     if live.has_any() {
         return resize_with_bitmaps(metadata, transactions, live, size).await;
     }
-    let grown = metadata.step(|state| {
-        thawed_mapper(state)?.grow_l1(size)?;
-        state.tables.set_size(size);
-        Ok(())
-    });
-    metadata.marking(grown.await).await?;
+    let grown = metadata.step(|state| thawed_mapper(state)?.grow_l1(size)).await;
+    metadata.marking(grown).await?;
+    lengthen_data_file(metadata, size, |header| DataFileMark::set_other_size(header, size)).await?;
+    metadata.lock().tables.set_size(size);
     metadata.publish_size(size);
     Ok(())
 }
@@ -80,6 +102,7 @@ pub(crate) async fn shrink<S: Storage>(
     if live.has_any() {
         resize_with_bitmaps(metadata, transactions, live, size).await?;
     } else {
+        note_other_size(metadata, metadata.size()).await?;
         metadata.step(|state| thawed_mapper(state)?.cut(size)).await?;
     }
     if let Some(data) = metadata.writer().data_file() {
@@ -141,16 +164,19 @@ async fn empty_last_table<S: Storage>(metadata: &ImageMetadata<S>, size: u64) ->
     Ok(())
 }
 
-/// Makes the data file as long as a disk of `size` bytes, or leaves it longer: it is never shorter
-/// than the disk, whatever a crash leaves.
-async fn extend_data_file<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
-    match metadata.writer().data_file() {
-        Some(data) if data.size() < size => data.resize(size).await,
-        _ => Ok(()),
+/// A sidecar notes, durably, which other size its data file may have.
+async fn note_other_size<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+    match is_sidecar(metadata) {
+        true => metadata.write_header(|header| DataFileMark::set_other_size(header, size)).await,
+        false => Ok(()),
     }
 }
 
-fn check_resize<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+/// Whether the image may have a disk of this size.
+///
+/// # Errors
+/// It may not be changed; `InvalidInput`.
+pub(crate) fn check_resize<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
     metadata.check_writable()?;
     metadata.check_intact()?;
     let geometry = metadata.geometry();

@@ -218,7 +218,8 @@ impl ShadowRefcounts {
             // Taking space changes blocks, maybe one that did not change before.
             while let Some(index) = self.unallocated_blocks.pop_first() {
                 let cluster = self.allocate(1)?;
-                let block = self.blocks.get_mut(&index).expect("the block that was found");
+                let absent = Block { offset: None, new_cluster: None };
+                let block = self.blocks.entry(index).or_insert(absent);
                 block.new_cluster = Some(cluster);
                 // The allocation of its own new cluster may have changed it.
                 self.unallocated_blocks.remove(&index);
@@ -235,7 +236,7 @@ impl ShadowRefcounts {
             let start = self.allocate(self.table_clusters(entries)?)?;
             table = start..start + self.table_clusters(entries)?;
         }
-        Ok(self.into_writes(&table))
+        self.into_writes(&table)
     }
 
     /// Of a table of so many entries: as many as before, or half as many again as needed, so that
@@ -253,7 +254,7 @@ impl ShadowRefcounts {
         Ok(wanted.min(MAX_REFCOUNT_TABLE >> self.geometry.cluster_bits))
     }
 
-    fn into_writes(mut self, table: &Range<u64>) -> NewRefcounts {
+    fn into_writes(mut self, table: &Range<u64>) -> Result<NewRefcounts> {
         let geometry = self.geometry;
         let freed = self.freed();
         let count = table.end - table.start;
@@ -261,12 +262,18 @@ impl ShadowRefcounts {
         let mut writes = Vec::new();
         for (index, block) in std::mem::take(&mut self.blocks) {
             let new = block.new_cluster.map(|cluster| geometry.offset_of(cluster));
-            words[index as usize] = new.or(block.offset).expect("a block with an offset");
+            let place = words.get_mut(index as usize).zip(new.or(block.offset));
+            let (word, offset) = place.ok_or_else(|| {
+                let first = index * geometry.block_refcounts();
+                self.corrupt("a refcount block has no place", first)
+            })?;
+            *word = offset;
             writes.extend(new.map(|offset| TableWrite { offset, bytes: self.block_bytes(index) }));
         }
         let table_offset = geometry.offset_of(table.start);
         writes.push(TableWrite { offset: table_offset, bytes: words::bytes_of(&words) });
-        NewRefcounts { writes, table: words, table_offset, table_clusters: count as u32, freed }
+        let table_clusters = count as u32;
+        Ok(NewRefcounts { writes, table: words, table_offset, table_clusters, freed })
     }
 
     fn block_bytes(&mut self, index: u64) -> Vec<u8> {

@@ -4,6 +4,7 @@
 
 use blockhouse_core::{ErrorKind, Result, Storage, SyncMode};
 
+use crate::qcow2::allocator::Room;
 use crate::qcow2::tables::ReserveRequest;
 
 use super::Metadata;
@@ -23,6 +24,16 @@ impl<S: Storage, C> Metadata<S, C> {
             ReserveRequest::AtEnd(count) => match self.fill_reserve_at_end(count).await {
                 Err(error) if error.kind() == ErrorKind::NoSpace && self.may_have_space() => {
                     self.reclaim().await
+                }
+                outcome => outcome,
+            },
+            ReserveRequest::Row { count, total } => match self.fill_reserve_at_end(total).await {
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    match self.fill_reserve_in_row(count).await? {
+                        true => Ok(()),
+                        false if self.may_have_space() => self.reclaim().await,
+                        false => Err(error),
+                    }
                 }
                 outcome => outcome,
             },
@@ -119,6 +130,40 @@ impl<S: Storage, C> Metadata<S, C> {
             Err(_) => state.tables.file_mut().unreserve(reserved.end, reserved.start),
         }
         outcome
+    }
+
+    /// Reserves clusters in a row elsewhere, where the end of the file has no space. Returns whether it is
+    /// worth to try once more.
+    async fn fill_reserve_in_row(&self, count: u64) -> Result<bool> {
+        let _alone = self.end_lock.acquire().await;
+        let found = self.step(|state| {
+            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.check_dirty_limit()?;
+            let found = state.allocator.find_room(&mut state.tables, count)?;
+            if matches!(found, Room::Row(_)) {
+                state.tables.note_change();
+            }
+            Ok(found)
+        });
+        let row = match Box::pin(found).await? {
+            Room::Row(row) => row,
+            Room::End => return Ok(true),
+            Room::None => return Ok(false),
+        };
+        // Dropped in the middle, they stay allocated: a leak, because the write may still be in flight.
+        let outcome = self.writer.write_zeros(self.geometry.bytes_of(row.clone())).await;
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        match outcome {
+            Ok(()) => {
+                state.allocator.put_row(&mut state.tables, row);
+                Ok(true)
+            }
+            Err(error) => {
+                state.allocator.free_unlinked(&mut state.tables, row);
+                if error.kind() == ErrorKind::NoSpace { Ok(false) } else { Err(error) }
+            }
+        }
     }
 
     async fn fill_reserve_for_l2(&self, l1_index: usize) -> Result<()> {

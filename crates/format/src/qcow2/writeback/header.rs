@@ -227,7 +227,7 @@ impl<S: Storage, C> Metadata<S, C> {
     pub(crate) fn check_intact(&self) -> Result<()> {
         match self.writer.failure() {
             Some(error) if error.kind() == ErrorKind::Corrupt => {
-                let hint = "nothing is changed any more: repair the image (check --repair all)";
+                let hint = "the image is not changed from here on: repair it (check --repair all)";
                 Err(error.duplicate().hint(hint))
             }
             _ => Ok(()),

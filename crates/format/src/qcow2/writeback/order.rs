@@ -1,4 +1,4 @@
-//! The order of a writeback's writes (docs/qcow2.md, "Order"):
+//! The order of a writeback's writes (README.md of qcow2, "Order"):
 //!
 //! 1. refcounts, and tables that nothing on disk refers to yet; flush: they and all data are durable;
 //! 2. if the refcount table changed: its entries, or the header with its new location; flush;

@@ -1,10 +1,29 @@
 //! Images of other programs' formats, on a simulated storage.
 
-use blockhouse_core::{Alignment, Result};
+use blockhouse_core::{Alignment, ByteRange, ErrorKind, Result};
 use blockhouse_format::{
-    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, OpenOptions,
+    Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
 };
 use blockhouse_sim::{Config, Sim, SimDisk};
+
+/// A table in which no entry of data comes twice: an image with such a table is refused.
+pub fn distinct<T: Copy + PartialEq>(table: &[T], hole: T, is_data: impl Fn(T) -> bool) -> Vec<T> {
+    let is_repeated =
+        |index: usize| is_data(table[index]) && table[..index].contains(&table[index]);
+    let entry = |index| if is_repeated(index) { hole } else { table[index] };
+    (0..table.len()).map(entry).collect()
+}
+
+/// That a read of any part of an image is refused, because two of its blocks share data.
+pub async fn assert_shared(format: &Format<SimDisk>) {
+    for start in [0, format.size() - 512] {
+        let range = ByteRange::between(start, start + 512);
+        let error = format.map(range, Intent::Read).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt);
+        let text = error.to_string();
+        assert!(text.contains("share the data") || text.contains("overlap"), "{text}");
+    }
+}
 
 /// A storage that holds `bytes`, and is read by sectors.
 pub fn storage(sim: &Sim, bytes: Vec<u8>) -> SimDisk {

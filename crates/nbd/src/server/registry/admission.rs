@@ -11,7 +11,9 @@ use blockhouse_engine::Stream;
 use super::entry::{Entry, Origin};
 use crate::server::exports::ExportId;
 use crate::server::paused::{PausedConnection, PausedSession};
+use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
+use crate::tls::Credential;
 
 /// A connection that has sent no request for this long may be ended to make room for another client.
 const UNUSED_TIMEOUT: Duration = Duration::from_secs(1);
@@ -243,13 +245,13 @@ impl AdmissionState {
         &mut self,
         id: u64,
         export: ExportId,
-        is_encrypted: bool,
+        credential: Option<Arc<Credential>>,
         activity: &Arc<Activity>,
     ) -> Arc<ShutdownSignal> {
         let is_paused = self.pause == Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
         let signal = entry.map(|entry| {
-            let signal = entry.start_transmission(export, is_encrypted, activity);
+            let signal = entry.start_transmission(export, credential, activity);
             if is_paused {
                 entry.pause();
             }
@@ -289,6 +291,20 @@ impl AdmissionState {
     pub fn end_clients(&mut self, which: Clients) {
         self.entries.iter_mut().filter(|entry| which.contain(entry)).for_each(Entry::end);
         self.wake();
+    }
+
+    /// Disconnects those that use TLS and are no longer admitted: their peers.
+    pub fn disconnect_refused(&mut self, admits: impl Fn(&Credential) -> bool) -> Vec<Peer> {
+        let is_refused =
+            |entry: &&mut Entry| entry.credential().is_some_and(|shown| !admits(shown));
+        let refused = self.entries.iter_mut().filter(is_refused);
+        let peers = refused.map(|entry| {
+            entry.disconnect();
+            entry.origin().peer
+        });
+        let peers = peers.collect();
+        self.wake();
+        peers
     }
 
     /// Has all operations on their sockets end.

@@ -9,6 +9,7 @@ use crate::server::exports::ExportId;
 use crate::server::paused::PausedSession;
 use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
+use crate::tls::Credential;
 
 /// Where a connection comes from: what shares of the connections are counted by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -45,14 +46,14 @@ pub struct Entry {
     phase: Phase,
     /// What it chose in the handshake.
     export: Option<ExportId>,
-    /// Whether it uses TLS; known when the handshake is over.
-    is_encrypted: bool,
+    /// By what it was admitted, if it uses TLS; known when the handshake is over.
+    credential: Option<Arc<Credential>>,
 }
 
 impl Entry {
     /// A connection that waits.
     pub fn new(id: u64, stream: Stream, origin: Origin) -> Self {
-        Self { id, stream, origin, phase: Phase::Waiting, export: None, is_encrypted: false }
+        Self { id, stream, origin, phase: Phase::Waiting, export: None, credential: None }
     }
 
     /// Its number, larger than those of earlier connections.
@@ -121,10 +122,10 @@ impl Entry {
     pub fn start_transmission(
         &mut self,
         export: ExportId,
-        is_encrypted: bool,
+        credential: Option<Arc<Credential>>,
         activity: &Arc<Activity>,
     ) -> Arc<ShutdownSignal> {
-        (self.export, self.is_encrypted) = (Some(export), is_encrypted);
+        (self.export, self.credential) = (Some(export), credential);
         let shutdown = Arc::new(ShutdownSignal::default());
         if self.is_ending() {
             // It was told to end while its last option was answered.
@@ -147,7 +148,12 @@ impl Entry {
 
     /// Whether it uses TLS.
     pub fn is_encrypted(&self) -> bool {
-        self.is_encrypted
+        self.credential.is_some()
+    }
+
+    /// By what it was admitted, if it uses TLS.
+    pub fn credential(&self) -> Option<&Credential> {
+        self.credential.as_deref()
     }
 
     /// Has it pause.

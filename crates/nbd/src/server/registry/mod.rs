@@ -44,7 +44,9 @@ use parking_lot::Mutex;
 
 use crate::server::exports::ExportId;
 use crate::server::paused::{PausedConnection, PausedSession};
+use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
+use crate::tls::Credential;
 
 /// All connections of a server. Used when one comes or goes, never while it works.
 pub struct Registry {
@@ -163,6 +165,12 @@ impl Registry {
         false
     }
 
+    /// Disconnects the clients with TLS that are no longer admitted: their peers. What they have in
+    /// flight completes without replies.
+    pub fn disconnect_refused(&self, admits: impl Fn(&Credential) -> bool) -> Vec<Peer> {
+        self.state.lock().disconnect_refused(admits)
+    }
+
     /// How many of these connections there are.
     pub fn clients(&self, which: Clients) -> usize {
         self.state.lock().clients(which)
@@ -221,10 +229,10 @@ impl ConnectionGuard {
     pub fn start_transmission(
         &self,
         export: ExportId,
-        is_encrypted: bool,
+        credential: Option<Arc<Credential>>,
         activity: &Arc<Activity>,
     ) -> Arc<ShutdownSignal> {
-        self.registry.state.lock().start_transmission(self.id, export, is_encrypted, activity)
+        self.registry.state.lock().start_transmission(self.id, export, credential, activity)
     }
 }
 

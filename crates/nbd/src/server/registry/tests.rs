@@ -26,7 +26,7 @@ impl Connected {
         let (client, guard) = enter(registry, socket, process);
         let activity = Arc::new(Activity::new());
         activity.set_in_flight(1);
-        let shutdown = guard.start_transmission(ExportId::of_test(), false, &activity);
+        let shutdown = guard.start_transmission(ExportId::of_test(), None, &activity);
         Self { client, shutdown, activity, guard }
     }
 

@@ -100,7 +100,7 @@ impl Entry {
                 patches.write(offset, restore(descriptor, sector), place)?;
                 data += SECTOR;
             } else {
-                return wrong("a descriptor of its log is none, or its data is missing");
+                return wrong("a descriptor of its log is invalid, or its data is missing");
             }
         }
         Ok(())

@@ -132,12 +132,28 @@ impl RedoLog {
         self.head == self.tail
     }
 
-    /// Appends a change that was made just now. There is room: the step that prepared it has checked.
-    pub(crate) fn append(&mut self, record: &RedoRecord, geometry: Geometry) {
-        let Some(memory) = &self.memory else { return };
+    /// Blocked where there is no room for the records of one change, which the step that prepared it has promised: it
+    /// waits for a writeback then.
+    pub(crate) fn check_promised(&self) -> Step<()> {
+        match self.has_room(MAX_RECORDS_PER_CHANGE) {
+            true => Ok(()),
+            false => Err(Blocked::DirtyLimit),
+        }
+    }
+
+    fn has_room(&self, records: u64) -> bool {
+        let Some(memory) = &self.memory else { return true };
         let capacity = capacity(&**memory);
-        let has_room = self.head - self.tail < capacity && self.head % capacity < self.reserved;
-        assert!(has_room, "room for a change that was prepared");
+        let end = (self.head % capacity + records).min(capacity);
+        self.head - self.tail + records <= capacity && end <= self.reserved
+    }
+
+    /// Appends a change that was made just now. There is room: the step that made it has checked.
+    pub(crate) fn append(&mut self, record: &RedoRecord, geometry: Geometry) {
+        let has_room = self.has_room(1);
+        debug_assert!(has_room, "room for a change that was prepared");
+        let Some(memory) = self.memory.as_ref().filter(|_| has_room) else { return };
+        let capacity = capacity(&**memory);
         let first = FIRST_RECORD + (self.head % capacity) as usize * WORDS_PER_RECORD;
         for (index, word) in (first..).zip(record.words(geometry)) {
             memory.store(index, word);

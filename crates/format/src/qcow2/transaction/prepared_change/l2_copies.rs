@@ -230,7 +230,7 @@ impl L2Copies {
         match self.purpose {
             Purpose::Create => {
                 self.entries.count(Located { bytes: l2, name, offset }, counts).await?;
-                Ok(self.entries.clear_copied(l2).await)
+                self.entries.clear_copied(l2).await
             }
             Purpose::Delete => self.entries.set_copied(l2, (name, offset), counts).await,
         }

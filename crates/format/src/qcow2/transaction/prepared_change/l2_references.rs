@@ -82,10 +82,9 @@ impl L2References {
     }
 
     /// Takes the COPIED flags away; whether there were any.
-    pub(super) async fn clear_copied(&self, l2: &mut [u8]) -> bool {
+    pub(super) async fn clear_copied(&self, l2: &mut [u8]) -> Result<bool> {
         let clear = |host: Reference| Ok(Reference { copied: false, ..host });
-        let changed = self.change_references(l2, clear).await;
-        changed.expect("the flag can always be taken away")
+        self.change_references(l2, clear).await
     }
 
     /// Sets the COPIED flag of each cluster that has one reference left. Whether any changed. `name` and `offset` are for

@@ -143,7 +143,8 @@ impl<S: Storage> PreparedChange<'_, S> {
                 _ if !is_watched => self.metadata.writer().check_failure()?,
                 Ok(()) => return Ok(Preparation::Ready),
                 Err(Halt::Failed(error)) => return Err(error),
-                Err(Halt::NoSpare) => unreachable!("the tables are not frozen"),
+                // There is no space beside the tables, although they are not frozen.
+                Err(Halt::NoSpare) => return Ok(Preparation::AtOnce),
             }
         }
     }

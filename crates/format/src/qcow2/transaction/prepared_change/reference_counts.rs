@@ -108,9 +108,9 @@ impl ReferenceCounts {
         Some(self.last.get().1)
     }
 
-    /// So many references are left of a cluster that some were taken of.
+    /// So many references are left of a cluster that some were taken of. Of one without any that is not known.
     pub(super) fn set_left(&mut self, cluster: u64, left: Left) {
-        let page = self.find(cluster / self.in_page).expect("a cluster with references");
+        let Some(page) = self.find(cluster / self.in_page) else { return };
         let all = &mut self.pages[page].left;
         if all.is_empty() {
             *all = vec![Left::More; self.in_page as usize].into();
@@ -166,8 +166,10 @@ impl ReferenceCounts {
 
     /// The slice was encoded with these counts.
     pub(super) fn set_encoded(&mut self, slice: u64) {
-        if self.stale.remove(&slice) {
-            self.pages[self.index[&slice]].is_stale = false;
+        if self.stale.remove(&slice)
+            && let Some(page) = self.find(slice)
+        {
+            self.pages[page].is_stale = false;
         }
     }
 
@@ -181,7 +183,10 @@ impl ReferenceCounts {
         let page = self.index.get(&slice).map(|&page| &*self.pages[page].counts);
         let counts = page.unwrap_or_default().iter().enumerate();
         counts.filter(|&(_, &count)| count > 0).map(move |(at, &count)| match count {
-            LARGE => (at, self.large[&(slice * self.in_page + at as u64)]),
+            LARGE => {
+                let large = self.large.get(&(slice * self.in_page + at as u64));
+                (at, large.copied().unwrap_or(u64::from(LARGE)))
+            }
             count => (at, u64::from(count)),
         })
     }

@@ -87,7 +87,7 @@ impl<'a, S: Storage> Space<'a, S> {
             self.check_room(1)?;
             self.allocate_spare(BATCH).await?;
         }
-        let cluster = self.spare.pop().expect("a spare cluster");
+        let cluster = self.spare.pop().ok_or(Halt::NoSpare)?;
         self.used.insert(cluster);
         Ok(self.metadata.geometry().offset_of(cluster))
     }
@@ -132,7 +132,7 @@ impl<'a, S: Storage> Space<'a, S> {
         let at_end = self.metadata.step(|state| {
             state.tables.freeze_mut().wait_thawed()?;
             state.tables.check_dirty_limit()?;
-            state.allocator.allocate_at_end(&mut state.tables, count)
+            state.allocator.allocate_row(&mut state.tables, count)
         });
         self.runs[run as usize] = at_end.await?;
         Ok(())

@@ -113,9 +113,10 @@ impl<S: Storage> PreparedChange<'_, S> {
         header.l1_offset = self.place(Run::L1, words::bytes_of(&l1), &mut writes)?;
         match self.purpose() {
             Purpose::Create => {
-                let entry = entries.last_mut().expect("the new one");
                 let of_snapshot = words::bytes_of(&l1[..of_disk]);
-                entry.l1_offset = self.place(Run::SnapshotL1, of_snapshot, &mut writes)?;
+                let place = self.place(Run::SnapshotL1, of_snapshot, &mut writes)?;
+                // The new one.
+                entries.last_mut().into_iter().for_each(|entry| entry.l1_offset = place);
             }
             Purpose::Delete => replaced.extend(self.l1_of(&changed)),
         }
@@ -165,7 +166,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         let table = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
         replaced.push(self.free(header.refcount_table_offset, table));
         let whole = |offset| self.free(offset, geometry.cluster_size());
-        replaced.extend(self.refcounts.replaced().map(|block| whole(blocks[block as usize])));
+        let block = |index: u64| blocks.get(index as usize).copied();
+        replaced.extend(self.refcounts.replaced().filter_map(block).map(whole));
         replaced.extend(self.l2.replaced().map(|table| match table.is_copied() {
             true => whole(table.offset),
             false => {

@@ -1,0 +1,129 @@
+//! The line that `qemu-img create` begins with, for scripts that look for it: `Formatting 'disk.qcow2', fmt=qcow2 ...`.
+
+use std::path::Path;
+
+use blockhouse_disk::ImageFormat;
+use blockhouse_format::qcow2::{Compression, Preallocation, Switch, Version};
+
+use crate::create_options::Setting;
+use crate::{called_as, output};
+
+/// Prints it under the name qemu-img, unless `--quiet` forbids it.
+///
+/// # Errors
+/// Standard output takes nothing.
+pub fn print(
+    image: &Path,
+    format: ImageFormat,
+    size: u64,
+    settings: &[Setting],
+) -> anyhow::Result<()> {
+    if !called_as::is_qemu_img() {
+        return Ok(());
+    }
+    output::print_unless_quiet(&line(image, format, size, settings))
+}
+
+/// The options of a format, in QEMU's order, with the values of those that always have one.
+fn options_of(format: ImageFormat) -> &'static [(&'static str, Option<&'static str>)] {
+    match format {
+        ImageFormat::Qcow2 => &[
+            ("encrypt.format", None),
+            ("encrypt.key-secret", None),
+            ("encrypt.iter-time", None),
+            ("cluster_size", Some("65536")),
+            ("extended_l2", Some("off")),
+            ("preallocation", None),
+            ("compression_type", Some("zlib")),
+            ("size", None),
+            ("compat", None),
+            ("backing_file", None),
+            ("backing_fmt", None),
+            ("data_file", None),
+            ("data_file_raw", None),
+            ("lazy_refcounts", Some("off")),
+            ("refcount_bits", Some("16")),
+            ("nocow", None),
+            ("extent_size_hint", None),
+        ],
+        ImageFormat::Luks => &[("size", None), ("key-secret", None), ("iter-time", None)],
+        _ => {
+            &[("size", None), ("nocow", None), ("preallocation", None), ("extent_size_hint", None)]
+        }
+    }
+}
+
+fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> String {
+    let mut line = format!("Formatting '{}', fmt={}", image.display(), format.as_str());
+    for (name, usual) in options_of(format) {
+        let said = settings.iter().rev().find_map(|setting| {
+            let (key, value) = word_of(setting)?;
+            let key = key.strip_prefix("encrypt.").unwrap_or(key);
+            (key == name.strip_prefix("encrypt.").unwrap_or(name)).then_some(value)
+        });
+        let value = match *name {
+            "size" => Some(size.to_string()),
+            name => said.or(usual.map(str::to_owned)).filter(|_| name != "encrypt.format").or_else(
+                || {
+                    let is_meant = settings.contains(&Setting::EncryptLuks);
+                    (name == "encrypt.format" && is_meant).then(|| "luks".to_owned())
+                },
+            ),
+        };
+        if let Some(value) = value {
+            line.push_str(&format!(" {name}={}", value.replace(',', ",,")));
+        }
+    }
+    line
+}
+
+/// An option as it is typed.
+fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
+    let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
+    Some(match setting {
+        Setting::ClusterSize(size) => ("cluster_size", size.to_string()),
+        Setting::Compat(version) => {
+            ("compat", if *version == Version::V2 { "0.10" } else { "1.1" }.to_owned())
+        }
+        Setting::RefcountBits(bits) => ("refcount_bits", bits.to_string()),
+        Setting::LazyRefcounts(on) => ("lazy_refcounts", switch(on)),
+        Setting::ExtendedL2(on) => ("extended_l2", switch(on)),
+        Setting::CompressionType(Compression::Zlib) => ("compression_type", "zlib".to_owned()),
+        Setting::CompressionType(Compression::Zstd) => ("compression_type", "zstd".to_owned()),
+        Setting::Preallocation(mode) => {
+            let mode = match mode {
+                Preallocation::Off => "off",
+                Preallocation::Metadata => "metadata",
+                Preallocation::Falloc => "falloc",
+                Preallocation::Full => "full",
+            };
+            ("preallocation", mode.to_owned())
+        }
+        Setting::BackingFile(name) => ("backing_file", name.clone()),
+        Setting::BackingFormat(format) => ("backing_fmt", format.clone()),
+        Setting::DataFile(name) => ("data_file", name.clone()),
+        Setting::RawDataFile(on) => ("data_file_raw", switch(on)),
+        Setting::EncryptIterTime(time) => ("iter-time", time.to_string()),
+        Setting::KeySecret(name) => ("key-secret", name.clone()),
+        Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
+        Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
+        Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_is_that_of_qemu_img() {
+        let usual = [Setting::BackingFile("a,b".into()), Setting::BackingFormat("raw".into())];
+        let line = |format, settings: &[Setting]| line(Path::new("d"), format, 4096, settings);
+        assert_eq!(
+            line(ImageFormat::Qcow2, &usual),
+            "Formatting 'd', fmt=qcow2 cluster_size=65536 extended_l2=off compression_type=zlib size=4096 \
+             backing_file=a,,b backing_fmt=raw lazy_refcounts=off refcount_bits=16"
+        );
+        assert_eq!(line(ImageFormat::Raw, &[]), "Formatting 'd', fmt=raw size=4096");
+    }
+}

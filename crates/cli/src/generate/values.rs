@@ -1,0 +1,79 @@
+//! The values that completions offer for an option, and where they offer files.
+//!
+//! Guarantee: each word that is offered is accepted, because the parser of the option itself is asked. A word that some
+//! option takes need only be in [`WORDS`].
+
+use std::path::PathBuf;
+
+use clap::builder::PossibleValuesParser;
+use clap::error::ErrorKind;
+use clap::{Arg, Command, ValueHint};
+
+/// Words that are values of options.
+const WORDS: &[&str] = &[
+    "raw",
+    "qcow2",
+    "luks",
+    "vmdk",
+    "vdi",
+    "vpc",
+    "vhdx", // formats
+    "none",
+    "writeback",
+    "writethrough",
+    "directsync",
+    "unsafe", // cache modes
+    "auto",
+    "io_uring",
+    "linux-aio",
+    "threads", // engines
+    "unmap",
+    "ignore",
+    "on",
+    "off",
+    "leaks",
+    "all",
+    "metadata",
+    "falloc",
+    "full",
+    "zlib",
+    "zstd",
+];
+
+/// A word that is no value of anything: an option that accepts it takes any text.
+const NO_WORD: &str = "no.such.word";
+
+/// The option of `command` as completions need it: with the words that it accepts, or a hint where it has none.
+pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
+    let argument = argument.clone();
+    let is_plain =
+        argument.get_action().takes_values() && argument.get_possible_values().is_empty();
+    let Some(name) = argument.get_long().filter(|_| is_plain) else { return argument };
+    let value_names = argument.get_value_names().unwrap_or_default().iter();
+    let is_path = argument.get_value_parser().type_id() == std::any::TypeId::of::<PathBuf>()
+        || value_names.clone().any(|name| name.contains("FILE") || name.contains("PATH"));
+    if is_path {
+        let is_folder = value_names.clone().any(|name| name.as_str() == "DIR");
+        let hint = if is_folder { ValueHint::DirPath } else { ValueHint::AnyPath };
+        return argument.value_hint(hint);
+    }
+    let words: Vec<_> = if accepts(command, name, NO_WORD) {
+        Vec::new()
+    } else {
+        WORDS.iter().filter(|word| accepts(command, name, word)).collect()
+    };
+    match words.is_empty() {
+        true => argument.value_hint(ValueHint::Other),
+        false => argument.value_parser(PossibleValuesParser::new(words)),
+    }
+}
+
+/// Whether the option takes the word, whatever else the command lacks then.
+fn accepts(command: &Command, option: &str, word: &str) -> bool {
+    let line = [command.get_name().to_owned(), format!("--{option}={word}")];
+    let refusals = [ErrorKind::ValueValidation, ErrorKind::InvalidValue];
+    match command.clone().try_get_matches_from(line) {
+        Ok(_) => true,
+        Err(error) => !refusals.contains(&error.kind()),
+    }
+}

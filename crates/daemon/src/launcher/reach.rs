@@ -1,0 +1,243 @@
+//! Whether a server could have written a program: by where it may write, whatever names lead there.
+//!
+//! A folder has as many paths as mounts lead to it. So places are compared by device and inode, and
+//! by where they lie in their file systems (`/proc/self/mountinfo`), not by their paths as text.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, stat, statx};
+
+use super::protocol::{ToldReach, Writable};
+use crate::sandbox::Reach;
+
+/// The places where a server can write, for the launcher. A path that is missing cannot be written.
+pub(super) fn told(reach: &Reach) -> ToldReach {
+    let writable = |path: &PathBuf| {
+        let identity = identity(path)?;
+        Some(Writable { path: path.as_os_str().as_bytes().to_vec(), identity })
+    };
+    match reach {
+        Reach::User => ToldReach::User,
+        Reach::Below(paths) => ToldReach::Below(paths.iter().filter_map(writable).collect()),
+        Reach::Anywhere => ToldReach::Anywhere,
+    }
+}
+
+/// The canonical path of a program.
+///
+/// # Errors
+/// It is missing, or the server can write there, or nothing tells.
+pub(super) fn check(program: &Path, reach: &ToldReach) -> Result<PathBuf> {
+    let found = program.canonicalize()?;
+    let folders = match reach {
+        ToldReach::Anywhere => return Ok(found),
+        ToldReach::User => {
+            if let Some(part) = found.ancestors().find(|part| may_write(part)) {
+                bail!(
+                    "this kernel does not keep the server from writing {}, so the program may be a stranger's; give it \
+                     and its folders to another user than the server's",
+                    part.display()
+                );
+            }
+            return Ok(found);
+        }
+        ToldReach::Below(folders) => folders,
+    };
+    let mounts = Mounts::read().context("/proc/self/mountinfo")?;
+    let is_above = |folder: &&Writable| {
+        let is_it = |part: &Path| identity(part) == Some(folder.identity);
+        found.ancestors().any(is_it) || mounts.reaches(&path_of(&folder.path), &found)
+    };
+    match folders.iter().find(is_above) {
+        None => Ok(found),
+        Some(folder) => bail!(
+            "the server can write below {}, so the program may be a stranger's; install it elsewhere",
+            path_of(&folder.path).display()
+        ),
+    }
+}
+
+/// Reads a table of mounts: for fuzz targets. Whether one of them is below `/opt`, and has a place
+/// there.
+pub fn read_mounts(text: &[u8]) -> bool {
+    Mounts::parse(text).is_some_and(|mounts| {
+        let place = mounts.place_in(Path::new("/opt/a b/c"), None);
+        place.is_some_and(|place| mounts.are_below(Path::new("/opt"), None, &place))
+    })
+}
+
+pub(super) fn path_of(bytes: &[u8]) -> PathBuf {
+    PathBuf::from(OsString::from_vec(bytes.to_vec()))
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    stat(path).ok().map(|status| (status.st_dev, status.st_ino))
+}
+
+/// Whether this process's user may write a file, or could give itself the right to.
+fn may_write(path: &Path) -> bool {
+    let is_owner = |owner| owner == rustix::process::geteuid().as_raw();
+    stat(path).map_or(true, |status| is_owner(status.st_uid))
+        || accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).is_ok()
+}
+
+/// The mounts, and their places.
+struct Mounts(Vec<Mount>);
+
+/// A mount.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    id: u64,
+    /// The file system.
+    device: String,
+    /// Which folder of the file system.
+    root: PathBuf,
+    /// Where it is.
+    point: PathBuf,
+}
+
+impl Mounts {
+    fn read() -> Result<Self> {
+        Self::parse(&std::fs::read("/proc/self/mountinfo")?).context("a line makes no sense")
+    }
+
+    /// Reads lines like `36 35 98:0 /folder /mnt rw - ext4 /dev/sda rw` (proc_pid_mountinfo(5)).
+    fn parse(text: &[u8]) -> Option<Self> {
+        let lines = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+        let mount = |line: &[u8]| {
+            let mut fields = line.split(|byte| *byte == b' ');
+            let id = str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+            let device = String::from_utf8(fields.nth(1)?.to_vec()).ok()?;
+            let (root, point) = (unescaped(fields.next()?), unescaped(fields.next()?));
+            Some(Mount { id, device, root, point })
+        };
+        lines.map(mount).collect::<Option<_>>().map(Self)
+    }
+
+    /// The file system that a canonical path is in, and where in it.
+    fn place(&self, path: &Path) -> Option<(&str, PathBuf)> {
+        let id = statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID).ok();
+        let id = id.filter(|found| found.stx_mask & StatxFlags::MNT_ID.bits() != 0);
+        self.place_in(path, id.map(|found| found.stx_mnt_id))
+    }
+
+    /// As [`place`](Self::place), by the mount of this number; where that is not known, the
+    /// innermost and last one.
+    fn place_in(&self, path: &Path, id: Option<u64>) -> Option<(&str, PathBuf)> {
+        let mut above = self.0.iter().filter(|mount| path.starts_with(&mount.point));
+        let mount = match id {
+            Some(id) => above.rfind(|mount| mount.id == id),
+            None => above.max_by_key(|mount| mount.point.components().count()),
+        }?;
+        let rest = path.strip_prefix(&mount.point).ok()?;
+        Some((&mount.device, mount.root.join(rest)))
+    }
+
+    /// Whether who writes below a canonical path can change what another one leads to: what lies
+    /// below `folder` in its file system, or in one that is mounted there. True as well where
+    /// nothing tells.
+    fn reaches(&self, folder: &Path, path: &Path) -> bool {
+        let Some(place) = self.place(path) else { return true };
+        // A folder that is gone since cannot be written.
+        self.are_below(folder, self.place(folder), &place)
+    }
+
+    /// The same of the folder's place, and of that of what it may lead to.
+    fn are_below(
+        &self,
+        folder: &Path,
+        own: Option<(&str, PathBuf)>,
+        (device, place): &(&str, PathBuf),
+    ) -> bool {
+        let is_above = |one: &str, root: &Path| one == *device && place.starts_with(root);
+        let mut mounted = self.0.iter().filter(|mount| mount.point.starts_with(folder));
+        own.is_some_and(|(device, root)| is_above(device, &root))
+            || mounted.any(|mount| is_above(&mount.device, &mount.root))
+    }
+}
+
+/// A field, in which spaces and the like are written as a backslash and three octal digits.
+fn unescaped(field: &[u8]) -> PathBuf {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, after @ ..] = rest {
+        let digits = after.get(..3).and_then(|digits| str::from_utf8(digits).ok());
+        let octal = digits.and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        let (byte, after) = match octal.filter(|_| *first == b'\\') {
+            Some(byte) => (byte, &after[3..]),
+            None => (*first, after),
+        };
+        bytes.push(byte);
+        rest = after;
+    }
+    PathBuf::from(OsString::from_vec(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INFO: &[u8] = b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
+        30 22 8:1 /srv/images/bin /opt/a\\040b rw shared:1 - ext4 /dev/sda1 rw\n\
+        31 22 8:1 /usr/local /srv/images/local rw - ext4 /dev/sda1 rw\n\
+        32 22 0:40 / /tmp rw - tmpfs tmpfs rw\n\
+        33 22 0:41 / /tmp rw - tmpfs tmpfs rw\n";
+
+    #[test]
+    fn a_place_is_known_by_its_file_system_whatever_mount_leads_there() {
+        let mounts = Mounts::parse(INFO).expect("lines");
+        let place = |path: &str, id| {
+            let found = mounts.place_in(Path::new(path), id);
+            found.map(|(device, place)| format!("{device} {}", place.display()))
+        };
+        assert_eq!(place("/usr/bin/x", None).as_deref(), Some("8:1 /usr/bin/x"));
+        assert_eq!(place("/opt/a b/x", None).as_deref(), Some("8:1 /srv/images/bin/x"));
+        assert_eq!(place("/tmp/x", None).as_deref(), Some("0:41 /x"));
+        assert_eq!(place("/tmp/x", Some(32)).as_deref(), Some("0:40 /x"));
+        assert_eq!(place("/tmp/x", Some(99)), None);
+        assert!(Mounts::parse(b"x y\n").is_none() && Mounts::parse(b"1 2\n").is_none());
+    }
+
+    #[test]
+    fn what_is_bound_into_or_out_of_a_folder_is_reached() {
+        let mut mounts = Mounts::parse(INFO).expect("lines");
+        let reaches = |mounts: &Mounts, path: &str| {
+            let folder = Path::new("/srv/images");
+            let place = mounts.place_in(Path::new(path), None).expect("it is in one");
+            mounts.are_below(folder, mounts.place_in(folder, None), &place)
+        };
+        assert!(reaches(&mounts, "/opt/a b/blockhouse"));
+        assert!(reaches(&mounts, "/usr/local/bin/blockhouse"));
+        assert!(!reaches(&mounts, "/usr/bin/blockhouse"));
+        mounts.0.retain(|mount| mount.id != 31);
+        assert!(!reaches(&mounts, "/usr/local/bin/blockhouse"));
+    }
+
+    #[test]
+    fn links_and_folders_are_seen_through() {
+        let scratch = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| scratch.path().join(name);
+        for folder in ["images", "images/bin", "programs"] {
+            std::fs::create_dir(path(folder)).expect("a folder");
+        }
+        for file in ["images/bin/blockhouse", "programs/blockhouse"] {
+            std::fs::write(path(file), "x").expect("a file");
+        }
+        std::os::unix::fs::symlink(path("images/bin"), path("programs/link")).expect("a link");
+        let below = told(&Reach::Below(vec![path("images").canonicalize().expect("there")]));
+        for (program, is_refused) in [
+            ("images/bin/blockhouse", true),
+            ("programs/link/blockhouse", true),
+            ("programs/../images/bin/blockhouse", true),
+            ("programs/blockhouse", false),
+        ] {
+            assert_eq!(check(&path(program), &below).is_err(), is_refused, "{program}");
+        }
+        assert!(check(&path("programs/blockhouse"), &ToldReach::User).is_err(), "it is ours");
+        assert!(check(&path("programs/blockhouse"), &ToldReach::Anywhere).is_ok());
+        assert!(check(&path("none"), &ToldReach::Anywhere).is_err());
+    }
+}

@@ -1,0 +1,55 @@
+//! How long a change of the whole disk waits for requests in flight, which may wait for a storage that does not answer.
+
+use std::future::pending;
+use std::pin::pin;
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{has_timers, sleep};
+use futures_util::future::{Either, select};
+
+use super::{Disk, QuiescedGuard};
+use crate::layer::BackingWait;
+
+/// Guests' changes are held off meanwhile.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Completes when that time is over. Never outside of event loops, which have the time.
+async fn patience() {
+    match has_timers() {
+        true => sleep(PATIENCE).await,
+        false => pending().await,
+    }
+}
+
+impl<S: Storage> Disk<S> {
+    /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
+    ///
+    /// # Errors
+    /// `Io` where one of them takes too long: then changes go on.
+    pub(crate) async fn quiesce(&self) -> Result<QuiescedGuard<'_>> {
+        self.quiesce.quiesce(patience()).await.ok_or_else(|| self.overdue("changes"))
+    }
+
+    /// Waits for requests in flight, but not for ever.
+    ///
+    /// # Errors
+    /// `Io` where they take too long.
+    pub(super) async fn patiently<T>(&self, requests: impl Future<Output = T>) -> Result<T> {
+        match select(pin!(requests), pin!(patience())).await {
+            Either::Left((outcome, _)) => Ok(outcome),
+            Either::Right(_) => Err(self.overdue("requests")),
+        }
+    }
+
+    fn overdue(&self, requests: &str) -> Error {
+        let cause = self.backing_wait().map_or_else(String::new, |wait| format!(": {wait}"));
+        let what = format!("{requests} in flight have not ended in {PATIENCE:?}{cause}");
+        Error::new(ErrorKind::Io, what).on(self.name()).hint("try again when they have")
+    }
+
+    /// The read of a backing file that a request in flight waits for, if there is such a request.
+    pub fn backing_wait(&self) -> Option<BackingWait> {
+        self.layer().backing_wait()
+    }
+}

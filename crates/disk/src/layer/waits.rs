@@ -1,0 +1,66 @@
+//! Waiting for reads of backing files, and telling of those that wait.
+
+use std::fmt;
+
+use blockhouse_core::metrics::clock;
+use blockhouse_core::{ByteRange, Storage};
+
+use super::Layer;
+use super::backing_reads::{BackingRead, Reader};
+
+/// A read of a backing file that is in flight.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackingWait {
+    reader: Reader,
+    range: ByteRange,
+    file: String,
+    seconds: u64,
+}
+
+impl BackingWait {
+    /// The file that is read: of a chain, the one that has not answered.
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+
+    /// Whole seconds since the read began.
+    pub fn seconds(&self) -> u64 {
+        self.seconds
+    }
+}
+
+impl fmt::Display for BackingWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let who = match self.reader {
+            Reader::Read => "a read",
+            Reader::Change => "a change",
+        };
+        let (offset, length) = (self.range.offset(), self.range.length());
+        let Self { file, seconds, .. } = self;
+        write!(
+            f,
+            "{who} waits for {length} bytes at offset {offset} of its backing file {file} since {seconds} s"
+        )
+    }
+}
+
+impl<S: Storage> Layer<S> {
+    /// Waits until no read is in flight that found the layer behind this one before.
+    pub(crate) async fn backing_reads_ended(&self) {
+        self.format.reads_ended().await;
+        self.backing_reads.ended().await;
+    }
+
+    /// The read that waits for a backing file: of all such reads the oldest one, of a change if there is one.
+    pub(crate) fn backing_wait(&self) -> Option<BackingWait> {
+        let BackingRead { range, reader, since, depth } = self.backing_reads.oldest()?;
+        let mut layer = self.at_depth(depth)?;
+        while let Some(next) =
+            layer.backing_reads.oldest().and_then(|one| layer.at_depth(one.depth))
+        {
+            layer = next;
+        }
+        let seconds = clock::read_now().nanoseconds_since(since) / 1_000_000_000;
+        Some(BackingWait { reader, range, file: layer.name().to_owned(), seconds })
+    }
+}

@@ -1,0 +1,400 @@
+//! What QEMU's names of images mean: JSON with a driver for the format and one for what is below it, and a protocol before
+//! a colon (`file:PATH`, `nbd:HOST:PORT`).
+//!
+//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter to a program that opens
+//! one image, reads or writes it and ends, are obeyed by doing nothing.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_format::{Backing, ImageFormat};
+use serde_json::Value;
+
+use super::image_options::FilePart;
+
+/// The characters before an export's name in [`nbd_of`].
+const EXPORT: &str = ":exportname=";
+
+/// An image, as such options name it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct QemuName {
+    /// Its path, or the URI of a server's export.
+    pub path: PathBuf,
+    /// `None`: the file's name decides.
+    pub format: Option<ImageFormat>,
+    /// The part of the file that it is in.
+    pub part: Option<FilePart>,
+    /// Whether it is not to be locked.
+    pub is_shared: bool,
+    /// Whether it is not to be changed.
+    pub is_read_only: bool,
+}
+
+impl QemuName {
+    /// The meaning of a name that begins with `json:` or with one of QEMU's protocols; `None` for any other.
+    ///
+    /// # Errors
+    /// Which option is not understood, or says what cannot be done.
+    pub fn of(name: &str) -> Option<Result<Self, String>> {
+        let (scheme, rest) = name.split_once(':')?;
+        let path = match scheme {
+            "json" => return Some(from_json(rest).and_then(Options::named)),
+            "file" | "host_device" => Ok(path_of(rest)),
+            "nbd" if !rest.starts_with("//") => nbd_of(rest),
+            _ => return None,
+        };
+        Some(path.map(|path| Self {
+            path,
+            format: None,
+            part: None,
+            is_shared: false,
+            is_read_only: false,
+        }))
+    }
+
+    /// Of keys with dots between their parts, and their values.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn of_pairs(pairs: BTreeMap<String, String>) -> Result<Self, String> {
+        Options(pairs).named()
+    }
+}
+
+/// Keys with dots between their parts, and their values.
+struct Options(BTreeMap<String, String>);
+
+fn from_json(text: &str) -> Result<Options, String> {
+    let text = with_double_quotes(text);
+    let value: Value = serde_json::from_str(&text).map_err(|error| format!("no JSON: {error}"))?;
+    if !value.is_object() {
+        return Err("the JSON is no object".into());
+    }
+    let mut options = BTreeMap::new();
+    flatten("", &value, &mut options);
+    Ok(Options(options))
+}
+
+/// JSON as QEMU reads it, where strings may be in single quotes: as it is read everywhere.
+fn with_double_quotes(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    let mut quote = None;
+    let mut characters = text.chars();
+    while let Some(next) = characters.next() {
+        match (quote, next) {
+            (Some(_), '\\') => match characters.next() {
+                Some('\'') => plain.push('\''),
+                escaped => plain.extend(std::iter::once('\\').chain(escaped)),
+            },
+            (Some(begun), end) if begun == end => {
+                quote = None;
+                plain.push('"');
+            }
+            (Some(_), '"') => plain.push_str("\\\""),
+            (None, '\'' | '"') => {
+                quote = Some(next);
+                plain.push('"');
+            }
+            (_, other) => plain.push(other),
+        }
+    }
+    plain
+}
+
+fn flatten(path: &str, value: &Value, options: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Object(members) => {
+            for (key, value) in members {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                flatten(&path, value, options);
+            }
+        }
+        Value::String(text) => _ = options.insert(path.to_owned(), text.clone()),
+        Value::Bool(true) => _ = options.insert(path.to_owned(), "on".into()),
+        Value::Bool(false) => _ = options.insert(path.to_owned(), "off".into()),
+        other => _ = options.insert(path.to_owned(), other.to_string()),
+    }
+}
+
+impl Options {
+    fn take(&mut self, key: &str) -> Option<String> {
+        self.0.remove(key)
+    }
+
+    /// The image that they name.
+    fn named(mut self) -> Result<QemuName, String> {
+        let (mut locking, mut read_only) = (Vec::new(), Vec::new());
+        for prefix in ["", "file."] {
+            locking.extend(self.take(&format!("{prefix}locking")));
+            read_only.extend(self.take(&format!("{prefix}read-only")));
+            for key in ["cache.direct", "cache.no-flush", "aio", "auto-read-only"] {
+                self.take(&format!("{prefix}{key}"));
+            }
+        }
+        let driver = self.take("driver");
+        // Each key is tried on each image that is opened.
+        for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
+            self.take(key);
+        }
+        if self.0.keys().any(|key| key == "header" || key.starts_with("header.")) {
+            return Err(
+                "a LUKS header in another file is not read; cryptsetup opens such containers"
+                    .into(),
+            );
+        }
+        let (format, prefix) = match driver.as_deref() {
+            // The bytes of the file or export themselves.
+            Some("file" | "host_device" | "nbd" | "rbd") => (Some(ImageFormat::Raw), ""),
+            Some(name) => (Some(name.parse::<ImageFormat>()?), "file."),
+            None => (None, "file."),
+        };
+        let below = match prefix {
+            "" => driver.clone(),
+            _ => self.take("file.driver"),
+        };
+        let mut part = match driver.as_deref() {
+            Some("raw") => self.part("")?,
+            _ => None,
+        };
+        // A raw layer below a format, or a second one, says in which part of the file it is.
+        let (prefix, below) = match below.as_deref() {
+            Some("raw") if part.is_none() => {
+                part = self.part("file.")?;
+                let below = self.take("file.file.driver");
+                ("file.file.", below)
+            }
+            _ => (prefix, below),
+        };
+        let path = self.place(prefix, below.as_deref())?;
+        if let Some(key) = self.0.keys().next() {
+            return Err(format!(
+                "the option '{key}' is not understood; name the image by its path or URI"
+            ));
+        }
+        Ok(QemuName {
+            path,
+            format,
+            part,
+            is_shared: locking.iter().any(|value| value == "off"),
+            is_read_only: read_only.iter().any(|value| value == "on"),
+        })
+    }
+
+    /// `offset=` and `size=` of a raw layer.
+    fn part(&mut self, prefix: &str) -> Result<Option<FilePart>, String> {
+        let mut number = |key: &str| {
+            let text = self.take(&format!("{prefix}{key}"));
+            let number = text.map(|text| text.parse::<u64>().map_err(|_| format!("{key}={text}")));
+            number.transpose().map_err(|text| format!("'{text}' is no number of bytes"))
+        };
+        let (offset, size) = (number("offset")?, number("size")?);
+        let is_part = offset.is_some() || size.is_some();
+        Ok(is_part.then(|| FilePart { offset: offset.unwrap_or(0), size }))
+    }
+
+    /// The path or URI below the format.
+    fn place(&mut self, prefix: &str, driver: Option<&str>) -> Result<PathBuf, String> {
+        let filename = self.take(&format!("{prefix}filename"));
+        let filename = match filename {
+            None if driver.is_none() => self.take("filename"),
+            filename => filename,
+        };
+        match (driver, filename) {
+            (None | Some("file" | "host_device"), Some(name)) => {
+                // Whatever the file is called, it is a path.
+                let is_path = driver.is_some();
+                Ok(if is_path { path_of(&name) } else { name.into() })
+            }
+            (Some("nbd"), _) => self.nbd(prefix),
+            (Some("rbd"), _) => self.rbd(prefix),
+            (Some(other @ ("file" | "host_device")), None) => {
+                Err(format!("the driver {other} needs {prefix}filename=PATH"))
+            }
+            (None, None) => Err(format!("which file is missing: {prefix}filename=PATH")),
+            (Some(other), _) => Err(format!(
+                "there is no driver '{other}' below a format; use file, host_device, nbd or rbd"
+            )),
+        }
+    }
+
+    /// `server.type=inet,server.host=H,server.port=P` or `server.path=SOCKET`, with or without `server.`, and `export=NAME`.
+    fn nbd(&mut self, prefix: &str) -> Result<PathBuf, String> {
+        self.take(&format!("{prefix}server.type"));
+        let mut take = |key: &str| {
+            let inner = self.take(&format!("{prefix}server.{key}"));
+            inner.or_else(|| self.take(&format!("{prefix}{key}")))
+        };
+        let (socket, host, port, export) =
+            (take("path"), take("host"), take("port"), take("export"));
+        let export = escape(&export.unwrap_or_default());
+        match (socket, host) {
+            (Some(socket), None) => Ok(unix_uri(&socket, &export)),
+            (None, Some(host)) => {
+                let host = if host.contains(':') { format!("[{host}]") } else { host };
+                let port = port.as_deref().unwrap_or("10809");
+                Ok(format!("nbd://{host}:{port}/{export}").into())
+            }
+            _ => Err(format!(
+                "the driver nbd needs {prefix}server.path=SOCKET, or {prefix}server.host=HOST"
+            )),
+        }
+    }
+
+    /// `pool=POOL,image=IMAGE[,snapshot=NAME][,conf=FILE][,user=ID]`.
+    fn rbd(&mut self, prefix: &str) -> Result<PathBuf, String> {
+        let mut take = |key: &str| self.take(&format!("{prefix}{key}"));
+        let (Some(pool), Some(image)) = (take("pool"), take("image")) else {
+            return Err(format!("the driver rbd needs {prefix}pool=POOL and {prefix}image=IMAGE"));
+        };
+        let mut name = format!("rbd:{pool}/{image}");
+        if let Some(snapshot) = take("snapshot") {
+            name.push_str(&format!("@{snapshot}"));
+        }
+        let parameters = [("conf", take("conf")), ("id", take("user"))];
+        let parameters = parameters.into_iter().filter_map(|(key, value)| Some((key, value?)));
+        for (mark, (key, value)) in ["?", "&"].iter().zip(parameters) {
+            name.push_str(&format!("{mark}{key}={value}"));
+        }
+        Ok(name.into())
+    }
+}
+
+/// `HOST:PORT` or `unix:PATH`, with or without `:exportname=NAME` behind it.
+fn nbd_of(rest: &str) -> Result<PathBuf, String> {
+    let (server, export) = rest.split_once(EXPORT).unwrap_or((rest, ""));
+    let export = escape(export);
+    if let Some(socket) = server.strip_prefix("unix:") {
+        return match socket {
+            "" => Err("nbd:unix: is followed by the path of a socket".into()),
+            socket => Ok(unix_uri(socket, &export)),
+        };
+    }
+    match server.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+            Ok(format!("nbd://{host}:{port}/{export}").into())
+        }
+        _ => Err(format!("write nbd:HOST:PORT, nbd:HOST:PORT{EXPORT}NAME or nbd:unix:SOCKET")),
+    }
+}
+
+fn unix_uri(socket: &str, export: &str) -> PathBuf {
+    format!("nbd+unix:///{export}?socket={}", escape(socket)).into()
+}
+
+/// A backing file whose name is one of [QEMU's](QemuName), as a path or URI and a format, and the part of the file that it is
+/// in; any other as it is.
+///
+/// # Errors
+/// `Unsupported` where the name says what cannot be done, or another format than the image.
+pub fn plain_backing<'a>(
+    backing: &'a Backing,
+    image: &str,
+) -> Result<(Cow<'a, Backing>, Option<FilePart>)> {
+    let name = str::from_utf8(&backing.name).ok().and_then(QemuName::of);
+    let Some(named) = name else { return Ok((Cow::Borrowed(backing), None)) };
+    let refuse = |what: String| {
+        let what = format!("cannot open its backing file: {what}");
+        Error::new(ErrorKind::Unsupported, what).on(image)
+    };
+    let QemuName { path, format, part, .. } = named.map_err(refuse)?;
+    let (said, found) = (backing.format.as_deref(), format);
+    let said_format = said.and_then(|said| said.parse::<ImageFormat>().ok());
+    let format = match (said, found) {
+        (Some(said), Some(found)) if said_format != Some(found) => {
+            let found = found.as_str();
+            return Err(refuse(format!("its driver is {found}, and the image says {said}")));
+        }
+        (said, found) => found.map(ImageFormat::as_str).or(said).map(str::to_owned),
+    };
+    Ok((Cow::Owned(Backing { name: path.into_os_string().into_vec(), format }), part))
+}
+
+/// As [`plain_backing`], of a backing file that will be changed.
+///
+/// # Errors
+/// As there; `Unsupported` for a part of a file.
+pub(super) fn whole_backing<'a>(backing: &'a Backing, image: &str) -> Result<Cow<'a, Backing>> {
+    match plain_backing(backing, image)? {
+        (backing, None) => Ok(backing),
+        (_, Some(_)) => {
+            let what = "its backing file is a part of a file, which is only read";
+            Err(Error::new(ErrorKind::Unsupported, what).on(image))
+        }
+    }
+}
+
+/// A path, also where it looks like a URI.
+fn path_of(name: &str) -> PathBuf {
+    if Path::new(name).is_absolute() { name.into() } else { Path::new(".").join(name) }
+}
+
+/// The text in a URI: everything but what needs no escape there (RFC 3986, section 2.3, and the slash) as %XX.
+pub fn escape(text: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
+    let escaped = text.bytes().map(|byte| match is_plain(byte) {
+        true => char::from(byte).to_string(),
+        false => format!("%{byte:02X}"),
+    });
+    escaped.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn protocols_stand_before_a_colon() {
+        for (name, path) in [
+            ("file:/a/b.img", "/a/b.img"),
+            ("file:nbd://x", "./nbd://x"),
+            ("host_device:/dev/sdx", "/dev/sdx"),
+            ("nbd:localhost:10809", "nbd://localhost:10809/"),
+            ("nbd:[::1]:10809:exportname=a b", "nbd://[::1]:10809/a%20b"),
+            ("nbd:unix:/run/s.sock", "nbd+unix:///?socket=/run/s.sock"),
+            ("nbd:unix:/run/s:exportname=x", "nbd+unix:///x?socket=/run/s"),
+        ] {
+            let named = QemuName::of(name).expect("a protocol").expect(name);
+            assert_eq!((named.path, named.format), (PathBuf::from(path), None), "{name}");
+        }
+        for name in ["nbd:localhost", "nbd:unix:", "nbd::10809", "nbd:host:many"] {
+            assert!(QemuName::of(name).expect("a protocol").is_err(), "{name}");
+        }
+        for name in ["a.img", "./file:x", "nbd://host/x", "c:x", "rbd:pool/image"] {
+            assert_eq!(QemuName::of(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn strings_may_be_in_single_quotes() {
+        for name in [
+            r#"json:{'driver':'raw','file':{'driver':'file','filename':'/it\'s "x"'}}"#,
+            r#"json:{"driver":"raw","file":{"driver":"file","filename":"/it's \"x\""}}"#,
+        ] {
+            let named = QemuName::of(name).expect("a protocol").expect(name);
+            assert_eq!(named.path, Path::new(r#"/it's "x""#), "{name}");
+        }
+        assert!(QemuName::of("json:{'driver':'raw").expect("a protocol").is_err());
+    }
+
+    #[test]
+    fn a_backing_file_may_be_a_part_of_a_file() {
+        let backing = |name: &str, format: Option<&str>| Backing {
+            name: name.into(),
+            format: format.map(str::to_owned),
+        };
+        let name = r#"json:{"driver":"qcow2","file":{"driver":"raw","offset":512,"size":1024,
+            "file":{"driver":"file","filename":"a.ova"}}}"#;
+        let of_archive = backing(name, Some("qcow2"));
+        let (plain, part) = plain_backing(&of_archive, "i").expect("a part");
+        assert_eq!((&*plain.name, plain.format.as_deref()), (&b"./a.ova"[..], Some("qcow2")));
+        assert_eq!(part, Some(FilePart { offset: 512, size: Some(1024) }));
+        assert!(whole_backing(&backing(name, None), "i").is_err());
+        assert!(plain_backing(&backing(name, Some("raw")), "i").is_err());
+        let remote = backing("nbd:h:1", Some("nbd"));
+        let (plain, _) = plain_backing(&remote, "i").expect("an export");
+        assert_eq!((&*plain.name, plain.format.as_deref()), (&b"nbd://h:1/"[..], Some("nbd")));
+    }
+}

@@ -1,0 +1,44 @@
+//! Other users of a block device: a mounted file system, or devices built on it.
+
+use std::fs;
+use std::path::PathBuf;
+
+use rustix::fs::{Dev, Mode, OFlags, major, minor};
+use rustix::io::Errno;
+
+/// The folder of a block device in sysfs.
+pub fn device_folder(device: Dev) -> PathBuf {
+    format!("/sys/dev/block/{}:{}", major(device), minor(device)).into()
+}
+
+/// The user of a block device that bars others from writing to it, in words; `None` where the host names none. A mount
+/// in another mount namespace, or a program with the device open exclusively, has no name here: [`is_in_use`] finds it.
+pub fn device_user(device: Dev) -> Option<String> {
+    let number = format!("{}:{}", major(device), minor(device));
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mount = mounts.lines().find_map(|line| {
+        // proc(5): id, parent, device, root, mount point.
+        let mut fields = line.split(' ').skip(2);
+        let is_it = fields.next() == Some(&number);
+        fields.nth(1).filter(|_| is_it)
+    });
+    if let Some(mount) = mount {
+        return Some(format!("it is mounted at '{mount}'"));
+    }
+    let mut holders = fs::read_dir(device_folder(device).join("holders")).ok()?.flatten();
+    let holder = holders.next()?.file_name();
+    Some(format!("/dev/{} is built on it", holder.display()))
+}
+
+/// Whether a block device is mounted, part of another device, or open exclusively by a program. A device that this
+/// process may not open counts as free.
+pub fn is_in_use(device: Dev) -> bool {
+    // The link's target is the device's folder, whose name has '!' where the node's has '/'.
+    let Ok(folder) = device_folder(device).canonicalize() else { return false };
+    let name = folder.file_name().unwrap_or_default().to_string_lossy().replace('!', "/");
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    match rustix::fs::open(format!("/dev/{name}"), flags, Mode::empty()) {
+        Err(error) => error == Errno::BUSY,
+        Ok(_) => false,
+    }
+}

@@ -1,0 +1,88 @@
+//! Hints about a new file for its file system, before it has any data.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
+
+use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
+
+/// `FS_IOC_FSGETXATTR` and `FS_IOC_FSSETXATTR` of `<linux/fs.h>`.
+const GET_ATTRIBUTES: libc::Ioctl = 0x801c_581f_u32 as libc::Ioctl;
+const SET_ATTRIBUTES: libc::Ioctl = 0x401c_5820_u32 as libc::Ioctl;
+/// `FS_XFLAG_EXTSIZE`: the size of extents is meant.
+const HAS_EXTENT_SIZE: u32 = 0x800;
+
+/// `struct fsxattr` of `<linux/fs.h>`.
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    flags: u32,
+    extent_size: u32,
+    extents: u32,
+    project: u32,
+    copy_extent_size: u32,
+    reserved: [u8; 8],
+}
+
+/// How the file of a new image is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NewFile {
+    /// Writes change it in place on file systems that copy otherwise (btrfs).
+    pub no_copy_on_write: bool,
+    /// In how many bytes at a time the file system is to give it space (XFS).
+    pub extent_size: Option<u32>,
+    /// The file is there, is emptied, and keeps its name, owner and mode.
+    pub is_in_place: bool,
+}
+
+impl NewFile {
+    /// Tells the file system. One that does not know such wishes does without, as QEMU has it; of a size of extents, which
+    /// is never a guess, that is said.
+    pub(super) fn apply(self, file: BorrowedFd<'_>, path: &Path) {
+        if self.no_copy_on_write
+            && let Ok(flags) = ioctl_getflags(file)
+        {
+            let _ = ioctl_setflags(file, flags | IFlags::NOCOW);
+        }
+        if let Some(size) = self.extent_size.filter(|size| *size > 0)
+            && let Err(error) = set_extent_size(file, size)
+        {
+            let path = path.display();
+            tracing::warn!("{path}: the file system does not take a size of extents: {error}");
+        }
+    }
+}
+
+fn set_extent_size(file: BorrowedFd<'_>, size: u32) -> std::io::Result<()> {
+    let mut attributes = Attributes::default();
+    // SAFETY: the kernel writes a `struct fsxattr`, as long as `attributes`, which lives until the call ends; the borrow
+    // keeps the file open.
+    let got = unsafe { libc::ioctl(file.as_raw_fd(), GET_ATTRIBUTES, &raw mut attributes) };
+    if got != 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    attributes.flags |= HAS_EXTENT_SIZE;
+    attributes.extent_size = size;
+    // SAFETY: the kernel reads a `struct fsxattr`, as long as `attributes`; the borrow keeps the file open.
+    match unsafe { libc::ioctl(file.as_raw_fd(), SET_ATTRIBUTES, &raw const attributes) } {
+        0 => Ok(()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn wishes_that_a_file_system_does_not_take_are_no_errors() {
+        let path = std::env::temp_dir().join(format!("blockhouse-new-file-{}", std::process::id()));
+        let file = std::fs::File::create(&path).expect("a file");
+        let wishes =
+            NewFile { no_copy_on_write: true, extent_size: Some(1 << 20), is_in_place: false };
+        wishes.apply(file.as_fd(), &path);
+        std::fs::remove_file(&path).expect("it is ours");
+        assert_eq!(size_of::<Attributes>(), 28);
+    }
+}

@@ -1,0 +1,73 @@
+//! How fast a loop computes handshakes: a signature takes up to milliseconds, and strangers ask for
+//! as many as they like.
+//!
+//! Guarantee: in one turn of a loop there is one step of a handshake, and all of them take a
+//! quarter of its time at most, so the guests and clients of the same loop have the rest.
+//! Handshakes have their turns in the order in which they came.
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+/// One part of the loop's time in so many.
+const SHARE: u32 = 4;
+
+/// The handshakes of a loop.
+#[derive(Debug, Default)]
+struct Pace {
+    /// The time of a step: the mean of the last ones.
+    cost: Duration,
+    /// When the next one may be made.
+    next: Option<Instant>,
+}
+
+impl Pace {
+    fn took(&mut self, time: Duration) {
+        self.cost = (self.cost * 7 + time) / 8;
+    }
+
+    /// For how long a step waits that asks at `now`.
+    fn wait(&mut self, now: Instant) -> Duration {
+        let begin = self.next.map_or(now, |next| next.max(now));
+        self.next = Some(begin + self.cost * SHARE);
+        begin - now
+    }
+}
+
+thread_local! {
+    static PACE: RefCell<Pace> = RefCell::default();
+}
+
+/// A step on this thread's loop has taken so long.
+pub(super) fn took(time: Duration) {
+    PACE.with_borrow_mut(|pace| pace.took(time));
+}
+
+/// For how long a step on this thread's loop has to wait for its turn.
+pub(super) fn wait() -> Duration {
+    PACE.with_borrow_mut(|pace| pace.wait(Instant::now()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handshakes_take_a_quarter_of_the_time_however_many_there_are() {
+        let mut pace = Pace::default();
+        let step = Duration::from_millis(2);
+        let mut now = Instant::now();
+        (0..100).for_each(|_| pace.took(step));
+        let first = now;
+        let mut last = Duration::ZERO;
+        for _ in 0..50 {
+            let wait = pace.wait(now);
+            assert!(wait >= last, "in the order in which they came");
+            last = wait;
+        }
+        let mean = last / 49;
+        assert!(mean >= step * SHARE * 9 / 10 && mean <= step * SHARE, "{mean:?}");
+        // An idle loop owes nothing.
+        now = first + Duration::from_secs(60);
+        assert_eq!(pace.wait(now), Duration::ZERO);
+    }
+}

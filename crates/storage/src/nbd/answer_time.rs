@@ -1,0 +1,78 @@
+//! How long a request waits for a server that keeps the connection and does not answer.
+//!
+//! A guest's request waits as long as it takes: the server may come back. While an image is opened, and while it is
+//! closed, a person or a program waits for the end of that, and there is a limit. Nothing but the whole answer counts:
+//! a server that sends parts of it, or what keeps the connection alive, could do so for ever.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use blockhouse_core::sync::Condvar;
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::timeout;
+use futures_util::future::{Either, select};
+
+/// See the module's page.
+#[derive(Default)]
+pub(super) struct AnswerTime {
+    /// In milliseconds; 0 for no limit.
+    limit: AtomicU64,
+    changed: Condvar,
+}
+
+impl AnswerTime {
+    /// The limit from now on, also for syncs that wait already; `None` for none.
+    pub(super) fn set(&self, limit: Option<Duration>) {
+        let millis = limit.map_or(0, |limit| limit.as_millis().max(1) as u64);
+        self.limit.store(millis, Ordering::Relaxed);
+        self.changed.notify_all();
+    }
+
+    fn get(&self) -> Option<Duration> {
+        let millis = self.limit.load(Ordering::Relaxed);
+        (millis > 0).then(|| Duration::from_millis(millis))
+    }
+
+    /// Waits for an answer.
+    ///
+    /// # Errors
+    /// That of the answer, or that there is none in time. `name` is the export's.
+    pub(super) async fn wait<T>(
+        &self,
+        name: &str,
+        answer: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        match self.get() {
+            Some(limit) => within(limit, name, answer).await,
+            None => answer.await,
+        }
+    }
+
+    /// As [`wait`](Self::wait); a limit that is set meanwhile counts from then on.
+    pub(super) async fn wait_for_sync(
+        &self,
+        name: &str,
+        answer: impl Future<Output = Result<()>>,
+    ) -> Result<()> {
+        let (answer, limited) = (pin!(answer), pin!(self.changed.wait_until(|| self.get())));
+        match select(answer, limited).await {
+            Either::Left((outcome, _)) => outcome,
+            Either::Right((limit, answer)) => within(limit, name, answer).await,
+        }
+    }
+}
+
+async fn within<T>(
+    limit: Duration,
+    name: &str,
+    answer: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let unanswered = || {
+        let what = format!("the server keeps the connection, and has not answered for {limit:?}");
+        let error = Error::new(ErrorKind::Io, what).on(name);
+        Err(error.hint("see whether the server hangs"))
+    };
+    timeout(limit, answer).await.unwrap_or_else(unanswered)
+}

@@ -1,0 +1,106 @@
+//! One disk by several names: a file, its loop devices, a partition of one, a mount.
+
+use std::path::Path;
+use std::process::Command;
+
+use blockhouse_tests::{
+    LoopDevice, Outcome, Scratch, Serve, blockhouse, need, random_bytes, require, run, seeded, tool,
+};
+
+const SIZE: u64 = 8 << 20;
+
+fn convert(options: &[&str], source: &Path, target: &Path) -> Outcome {
+    let mut convert = Command::new(blockhouse());
+    convert.arg("convert").args(["-n", "-O", "raw"]).args(options);
+    run(convert.arg(source).arg(target))
+}
+
+#[test]
+fn a_target_that_is_its_own_source_by_another_name_is_refused() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let content = random_bytes(&mut seeded(), SIZE as usize);
+    let image = scratch.image_of("disk.img", &content);
+    let one = require!(LoopDevice::over(&image, &[]));
+    let other = require!(LoopDevice::over(&image, &[]));
+    let over = scratch.path("over.qcow2");
+    let create = ["create", "-f", "qcow2", "-F", "raw", "-b", "disk.img"];
+    run(tool("qemu-img").args(create).arg(&over)).success();
+    // Also where nothing is locked.
+    for options in [&["-f", "raw"][..], &["-f", "raw", "-U"]] {
+        convert(options, image.path(), one.path()).failure("disk.img");
+        convert(options, one.path(), image.path()).failure("disk.img");
+        convert(options, one.path(), other.path()).failure(one.path().to_str().expect("a name"));
+    }
+    convert(&["-f", "qcow2", "-U"], &over, one.path()).failure("disk.img");
+    convert(&["-f", "raw", "-U"], image.path(), image.path()).failure("disk.img");
+    let mut dd = Command::new(blockhouse());
+    dd.args(["dd", "--force", "-f", "raw", "-O", "raw", "bs=1M", "count=1"]);
+    dd.arg(format!("if={}", image.str())).arg(format!("of={}", one.path().display()));
+    run(&mut dd).failure("disk.img");
+    run(&mut tool("sync")).success();
+    assert!(image.content() == content, "the source was written to");
+}
+
+#[test]
+fn parts_of_one_file_that_do_not_meet_are_two_disks() {
+    let scratch = Scratch::new();
+    let content = random_bytes(&mut seeded(), SIZE as usize);
+    let image = scratch.image_of("disk.img", &content);
+    let (half, offset) = ((SIZE / 2).to_string(), (SIZE / 2).to_string());
+    let first = require!(LoopDevice::over(&image, &["--sizelimit", &half]));
+    let second = require!(LoopDevice::over(&image, &["--offset", &offset]));
+    convert(&["-f", "raw"], first.path(), second.path()).success();
+    let whole = require!(LoopDevice::over(&image, &[]));
+    convert(&["-f", "raw"], second.path(), whole.path()).failure("has bytes of");
+    convert(&["-f", "raw"], second.path(), image.path()).failure("disk.img");
+    run(&mut tool("sync")).success();
+    let half = SIZE as usize / 2;
+    assert!(image.content() == [&content[..half], &content[..half]].concat());
+}
+
+#[test]
+fn a_disk_is_served_for_writing_by_one_of_its_names() {
+    let scratch = Scratch::new();
+    let image = scratch.image("disk.img", SIZE);
+    let one = require!(LoopDevice::over(&image, &[]));
+    let other = require!(LoopDevice::over(&image, &[]));
+    let names = [image.path(), one.path(), other.path()];
+    for name in names {
+        let server = Serve::new(&scratch, name).start();
+        for second in names {
+            let uri = format!("nbd+unix:///?socket={}", scratch.socket("second").display());
+            let refused = Serve::bare(&scratch, second).export(&uri).refused();
+            refused.failed(&[second.to_str().expect("a plain name")]);
+        }
+        server.stop();
+    }
+}
+
+#[test]
+fn a_mounted_device_and_the_file_behind_it_are_no_targets() {
+    require!(need::tools(&["mkfs.ext4", "mount"]));
+    let scratch = Scratch::new();
+    let source = scratch.image("source.img", SIZE);
+    let image = scratch.image("disk.img", 4 * SIZE);
+    let device = require!(LoopDevice::over(&image, &[]));
+    run(tool("mkfs.ext4").arg("-q").arg(device.path())).success();
+    let at = scratch.path("mounted");
+    std::fs::create_dir(&at).expect("a folder");
+    if !run(tool("mount").arg(device.path()).arg(&at)).status.success() {
+        return need::skip("cannot mount a file system");
+    }
+    let mounted = at.to_str().expect("a plain name");
+    let refused = [device.path(), image.path()].map(|target| {
+        let served = Serve::new(&scratch, target).refused();
+        (convert(&["-f", "raw"], source.path(), target), served)
+    });
+    run(tool("umount").arg(&at)).success();
+    for (converted, served) in refused {
+        converted.failure(mounted);
+        served.failed(&[mounted]);
+    }
+    run(tool("fsck.ext4").args(["-fn"]).arg(device.path())).success();
+    // Once it is free, it is a target as any other.
+    convert(&["-f", "raw"], source.path(), device.path()).success();
+}

@@ -1,0 +1,230 @@
+//! Disks whose backing file is at a server that stops: what waits for it is told, holds up nothing else, and keeps no server
+//! from its end.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, str};
+use blockhouse_tests::nbd::{Client, Request, command as nbd};
+use blockhouse_tests::{Scratch, Serve, Server, eventually};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::jobs::{FAILED, Foreign, ctl, serve, wait_for};
+
+const MIB: u64 = 1 << 20;
+const CLUSTER: u64 = 64 << 10;
+const SIZE: u64 = 32 * MIB;
+/// Guests' writes wait for less than this.
+const LIMIT: Duration = Duration::from_secs(6);
+
+struct Stopped {
+    scratch: Scratch,
+    base: Foreign,
+}
+
+impl Stopped {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let (socket, file) = (scratch.socket("base"), scratch.path("base.img"));
+        std::fs::write(&file, vec![7; SIZE as usize]).expect("a base");
+        let base = Foreign::start(
+            "nbdkit",
+            &["-f", "-r", "-U", str(&socket), "file", str(&file)],
+            &socket,
+        );
+        let backing = format!("nbd+unix:///?socket={}", str(&socket));
+        let made = Self { scratch, base };
+        let overlay = made.overlay();
+        let words = ["create", "-b", &backing, "-F", "raw", "--allow-remote", str(&overlay)];
+        command(&[&words[..], &[&SIZE.to_string()]].concat()).success();
+        made
+    }
+
+    fn overlay(&self) -> PathBuf {
+        self.scratch.path("over.qcow2")
+    }
+
+    fn serve(&self) -> (Server, Control) {
+        let socket = self.scratch.socket("control");
+        let serve = Serve::new(&self.scratch, &self.overlay()).option("--control", &socket);
+        let server = serve.flag("--allow-remote").start();
+        (server, Control::connect(&socket))
+    }
+
+    /// Clusters of the image's own, then the base stops, and a read and a write wait for it. The clients that wait.
+    fn stop_base(&self, server: &Server) -> [Client; 2] {
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
+        let [mut reader, mut writer] = [(); 2].map(|()| Client::open(&server.address()));
+        self.base.signal(Signal::STOP);
+        let read = Request { command: nbd::READ, flags: 0, offset: 20 * CLUSTER, length: CLUSTER };
+        reader.send_with(read, &[]).expect("it is taken");
+        let write =
+            Request { command: nbd::WRITE, flags: 0, offset: 30 * CLUSTER + 512, length: 512 };
+        writer.send_with(write, &[2; 512]).expect("it is taken");
+        std::thread::sleep(Duration::from_millis(300));
+        [reader, writer]
+    }
+}
+
+/// Does something while a guest writes, whose writes wait for less than the limit.
+#[track_caller]
+fn beside_writes(server: &Server, work: impl FnOnce()) {
+    let address = server.address();
+    let is_over = AtomicBool::new(false);
+    let slowest = std::thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            let (mut client, mut slowest) = (Client::open(&address), Duration::ZERO);
+            while !is_over.load(Relaxed) {
+                let began = Instant::now();
+                assert_eq!(client.write(3 * CLUSTER, &[4; 4096], 0), 0);
+                assert_eq!(client.flush(), 0);
+                slowest = slowest.max(began.elapsed());
+            }
+            slowest
+        });
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        is_over.store(true, Relaxed);
+        done.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        writing.join().expect("no panic")
+    });
+    assert!(slowest < LIMIT, "a write took {slowest:?}");
+}
+
+#[test]
+fn a_stopped_backing_file_is_named_while_a_request_waits_for_it() {
+    let stopped = Stopped::new();
+    let (server, mut control) = stopped.serve();
+    let waits = |control: &mut Control| -> Option<String> {
+        let disks: Value = control.get("disk.list", json!({}));
+        disks[0]["waits"].as_str().map(ToOwned::to_owned)
+    };
+    assert_eq!(waits(&mut control), None);
+    let mut clients = stopped.stop_base(&server);
+    let socket = stopped.scratch.socket("base");
+    let told = waits(&mut control).expect("two requests wait");
+    assert!(told.starts_with("a change waits for") && told.contains(str(&socket)), "{told}");
+    assert!(ctl(&stopped.scratch, &["disks"]).success().stdout.contains(&told[..20]));
+    let seconds = |control: &mut Control| -> Option<u64> {
+        let metrics: Value = control.get("stats.get", json!({}));
+        let sample = &metrics["blockhouse_disk_wait_seconds"][0];
+        let is_base = sample["labels"]["file"].as_str()?.contains(str(&socket));
+        assert!(is_base && sample["labels"]["disk"] == "over.qcow2", "{sample}");
+        sample["value"].as_u64()
+    };
+    assert!(eventually(LIMIT, || seconds(&mut control) >= Some(1)), "{:?}", seconds(&mut control));
+    let top = command(&["top", str(&stopped.scratch.socket("control"))]).success().stdout;
+    assert!(top.contains("over.qcow2: waits ") && top.contains(str(&socket)), "{top}");
+    stopped.base.signal(Signal::CONT);
+    for client in &mut clients {
+        assert_eq!(client.receive().expect("an answer").1.error, 0);
+    }
+    assert_eq!((waits(&mut control), seconds(&mut control)), (None, None));
+    server.stop();
+}
+
+#[test]
+fn what_would_wait_for_a_stopped_backing_file_is_refused_and_says_so() {
+    let stopped = Stopped::new();
+    let (server, mut control) = stopped.serve();
+    let mut clients = stopped.stop_base(&server);
+    let socket = stopped.scratch.socket("base");
+    let told = ["a change waits for", str(&socket)];
+    let disk = "over.qcow2";
+    beside_writes(&server, || {
+        control.refused("snapshot.create", json!({ "disk": disk, "name": "s" }), FAILED, &told);
+        control.refused("bitmap.add", json!({ "disk": disk, "name": "b" }), FAILED, &told);
+        control.refused("disk.set", json!({ "disk": disk, "read-only": true }), FAILED, &told);
+        control.refused("job.start", json!({ "kind": "stream", "disk": disk }), FAILED, &told);
+        let target = stopped.scratch.path("target.qcow2");
+        for cancel in [false, true] {
+            ctl(&stopped.scratch, &["mirror", disk, str(&target), "--job", "m"]).success();
+            if cancel {
+                ctl(&stopped.scratch, &["job", "m", "cancel"]).success();
+            }
+            let end = wait_for(&mut control, "m", if cancel { "cancelled" } else { "failed" });
+            let error = end["error"].as_str().unwrap_or_default();
+            assert!(cancel || told.iter().all(|word| error.contains(word)), "{error}");
+            control.get("job.dismiss", json!({ "job": "m" }));
+            assert!(eventually(LIMIT, || !target.exists()), "a file that the job has made");
+        }
+    });
+    stopped.base.signal(Signal::CONT);
+    for client in &mut clients {
+        assert_eq!(client.receive().expect("an answer").1.error, 0);
+    }
+    control.get("snapshot.create", json!({ "disk": disk, "name": "s" }));
+    control.get("bitmap.add", json!({ "disk": disk, "name": "b" }));
+    drop(clients);
+    server.stop();
+}
+
+#[test]
+fn a_stopped_backing_file_keeps_no_server_from_its_end() {
+    for with_mirror in [false, true] {
+        let stopped = Stopped::new();
+        let (mut server, mut control) = stopped.serve();
+        // With nothing but the mirror in flight its own read waits.
+        let clients = match with_mirror {
+            false => stopped.stop_base(&server).into(),
+            true => {
+                let mut client = Client::open(&server.address());
+                assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
+                stopped.base.signal(Signal::STOP);
+                let target = stopped.scratch.path("target.qcow2");
+                let start =
+                    json!({ "kind": "mirror", "disk": "over.qcow2", "target": str(&target) });
+                let _: Value = control.get("job.start", start);
+                // The mirror reads the base by then, also on a busy machine.
+                std::thread::sleep(Duration::from_secs(2));
+                vec![client]
+            }
+        };
+        let mut idle = Client::open(&server.address());
+        assert_eq!(idle.write(CLUSTER, &[9; 4096], 0), 0);
+        let began = Instant::now();
+        server.signal(Signal::TERM);
+        let status = server.wait(Duration::from_secs(40));
+        assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+        let (log, socket) = (server.log(), stopped.scratch.socket("base"));
+        assert!(log.contains(str(&socket)) && log.contains("waits for"), "{log}");
+        assert!(!log.contains("its target"), "{log}");
+        if !with_mirror {
+            assert_eq!(status.code(), Some(1), "requests were not answered: {log}");
+            assert!(log.contains("2 requests in flight are given up"), "{log}");
+        }
+        drop((clients, idle, control));
+        stopped.base.signal(Signal::CONT);
+        // Answered writes are there.
+        let (server, _control) = stopped.serve();
+        let mut client = Client::open(&server.address());
+        assert_eq!(client.read(CLUSTER, 4096), Ok(vec![9; 4096]));
+        assert_eq!(client.read(2 * CLUSTER, CLUSTER), Ok(vec![1; CLUSTER as usize]));
+        assert_eq!(client.read(20 * CLUSTER, CLUSTER), Ok(vec![7; CLUSTER as usize]));
+        drop(client);
+        server.stop();
+        // A request that was dropped may have taken a cluster.
+        let check = command(&["check", str(&stopped.overlay())]).stdout;
+        assert!(!check.contains("corrupt"), "{check}");
+    }
+}
+
+#[test]
+fn a_disk_that_a_stream_fills_stays_writable() {
+    let scratch = Scratch::new();
+    let base = scratch.path("base.img");
+    std::fs::write(&base, vec![7; SIZE as usize]).expect("a base");
+    let overlay = scratch.path("over.qcow2");
+    command(&["create", "-b", str(&base), "-F", "raw", str(&overlay)]).success();
+    let (server, mut control) = serve(&scratch, &overlay);
+    ctl(&scratch, &["stream", "over.qcow2", "--speed", "64K", "--job", "s"]).success();
+    let set = json!({ "disk": "over.qcow2", "read-only": true });
+    control.refused("disk.set", set.clone(), FAILED, &["the job \"s\" fills the disk"]);
+    ctl(&scratch, &["job", "s", "cancel"]).success();
+    wait_for(&mut control, "s", "cancelled");
+    control.get("disk.set", set);
+    server.stop();
+}

@@ -1,0 +1,166 @@
+//! The packages that a change reaches: those whose files differ from the last commit that passed
+//! every step, and those that depend on them.
+//!
+//! `.ci/proven` names that commit; `cargo xtask ci --all` writes it. If git cannot compare with it,
+//! or a file outside of all packages differs that decides how they are built, everything counts as
+//! changed: a step is left out only if it is known to show the same as before.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use lab_tools::process::stdout_of;
+use lab_tools::workspace::Workspace;
+
+const PROVEN: &str = ".ci/proven";
+/// The name under which the files of `fuzz/` count: its package is no member of the workspace.
+const FUZZ: &str = "blockhouse-fuzz";
+/// Files and folders without influence on what any package does.
+const WITHOUT_CODE: &[&str] =
+    &["docs/", "contrib/", "README.md", "ARCHITECTURE.md", "CHANGELOG.md"];
+const ALSO_WITHOUT_CODE: &[&str] =
+    &["CONTRIBUTING.md", "LICENSE-", ".gitignore", PROVEN, "lab/results/"];
+
+/// The difference to the last commit that passed every step.
+pub enum Changes {
+    /// No comparison is possible, or none is wanted; the reason.
+    Everything(String),
+    /// The packages that differ from `commit`, with all that depend on them.
+    Packages { commit: String, names: BTreeSet<String> },
+}
+
+impl Changes {
+    /// Compares the work tree, untracked files included, with the commit in `.ci/proven`.
+    pub fn since_proven(workspace: &Workspace) -> Self {
+        match Self::compare(workspace) {
+            Ok(changes) => changes,
+            Err(error) => Self::Everything(format!("{error:#}")),
+        }
+    }
+
+    fn compare(workspace: &Workspace) -> Result<Self> {
+        let commit = std::fs::read_to_string(workspace.root().join(PROVEN))
+            .with_context(|| format!("cannot read {PROVEN}"))?
+            .trim()
+            .to_owned();
+        let mut paths = git(workspace, &["diff", "--name-only", &commit, "--"])?;
+        paths.push_str(&git(workspace, &["ls-files", "--others", "--exclude-standard"])?);
+        let mut names = BTreeSet::new();
+        for path in paths.lines().filter(|path| !is_without_code(path)) {
+            match package_of(path, workspace.root(), workspace.packages()) {
+                Some(name) => _ = names.insert(name),
+                None => return Ok(Self::Everything(format!("{path} has changed"))),
+            }
+        }
+        add_dependents(&mut names, workspace.packages());
+        Ok(Self::Packages { commit, names })
+    }
+
+    /// Returns whether a step that shows what `packages` do has to run.
+    pub fn reach(&self, packages: &[&str]) -> bool {
+        match self {
+            Self::Everything(_) => true,
+            Self::Packages { names, .. } => packages.iter().any(|name| names.contains(*name)),
+        }
+    }
+}
+
+/// Writes the current commit into `.ci/proven`, if the work tree is that commit.
+pub fn note_proven(workspace: &Workspace) -> Result<()> {
+    if !git(workspace, &["status", "--porcelain"])?.is_empty() {
+        println!("ci: {PROVEN} stays as it is: the work tree differs from its commit");
+        return Ok(());
+    }
+    let commit = git(workspace, &["rev-parse", "HEAD"])?;
+    std::fs::write(workspace.root().join(PROVEN), commit)
+        .with_context(|| format!("cannot write {PROVEN}"))
+}
+
+fn git(workspace: &Workspace, args: &[&str]) -> Result<String> {
+    let mut git = Command::new("git");
+    git.args(args).current_dir(workspace.root());
+    stdout_of(git)
+}
+
+fn is_without_code(path: &str) -> bool {
+    let mut all = WITHOUT_CODE.iter().chain(ALSO_WITHOUT_CODE);
+    path.ends_with("/README.md") || all.any(|start| path.starts_with(start))
+}
+
+/// The package that has the file at `path`, a path from `root` on.
+fn package_of(path: &str, root: &Path, packages: &[Value]) -> Option<String> {
+    if path.starts_with("fuzz/") {
+        return Some(FUZZ.to_owned());
+    }
+    let file = root.join(path);
+    let of_file = packages.iter().filter_map(|package| {
+        let folder = Path::new(package["manifest_path"].as_str()?).parent()?;
+        let name = package["name"].as_str()?;
+        file.starts_with(folder).then(|| (folder.as_os_str().len(), name.to_owned()))
+    });
+    of_file.max().map(|(_, name)| name)
+}
+
+/// Adds each package that uses one of `names`, in all but its own tests.
+fn add_dependents(names: &mut BTreeSet<String>, packages: &[Value]) {
+    loop {
+        let before = names.len();
+        for package in packages {
+            let dependencies = package["dependencies"].as_array().map_or(&[][..], Vec::as_slice);
+            let uses_one = dependencies.iter().any(|dependency| {
+                let name = dependency["name"].as_str().unwrap_or_default();
+                dependency["kind"] != "dev" && names.contains(name)
+            });
+            if uses_one {
+                names.extend(package["name"].as_str().map(str::to_owned));
+            }
+        }
+        if names.len() == before {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn packages() -> Vec<Value> {
+        let uses = |name: &str, kind: Option<&str>| json!([{ "name": name, "kind": kind }]);
+        vec![
+            json!({ "name": "low", "manifest_path": "/w/crates/low/Cargo.toml", "dependencies": [] }),
+            json!({ "name": "high", "manifest_path": "/w/crates/high/Cargo.toml",
+                    "dependencies": uses("low", None) }),
+            json!({ "name": "apart", "manifest_path": "/w/crates/apart/Cargo.toml",
+                    "dependencies": uses("low", Some("dev")) }),
+        ]
+    }
+
+    #[test]
+    fn a_change_reaches_the_packages_that_depend_on_it_but_not_through_their_tests() {
+        let mut names = BTreeSet::from(["low".to_owned()]);
+        add_dependents(&mut names, &packages());
+        assert_eq!(names, BTreeSet::from(["low".to_owned(), "high".to_owned()]));
+    }
+
+    #[test]
+    fn a_file_belongs_to_the_package_of_its_folder() {
+        let of = |path| package_of(path, Path::new("/w"), &packages());
+        assert_eq!(of("crates/low/src/lib.rs").as_deref(), Some("low"));
+        assert_eq!(of("crates/lower/src/lib.rs"), None);
+        assert_eq!(of("fuzz/targets/a.rs").as_deref(), Some(FUZZ));
+        assert_eq!(of("Cargo.lock"), None);
+    }
+
+    #[test]
+    fn texts_reach_nothing() {
+        assert!(is_without_code("docs/a.md"));
+        assert!(is_without_code("crates/low/README.md"));
+        assert!(!is_without_code("Cargo.lock"));
+    }
+}
