@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
+use crate::backports::{self, Backports};
 use crate::process::{find_program, run, succeeds};
 
 /// How the presence of a package shows.
@@ -178,13 +179,22 @@ pub fn require(packages: &[Package]) -> Result<()> {
     }
     run(apt_get(&["update"]))?;
     // Packages of one source must be of one version: to install one may remove another that came from
-    // elsewhere, which is then missing.
+    // elsewhere, which is then missing. So QEMU's are taken from one place, and looked for twice.
     for _ in 0..2 {
         let missing = self::missing(packages);
         if missing.is_empty() {
             return Ok(());
         }
-        install(&missing)?;
+        let (qemu, others): (Vec<_>, Vec<_>) =
+            missing.into_iter().partition(|name| name.starts_with("qemu-"));
+        install(apt_get(&["install"]), &others)?;
+        if !qemu.is_empty() && backports::have_newer_qemu() {
+            let lists = Backports::new(&std::env::temp_dir().join("blockhouse-backports"))?;
+            lists.update()?;
+            install(lists.install(), &qemu)?;
+        } else {
+            install(apt_get(&["install"]), &qemu)?;
+        }
     }
     match self::missing(packages) {
         missing if missing.is_empty() => Ok(()),
@@ -194,11 +204,14 @@ pub fn require(packages: &[Package]) -> Result<()> {
     }
 }
 
-fn install(names: &[&str]) -> Result<()> {
+/// Runs `install`, an `apt-get install`, with the names, if there are any.
+fn install(mut install: Command, names: &[&str]) -> Result<()> {
+    if names.is_empty() {
+        return Ok(());
+    }
     println!("apt: installing {}", names.join(" "));
     let started = Instant::now();
-    let mut install = apt_get(&["install", "--yes", "--no-install-recommends"]);
-    install.args(names);
+    install.args(["--yes", "--no-install-recommends"]).args(names);
     run(install)?;
     println!("apt: installed in {:.1} s", started.elapsed().as_secs_f64());
     Ok(())

@@ -4,6 +4,7 @@
 //! - [`workspace`]: where the workspace and its build products are
 //! - [`build`]: the binary under test
 //! - [`apt`]: packages of the system
+//! - `backports`: newer packages than the system's own
 //! - [`qemu_driver`]: a driver of QEMU's that is a module
 //! - [`block_device`]: the disk below a folder
 //! - [`control`]: a server's control socket
@@ -11,6 +12,7 @@
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 
 pub mod apt;
+mod backports;
 pub mod block_device;
 pub mod build;
 pub mod control;

@@ -4,20 +4,17 @@
 //! Debian's backports, apt of a plain Debian would offer another one. So the package is fetched by version, unpacked into a
 //! folder, and QEMU is told to look there. Nothing is installed, and QEMU stays as it is.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
 use crate::apt::{apt_get, extract};
-use crate::process::{run, stdout_of};
+use crate::backports::Backports;
+use crate::process::stdout_of;
 
 /// The environment variable by which QEMU's programs find modules in one more folder.
 pub const MODULE_FOLDER: &str = "QEMU_MODULE_DIR";
-
-/// Where the keys of Debian's archive are.
-const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// Finds the driver `driver`, or fetches it into `folder`: what [`MODULE_FOLDER`] has to be for QEMU's programs, or `None`
 /// where they have the driver already.
@@ -38,7 +35,9 @@ pub fn find(driver: &str, folder: &Path) -> Result<Option<PathBuf>> {
     }
     let package = format!("qemu-block-extra={version}");
     if extract(apt_get(&["download", &package]), &unpacked).is_err() {
-        extract(from_backports(&package, folder)?, &unpacked)?;
+        let backports = Backports::new(&folder.join("apt"))?;
+        backports.update()?;
+        extract(backports.apt_get(&["download", &package]), &unpacked)?;
     }
     match modules(driver, &unpacked)? {
         Some(modules) => Ok(Some(modules)),
@@ -68,37 +67,4 @@ fn modules(driver: &str, unpacked: &Path) -> Result<Option<PathBuf>> {
         }
     }
     Ok(None)
-}
-
-/// A command that downloads a package from Debian's backports, with lists of its own below `folder`: the system's sources
-/// stay as they are.
-fn from_backports(package: &str, folder: &Path) -> Result<Command> {
-    let release = std::fs::read_to_string("/etc/os-release").context("no Debian")?;
-    let name = release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
-    let name = name.filter(|_| release.lines().any(|line| line == "ID=debian"));
-    let name = name.context("backports are for Debian")?;
-    let (lists, cache) = (folder.join("apt/lists"), folder.join("apt/cache"));
-    std::fs::create_dir_all(lists.join("partial"))?;
-    std::fs::create_dir_all(cache.join("archives/partial"))?;
-    let sources = folder.join("apt/sources.list");
-    let line =
-        format!("deb [signed-by={KEYRING}] http://deb.debian.org/debian {name}-backports main\n");
-    std::fs::write(&sources, line)?;
-    let with_sources = |args: &[&str]| {
-        let mut command = apt_get(args);
-        for (key, value) in [
-            ("Dir::Etc::SourceList", sources.as_os_str()),
-            ("Dir::Etc::SourceParts", OsStr::new("/dev/null")),
-            ("Dir::State::Lists", lists.as_os_str()),
-            ("Dir::Cache", cache.as_os_str()),
-        ] {
-            let mut option = OsStr::new(key).to_owned();
-            option.push("=");
-            option.push(value);
-            command.arg("--option").arg(option);
-        }
-        command
-    };
-    run(with_sources(&["update"]))?;
-    Ok(with_sources(&["download", package]))
 }
