@@ -57,6 +57,7 @@ mod metrics;
 mod metrics_page;
 mod operations;
 mod package;
+mod page_in_browser;
 mod pipes;
 mod preallocation;
 mod qcow2_on_device;

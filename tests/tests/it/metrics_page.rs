@@ -160,6 +160,23 @@ fn readers_of_the_stream_leave_places_for_scrapes() {
     server.stop();
 }
 
+#[test]
+fn clients_that_send_nothing_keep_out_no_scrape() {
+    let scratch = Scratch::new();
+    let (server, socket) = start(&scratch, "disk.img");
+    let mut stream = Reader::open(&socket);
+    let mut silent = Vec::new();
+    for _ in 0..20 {
+        silent.extend((0..50).map(|_| UnixStream::connect(&socket).expect("it listens")));
+        let began = Instant::now();
+        assert!(get(&socket, "/metrics", "").contains("blockhouse_build_info"));
+        assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    }
+    // Who has said what it wants, keeps its place.
+    stream.figures();
+    server.stop();
+}
+
 /// The first line of the answer to who asks for the stream.
 fn exchange_head(socket: &Path) -> String {
     let mut stream = UnixStream::connect(socket).expect("it listens");

@@ -213,6 +213,38 @@ fn a_stopped_backing_file_keeps_no_server_from_its_end() {
 }
 
 #[test]
+fn a_read_that_waits_at_the_source_keeps_no_mirror_from_its_end() {
+    let stopped = Stopped::new();
+    let (server, mut control) = stopped.serve();
+    let target = stopped.scratch.path("target.qcow2");
+    ctl(&stopped.scratch, &["mirror", "over.qcow2", str(&target), "--job", "m"]).success();
+    wait_for(&mut control, "m", "ready");
+    let [mut reader, writer] = stopped.stop_base(&server);
+    drop(writer);
+    // Its change ends at the target, so that the source is quiet.
+    stopped.base.signal(Signal::CONT);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(reader.receive().expect("an answer").1.error, 0);
+    stopped.base.signal(Signal::STOP);
+    let read = Request { command: nbd::READ, flags: 0, offset: 25 * CLUSTER, length: CLUSTER };
+    reader.send_with(read, &[]).expect("it is taken");
+    std::thread::sleep(Duration::from_millis(300));
+    let began = Instant::now();
+    control.get("job.complete", json!({ "job": "m" }));
+    wait_for(&mut control, "m", "completed");
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    // The guest goes on at the target, which has what the source waits for.
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.read(20 * CLUSTER, CLUSTER), Ok(vec![7; CLUSTER as usize]));
+    assert_eq!(client.write(0, &[9; 4096], 0), 0);
+    assert_eq!(client.flush(), 0);
+    stopped.base.signal(Signal::CONT);
+    assert_eq!(reader.receive().expect("an answer").1.error, 0);
+    drop((reader, client));
+    server.stop();
+}
+
+#[test]
 fn a_disk_that_a_stream_fills_stays_writable() {
     let scratch = Scratch::new();
     let base = scratch.path("base.img");

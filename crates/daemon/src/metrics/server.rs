@@ -1,9 +1,12 @@
 //! The socket of `--metrics`: HTTP clients get the metrics, or the page.
 //!
 //! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at most [`MAX_CLIENTS`]
-//! clients at once, each with one request and one answer, for [`TIMEOUT`] each; further ones are disconnected. At most
-//! [`MAX_STREAMS`] of them read a stream, so that scrapes find places.
+//! clients at once, each with one request and one answer, for [`TIMEOUT`] each. A further one takes the place of the
+//! client that has owed its request for longest, so silent clients keep out no scrape; where none owes one, the
+//! further one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes find places.
 
+use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -19,7 +22,7 @@ use blockhouse_engine::{Listener, Stream, Submission, sleep, timeout};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketPermissions};
 use futures_channel::oneshot;
-use futures_util::future::{FutureExt, LocalBoxFuture, select};
+use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
 
 use super::http::{self, Hosts, Request, Resource};
@@ -202,37 +205,79 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     // Each stream holds a clone.
     let streams = Rc::new(());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
+    let mut silent = Silent::default();
     loop {
         futures_util::select! {
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
-                Ok(stream) if clients.len() < MAX_CLIENTS => {
-                    clients.push(serve_client(stream, hosts, (observed, &streams)).boxed_local());
+                Ok(stream) => {
+                    if clients.len() >= MAX_CLIENTS && silent.end_oldest() {
+                        // The one that was told to end is ready, so this takes no time.
+                        clients.next().await;
+                    }
+                    if clients.len() < MAX_CLIENTS {
+                        let client = Client { stream, hosts, ended: silent.join() };
+                        clients.push(client.serve((observed, &streams)).boxed_local());
+                    }
                 }
-                Ok(stream) => drop(stream),
                 Err(error) => tracing::warn!("cannot accept a metrics connection: {error}"),
             },
         }
     }
 }
 
-/// Answers one request. A client that is gone or too slow gets none.
-async fn serve_client(stream: Stream, hosts: Hosts, (observed, streams): (&dyn Observed, &Rc<()>)) {
-    let received = timeout(TIMEOUT, receive_request(&stream, hosts)).await;
-    let answer = match received.flatten() {
-        Some(Ok(Request { resource: Resource::Events, wants_body: true })) => {
-            if Rc::strong_count(streams) <= MAX_STREAMS {
-                let _place = Rc::clone(streams);
-                return serve_stream(&stream, observed).await;
+/// The clients that have not sent their request yet, the oldest first.
+#[derive(Default)]
+struct Silent(VecDeque<oneshot::Sender<Infallible>>);
+
+impl Silent {
+    /// Adds a client. It is silent until it drops the receiver; it has to end where the receiver ends.
+    fn join(&mut self) -> oneshot::Receiver<Infallible> {
+        self.0.retain(|client| !client.is_canceled());
+        let (end, ended) = oneshot::channel();
+        self.0.push_back(end);
+        ended
+    }
+
+    /// Ends the oldest client. Returns whether there was one.
+    fn end_oldest(&mut self) -> bool {
+        self.0.retain(|client| !client.is_canceled());
+        self.0.pop_front().is_some()
+    }
+}
+
+/// A connection that was accepted.
+struct Client {
+    stream: Stream,
+    hosts: Hosts,
+    /// Ends where another client takes the place.
+    ended: oneshot::Receiver<Infallible>,
+}
+
+impl Client {
+    /// Answers one request. A client that is gone or too slow gets none.
+    async fn serve(self, (observed, streams): (&dyn Observed, &Rc<()>)) {
+        let Self { stream, hosts, ended } = self;
+        let request = timeout(TIMEOUT, receive_request(&stream, hosts));
+        let received = match select(pin!(request), ended).await {
+            Either::Left((received, _)) => received.flatten(),
+            Either::Right(_) => None,
+        };
+        let answer = match received {
+            Some(Ok(Request { resource: Resource::Events, wants_body: true })) => {
+                if Rc::strong_count(streams) <= MAX_STREAMS {
+                    let _place = Rc::clone(streams);
+                    return serve_stream(&stream, observed).await;
+                }
+                http::refuse(http::TOO_MANY)
             }
-            http::refuse(http::TOO_MANY)
-        }
-        Some(Ok(request)) => answer(request, observed),
-        Some(Err(refusal)) => http::refuse(refusal),
-        None => return,
-    };
-    send(&stream, &answer).await;
-    stream.shutdown();
+            Some(Ok(request)) => answer(request, observed),
+            Some(Err(refusal)) => http::refuse(refusal),
+            None => return,
+        };
+        send(&stream, &answer).await;
+        stream.shutdown();
+    }
 }
 
 /// Receives a request; `None` where the client has gone.

@@ -112,8 +112,12 @@ function take(snapshot) {
   const seconds = before ? Math.max((latest.time - before.time) / 1000, .1) : Infinity;
   const requests = series('request', 'export', latest, before ?? latest, seconds);
   const stages = series('stage', 'stage', latest, before ?? latest, seconds);
-  const value = (name, disk) =>
-    family(latest, name).filter(one => one.labels.disk === disk).reduce((sum, one) => sum + one.value, 0);
+  const sums = new Map();
+  // The sum of a disk's samples; each family is read once, however many disks there are.
+  const value = (name, disk) => {
+    if (!sums.has(name)) sums.set(name, byDisk(latest, name, []));
+    return sums.get(name).get(disk)?.get('')?.value ?? 0;
+  };
   const known = new Set();
   for (const { labels } of family(latest, 'disk_info')) {
     const name = labels.disk;

@@ -1,10 +1,13 @@
 //! Pages in a real browser: headless Chromium, with a frame as wide as a phone or as a reader's window.
 
+mod live;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::Value;
 
+pub use self::live::LivePage;
 use crate::{Scratch, need, run_within, tool};
 
 /// What the reader prefers.
@@ -38,9 +41,9 @@ pub struct Browser {
 /// More than any page of ours takes, at that width.
 const HEIGHT: u32 = 14_000;
 
-/// Asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3) and its size, and tells
-/// the frame's owner the worst of all, and how wide the page is.
-const EXAMINE: &str = r#"<script>
+/// A function that asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3) and its size, and returns
+/// the worst of all, and how wide the page is.
+const EXAMINE: &str = r#"
 const channels = colour => colour.match(/[\d.]+/g).map(Number);
 const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)
   .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
@@ -53,7 +56,7 @@ function ground(element) {
   }
   return matchMedia('(prefers-color-scheme: dark)').matches ? [18, 18, 18] : [255, 255, 255];
 }
-addEventListener('load', () => {
+function examine() {
   let texts = 0, worst = [99, ''], smallest = [99, ''];
   const box = element => element.getBoundingClientRect();
   const crosses = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
@@ -77,13 +80,13 @@ addEventListener('load', () => {
     if (size < smallest[0]) smallest = [size, words];
     texts++;
   }
-  parent.postMessage({
+  return {
     texts, worst, smallest, cut, crossed: crossed.slice(0, 5), width: document.documentElement.scrollWidth, screen: innerWidth,
     dark: matchMedia('(prefers-color-scheme: dark)').matches,
     ground: luminance(ground(document.body)), plots: document.querySelectorAll('svg').length,
-  }, '*');
-});
-</script>"#;
+  };
+}
+"#;
 
 const FRAME: &str = r#"<!DOCTYPE html><meta name="color-scheme" content="light dark">
 <style>body { margin: 0 } iframe { border: 0; width: WIDTHpx; height: 100vh }</style>
@@ -100,7 +103,9 @@ impl Browser {
             std::fs::write(&path, text).expect("scratch folders can be written");
             path
         };
-        write("page.html", &text.replace("</head>", &format!("{EXAMINE}</head>")));
+        let tell = "addEventListener('load', () => parent.postMessage(examine(), '*'))";
+        let script = format!("<script>{EXAMINE}{tell}</script></head>");
+        write("page.html", &text.replace("</head>", &script));
         let frame = write("frame.html", &FRAME.replace("WIDTH", &width.to_string()));
         Ok(Self {
             width,

@@ -1,0 +1,141 @@
+//! The page on the metrics address in a real browser: under load, with a job, while the server is gone and back.
+//!
+//! With `BLOCKHOUSE_PICTURES=FOLDER` in the environment its pictures are written there.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use blockhouse_tests::browser::{LivePage, Theme};
+use blockhouse_tests::image_tool::str;
+use blockhouse_tests::nbd::Client;
+use blockhouse_tests::{Scratch, Serve, Server, eventually, require};
+
+use crate::jobs::ctl;
+
+const WIDTHS: [u32; 3] = [400, 1280, 1600];
+/// WCAG 2.1, success criterion 1.4.3.
+const LEAST_CONTRAST: f64 = 4.5;
+/// Markup in a name.
+const ODD_NAME: &str = "<script>alert(1)<!--.img";
+
+fn serve(scratch: &Scratch, address: &str) -> Server {
+    let odd = scratch.path(ODD_NAME);
+    Serve::new(scratch, &scratch.path("disk.img"))
+        .also(&odd)
+        .ready_lines(2)
+        .option("--metrics", address)
+        .option("--control", scratch.socket("control"))
+        .start()
+}
+
+/// Where the server says that its page is.
+fn url(server: &Server) -> String {
+    let find = || {
+        let log = server.log();
+        let (_, rest) = log.split_once("a page at ")?;
+        rest.split_whitespace().next().map(ToOwned::to_owned)
+    };
+    assert!(eventually(Duration::from_secs(10), || find().is_some()), "{}", server.log());
+    find().expect("it was there")
+}
+
+/// All widths and themes: nothing is cut, everything can be read.
+fn look(page: &mut LivePage, name: &str) {
+    let pictures = std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from);
+    for width in WIDTHS {
+        for theme in [Theme::Light, Theme::Dark] {
+            page.resize(width, theme);
+            let found = page.examine();
+            let is_dark = theme == Theme::Dark;
+            assert_eq!(found["dark"], is_dark, "{found}");
+            assert!(found["width"].as_u64() <= Some(u64::from(width)), "too wide: {found}");
+            let worst = found["worst"][0].as_f64().expect("texts");
+            assert!(worst >= LEAST_CONTRAST, "{name} at {width}, {theme:?}: {found}");
+            assert!(found["smallest"][0].as_f64() >= Some(11.0), "{found}");
+            let picture = page.picture();
+            assert!(picture.len() > 5000, "an empty picture");
+            if let Some(folder) = &pictures {
+                let theme = if is_dark { "dark" } else { "light" };
+                std::fs::write(folder.join(format!("page-{name}-{width}-{theme}.png")), picture)
+                    .expect("a folder for pictures");
+            }
+        }
+    }
+}
+
+/// Ends the guest, also where an assertion fails meanwhile.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+#[test]
+fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
+    let scratch = Scratch::new();
+    scratch.image("disk.img", 64 << 20);
+    scratch.image(ODD_NAME, 16 << 20);
+    let server = serve(&scratch, "127.0.0.1:0");
+    let url = url(&server);
+    let mut page = require!(LivePage::open(&scratch, &url));
+    page.resize(WIDTHS[1], Theme::Light);
+    page.wait_for("document.getElementById('state').className === 'live'");
+    // A name is text.
+    let names = "[...document.querySelectorAll('#disks tbody button')].map(one => one.textContent)";
+    page.wait_for(&format!("{names}.length === 2"));
+    assert_eq!(page.evaluate(names), serde_json::json!([ODD_NAME, "disk.img"]));
+    let is_over = AtomicBool::new(false);
+    let address = server.address();
+    std::thread::scope(|scope| {
+        let guest = scope.spawn(|| {
+            let mut client = Client::open(&address);
+            let mut at = 0;
+            while !is_over.load(Relaxed) {
+                client.read(at % (64 << 20), 4096).expect("a read");
+                assert_eq!(client.write(at % (64 << 20), &[1; 4096], 0), 0);
+                at += 4096;
+            }
+        });
+        let over = Over(&is_over);
+        let target = scratch.path("target.img");
+        let mirror = ["mirror", "disk.img", str(&target), "--speed", "1M", "--job", "m"];
+        ctl(&scratch, &mirror).success();
+        page.wait_for(
+            "document.querySelector('#disks tr.busy th')?.textContent.startsWith('disk.img') === true",
+        );
+        page.wait_for("document.querySelector('#jobs td')?.textContent === 'm (mirror)'");
+        // By the keyboard alone.
+        let is_there = "document.activeElement?.textContent === 'disk.img'";
+        let is_reached = (0..10).any(|_| {
+            page.press_tab();
+            page.evaluate(is_there) == true
+        });
+        assert!(is_reached, "no key leads to the disk");
+        page.press_enter();
+        page.wait_for("!document.getElementById('detail').hidden");
+        page.wait_for("document.querySelectorAll('#requests tr').length >= 2");
+        assert_eq!(page.evaluate(is_there), true, "the focus stays where it was");
+        // Some of the history.
+        std::thread::sleep(Duration::from_secs(5));
+        look(&mut page, "load");
+        drop(over);
+        guest.join().expect("the guest saw no error");
+    });
+    assert_eq!(page.complaints(), Vec::<String>::new());
+    ctl(&scratch, &["job", "m", "cancel"]).success();
+    let host = url.trim_start_matches("http://").trim_end_matches('/').to_owned();
+    server.stop();
+    page.wait_for("document.getElementById('state').className === 'gone'");
+    look(&mut page, "gone");
+    let server = serve(&scratch, &host);
+    page.wait_for("document.getElementById('state').className === 'live'");
+    page.wait_for("document.getElementById('events').textContent.includes('connected again')");
+    // The browser itself says that nobody listened.
+    for complaint in page.complaints() {
+        assert!(complaint.contains("net::ERR_"), "{complaint}");
+    }
+    server.stop();
+}
