@@ -60,6 +60,8 @@ enum Task {
     Deny,
     /// Make a Debian package, a static binary and the file tree of an OCI image
     Dist(dist::Options),
+    /// Make all that is published of a version: packages, checksums and notes, in target/release-VERSION
+    Release(dist::ReleaseOptions),
     /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit (`lab/compare`)
     #[command(disable_help_flag = true)]
     Compare(lab::Args),
@@ -99,6 +101,7 @@ fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
         Task::Options => options::run(workspace),
         Task::Deny => deny::run(workspace),
         Task::Dist(options) => dist::run(workspace, &options),
+        Task::Release(options) => dist::run_release(workspace, &options),
         Task::Compare(args) => lab::exec("lab-compare", &args),
         Task::Vm(args) => lab::exec("lab-vm", &args),
         Task::Kill(args) => lab::exec("lab-kill", &args),

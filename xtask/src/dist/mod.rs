@@ -11,6 +11,7 @@ mod files;
 mod licences;
 mod oci;
 mod parts;
+mod release;
 mod static_binary;
 
 use std::path::PathBuf;
@@ -22,9 +23,10 @@ use lab_tools::workspace::Workspace;
 
 use self::licences::OpenSsl;
 use self::parts::{Parts, commit_time};
+pub use self::release::{Options as ReleaseOptions, run_release};
 
 /// What to make.
-#[derive(clap::Args)]
+#[derive(Default, clap::Args)]
 pub struct Options {
     /// Where to put it; left out, target/dist-packages
     #[arg(long, value_name = "FOLDER")]
@@ -45,6 +47,11 @@ pub struct Options {
 
 /// Makes everything, or the Debian package alone.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
+    make(workspace, options).map(drop)
+}
+
+/// As [`run`], and what all packages have in common.
+fn make<'a>(workspace: &'a Workspace, options: &Options) -> Result<Parts<'a>> {
     let target = workspace.root().join("target");
     let output = options.output.clone().unwrap_or_else(|| target.join("dist-packages"));
     let parts = Parts {
@@ -81,5 +88,5 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         oci::make(&parts, &binary)?;
     }
     println!("xtask: packages are in {}", parts.output.display());
-    Ok(())
+    Ok(parts)
 }

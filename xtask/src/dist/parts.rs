@@ -31,11 +31,16 @@ impl Parts<'_> {
 
     /// The version of the binary.
     pub(super) fn version(&self) -> Result<String> {
-        let packages = self.workspace.packages();
-        let cli = packages.iter().find(|package| package["name"] == "blockhouse");
-        let version = cli.and_then(|package| package["version"].as_str());
-        Ok(version.context("cargo metadata has no version of blockhouse")?.to_owned())
+        version(self.workspace)
     }
+}
+
+/// The version of the binary.
+pub(super) fn version(workspace: &Workspace) -> Result<String> {
+    let packages = workspace.packages();
+    let cli = packages.iter().find(|package| package["name"] == "blockhouse");
+    let version = cli.and_then(|package| package["version"].as_str());
+    Ok(version.context("cargo metadata has no version of blockhouse")?.to_owned())
 }
 
 /// Seconds since 1970 of the commit, or as `SOURCE_DATE_EPOCH` says.
