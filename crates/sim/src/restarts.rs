@@ -15,7 +15,7 @@ use fastrand::Rng;
 
 use crate::guests::{Guests, Limits, Record};
 use crate::model::{Model, Remains};
-use crate::workload::{PLAIN_FAULTS, add_faults};
+use crate::workload::{PLAIN_FAULTS, add_faults, add_late_operations};
 use crate::{
     Config, Faults, ImageState, Report, Sim, SimDisk, SimMemory, SystemUnderTest, Workload,
 };
@@ -185,10 +185,11 @@ impl<T: Service> Run<'_, T> {
         }
         let has_faults =
             self.workload.faults == Faults::Sometimes && !is_last && self.random.u8(..4) == 0;
-        if has_faults {
-            for disk in [&host.disk].into_iter().chain(&host.others) {
+        for disk in [&host.disk].into_iter().chain(&host.others) {
+            if has_faults {
                 add_faults(disk, &PLAIN_FAULTS, &mut self.random);
             }
+            add_late_operations(disk, &mut self.random);
         }
         let limits = Limits {
             block: self.block,

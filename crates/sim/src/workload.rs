@@ -1,5 +1,7 @@
 //! The bounds of an exploration: how much is asked, of what disks, and what may go wrong.
 
+use std::time::Duration;
+
 use blockhouse_core::errno;
 use fastrand::Rng;
 
@@ -119,12 +121,16 @@ impl Workload {
 }
 
 /// Operations that fail without a word on what else is stable.
-pub(crate) const PLAIN_FAULTS: [OperationKind; 5] = [
+pub(crate) const PLAIN_FAULTS: [OperationKind; 9] = [
     OperationKind::Read,
     OperationKind::Write,
     OperationKind::WriteZeroes,
     OperationKind::PrepareZeroes,
     OperationKind::Discard,
+    OperationKind::Resize,
+    OperationKind::Lengthen,
+    OperationKind::Status,
+    OperationKind::Prefetch,
 ];
 
 /// Operations whose failure says that anything that was written before may be lost.
@@ -139,5 +145,22 @@ pub(crate) fn add_faults(disk: &SimDisk, kinds: &[OperationKind], random: &mut R
             let errno = if random.u8(..4) == 0 { errno::ENOSPC } else { errno::EIO };
             disk.fail(Fault::chance(chance, errno).of(kind));
         }
+    }
+}
+
+/// In a quarter of the runs some operations of the disk take long, as those of a server that is stopped for a while: others
+/// that began later end before them.
+pub(crate) fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
+    if random.u8(..4) != 0 {
+        return;
+    }
+    for _ in 0..random.u8(1..=3) {
+        let time = [Duration::from_millis(3), Duration::from_secs(3600)][random.usize(..2)];
+        let late = Fault::late(random.u64(..80), time);
+        let kind = random.choice([PLAIN_FAULTS.as_slice(), &SYNC_FAULTS].concat());
+        disk.fail(match kind.filter(|_| random.bool()) {
+            Some(kind) => late.of(kind),
+            None => late,
+        });
     }
 }
