@@ -98,14 +98,27 @@ impl Arguments {
         self.needed(name, list)
     }
 
-    /// An object.
-    pub(super) fn object(&mut self, name: &str) -> Result<Self, QmpError> {
+    /// An object that may be left out.
+    pub(super) fn some_object(&mut self, name: &str) -> Result<Option<Self>, QmpError> {
         let object = self.taken(name, "object", |value| match value {
             Value::Object(object) => Some(object),
             _ => None,
         })?;
-        let given = self.needed(name, object)?;
-        Ok(Self { given, path: format!("{}{name}.", self.path) })
+        Ok(object.map(|given| Self { given, path: format!("{}{name}.", self.path) }))
+    }
+
+    /// An object.
+    pub(super) fn object(&mut self, name: &str) -> Result<Self, QmpError> {
+        let object = self.some_object(name)?;
+        self.needed(name, object)
+    }
+
+    /// An object that may be a text instead, which is not taken.
+    pub(super) fn some_object_or_text(&mut self, name: &str) -> Result<Option<Self>, QmpError> {
+        match self.given.get(name) {
+            Some(Value::String(_)) => Ok(None),
+            _ => self.some_object(name),
+        }
     }
 
     /// An object that is element `index` of the list `name`.
@@ -139,11 +152,9 @@ impl Arguments {
         self.needed(name, word)
     }
 
+    /// Without the path, as QEMU says it.
     fn rejects(&self, name: &str, value: &str) -> QmpError {
-        QmpError::generic(format!(
-            "Parameter '{}{name}' does not accept value '{value}'",
-            self.path
-        ))
+        QmpError::generic(format!("Parameter '{name}' does not accept value '{value}'"))
     }
 
     /// Takes an argument that has no meaning here, and refuses any value of it but these.

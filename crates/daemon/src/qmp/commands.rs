@@ -11,7 +11,7 @@ use signal_hook::low_level::raise;
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
-use super::{bitmaps, exports, jobs, node_list, nodes, query, snapshots, transaction};
+use super::{bitmaps, blockdev, exports, jobs, node_list, nodes, query, snapshots, transaction};
 use crate::control_socket::Answers;
 
 /// The command that comes first.
@@ -63,6 +63,8 @@ const COMMANDS: &[Command] = &[
     command!("query-named-block-nodes", ["disk.list", "limit.get", "bitmap.list", "snapshot.list"], node_list::nodes),
     command!("query-block", [], query::devices),
     command!("query-blockstats", ["disk.stats"], query::stats),
+    command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
+    command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),

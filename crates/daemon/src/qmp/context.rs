@@ -52,7 +52,8 @@ impl Context {
         if self.running.find(node).is_some() {
             return Ok(node.to_owned());
         }
-        match node.strip_suffix(PROTOCOL_SUFFIX).filter(|disk| self.running.find(disk).is_some()) {
+        let state = self.state.borrow();
+        match state.user_of(node).filter(|disk| self.running.find(disk).is_some()) {
             Some(disk) => Err(QmpError::generic(format!(
                 "Node '{node}' is the file below '{disk}', and is not used without it: use '{disk}'"
             ))),
@@ -65,6 +66,3 @@ impl Context {
         self.disk_of(name, name)
     }
 }
-
-/// The end of the name of the node below a disk: its file.
-pub(super) const PROTOCOL_SUFFIX: &str = "-file";

@@ -7,11 +7,12 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are; `query`, `node_list`, `nodes`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are; `query`, `node_list`, `nodes`, `blockdev`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`: what clients are told
 
 mod arguments;
 mod bitmaps;
+mod blockdev;
 mod commands;
 mod context;
 mod errors;

@@ -6,11 +6,11 @@
 use std::path::Path;
 use std::rc::Rc;
 
-use blockhouse_disk::{CacheMode, DetectZeroes, Features};
+use blockhouse_disk::{CacheMode, DetectZeroes, Features, is_address};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
-use super::context::{Context, PROTOCOL_SUFFIX};
+use super::context::Context;
 use super::errors::{QmpError, Returned};
 use crate::qcow2_words::qcow2_data;
 use crate::running::RunningDisk;
@@ -34,8 +34,12 @@ pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Return
         let name = disk["disk"].as_str().unwrap_or_default();
         // It may have gone meanwhile.
         if let Some(running) = context.running.find(name) {
-            nodes.push(format_node(context, disk, &running, is_flat).await?);
-            nodes.push(protocol_node(disk, &running));
+            let is_file = context.state.borrow().files.contains_key(name);
+            if !is_file {
+                nodes.push(format_node(context, disk, &running, is_flat).await?);
+            }
+            let below = context.state.borrow().file_of(name);
+            nodes.push(protocol_node(disk, &running, if is_file { name } else { &below }));
         }
     }
     Ok(nodes.into())
@@ -96,7 +100,7 @@ async fn format_node(
     let depth = (1..).take_while(|depth| running.disk.layer_at(*depth).is_some()).count();
     node["backing_file_depth"] = depth.into();
     if let Some(behind) = running.disk.layer_at(1) {
-        node["backing_file"] = behind.name.into();
+        node["backing_file"] = absolute(behind.name);
         if !is_flat {
             image["backing-image"] = backing_image(running, 1);
         }
@@ -137,11 +141,19 @@ fn image(disk: &Value, running: &RunningDisk) -> Value {
             image["backing-filename-format"] = format.as_str().into();
         }
         if let Some(behind) = running.disk.layer_at(1) {
-            image["full-backing-filename"] = behind.name.into();
+            image["full-backing-filename"] = absolute(behind.name);
         }
     }
     debug_assert_eq!(disk["disk"], running.name());
     image
+}
+
+/// The name of an image with its folder. That of another server's stays.
+fn absolute(name: &str) -> Value {
+    match std::path::absolute(name) {
+        Ok(path) if !is_address(name.as_bytes()) => json!(path),
+        _ => name.into(),
+    }
 }
 
 fn image_of(path: &Path, format: &str, size: u64, features: Option<&Features>) -> Value {
@@ -168,6 +180,7 @@ fn backing_image(running: &RunningDisk, depth: usize) -> Value {
     let Some(layer) = running.disk.layer_at(depth) else { return Value::Null };
     let (path, features) = (Path::new(layer.name), layer.features.as_ref());
     let mut image = image_of(path, layer.format_name, layer.size, features);
+    image["filename"] = absolute(layer.name);
     if running.disk.layer_at(depth + 1).is_some() {
         image["backing-image"] = backing_image(running, depth + 1);
     }
@@ -175,7 +188,7 @@ fn backing_image(running: &RunningDisk, depth: usize) -> Value {
 }
 
 /// The file of a disk.
-fn protocol_node(disk: &Value, running: &RunningDisk) -> Value {
+fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let found = running.path().metadata().ok();
     let driver = match (running.disk.file(), &found) {
         (None, _) => "nbd",
@@ -183,7 +196,7 @@ fn protocol_node(disk: &Value, running: &RunningDisk) -> Value {
         (Some(_), _) => "file",
     };
     let mut node = frame(disk, running, driver);
-    node["node-name"] = format!("{}{PROTOCOL_SUFFIX}", running.name()).into();
+    node["node-name"] = name.into();
     // In sectors, as everything that QEMU opens.
     let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
     let size = length.unwrap_or(running.disk.size());

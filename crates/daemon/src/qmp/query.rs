@@ -6,7 +6,7 @@ use blockhouse_disk::{DiskMetrics, Operation};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
-use super::context::{Context, PROTOCOL_SUFFIX};
+use super::context::Context;
 use super::errors::Returned;
 
 /// The version of QEMU whose commands these are, and that of this program.
@@ -34,7 +34,7 @@ pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Return
             "node-name": disk.name(),
             "stats": counters(&disk.disk.metrics()),
             "parent": {
-                "node-name": format!("{}{PROTOCOL_SUFFIX}", disk.name()),
+                "node-name": context.state.borrow().file_of(disk.name()),
                 "stats": counters(&DiskMetrics::default()),
             },
         })

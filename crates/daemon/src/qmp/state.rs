@@ -7,6 +7,10 @@
 use std::collections::BTreeMap;
 
 use blockhouse_nbd::uri::Address;
+use serde_json::Value;
+
+/// The end of the name of the node below a disk, where no client has given it another one.
+const PROTOCOL_SUFFIX: &str = "-file";
 
 /// An export that a client of QMP has asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,6 +19,19 @@ pub(super) struct NamedExport {
     pub(super) id: String,
     /// The export, as `export.list` has it.
     pub(super) address: String,
+}
+
+/// A node of a file that a client has added.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct FileNode {
+    /// The file.
+    pub(super) path: String,
+    /// How it is opened where it is a disk by itself.
+    pub(super) params: Value,
+    /// The disk whose format is on it.
+    pub(super) user: Option<String>,
+    /// Whether it goes with that disk.
+    pub(super) is_implicit: bool,
 }
 
 /// What becomes of a job by itself.
@@ -31,6 +48,8 @@ pub(super) struct State {
     pub(super) nbd_server: Option<Address>,
     /// In the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
+    /// Nodes of files, by name.
+    pub(super) files: BTreeMap<String, FileNode>,
     /// Of jobs that clients have started, by name.
     pub(super) jobs: BTreeMap<String, JobTraits>,
 }
@@ -53,6 +72,34 @@ impl State {
         let id = self.id_of(address);
         self.exports.retain(|export| export.address != address);
         id
+    }
+
+    /// The name of the node below a disk.
+    pub(super) fn file_of(&self, disk: &str) -> String {
+        let mut files = self.files.iter();
+        let named = files.find(|(_, file)| file.user.as_deref() == Some(disk));
+        named.map_or_else(|| format!("{disk}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
+    }
+
+    /// The disk that a node is below of.
+    pub(super) fn user_of<'a>(&'a self, node: &'a str) -> Option<&'a str> {
+        match self.files.get(node) {
+            Some(file) => file.user.as_deref(),
+            None => node.strip_suffix(PROTOCOL_SUFFIX),
+        }
+    }
+
+    /// A disk is gone. The node of its file, if that stays.
+    pub(super) fn take_back_file(&mut self, disk: &str) -> Option<(String, FileNode)> {
+        let name = self.file_of(disk);
+        let file = self.files.get_mut(&name)?;
+        file.user = None;
+        let file = file.clone();
+        if file.is_implicit {
+            self.files.remove(&name);
+            return None;
+        }
+        Some((name, file))
     }
 
     /// Whether a job is listed no longer when it has ended.
