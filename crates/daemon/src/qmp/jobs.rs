@@ -247,18 +247,34 @@ fn begin_completion(context: &Rc<Context>, job: Job) -> Returned {
     Ok(json!({}))
 }
 
-/// `job-dismiss` and `block-job-dismiss`.
+/// `job-dismiss`.
 pub(super) async fn dismiss(context: &Rc<Context>, given: Arguments) -> Returned {
     let job = of_id(context, given).await?;
+    let_go(context, &job).await
+}
+
+/// `block-job-dismiss`.
+pub(super) async fn dismiss_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let job = of_device(context, &mut given, "id").await?;
+    let_go(context, &job).await
+}
+
+async fn let_go(context: &Context, job: &Job) -> Returned {
     job.check("dismiss", &["concluded"])?;
     context.call("job.dismiss", json!({ "job": job.name() })).await?;
     forget(context, job.name());
     Ok(json!({}))
 }
 
-/// `job-finalize` and `block-job-finalize`: no job waits for it.
+/// `job-finalize`: no job waits for it.
 pub(super) async fn finalize(context: &Rc<Context>, given: Arguments) -> Returned {
     of_id(context, given).await?.check("finalize", &[])?;
+    Ok(json!({}))
+}
+
+/// `block-job-finalize`: no job waits for it.
+pub(super) async fn finalize_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    of_device(context, &mut given, "id").await?.check("finalize", &[])?;
     Ok(json!({}))
 }
 

@@ -97,8 +97,9 @@ async fn format_node(
     if let Some(Value::Array(bitmaps)) = bitmaps.ok().filter(|list| *list != json!([])) {
         node["dirty-bitmaps"] = bitmaps.iter().map(bitmap).collect();
     }
+    // QEMU counts images behind this one only where it tells of them.
     let depth = (1..).take_while(|depth| running.disk.layer_at(*depth).is_some()).count();
-    node["backing_file_depth"] = depth.into();
+    node["backing_file_depth"] = if is_flat { 0 } else { depth }.into();
     if let Some(behind) = running.disk.layer_at(1) {
         node["backing_file"] = absolute(behind.name);
         if !is_flat {
