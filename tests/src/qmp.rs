@@ -62,6 +62,12 @@ impl Qmp {
         Self { stream: BufReader::new(stream), greeting: Value::Null, events: Vec::new() }
     }
 
+    /// Ends the connection, also for other threads.
+    pub fn hang_up(self) {
+        // The server may have ended it.
+        let _ = self.stream.get_ref().shutdown(std::net::Shutdown::Both);
+    }
+
     /// How long sending may take.
     ///
     /// # Panics

@@ -265,10 +265,13 @@ fn images(scratch: &Scratch, folder: &str) -> String {
     std::fs::create_dir(&folder).expect("a folder");
     let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
     qemu_img(&["create", "-q", "-f", "qcow2", &path("d"), "1M"]).success();
-    qemu_img(&["create", "-q", "-f", "qcow2", &path("b"), "1M"]).success();
-    qemu_io("qcow2", Path::new(&path("b")), &["write -P 7 0 64k"]);
-    for overlay in ["o", "p", "c"] {
-        let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "b", &path(overlay)];
+    // A base that a commit writes to has one overlay.
+    for (overlay, base) in [("o", "b"), ("p", "b"), ("c", "cb")] {
+        if !Path::new(&path(base)).exists() {
+            qemu_img(&["create", "-q", "-f", "qcow2", &path(base), "1M"]).success();
+            qemu_io("qcow2", Path::new(&path(base)), &["write -P 7 0 64k"]);
+        }
+        let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", base, &path(overlay)];
         qemu_img(&words).success();
     }
     str(&folder).to_owned()
@@ -473,7 +476,8 @@ fn jobs_have_the_statuses_and_events_of_qemu() {
     both.ask_same("{'execute':'block-job-resume','arguments':{'device':'j'}}");
     both.ask_same("{'execute':'block-job-set-speed','arguments':{'device':'j','speed':0}}");
     // QEMU's job is not paused where it is resumed before it has got to that.
-    let is_sure = |event: &Value| event["data"]["status"] != "paused" && event["data"]["status"] != "running";
+    let is_sure =
+        |event: &Value| event["data"]["status"] != "paused" && event["data"]["status"] != "running";
     let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
         events.retain(is_sure);
         events
@@ -643,9 +647,10 @@ fn hostile_clients_take_bounded_memory_and_time() {
         let reading = std::thread::spawn(move || while reader.receive().is_some() {});
         // Each of these bytes is answered.
         let is_answered = text != b"x";
-        let pieces = if is_answered { piece(text)[..128 << 10].to_vec() } else { piece(text).repeat(64) };
+        let pieces =
+            if is_answered { piece(text)[..128 << 10].to_vec() } else { piece(text).repeat(64) };
         let _ = qmp.send(&pieces);
-        drop(qmp);
+        qmp.hang_up();
         reading.join().expect("no panic");
     }
     let mut slow = Qmp::connect(&socket);

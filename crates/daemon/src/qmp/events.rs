@@ -106,6 +106,11 @@ fn take(context: &Context, event: Event) {
         Event::Lost { count } => {
             tracing::warn!("clients of QMP are disconnected: {count} events were lost");
             events.disconnect_all();
+            // The ends of some of them may be among what was lost.
+            let there = context.running.exports();
+            let is_there =
+                |address: &str| there.iter().any(|export| export.address.to_string() == address);
+            context.state.borrow_mut().exports.retain(|export| is_there(&export.address));
         }
         _ => {}
     }
@@ -118,6 +123,8 @@ fn end(context: &Context, job: &str, before: &[&str], (name, data): (&str, Value
     before.iter().for_each(|status| events.tell_status(job, status));
     events.tell(name, data);
     events.tell_status(job, "concluded");
+    // Another one may have its name.
+    events.begun.borrow_mut().remove(job);
     if context.state.borrow().auto_dismisses(job) && context.running.jobs().dismiss(job).is_ok() {
         forget(context, job);
     }
@@ -126,7 +133,6 @@ fn end(context: &Context, job: &str, before: &[&str], (name, data): (&str, Value
 /// A job is listed no longer.
 pub(super) fn forget(context: &Context, job: &str) {
     context.events.tell_status(job, "null");
-    context.events.begun.borrow_mut().remove(job);
     context.state.borrow_mut().jobs.remove(job);
 }
 

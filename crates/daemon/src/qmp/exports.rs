@@ -13,6 +13,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::state::NamedExport;
+use crate::running::ExportAddress;
 
 /// `query-block-exports`.
 pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
@@ -171,14 +172,21 @@ fn check_bitmap(context: &Context, disk: &str, bitmap: &Value) -> Result<(), Qmp
 
 async fn serve(context: &Context, id: String, disk: &str, address: String) -> Returned {
     let params = json!({ "disk": disk, "export": address });
-    let added = context.call("export.add", params).await?;
-    let address = text_of(&added, "export").to_owned();
+    // Before another client can take the id.
+    context.state.borrow_mut().exports.push(NamedExport { id: id.clone(), address });
+    let added = context.call("export.add", params).await;
     let mut state = context.state.borrow_mut();
+    let added = added.inspect_err(|_| state.exports.retain(|export| export.id != id))?;
+    let address = text_of(&added, "export").to_owned();
     // The port where port 0 was asked for.
     if let (Some(server), Ok(uri)) = (&mut state.nbd_server, address.parse::<NbdUri>()) {
         *server = uri.address;
     }
-    state.exports.push(NamedExport { id, address });
+    let mut exports = state.exports.iter_mut();
+    exports
+        .find(|export| export.id == id)
+        .into_iter()
+        .for_each(|export| export.address = address.clone());
     Ok(json!({}))
 }
 
@@ -224,6 +232,16 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     let mut state = context.state.borrow_mut();
     if state.nbd_server.is_some() {
         return Err(QmpError::generic("NBD server already running"));
+    }
+    let exports = context.running.exports();
+    let mut sockets = exports.iter().filter_map(|export| match &export.address {
+        ExportAddress::Nbd(uri) => Some(&uri.address),
+        ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
+    });
+    // Its exports would end with those of this server.
+    if sockets.any(|socket| *socket == address) {
+        let uri = NbdUri { security: Security::Plain, address, export: String::new() };
+        return Err(QmpError::generic(format!("{uri}: Address already in use")));
     }
     state.nbd_server = Some(address);
     Ok(json!({}))

@@ -185,15 +185,33 @@ async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Retur
     if find(context, &job).await?.is_some() {
         return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
     }
+    forget_dismissed(context);
     // Before it can end.
-    context.state.borrow_mut().jobs.insert(job.clone(), JobTraits { auto_dismiss });
+    context
+        .state
+        .borrow_mut()
+        .jobs
+        .insert(job.clone(), JobTraits { auto_dismiss, is_started: false });
     let params = json!({ "kind": kind, "disk": disk, "job": job, "speed": speed });
     if let Err(error) = context.call("job.start", params).await {
         context.state.borrow_mut().jobs.remove(&job);
         return Err(error);
     }
-    context.events.tell_begin(&job);
+    if let Some(traits) = context.state.borrow_mut().jobs.get_mut(&job) {
+        traits.is_started = true;
+    }
+    // Of one that has ended already all is told.
+    if find(context, &job).await?.is_some_and(|job| job.status() != "concluded") {
+        context.events.tell_begin(&job);
+    }
     Ok(json!({}))
+}
+
+/// Forgets jobs that were dismissed at the control socket.
+fn forget_dismissed(context: &Context) {
+    let listed = context.running.jobs().list();
+    let is_listed = |name: &str| listed.iter().any(|job| job.name == name);
+    context.state.borrow_mut().jobs.retain(|name, job| !job.is_started || is_listed(name));
 }
 
 /// `job-cancel`.

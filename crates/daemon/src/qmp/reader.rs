@@ -185,6 +185,9 @@ fn take_mark(tokens: &mut VecDeque<Token>, mark: u8) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::select;
     use serde_json::json;
 
     use super::*;
@@ -243,6 +246,26 @@ mod tests {
             assert_eq!(messages.last(), Some(&Ok(json!({ "b": 1 }))));
         }
         assert!(read(b"'\xe9'", 1)[0].as_ref().is_err_and(|why| why.contains("UTF-8")));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_messages_or_errors_whatever_the_pieces(
+            words in vec(
+                select(&["{", "}", "[", "]", ":", ",", "'a'", "\"b\"", "'", "\\u00e9", "-1", "0.5", "true", "x", " ", "\n", "\x01"][..]),
+                0..64,
+            ),
+            other in vec(any::<u8>(), 0..8),
+            piece in 1..9_usize,
+        ) {
+            let bytes: Vec<u8> = words.concat().into_bytes().into_iter().chain(other).collect();
+            prop_assert_eq!(read(&bytes, piece), read(&bytes, usize::MAX));
+            // What is within the JSON of the standard is read as others read it.
+            if let Ok(value @ (Value::Object(_) | Value::Array(_))) = serde_json::from_slice(&bytes) {
+                let messages = read(&bytes, piece);
+                prop_assert!(messages == [Ok(value)] || messages[0].as_ref().is_err_and(|why| why.contains("duplicate")));
+            }
+        }
     }
 
     #[test]

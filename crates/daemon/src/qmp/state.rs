@@ -39,6 +39,8 @@ pub(super) struct FileNode {
 pub(super) struct JobTraits {
     /// Whether it is listed no longer when it has ended.
     pub(super) auto_dismiss: bool,
+    /// Whether it was started, and not only asked for.
+    pub(super) is_started: bool,
 }
 
 /// What QMP knows.
