@@ -127,15 +127,18 @@ impl Qmp {
         desc.unwrap_or_else(|| panic!("{command}: {answer}")).to_owned()
     }
 
-    /// Waits for the event that says that a job is listed no longer, or has concluded. All events until then.
+    /// Waits for the event that a job has this status, or for one of this name about it. All events until then.
     ///
     /// # Panics
     /// When the server ends.
     #[track_caller]
-    pub fn events_until(&mut self, job: &str, status: &str) -> Vec<Value> {
+    pub fn events_until(&mut self, job: &str, last: &str) -> Vec<Value> {
         loop {
-            let is_last =
-                |event: &Value| event["data"]["id"] == job && event["data"]["status"] == status;
+            let is_last = |event: &Value| {
+                let data = &event["data"];
+                (data["id"] == job && data["status"] == last)
+                    || (data["device"] == job && event["event"] == last)
+            };
             if self.events.iter().any(is_last) {
                 return std::mem::take(&mut self.events);
             }

@@ -488,7 +488,7 @@ fn jobs_have_the_statuses_and_events_of_qemu() {
     both.ask_same(
         "{'execute':'block-commit','arguments':{'job-id':'c','device':'c','auto-dismiss':false}}",
     );
-    let [ours, theirs] = both.events_until("c", "ready");
+    let [ours, theirs] = both.events_until("c", "BLOCK_JOB_READY");
     assert_eq!(ours, theirs);
     both.ask_same("{'execute':'job-complete','arguments':{'id':'c'}}");
     let [ours, theirs] = both.events_until("c", "concluded");
@@ -522,11 +522,27 @@ fn commands_are_told_and_each_is_there() {
 }
 
 #[test]
+fn commands_are_qemus_and_others_of_them_are_not_found() {
+    let mut both = require!(Both::start());
+    let names = |answer: &Value| -> Vec<String> {
+        let list = answer["return"].as_array().expect("a list").iter();
+        list.map(|one| one["name"].as_str().expect("a name").to_owned()).collect()
+    };
+    let [ours, theirs] = both.ask("{'execute':'query-commands'}").map(|answer| names(&answer));
+    assert!(ours.iter().all(|name| theirs.contains(name)), "{ours:?}");
+    for name in theirs.iter().filter(|name| !ours.contains(name)) {
+        let answer = both.ours.ask(&json!({ "execute": name }).to_string());
+        let found = json!({ "class": "CommandNotFound", "desc": format!("The command {name} has not been found") });
+        assert_eq!(answer["error"], found);
+    }
+}
+
+#[test]
 fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
     let scratch = Scratch::new();
     let (image, second) = (scratch.image("first", MIB), scratch.image("second", MIB));
     let [socket, control, nbd, vu] =
-        ["qmp", "control", "nbd", "vu"].map(|name| scratch.socket(name));
+        ["qmp", "control", "more", "vu"].map(|name| scratch.socket(name));
     let server = Serve::new(&scratch, image.path())
         .option("--qmp", &socket)
         .option("--control", &control)
@@ -544,6 +560,8 @@ fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
     assert!(
         qmp.refused("blockdev-del", json!({ "node-name": "f" })).contains("used as 'file' of 's'")
     );
+    let taken = json!({ "addr": { "type": "unix", "data": { "path": scratch.socket("nbd") } } });
+    assert!(qmp.refused("nbd-server-start", taken).contains("Address already in use"));
     qmp.get("nbd-server-start", json!({ "addr": { "type": "unix", "data": { "path": nbd } } }));
     let export =
         json!({ "type": "nbd", "id": "e", "node-name": "s", "name": "x", "writable": true });

@@ -7,8 +7,8 @@ use futures_channel::oneshot;
 use futures_util::future::Shared;
 use serde_json::Value;
 
+use super::broadcast::Broadcast;
 use super::errors::QmpError;
-use super::events::Broadcast;
 use super::state::State;
 use crate::control::{Gate, call};
 use crate::control_socket::Answers;

@@ -8,11 +8,12 @@
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
 //! - `commands`: which there are; `query`, `node_list`, `nodes`, `blockdev`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
-//! - `context`, `state`: what they share; `events`: what clients are told
+//! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
 mod bitmaps;
 mod blockdev;
+mod broadcast;
 mod commands;
 mod context;
 mod errors;
