@@ -666,7 +666,7 @@ fn hostile_clients_take_bounded_memory_and_time() {
         // Each of these bytes is answered.
         let is_answered = text != b"x";
         let pieces =
-            if is_answered { piece(text)[..128 << 10].to_vec() } else { piece(text).repeat(64) };
+            if is_answered { piece(text)[..128 << 10].to_vec() } else { piece(text).repeat(8) };
         let _ = qmp.send(&pieces);
         qmp.hang_up();
         reading.join().expect("no panic");
