@@ -20,6 +20,7 @@ mod matrix;
 pub mod metrics;
 pub mod need;
 pub mod pki;
+pub mod qmp;
 pub mod schema;
 mod scratch;
 mod server;

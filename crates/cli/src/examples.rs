@@ -85,6 +85,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "With a socket for requests while guests write",
                 "blockhouse serve disk.qcow2 --control control",
             ),
+            example("For tools that speak to QEMU", "blockhouse serve disk.qcow2 --qmp qmp"),
         ],
     ),
     (

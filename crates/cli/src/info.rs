@@ -7,14 +7,15 @@ use crate::image_args::resolve_relative;
 use anyhow::{Context, Result};
 use blockhouse_core::{Alignment, Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_daemon::control::Listed;
+use blockhouse_daemon::qcow2_words::qcow2_data;
 use blockhouse_disk::{
     Backing, Bitmap, CacheMode, DataFile, Features, ImageDisk, ImageOptions, Locking,
     PendingChanges, StateDir, StateUse, open_metadata, open_to_look, plain_backing,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
-use blockhouse_format::qcow2::{Compression, Switch, Version};
+use blockhouse_format::qcow2::Switch;
 use blockhouse_format::{Encryption, VmdkFacts};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::bitmap;
 use crate::image_args::ImageArgs;
@@ -489,25 +490,6 @@ fn vmdk_data(vmdk: &VmdkFacts, image: &Path) -> Value {
         "create-type": vmdk.create_type,
         "extents": extents.collect::<Vec<_>>(),
     })
-}
-
-/// The `format-specific` data of `qemu-img info`, by its keys.
-fn qcow2_data(features: &Features) -> Map<String, Value> {
-    let is_v3 = features.version != Version::V2;
-    let mut data = Map::new();
-    data.insert("compat".into(), if is_v3 { "1.1" } else { "0.10" }.into());
-    let compression = match features.compression {
-        Compression::Zlib => "zlib",
-        Compression::Zstd => "zstd",
-    };
-    data.insert("compression-type".into(), compression.into());
-    data.insert("refcount-bits".into(), features.refcount_bits.into());
-    if is_v3 {
-        data.insert("lazy-refcounts".into(), (features.lazy_refcounts == Switch::On).into());
-        data.insert("corrupt".into(), features.is_corrupt.into());
-        data.insert("extended-l2".into(), (features.extended_l2 == Switch::On).into());
-    }
-    data
 }
 
 /// Answered changes that an image lacks.

@@ -68,6 +68,7 @@ fn no_server() -> Spanned<ServerOptions> {
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 struct ServerOptions {
     control: Option<TextOf<ControlSocket>>,
+    qmp: Option<TextOf<ControlSocket>>,
     pid_file: Option<PathBuf>,
     metrics: Option<TextOf<MetricsAddress>>,
     state: Option<PathBuf>,
@@ -95,6 +96,7 @@ impl Default for ServerOptions {
     fn default() -> Self {
         Self {
             control: None,
+            qmp: None,
             pid_file: None,
             metrics: None,
             state: None,
@@ -194,6 +196,7 @@ impl Config {
                 server.socket_group.map(|TextOf(group)| group),
             ),
             control: server.control.map(|TextOf(control)| control),
+            qmp: server.qmp.map(|TextOf(qmp)| qmp),
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
             user,
@@ -277,7 +280,7 @@ fn check_server(server: &ServerOptions) -> Result<(), String> {
         return Err("poll-max-us is at most 1000000".into());
     }
     let off = Path::new("off");
-    let control = server.control.as_ref().map(|TextOf(control)| &control.path);
+    let control = server.control.iter().chain(&server.qmp).map(|TextOf(control)| &control.path);
     let paths = [&server.pid_file, &server.state, &server.tls_certificates, &server.tls_psk];
     paths
         .into_iter()

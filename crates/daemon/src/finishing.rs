@@ -14,6 +14,7 @@ use futures_util::future::join_all;
 use parking_lot::Mutex;
 
 use crate::control::Control;
+use crate::qmp::Qmp;
 use crate::running::{Running, RunningDisk};
 use crate::workers::Workers;
 
@@ -34,12 +35,14 @@ pub(crate) struct Finishing {
     pub(crate) handle: Handle,
     /// The control socket.
     pub(crate) control: Option<Control>,
+    /// The QMP socket.
+    pub(crate) qmp: Option<Qmp>,
 }
 
 /// What has none any more.
 pub(crate) struct Finished {
-    /// The loop of the control socket, on which disks may have connections.
-    pub(crate) control: Option<Workers>,
+    /// The loops of the control socket and of QMP, on which disks may have connections.
+    pub(crate) asked: Vec<Workers>,
 }
 
 impl Finishing {
@@ -81,7 +84,7 @@ impl Finishing {
     }
 
     fn complete(self) -> Finished {
-        let Self { running, handle, control } = self;
+        let Self { running, handle, control, qmp } = self;
         // All of them, before one of them is waited for.
         let devices = running.begin_stop_devices();
         // While the sockets still listen: see `SocketFile`.
@@ -89,12 +92,13 @@ impl Finishing {
         let draining = running.server().clone();
         draining.begin_drain();
         let control = control.map(Control::stop);
+        let asked = control.into_iter().chain(qmp.map(Qmp::stop)).collect();
         devices.into_iter().for_each(|device| device.stop());
         running.stop_ublk();
         let drained = handle.spawn(move || async move { draining.drain().await });
         // The loop runs until all has ended.
         let _ = drained.wait();
-        Finished { control }
+        Finished { asked }
     }
 }
 

@@ -14,6 +14,7 @@
 //! - [`events`]: what happens meanwhile; `failures`: of it, requests that fail
 //! - `jobs`: long work on disks while they are served
 //! - [`control`]: what a user may ask of a running server, and the client that asks
+//! - `qmp`: the same in the words of QEMU's monitor
 //! - [`metrics`]: what is measured of all that runs
 //! - `hand_over`: another process goes on
 //! - `watchdog`, `pid_file`, `stopping_notice`: what service managers are told
@@ -40,6 +41,8 @@ pub mod metrics;
 pub mod offers;
 mod open;
 mod pid_file;
+pub mod qcow2_words;
+mod qmp;
 pub mod rate_limits;
 mod run;
 mod running;

@@ -26,6 +26,7 @@ use crate::launcher::{LaunchRules, Launcher};
 use crate::metrics::StartTime;
 use crate::open::{open_all, state_use};
 use crate::pid_file::PidFile;
+use crate::qmp::Qmp;
 use crate::running::OpenedDisk;
 use crate::sandbox::{self, SandboxReport};
 use crate::service::Service;
@@ -131,6 +132,7 @@ struct LoopsAside {
     control: Option<Workers>,
     jobs: Option<Workers>,
     metrics: Option<Workers>,
+    qmp: Option<Workers>,
     reloads: Option<Workers>,
 }
 
@@ -141,11 +143,13 @@ impl LoopsAside {
         };
         let has_prefetch = setup.disks.iter().any(|disk| disk.prefetch.is_some());
         // A configuration may have others when it is read again.
-        let has_jobs = has_prefetch || setup.control.is_some() || setup.config.is_some();
+        let is_asked = setup.control.is_some() || setup.qmp.is_some();
+        let has_jobs = has_prefetch || is_asked || setup.config.is_some();
         Ok(Self {
             control: start(setup.control.is_some())?,
             jobs: start(has_jobs)?,
             metrics: start(setup.metrics.is_some())?,
+            qmp: start(setup.qmp.is_some())?,
             reloads: start(setup.config.is_some())?,
         })
     }
@@ -167,25 +171,27 @@ struct Opened {
 }
 
 impl Opened {
-    /// Confines the process. `metrics` is bound already, if it is given.
+    /// Confines the process. `others` are bound already.
     fn confine(
         &self,
         setup: &Setup,
         launcher: &Launcher,
-        metrics: Option<&BoundSocket>,
+        others: [Option<&BoundSocket>; 2],
     ) -> Result<SandboxReport> {
         let bound = self.sockets.iter().map(|socket| &socket.bound);
         let bound = bound.chain(self.devices.iter().map(|(device, _)| &device.bound));
         let opened = sandbox::Opened {
             devices: self.devices.len(),
-            sockets: sandbox::socket_files(bound.chain(&self.control).chain(metrics)),
+            sockets: sandbox::socket_files(
+                bound.chain(&self.control).chain(others.into_iter().flatten()),
+            ),
         };
         let sandbox = sandbox::enter(setup, &self.workers, &opened)?;
         launcher.tell(launch_rules(setup, &sandbox));
         Ok(sandbox)
     }
 
-    /// Serves all of it, but metrics.
+    /// Serves all of it, but metrics and QMP.
     fn serve(
         self,
         setup: &Setup,
@@ -235,6 +241,7 @@ fn start(
         kept_sockets::bind(&Address::Unix(control.path.clone()), control.permissions)
     };
     let control = setup.control.as_ref().map(bind).transpose()?;
+    let qmp = setup.qmp.as_ref().map(Qmp::bind).transpose()?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind()).transpose()?;
     kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
@@ -248,12 +255,16 @@ fn start(
     let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
     let (configured, since) = (None, StartTime::now());
     let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
-    let sandbox = opened.confine(setup, launcher, metrics.as_ref()).inspect_err(|_| {
+    let sandbox = opened.confine(setup, launcher, [metrics.as_ref(), qmp.as_ref()]);
+    let sandbox = sandbox.inspect_err(|_| {
         let disks: Vec<_> = opened.disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
         close_all(&opened.workers, &disks);
     })?;
-    let metrics_loop = loops.metrics.take();
+    let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
+    if let (Some(bound), Some(own), Some(socket)) = (qmp, qmp_loop, &setup.qmp) {
+        service.add_qmp(bound, own, socket.answers.clone());
+    }
     if let (Some(bound), Some(own)) = (metrics, metrics_loop) {
         service.add_metrics(bound, own);
     }
@@ -308,9 +319,10 @@ fn take_over(
     // Before the sandbox, in which their files cannot be opened.
     let ublk = ublk::take_over(ublk, &workers, &images);
     let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
-    let sandbox = opened.confine(setup, launcher, None)?;
-    let metrics_loop = loops.metrics.take();
+    let sandbox = opened.confine(setup, launcher, [None; 2])?;
+    let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
+    service.add_qmp_when_free(setup, qmp_loop);
     service.add_metrics_when_free(setup, metrics_loop);
     tracing::info!("took over from process {}", taken.source.unwrap_or_default());
     Ok((service, pid_file.unwrap_or_default()))

@@ -9,12 +9,13 @@ use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
-use crate::control::{Closed, Control, listed_jobs};
+use crate::control::{Closed, Control, Gate, listed_jobs};
 use crate::control_socket::Answers;
 use crate::events::Subscription;
 use crate::finishing::{Finishing, close_all};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
+use crate::qmp::Qmp;
 use crate::running::{
     EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningUblk,
     ServedSocket,
@@ -36,6 +37,7 @@ pub struct Service {
     workers: Workers,
     running: Arc<Running>,
     control: Option<Control>,
+    qmp: Option<Qmp>,
     metrics: Option<MetricsServer>,
     /// The loop that reads the configuration again, if there is one: no guest waits for what is opened.
     reloads: Option<Workers>,
@@ -63,7 +65,7 @@ impl Service {
             let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
             running.serve_socket(bound, security, offers.collect(), connections)?;
         }
-        Ok(Self { workers, running, control: None, metrics: None, reloads: None })
+        Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
     }
 
     /// Serves vhost-user-blk devices at their sockets.
@@ -111,6 +113,18 @@ impl Service {
         let running = Arc::clone(&self.running);
         self.control = Some(Control::start(socket, workers, running, answers, upgrades)?);
         Ok(())
+    }
+
+    /// Serves QMP at a listening socket: the commands that call only methods of `answers`.
+    pub(crate) fn add_qmp(&mut self, bound: BoundSocket, workers: Workers, answers: Answers) {
+        self.qmp = Some(Qmp::start(bound, workers, Arc::clone(&self.running), answers));
+    }
+
+    /// As [`add_qmp`](Self::add_qmp), once the process that another one goes on for has ended.
+    pub(crate) fn add_qmp_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
+        if let (Some(socket), Some(workers)) = (setup.qmp.clone(), workers) {
+            self.qmp = Some(Qmp::start_when_free(socket, workers, Arc::clone(&self.running)));
+        }
     }
 
     /// Serves metrics at a listening socket.
@@ -179,20 +193,13 @@ impl Service {
         &self.running
     }
 
-    /// Holds off what is asked at the control socket, once what is carried out now has ended. `None` if that takes
-    /// longer than `time`; `Some(None)` without a control socket.
-    pub(crate) fn pause_control(&self, time: Duration) -> Option<Option<Closed<'_>>> {
-        let Some(control) = &self.control else { return Some(None) };
+    /// Holds off what is asked at the control socket and by QMP, once what is carried out now has ended. `None` if that takes
+    /// longer than `time`.
+    pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
         let deadline = Instant::now() + time;
-        loop {
-            if let Some(closed) = control.try_pause() {
-                return Some(Some(closed));
-            }
-            if Instant::now() >= deadline {
-                return None;
-            }
-            sleep(CONTROL_RETRY);
-        }
+        let control = self.control.iter().map(Control::gate);
+        let gates = control.chain(self.qmp.iter().map(Qmp::gate));
+        gates.map(|gate| pause(gate, deadline)).collect()
     }
 
     /// Ends without touching what another process goes on with: no file of a socket is removed, no lock given back, no
@@ -200,7 +207,8 @@ impl Service {
     pub(crate) fn leave(mut self) {
         // So that the client that asked for it gets its answer.
         self.control.take().into_iter().for_each(Control::leave);
-        // The other process waits for its address.
+        // The other process waits for its address, as it does for that of the metrics.
+        self.qmp.take().into_iter().for_each(|qmp| qmp.stop().stop());
         self.metrics.take().into_iter().for_each(MetricsServer::stop);
         std::mem::forget(self);
     }
@@ -277,7 +285,7 @@ impl Service {
 
     /// Stops accepting, completes what is in flight, and flushes. What a storage does not answer is given up.
     pub(crate) fn end(self) -> Result<()> {
-        let Self { workers, running, control, metrics, reloads } = self;
+        let Self { workers, running, control, qmp, metrics, reloads } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
         // What waits for its turn is let go, so that the end does not wait for it.
@@ -287,11 +295,11 @@ impl Service {
         // Requests wait for jobs.
         let jobs = running.jobs().stop();
         let handle = workers.first().clone();
-        let finished = Finishing { running: Arc::clone(&running), handle, control }.finish();
+        let finished = Finishing { running: Arc::clone(&running), handle, control, qmp }.finish();
         let (disks, is_finished) = (running.disks(), finished.is_some());
         let (are_closed, outcome) = workers.run(move || close_all(disks, is_finished));
-        let control = finished.and_then(|finished| finished.control);
-        let loops = [jobs, control, reloads].into_iter().flatten().chain([workers]);
+        let asked = finished.map(|finished| finished.asked).unwrap_or_default();
+        let loops = [jobs, reloads].into_iter().flatten().chain(asked).chain([workers]);
         if !(is_finished && are_closed) {
             tracing::warn!(
                 "ends beside what does not: requests, clients, or what the control socket was asked for"
@@ -304,6 +312,19 @@ impl Service {
         // After the last flush: a disk may have connections on the loop by which it was opened, or moved.
         loops.for_each(Workers::stop);
         outcome
+    }
+}
+
+/// Closes a gate between requests, if there is a time between them before `deadline`.
+fn pause(gate: &Gate, deadline: Instant) -> Option<Closed<'_>> {
+    loop {
+        if let Some(closed) = gate.try_close() {
+            return Some(closed);
+        }
+        if Instant::now() >= deadline {
+            return None;
+        }
+        sleep(CONTROL_RETRY);
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Setup {
     pub permissions: SocketPermissions,
     /// The control socket.
     pub control: Option<ControlSocket>,
+    /// The socket of QEMU's monitor protocol. It answers the commands that call only these methods.
+    pub qmp: Option<ControlSocket>,
     /// The file that names the process while it serves.
     pub pid_file: Option<PathBuf>,
     /// Where the metrics are served.
@@ -70,14 +72,15 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// Whether users may have disks opened and changed while it serves: at the control socket or by the configuration.
+    /// Whether users may have disks opened and changed while it serves: at a control socket or by the configuration.
     pub(crate) fn takes_changes(&self) -> bool {
         self.is_controlled() || self.config.is_some()
     }
 
-    /// Whether the control socket answers methods that change something.
+    /// Whether the control socket, or that of QMP, answers methods that change something.
     pub(crate) fn is_controlled(&self) -> bool {
-        self.control.as_ref().is_some_and(|control| control.answers.has_changes())
+        let mut sockets = self.control.iter().chain(&self.qmp);
+        sockets.any(|socket| socket.answers.has_changes())
     }
 }
 

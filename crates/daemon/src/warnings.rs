@@ -19,7 +19,8 @@ pub(crate) fn about(setup: &Setup) -> Vec<String> {
         control.permissions.mode.is_some_and(|mode| mode & 0o002 != 0)
             && control.answers.has_changes()
     };
-    let control = setup.control.as_ref().filter(is_open_to_others).map(|control| {
+    let sockets = setup.control.iter().chain(&setup.qmp);
+    let control = sockets.filter(is_open_to_others).map(|control| {
         format!(
             "{}: the mode of this control socket lets every user of this host do what this server may; leave others out, \
              as in mode=0660, or let it be read-only",

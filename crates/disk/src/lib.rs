@@ -69,6 +69,7 @@ mod vm_state;
 mod write;
 
 pub use bitmaps::DiskBitmaps;
+pub use blockhouse_format::qcow2::{Switch, Version};
 pub use blockhouse_format::{
     Amendments, Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression,
     DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,

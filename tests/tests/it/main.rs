@@ -63,6 +63,7 @@ mod preallocation;
 mod qcow2_on_device;
 mod qemu_commands;
 mod qemu_matrix;
+mod qmp;
 mod random_requests;
 mod raw_bitmaps;
 mod rbd;

@@ -32,7 +32,7 @@ use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 46] = [
+const OTHER_OPTIONS: [&str; 47] = [
     "images",
     "format",
     "create",
@@ -49,6 +49,7 @@ const OTHER_OPTIONS: [&str; 46] = [
     "socket_mode",
     "socket_group",
     "control",
+    "qmp",
     "pid_file",
     "metrics",
     "queues",
@@ -136,6 +137,13 @@ pub struct Arguments {
     /// and methods=disk.list+snapshot.* answers these methods only (docs/control.md). A comma in the path is written twice.
     #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
     control: Option<ControlSocket>,
+    /// Take commands of QEMU's monitor protocol, QMP, at this Unix socket while the images are served: those of
+    /// qemu-storage-daemon that docs/qmp.md lists. Each disk is a node of its name.
+    ///
+    /// Options follow the path as for --control: a command is there if the socket answers all methods of ours that it calls. An
+    /// upgrade disconnects its clients.
+    #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
+    qmp: Option<ControlSocket>,
     /// Serve in the background: return when everything listens, with the lines that say where, and leave the server
     /// running. Its later warnings go nowhere: a service (docs/operations.md) keeps them. See --pid-file.
     #[arg(long)]
@@ -461,6 +469,7 @@ impl Arguments {
             tls: self.tls.setup(&self.nbd).unwrap_or_else(|why| refuse(&why)),
             permissions: socket_options::permissions(self.socket_mode, self.socket_group),
             control: self.control.clone(),
+            qmp: self.qmp.clone(),
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
             user: user_options::ids(self.user, self.group).unwrap_or_else(|why| refuse(&why)),

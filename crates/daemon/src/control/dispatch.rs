@@ -26,7 +26,7 @@ use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExpor
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
 /// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.
-pub(super) async fn call(
+pub(crate) async fn call(
     running: &Running,
     answers: &Answers,
     method: &str,

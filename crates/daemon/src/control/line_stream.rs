@@ -75,6 +75,11 @@ impl LineReader {
 }
 
 impl LineWriter {
+    /// Sends on this connection.
+    pub fn new(stream: Stream) -> Self {
+        Self(stream)
+    }
+
     /// Whether the peer has closed the connection for both directions. One that sends no more may still read.
     pub async fn is_closed(&self) -> bool {
         // The kernel refuses also to send nothing.

@@ -32,13 +32,16 @@ mod server;
 mod snapshots;
 
 pub use client::{Connection, RpcError, ask};
-pub(crate) use gate::Closed;
+pub(crate) use dispatch::call;
+pub(crate) use gate::{Closed, Gate};
 pub(crate) use jobs::listed as listed_jobs;
 pub use legacy::UpgradeReply;
+pub(crate) use line_stream::LineWriter;
 pub use listed::Listed;
 pub use methods::schema;
+pub(crate) use rpc::Failure;
 pub use rpc::LACKS_CHANGES;
-pub(crate) use server::Control;
+pub(crate) use server::{Control, accept_clients};
 
 /// The most bytes of a message that is sent to a server, its end of line not counted.
 pub const MAX_LINE: usize = 64 << 10;

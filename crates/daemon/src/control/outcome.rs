@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
 
 /// The result of a method, or why it has none.
-pub(super) type Outcome = Result<Value, Failure>;
+pub(crate) type Outcome = Result<Value, Failure>;
 
 /// The parameters of a method.
 pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {

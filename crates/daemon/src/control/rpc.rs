@@ -29,9 +29,10 @@ pub(super) struct Call {
 
 /// Why a request has no result.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(crate) struct Failure {
     pub(super) code: i64,
-    pub(super) message: String,
+    /// One line.
+    pub(crate) message: String,
 }
 
 impl From<anyhow::Error> for Failure {

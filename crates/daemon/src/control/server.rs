@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use super::MAX_LINE;
 use super::dispatch::call;
-use super::gate::{Closed, Gate};
+use super::gate::Gate;
 use super::legacy::{self, Reply, Request, UpgradeArgs, UpgradeReply};
 use super::line_stream::{Frame, LineWriter, line_stream};
 use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams};
@@ -106,9 +106,9 @@ impl Control {
         self.file.as_ref()
     }
 
-    /// Holds requests off, but for upgrades, if none is carried out now.
-    pub fn try_pause(&self) -> Option<Closed<'_>> {
-        self.gate.try_close()
+    /// Holds requests off, but for upgrades.
+    pub fn gate(&self) -> &Gate {
+        &self.gate
     }
 
     /// Takes no more requests, and finishes those that were begun. Gives its loop, on which disks may have connections that
@@ -152,6 +152,18 @@ impl Caller {
 
 /// Accepts and answers until the server ends.
 async fn serve(listener: Listener, served: Served, stopped: Stopped) {
+    accept_clients(listener, stopped.clone(), |stream| {
+        serve_client(&served, stream, stopped.clone()).boxed_local()
+    })
+    .await;
+}
+
+/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Those that are served then end first.
+pub(crate) async fn accept_clients<'a>(
+    listener: Listener,
+    stopped: Stopped,
+    serve_client: impl Fn(Stream) -> LocalBoxFuture<'a, ()>,
+) {
     let accepted = unfold(listener, |listener| async move {
         let accepted = listener.accept().await;
         if accepted.is_err() {
@@ -161,15 +173,13 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     });
     let mut accepted = pin!(accepted.fuse());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
-    let mut ending = stopped.clone();
+    let mut ending = stopped;
     loop {
         futures_util::select! {
             _ = ending => break,
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
-                Ok(stream) if clients.len() < MAX_CLIENTS => {
-                    clients.push(serve_client(&served, stream, stopped.clone()).boxed_local());
-                }
+                Ok(stream) if clients.len() < MAX_CLIENTS => clients.push(serve_client(stream)),
                 Ok(stream) => drop(stream),
                 Err(error) => tracing::warn!("cannot accept a control connection: {error}"),
             },

@@ -178,7 +178,7 @@ pub(super) fn own_sockets(setup: &Setup) -> Vec<PathBuf> {
         MetricsAddress::Loopback(_) => None,
     });
     let devices = setup.devices.iter().map(|(path, _)| path.clone());
-    let control = setup.control.iter().map(|control| control.path.clone());
+    let control = setup.control.iter().chain(&setup.qmp).map(|control| control.path.clone());
     let unnamed = runtime_folder().ok().map(|folder| folder.join("unnamed"));
     nbd.chain(metrics).chain(devices).chain(control).chain(unnamed).collect()
 }

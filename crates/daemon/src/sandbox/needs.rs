@@ -39,8 +39,9 @@ impl Needs {
         Self {
             opens: changes || connects || setup.tls.is_some() || setup.pid_file.is_some(),
             changes,
-            // The process before still has the address of the metrics when this one starts.
-            listens: changes || (setup.hand_over && setup.metrics.is_some()),
+            // The process before still has the addresses of metrics and QMP when this one starts.
+            listens: changes
+                || (setup.hand_over && (setup.metrics.is_some() || setup.qmp.is_some())),
             connects,
             guests: changes || !setup.devices.is_empty(),
             takes_over: false,

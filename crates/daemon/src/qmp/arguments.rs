@@ -1,0 +1,185 @@
+//! The arguments of a command: each is taken by its name and type, and what nobody takes is an error. The words are QEMU's.
+
+use serde_json::{Map, Value};
+
+use super::errors::QmpError;
+
+/// Arguments, or a part of them that is an object.
+#[derive(Debug)]
+pub(super) struct Arguments {
+    given: Map<String, Value>,
+    /// What the names in errors begin with.
+    path: String,
+}
+
+impl Arguments {
+    /// Those of a command.
+    pub(super) fn new(given: Map<String, Value>) -> Self {
+        Self { given, path: String::new() }
+    }
+
+    fn taken<T>(
+        &mut self,
+        name: &str,
+        kind: &str,
+        read: impl FnOnce(Value) -> Option<T>,
+    ) -> Result<Option<T>, QmpError> {
+        let Some(value) = self.given.remove(name) else { return Ok(None) };
+        let path = &self.path;
+        let wrong = || {
+            QmpError::generic(format!(
+                "Invalid parameter type for '{path}{name}', expected: {kind}"
+            ))
+        };
+        read(value).map(Some).ok_or_else(wrong)
+    }
+
+    fn needed<T>(&self, name: &str, taken: Option<T>) -> Result<T, QmpError> {
+        taken
+            .ok_or_else(|| QmpError::generic(format!("Parameter '{}{name}' is missing", self.path)))
+    }
+
+    /// A text that may be left out.
+    pub(super) fn some_text(&mut self, name: &str) -> Result<Option<String>, QmpError> {
+        self.taken(name, "string", |value| match value {
+            Value::String(text) => Some(text),
+            _ => None,
+        })
+    }
+
+    /// A text.
+    pub(super) fn text(&mut self, name: &str) -> Result<String, QmpError> {
+        let text = self.some_text(name)?;
+        self.needed(name, text)
+    }
+
+    /// Whether something holds; `otherwise` where it is left out.
+    pub(super) fn flag(&mut self, name: &str, otherwise: bool) -> Result<bool, QmpError> {
+        let flag = self.taken(name, "boolean", |value| value.as_bool())?;
+        Ok(flag.unwrap_or(otherwise))
+    }
+
+    /// A number that may be left out.
+    pub(super) fn some_integer(&mut self, name: &str) -> Result<Option<i64>, QmpError> {
+        self.taken(name, "integer", |value| {
+            // QEMU takes whole numbers in any form.
+            let double = value
+                .as_f64()
+                .filter(|double| double.fract() == 0.0 && double.abs() < 2f64.powi(53));
+            value.as_i64().or(double.map(|double| double as i64))
+        })
+    }
+
+    /// A number that may be left out, and is not below zero.
+    pub(super) fn some_unsigned(&mut self, name: &str) -> Result<Option<u64>, QmpError> {
+        let number = self.some_integer(name)?;
+        number
+            .map(|number| number.try_into().map_err(|_| self.rejects(name, &number.to_string())))
+            .transpose()
+    }
+
+    /// A number.
+    pub(super) fn integer(&mut self, name: &str) -> Result<i64, QmpError> {
+        let number = self.some_integer(name)?;
+        self.needed(name, number)
+    }
+
+    /// A list that may be left out.
+    pub(super) fn some_list(&mut self, name: &str) -> Result<Option<Vec<Value>>, QmpError> {
+        self.taken(name, "array", |value| match value {
+            Value::Array(list) => Some(list),
+            _ => None,
+        })
+    }
+
+    /// A list.
+    pub(super) fn list(&mut self, name: &str) -> Result<Vec<Value>, QmpError> {
+        let list = self.some_list(name)?;
+        self.needed(name, list)
+    }
+
+    /// An object that may be left out.
+    pub(super) fn some_object(&mut self, name: &str) -> Result<Option<Self>, QmpError> {
+        let object = self.taken(name, "object", |value| match value {
+            Value::Object(object) => Some(object),
+            _ => None,
+        })?;
+        Ok(object.map(|given| Self { given, path: format!("{}{name}.", self.path) }))
+    }
+
+    /// An object.
+    pub(super) fn object(&mut self, name: &str) -> Result<Self, QmpError> {
+        let object = self.some_object(name)?;
+        self.needed(name, object)
+    }
+
+    /// An object that may be a text instead, which is not taken.
+    pub(super) fn some_object_or_text(&mut self, name: &str) -> Result<Option<Self>, QmpError> {
+        match self.given.get(name) {
+            Some(Value::String(_)) => Ok(None),
+            _ => self.some_object(name),
+        }
+    }
+
+    /// An object that is element `index` of the list `name`.
+    pub(super) fn element(name: &str, index: usize, value: Value) -> Result<Self, QmpError> {
+        match value {
+            Value::Object(given) => Ok(Self { given, path: format!("{name}[{index}].") }),
+            _ => Err(QmpError::generic(format!(
+                "Invalid parameter type for '{name}[{index}]', expected: object"
+            ))),
+        }
+    }
+
+    /// One of some words, which may be left out: then it is the first one.
+    pub(super) fn word(
+        &mut self,
+        name: &str,
+        words: &[&'static str],
+    ) -> Result<Option<&'static str>, QmpError> {
+        let Some(text) = self.some_text(name)? else { return Ok(None) };
+        let known = words.iter().find(|word| **word == text);
+        known.copied().map(Some).ok_or_else(|| self.rejects(name, &text))
+    }
+
+    /// One of some words.
+    pub(super) fn needed_word(
+        &mut self,
+        name: &str,
+        words: &[&'static str],
+    ) -> Result<&'static str, QmpError> {
+        let word = self.word(name, words)?;
+        self.needed(name, word)
+    }
+
+    /// Without the path, as QEMU says it.
+    fn rejects(&self, name: &str, value: &str) -> QmpError {
+        QmpError::generic(format!("Parameter '{name}' does not accept value '{value}'"))
+    }
+
+    /// Takes an argument that has no meaning here, and refuses any value of it but these.
+    pub(super) fn only(&mut self, name: &str, values: &[Value], why: &str) -> Result<(), QmpError> {
+        match self.given.remove(name) {
+            Some(value) if !values.contains(&value) => Err(QmpError::generic(format!(
+                "Parameter '{}{name}' is not possible here: {why}",
+                self.path
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives a text back, for who takes it after this.
+    pub(super) fn put_back(&mut self, name: &str, text: &str) {
+        self.given.insert(name.to_owned(), text.into());
+    }
+
+    /// All were taken.
+    pub(super) fn end(&self) -> Result<(), QmpError> {
+        match self.given.keys().next() {
+            Some(name) => {
+                Err(QmpError::generic(format!("Parameter '{}{name}' is unexpected", self.path)))
+            }
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! The clients that are told of events.
+//!
+//! Guarantees: telling waits for no client. One that falls `QUEUE` events behind is disconnected, because QMP has no word
+//! for events that are missing.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use futures_channel::mpsc;
+use serde_json::{Value, json};
+
+/// Events that wait for a client, at most.
+const QUEUE: usize = 1024;
+
+/// The clients that are told.
+#[derive(Default)]
+pub(super) struct Broadcast {
+    clients: RefCell<Vec<mpsc::Sender<Value>>>,
+    /// The jobs whose begin was told.
+    begun: RefCell<BTreeSet<String>>,
+}
+
+impl Broadcast {
+    /// What is told from now on.
+    pub(super) fn subscribe(&self) -> mpsc::Receiver<Value> {
+        let (sender, receiver) = mpsc::channel(QUEUE);
+        self.clients.borrow_mut().push(sender);
+        receiver
+    }
+
+    /// Tells all clients.
+    pub(super) fn tell(&self, name: &str, data: Value) {
+        let event = json!({ "event": name, "data": data, "timestamp": timestamp() });
+        self.clients.borrow_mut().retain_mut(|client| client.try_send(event.clone()).is_ok());
+    }
+
+    /// A job has another status.
+    pub(super) fn tell_status(&self, job: &str, status: &str) {
+        self.tell("JOB_STATUS_CHANGE", json!({ "id": job, "status": status }));
+    }
+
+    /// A job runs, if that was not told yet.
+    pub(super) fn tell_begin(&self, job: &str) {
+        if self.begun.borrow_mut().insert(job.to_owned()) {
+            self.tell_status(job, "created");
+            self.tell_status(job, "running");
+        }
+    }
+
+    /// A job has ended: another one may have its name.
+    pub(super) fn forget_job(&self, job: &str) {
+        self.begun.borrow_mut().remove(job);
+    }
+
+    /// Disconnects all clients.
+    pub(super) fn disconnect_all(&self) {
+        self.clients.borrow_mut().clear();
+    }
+}
+
+fn timestamp() -> Value {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    json!({ "seconds": now.as_secs(), "microseconds": now.subsec_micros() })
+}

@@ -1,0 +1,155 @@
+//! The commands, each with the methods of the control socket that it calls.
+
+use std::rc::Rc;
+
+use futures_util::FutureExt;
+use futures_util::future::LocalBoxFuture;
+use serde_json::{Value, json};
+use signal_hook::consts::SIGTERM;
+use signal_hook::low_level::raise;
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::Returned;
+use super::{bitmaps, blockdev, exports, jobs, node_list, nodes, query, snapshots, transaction};
+use crate::control_socket::Answers;
+
+/// The command that comes first.
+pub(super) const NEGOTIATION: &str = "qmp_capabilities";
+
+/// A name that no method has: it stands for what only a socket allows that answers everything.
+const EVERYTHING: &str = "everything";
+
+/// A command.
+pub(super) struct Command {
+    name: &'static str,
+    /// The methods that it calls.
+    calls: &'static [&'static str],
+    /// Carries it out.
+    pub(super) run: Run,
+}
+
+type Run = for<'a> fn(&'a Rc<Context>, Arguments) -> LocalBoxFuture<'a, Returned>;
+
+/// The command of this name, if this socket has it.
+pub(super) fn find(answers: &Answers, name: &str) -> Option<&'static Command> {
+    COMMANDS.iter().find(|command| command.name == name && is_there(answers, command))
+}
+
+/// Whether a socket that answers some methods has a command.
+fn is_there(answers: &Answers, command: &Command) -> bool {
+    command.calls.iter().all(|method| answers.has(method))
+}
+
+/// The names of all commands that this socket has.
+fn names(answers: &Answers) -> Value {
+    let there = COMMANDS.iter().filter(|command| is_there(answers, command));
+    there.map(|command| json!({ "name": command.name })).collect()
+}
+
+macro_rules! command {
+    ($name:literal, [$($call:expr),*], $run:path) => {
+        Command { name: $name, calls: &[$($call),*], run: |context, arguments| $run(context, arguments).boxed_local() }
+    };
+}
+
+#[rustfmt::skip]
+const COMMANDS: &[Command] = &[
+    // Never found: the session has carried it out.
+    command!("qmp_capabilities", [], query_commands),
+    command!("query-version", [], query_version),
+    command!("query-commands", [], query_commands),
+    command!("quit", [EVERYTHING], quit),
+    command!("query-named-block-nodes", ["disk.list", "limit.get", "bitmap.list", "snapshot.list"], node_list::nodes),
+    command!("query-block", [], query::devices),
+    command!("query-blockstats", ["disk.stats"], query::stats),
+    command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
+    command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
+    command!("block_resize", ["disk.resize"], nodes::resize),
+    command!("query-block-exports", ["export.list"], exports::query),
+    command!("block-export-add", ["export.add"], exports::add),
+    command!("block-export-del", ["export.list", "export.remove"], exports::delete),
+    command!("nbd-server-start", ["export.add"], exports::start_server),
+    command!("nbd-server-add", ["export.add"], exports::add_to_server),
+    command!("nbd-server-remove", ["export.list", "export.remove"], exports::remove_from_server),
+    command!("nbd-server-stop", ["export.list", "export.remove"], exports::stop_server),
+    command!("blockdev-snapshot-internal-sync", ["snapshot.list", "snapshot.create"], snapshots::create),
+    command!("blockdev-snapshot-delete-internal-sync", ["snapshot.list", "snapshot.delete"], snapshots::delete),
+    command!("block-dirty-bitmap-add", ["bitmap.list", "bitmap.add"], bitmaps::add),
+    command!("block-dirty-bitmap-remove", ["bitmap.list", "bitmap.remove"], bitmaps::remove),
+    command!("block-dirty-bitmap-clear", ["bitmap.list", "bitmap.clear"], bitmaps::clear),
+    command!("block-dirty-bitmap-enable", ["bitmap.list", "bitmap.enable"], bitmaps::enable),
+    command!("block-dirty-bitmap-disable", ["bitmap.list", "bitmap.disable"], bitmaps::disable),
+    command!("block-dirty-bitmap-merge", ["bitmap.list", "bitmap.merge"], bitmaps::merge),
+    command!("query-jobs", ["job.list"], jobs::query),
+    command!("query-block-jobs", ["job.list"], jobs::query_block_jobs),
+    command!("block-stream", ["job.list", "job.start"], jobs::stream),
+    command!("block-commit", ["job.list", "job.start"], jobs::commit),
+    command!("job-cancel", ["job.list", "job.cancel"], jobs::cancel),
+    command!("job-complete", ["job.list", "job.complete"], jobs::complete),
+    command!("job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss),
+    command!("job-finalize", ["job.list"], jobs::finalize),
+    command!("job-pause", ["job.list", "job.pause"], jobs::pause),
+    command!("job-resume", ["job.list", "job.resume"], jobs::resume),
+    command!("block-job-cancel", ["job.list", "job.cancel"], jobs::cancel_block_job),
+    command!("block-job-complete", ["job.list", "job.complete"], jobs::complete_block_job),
+    command!("block-job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss_block_job),
+    command!("block-job-finalize", ["job.list"], jobs::finalize_block_job),
+    command!("block-job-pause", ["job.list", "job.pause"], jobs::pause_block_job),
+    command!("block-job-resume", ["job.list", "job.resume"], jobs::resume_block_job),
+    command!("block-job-set-speed", ["job.list", "job.set-speed"], jobs::set_speed),
+    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "snapshot.list", "snapshot.create"], transaction::run),
+];
+
+async fn query_version(_: &Rc<Context>, arguments: Arguments) -> Returned {
+    arguments.end().map(|()| query::version())
+}
+
+async fn query_commands(context: &Rc<Context>, arguments: Arguments) -> Returned {
+    arguments.end().map(|()| names(&context.answers))
+}
+
+/// Ends the server as a signal does.
+async fn quit(_: &Rc<Context>, arguments: Arguments) -> Returned {
+    arguments.end()?;
+    // The main thread waits for signals. It fails for no signal that exists.
+    let _ = raise(SIGTERM);
+    Ok(json!({}))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::control_socket::all_methods;
+
+    #[test]
+    fn commands_are_told_once_and_call_methods_that_there_are() {
+        let names: BTreeSet<_> = COMMANDS.iter().map(|command| command.name).collect();
+        assert_eq!(names.len(), COMMANDS.len());
+        let methods: BTreeSet<_> = all_methods().chain([EVERYTHING]).collect();
+        for command in COMMANDS {
+            assert!(command.calls.iter().all(|call| methods.contains(call)), "{}", command.name);
+        }
+    }
+
+    #[test]
+    fn a_read_only_socket_has_no_command_that_changes_something() {
+        let told = names(&Answers::Reading);
+        let told = told.as_array().expect("a list").iter().map(|one| one["name"].as_str());
+        let told: Vec<_> = told.flatten().collect();
+        assert!(
+            told.iter()
+                .filter(|name| **name != NEGOTIATION)
+                .all(|name| name.starts_with("query-") || name.ends_with("finalize")),
+            "{told:?}"
+        );
+        assert!(
+            told.contains(&"query-named-block-nodes") && find(&Answers::Reading, "quit").is_none()
+        );
+        assert!(
+            find(&Answers::All, "quit").is_some() && find(&Answers::All, "object-add").is_none()
+        );
+    }
+}

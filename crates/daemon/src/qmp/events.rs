@@ -1,0 +1,101 @@
+//! Events of QMP, made of what happens: those of jobs and exports.
+//!
+//! Guarantees: what a command has caused is told before its answer.
+
+use blockhouse_jobs::JobProgress;
+use futures_util::FutureExt;
+use serde_json::{Value, json};
+
+use super::context::Context;
+use crate::events::Event;
+
+/// Tells what happens, for ever.
+pub(super) async fn forward(context: &Context) {
+    loop {
+        let event = context.happening.next().await;
+        take(context, event);
+    }
+}
+
+/// Tells what has happened until now.
+pub(super) fn catch_up(context: &Context) {
+    while let Some(event) = context.happening.next().now_or_never() {
+        take(context, event);
+    }
+}
+
+fn take(context: &Context, event: Event) {
+    let events = &context.events;
+    match event {
+        Event::JobStarted { job, .. } => events.tell_begin(&job),
+        Event::JobReady { job, .. } => {
+            events.tell_begin(&job);
+            events.tell_status(&job, "ready");
+            events.tell("BLOCK_JOB_READY", block_job(context, &job));
+        }
+        Event::JobPostponed { job, .. } => events.tell_status(&job, "ready"),
+        Event::JobEnded { job, outcome, .. } => {
+            let is_completed = outcome == "completed";
+            let name = if is_completed { "BLOCK_JOB_COMPLETED" } else { "BLOCK_JOB_CANCELLED" };
+            let before: &[_] = if is_completed { &["waiting", "pending"] } else { &["aborting"] };
+            end(context, &job, before, (name, block_job(context, &job)));
+        }
+        Event::JobFailed { job, error, .. } => {
+            let mut data = block_job(context, &job);
+            data["error"] = error.into();
+            end(context, &job, &["aborting"], ("BLOCK_JOB_COMPLETED", data));
+        }
+        Event::ExportRemoved { export, .. } => {
+            let id = context.state.borrow_mut().forget_export(&export);
+            events.tell("BLOCK_EXPORT_DELETED", json!({ "id": id }));
+        }
+        Event::Lost { count } => {
+            tracing::warn!("clients of QMP are disconnected: {count} events were lost");
+            events.disconnect_all();
+            // The ends of some of them may be among what was lost.
+            let there = context.running.exports();
+            let is_there =
+                |address: &str| there.iter().any(|export| export.address.to_string() == address);
+            context.state.borrow_mut().exports.retain(|export| is_there(&export.address));
+        }
+        _ => {}
+    }
+}
+
+/// Tells of the end of a job, and lists it no longer if it was started so.
+fn end(context: &Context, job: &str, before: &[&str], (name, data): (&str, Value)) {
+    let events = &context.events;
+    events.tell_begin(job);
+    before.iter().for_each(|status| events.tell_status(job, status));
+    events.tell(name, data);
+    events.tell_status(job, "concluded");
+    events.forget_job(job);
+    if context.state.borrow().auto_dismisses(job) && context.running.jobs().dismiss(job).is_ok() {
+        forget(context, job);
+    }
+}
+
+/// A job is listed no longer.
+pub(super) fn forget(context: &Context, job: &str) {
+    context.events.tell_status(job, "null");
+    context.state.borrow_mut().jobs.remove(job);
+}
+
+/// What events of a block job tell.
+fn block_job(context: &Context, name: &str) -> Value {
+    let found = context.running.jobs().find(name).ok();
+    let progress = found.as_ref().map_or_else(JobProgress::default, |job| job.control.progress());
+    let speed = found.as_ref().and_then(|job| job.control.speed());
+    json!({
+        "device": name,
+        "type": found.map_or("stream", |job| job.kind),
+        "len": progress.total,
+        "offset": offset(progress),
+        "speed": speed.map_or(0, |speed| speed.get()),
+    })
+}
+
+/// Bytes that are done.
+pub(super) fn offset(progress: JobProgress) -> u64 {
+    progress.total.saturating_sub(progress.remaining)
+}

@@ -1,0 +1,303 @@
+//! Exports, and the address of the NBD server that QEMU has one of.
+//!
+//! An export is as writable as its disk here: one that is to be read-only needs a disk that is.
+
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use blockhouse_disk::Access;
+use blockhouse_nbd::uri::{Address, NbdUri, Security};
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::state::NamedExport;
+use crate::running::ExportAddress;
+
+/// `query-block-exports`.
+pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
+    given.end()?;
+    let exports = context.call("export.list", json!({})).await?;
+    let state = context.state.borrow();
+    let told = exports.as_array().into_iter().flatten().map(|export| {
+        json!({
+            "id": state.id_of(text_of(export, "export")),
+            "node-name": export["disk"],
+            "type": export["kind"],
+            "shutting-down": false,
+        })
+    });
+    Ok(told.collect())
+}
+
+fn text_of<'a>(value: &'a Value, key: &str) -> &'a str {
+    value[key].as_str().unwrap_or_default()
+}
+
+/// `block-export-add`.
+pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let kind = given.needed_word("type", &["nbd", "vhost-user-blk", "fuse", "vduse-blk"])?;
+    let id = given.text("id")?;
+    let node = given.text("node-name")?;
+    let is_writable = given.flag("writable", false)?;
+    given.only("writethrough", &[json!(false)], "the disk's cache mode says it")?;
+    given.only("iothread", &[], "--workers has the threads of all exports")?;
+    given.flag("fixed-iothread", false)?;
+    match kind {
+        "nbd" => {
+            let name = given.some_text("name")?.unwrap_or_else(|| node.clone());
+            given.only("description", &[], "NBD exports have none")?;
+            given.flag("allocation-depth", false)?;
+            let bitmaps = given.some_list("bitmaps")?.unwrap_or_default();
+            given.end()?;
+            let export = NbdExport { id, node: (String::new(), node), name, is_writable };
+            export.add(context, bitmaps).await
+        }
+        "vhost-user-blk" => {
+            let mut addr = given.object("addr")?;
+            let path = socket_path(&mut addr, kind)?;
+            given.some_unsigned("num-queues")?;
+            let block = given.some_unsigned("logical-block-size")?;
+            given.end()?;
+            check_id(context, &id)?;
+            let disk = context.disk_of("", &node)?;
+            check_access(context, &disk, is_writable)?;
+            check_block_size(context, &disk, block)?;
+            serve(context, id, &disk, path).await
+        }
+        _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
+    }
+}
+
+/// `nbd-server-add`, whose id is the name.
+pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let device = given.text("device")?;
+    let name = given.some_text("name")?.unwrap_or_else(|| device.clone());
+    let is_writable = given.flag("writable", false)?;
+    given.only("description", &[], "NBD exports have none")?;
+    let bitmap = given.some_text("bitmap")?;
+    given.end()?;
+    let node = (device.clone(), device);
+    let export = NbdExport { id: name.clone(), node, name, is_writable };
+    export.add(context, bitmap.into_iter().map(Value::String).collect()).await
+}
+
+/// An NBD export that is asked for.
+struct NbdExport {
+    id: String,
+    /// What its node is called, for the words of an error, too.
+    node: (String, String),
+    name: String,
+    is_writable: bool,
+}
+
+impl NbdExport {
+    async fn add(self, context: &Context, bitmaps: Vec<Value>) -> Returned {
+        let Self { id, node: (device, node), name, is_writable } = self;
+        let address = server(context)?;
+        check_id(context, &id)?;
+        let disk = context.disk_of(&device, &node)?;
+        check_access(context, &disk, is_writable)?;
+        bitmaps.iter().try_for_each(|bitmap| check_bitmap(context, &disk, bitmap))?;
+        let uri = NbdUri { security: Security::Plain, address, export: name };
+        let taken = context.running.exports().into_iter();
+        let text = uri.to_string();
+        if taken.map(|export| export.address.to_string()).any(|address| address == text) {
+            let why = format!("NBD server already has export named '{}'", uri.export);
+            return Err(QmpError::generic(why));
+        }
+        serve(context, id, &disk, text).await
+    }
+}
+
+/// Where the NBD server is.
+fn server(context: &Context) -> Result<Address, QmpError> {
+    let server = context.state.borrow().nbd_server.clone();
+    server.ok_or_else(|| QmpError::generic("NBD server not running"))
+}
+
+fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
+    if !is_well_formed(id) {
+        return Err(QmpError::generic("Invalid block export id"));
+    }
+    match context.state.borrow().exports.iter().any(|export| export.id == id) {
+        true => Err(QmpError::generic(format!("Block export id '{id}' is already in use"))),
+        false => Ok(()),
+    }
+}
+
+/// Whether QEMU takes this as an id.
+pub(super) fn is_well_formed(id: &str) -> bool {
+    let is_letter = |c: u8| c.is_ascii_alphanumeric() || b"-._".contains(&c);
+    id.starts_with(|c: char| c.is_ascii_alphabetic()) && id.bytes().all(is_letter)
+}
+
+fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), QmpError> {
+    let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
+    match (disk.disk.access(), is_writable) {
+        (Access::ReadOnly, true) => Err(QmpError::generic("Block node is read-only")),
+        (Access::ReadWrite, false) => Err(QmpError::generic(format!(
+            "an export is as writable as its node here: set 'writable' to true, or make '{}' read-only",
+            disk.name()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Result<(), QmpError> {
+    let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
+    let has = disk.disk.logical_block_size();
+    match wanted.is_none_or(|wanted| wanted == has) {
+        true => Ok(()),
+        false => Err(QmpError::generic(format!(
+            "Parameter 'logical-block-size' is not possible here: that of '{}' is {has}",
+            disk.name()
+        ))),
+    }
+}
+
+/// Clients may ask for the bitmaps with which a disk was opened.
+fn check_bitmap(context: &Context, disk: &str, bitmap: &Value) -> Result<(), QmpError> {
+    let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
+    let name = bitmap.as_str().or(bitmap["name"].as_str()).unwrap_or_default();
+    match disk.setup.bitmaps.iter().any(|offered| offered == name) {
+        true => Ok(()),
+        false => Err(QmpError::generic(format!(
+            "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with",
+            disk.name()
+        ))),
+    }
+}
+
+async fn serve(context: &Context, id: String, disk: &str, address: String) -> Returned {
+    let params = json!({ "disk": disk, "export": address });
+    // Before another client can take the id.
+    context.state.borrow_mut().exports.push(NamedExport { id: id.clone(), address });
+    let added = context.call("export.add", params).await;
+    let mut state = context.state.borrow_mut();
+    let added = added.inspect_err(|_| state.exports.retain(|export| export.id != id))?;
+    let address = text_of(&added, "export").to_owned();
+    // The port where port 0 was asked for.
+    if let (Some(server), Ok(uri)) = (&mut state.nbd_server, address.parse::<NbdUri>()) {
+        *server = uri.address;
+    }
+    let mut exports = state.exports.iter_mut();
+    exports
+        .find(|export| export.id == id)
+        .into_iter()
+        .for_each(|export| export.address = address.clone());
+    Ok(json!({}))
+}
+
+/// `block-export-del`.
+pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let id = given.text("id")?;
+    remove(context, id, given).await
+}
+
+/// `nbd-server-remove`.
+pub(super) async fn remove_from_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let name = given.text("name")?;
+    remove(context, name, given).await
+}
+
+async fn remove(context: &Context, id: String, mut given: Arguments) -> Returned {
+    let mode = given.word("mode", &["safe", "hard"])?;
+    given.end()?;
+    let address = context.state.borrow().address_of(&id);
+    let exports = context.call("export.list", json!({})).await?;
+    let mut exports = exports.as_array().into_iter().flatten();
+    let Some(export) = exports.find(|export| export["export"] == *address) else {
+        return Err(QmpError::generic(format!("Export '{id}' is not found")));
+    };
+    let has_clients = export["clients"].as_u64().is_some_and(|clients| clients > 0);
+    if has_clients && mode != Some("hard") {
+        return Err(QmpError::generic(format!("export '{id}' still in use")));
+    }
+    context.call("export.remove", json!({ "export": address })).await?;
+    Ok(json!({}))
+}
+
+/// `nbd-server-start`: says where. The socket is there with the first export.
+pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let mut addr = given.object("addr")?;
+    let address = address(&mut addr)?;
+    let why = "'serve --limit' has the limits of all clients, and TLS is that of 'serve --tls'";
+    given.only("max-connections", &[json!(0)], why)?;
+    given.only("handshake-max-seconds", &[], why)?;
+    given.only("tls-creds", &[], why)?;
+    given.only("tls-authz", &[], why)?;
+    given.end()?;
+    let mut state = context.state.borrow_mut();
+    if state.nbd_server.is_some() {
+        return Err(QmpError::generic("NBD server already running"));
+    }
+    let exports = context.running.exports();
+    let mut sockets = exports.iter().filter_map(|export| match &export.address {
+        ExportAddress::Nbd(uri) => Some(&uri.address),
+        ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
+    });
+    // Its exports would end with those of this server.
+    if sockets.any(|socket| *socket == address) {
+        let uri = NbdUri { security: Security::Plain, address, export: String::new() };
+        return Err(QmpError::generic(format!("{uri}: Address already in use")));
+    }
+    state.nbd_server = Some(address);
+    Ok(json!({}))
+}
+
+/// The address that a `SocketAddressLegacy` is.
+fn address(given: &mut Arguments) -> Result<Address, QmpError> {
+    let kind = given.needed_word("type", &["inet", "unix", "vsock", "fd"])?;
+    let mut data = given.object("data")?;
+    given.end()?;
+    let address = match kind {
+        "inet" => {
+            let (host, port) = (data.text("host")?, data.text("port")?);
+            data.end()?;
+            let wrong = |_| QmpError::generic(format!("can't convert to a number: {port}"));
+            Address::Tcp { host, port: port.parse().map_err(wrong)? }
+        }
+        "unix" => {
+            let path = data.text("path")?;
+            data.end()?;
+            Address::Unix(PathBuf::from(path))
+        }
+        _ => {
+            let why = format!("Addresses of the type '{kind}' are not possible here");
+            return Err(QmpError::generic(why));
+        }
+    };
+    Ok(address)
+}
+
+/// The path of the Unix socket that a `SocketAddress` is.
+fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> {
+    match given.needed_word("type", &["inet", "unix", "vsock", "fd"])? {
+        "unix" => {
+            let path = given.text("path")?;
+            given.end()?;
+            Ok(path)
+        }
+        kind => Err(QmpError::generic(format!(
+            "Addresses of the type '{kind}' are not possible for {export} here: use 'unix'"
+        ))),
+    }
+}
+
+/// `nbd-server-stop`: its exports end, and their clients.
+pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Returned {
+    given.end()?;
+    let address = server(context)?;
+    let is_there = |export: &str| export.parse::<NbdUri>().is_ok_and(|uri| uri.address == address);
+    let exports = context.call("export.list", json!({})).await?;
+    for export in exports.as_array().into_iter().flatten() {
+        let export = text_of(export, "export");
+        if is_there(export) {
+            context.call("export.remove", json!({ "export": export })).await?;
+        }
+    }
+    context.state.borrow_mut().nbd_server = None;
+    Ok(json!({}))
+}

@@ -1,0 +1,354 @@
+//! Jobs. Those of QEMU that wait to be finalized are not possible: all finalize themselves.
+
+use std::rc::Rc;
+
+use blockhouse_engine::spawn_detached;
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::events::forget;
+use super::exports::is_well_formed;
+use super::state::JobTraits;
+
+/// A job, as `job.list` tells of it.
+struct Job(Value);
+
+impl Job {
+    fn name(&self) -> &str {
+        self.0["job"].as_str().unwrap_or_default()
+    }
+
+    fn number(&self, key: &str) -> u64 {
+        self.0[key].as_u64().unwrap_or_default()
+    }
+
+    fn is(&self, status: &str) -> bool {
+        self.0["status"] == status
+    }
+
+    fn status(&self) -> &'static str {
+        match self.0["status"].as_str().unwrap_or_default() {
+            "running" => "running",
+            "paused" => "paused",
+            // It is asked to complete, and does.
+            "ready" | "completing" => "ready",
+            _ => "concluded",
+        }
+    }
+
+    /// Why it has no result, if it has ended so.
+    fn error(&self) -> Option<&str> {
+        match self.is("cancelled") {
+            true => Some("Operation canceled"),
+            false => self.0["error"].as_str(),
+        }
+    }
+
+    fn offset(&self) -> u64 {
+        self.number("total").saturating_sub(self.number("remaining"))
+    }
+
+    /// Refuses a command that has no meaning in the job's status.
+    fn check(&self, verb: &str, statuses: &[&str]) -> Result<(), QmpError> {
+        match (self.status(), self.name()) {
+            (status, _) if statuses.contains(&status) => Ok(()),
+            (status, name) => Err(QmpError::generic(format!(
+                "Job '{name}' in state '{status}' cannot accept command verb '{verb}'"
+            ))),
+        }
+    }
+}
+
+async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
+    match context.call("job.list", json!({})).await? {
+        Value::Array(jobs) => Ok(jobs.into_iter().map(Job).collect()),
+        _ => Ok(Vec::new()),
+    }
+}
+
+async fn find(context: &Context, name: &str) -> Result<Option<Job>, QmpError> {
+    Ok(list(context).await?.into_iter().find(|job| job.name() == name))
+}
+
+/// The job of the argument `id`.
+async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError> {
+    let id = given.text("id")?;
+    given.end()?;
+    find(context, &id).await?.ok_or_else(|| QmpError::generic("Job not found"))
+}
+
+/// The block job of the argument `device`, or of another one.
+async fn of_device(context: &Context, given: &mut Arguments, key: &str) -> Result<Job, QmpError> {
+    let device = given.text(key)?;
+    given.end()?;
+    find(context, &device).await?.ok_or_else(|| QmpError::no_job(&device))
+}
+
+/// `query-jobs`.
+pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
+    given.end()?;
+    let told = list(context).await?.into_iter().map(|job| {
+        let mut told = json!({
+            "id": job.name(),
+            "type": job.0["kind"],
+            "status": job.status(),
+            "current-progress": job.offset(),
+            "total-progress": job.number("total"),
+        });
+        if let Some(error) = job.error() {
+            told["error"] = error.into();
+        }
+        told
+    });
+    Ok(told.collect())
+}
+
+/// `query-block-jobs`.
+pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) -> Returned {
+    given.end()?;
+    let jobs = list(context).await?;
+    let state = context.state.borrow();
+    let told = jobs.into_iter().map(|job| {
+        let mut told = json!({
+            "device": job.name(),
+            "type": job.0["kind"],
+            "status": job.status(),
+            "len": job.number("total"),
+            "offset": job.offset(),
+            "speed": job.number("speed"),
+            "busy": job.is("running"),
+            "paused": job.is("paused"),
+            "ready": job.is("ready"),
+            "io-status": "ok",
+            "auto-finalize": true,
+            "auto-dismiss": state.auto_dismisses(job.name()),
+        });
+        if let Some(error) = job.error() {
+            told["error"] = error.into();
+        }
+        told
+    });
+    Ok(told.collect())
+}
+
+/// `block-stream`: of the whole backing chain.
+pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let why = "a stream copies the whole backing chain";
+    ["base", "base-node", "bottom", "backing-file", "snapshot-file"]
+        .iter()
+        .try_for_each(|name| given.only(name, &[], why))?;
+    start(context, given, "stream").await
+}
+
+/// `block-commit`: of the image of the disk into its backing file.
+pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let (base, top) = (given.some_text("base")?, given.some_text("top")?);
+    let top_node = given.some_text("top-node")?;
+    given.only("base-node", &[], "nodes of backing files have no names: use 'base'")?;
+    given.only("backing-file", &[], "no other image gets a backing file by a commit")?;
+    let device = given.text("device")?;
+    let disk = context.running.find(&context.disk(&device)?);
+    let disk = disk.ok_or_else(|| QmpError::no_node(&device, &device))?;
+    let is_top = top_node.is_none_or(|node| node == device)
+        && top.is_none_or(|top| disk.path().as_os_str() == top.as_str());
+    let behind = disk.disk.layer_at(1);
+    let is_base = match &base {
+        Some(base) => behind.as_ref().is_none_or(|behind| behind.name == base),
+        // QEMU commits to the end of the chain.
+        None => disk.disk.layer_at(2).is_none(),
+    };
+    if !(is_top && is_base) {
+        let why = "a commit goes from the image of the disk into its backing file here: 'base' names that file";
+        return Err(QmpError::generic(why));
+    }
+    given.put_back("device", &device);
+    start(context, given, "commit").await
+}
+
+/// Starts a job with the arguments that all have.
+async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Returned {
+    let (device, job) = (given.text("device")?, given.some_text("job-id")?.unwrap_or_default());
+    let speed = given.some_unsigned("speed")?.unwrap_or_default();
+    given.only("on-error", &[json!("report")], "a job that fails ends")?;
+    given.flag("backing-mask-protocol", false)?;
+    // There is no such node.
+    given.some_text("filter-node-name")?;
+    given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
+    let auto_dismiss = given.flag("auto-dismiss", true)?;
+    given.end()?;
+    let disk = context.disk(&device)?;
+    if !is_well_formed(&job) {
+        return Err(QmpError::generic(format!("Invalid job ID '{job}'")));
+    }
+    if find(context, &job).await?.is_some() {
+        return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
+    }
+    forget_dismissed(context);
+    // Before it can end.
+    context
+        .state
+        .borrow_mut()
+        .jobs
+        .insert(job.clone(), JobTraits { auto_dismiss, is_started: false });
+    let params = json!({ "kind": kind, "disk": disk, "job": job, "speed": speed });
+    if let Err(error) = context.call("job.start", params).await {
+        context.state.borrow_mut().jobs.remove(&job);
+        return Err(error);
+    }
+    if let Some(traits) = context.state.borrow_mut().jobs.get_mut(&job) {
+        traits.is_started = true;
+    }
+    // Of one that has ended already all is told.
+    if find(context, &job).await?.is_some_and(|job| job.status() != "concluded") {
+        context.events.tell_begin(&job);
+    }
+    Ok(json!({}))
+}
+
+/// Forgets jobs that were dismissed at the control socket.
+fn forget_dismissed(context: &Context) {
+    let listed = context.running.jobs().list();
+    let is_listed = |name: &str| listed.iter().any(|job| job.name == name);
+    context.state.borrow_mut().jobs.retain(|name, job| !job.is_started || is_listed(name));
+}
+
+/// `job-cancel`.
+pub(super) async fn cancel(context: &Rc<Context>, given: Arguments) -> Returned {
+    let job = of_id(context, given).await?;
+    end(context, &job).await
+}
+
+/// `block-job-cancel`: a job that is ready ends with its result in QEMU, without the guest's change to it.
+pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let is_forced = given.flag("force", false)?;
+    let job = of_device(context, &mut given, "device").await?;
+    if job.status() == "ready" && !is_forced {
+        return Err(QmpError::generic(format!(
+            "Job '{}' is ready, and ends here either with its disk on the target (block-job-complete) or without a result: set 'force' to true",
+            job.name()
+        )));
+    }
+    end(context, &job).await
+}
+
+async fn end(context: &Context, job: &Job) -> Returned {
+    job.check("cancel", &["running", "paused", "ready"])?;
+    context.call("job.cancel", json!({ "job": job.name() })).await?;
+    Ok(json!({}))
+}
+
+/// `job-complete`.
+pub(super) async fn complete(context: &Rc<Context>, given: Arguments) -> Returned {
+    let job = of_id(context, given).await?;
+    begin_completion(context, job)
+}
+
+/// `block-job-complete`.
+pub(super) async fn complete_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let job = of_device(context, &mut given, "device").await?;
+    begin_completion(context, job)
+}
+
+/// Has a job complete. Events tell when it has.
+fn begin_completion(context: &Rc<Context>, job: Job) -> Returned {
+    job.check("complete", &["ready"])?;
+    let context = Rc::clone(context);
+    spawn_detached(async move {
+        let Some(_inside) = context.gate.enter().await else { return };
+        let completed = context.call("job.complete", json!({ "job": job.name() })).await;
+        if let Err(why) = completed {
+            tracing::warn!("the job {} was asked to complete by QMP: {why:?}", job.name());
+        }
+    });
+    Ok(json!({}))
+}
+
+/// `job-dismiss`.
+pub(super) async fn dismiss(context: &Rc<Context>, given: Arguments) -> Returned {
+    let job = of_id(context, given).await?;
+    let_go(context, &job).await
+}
+
+/// `block-job-dismiss`.
+pub(super) async fn dismiss_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let job = of_device(context, &mut given, "id").await?;
+    let_go(context, &job).await
+}
+
+async fn let_go(context: &Context, job: &Job) -> Returned {
+    job.check("dismiss", &["concluded"])?;
+    context.call("job.dismiss", json!({ "job": job.name() })).await?;
+    forget(context, job.name());
+    Ok(json!({}))
+}
+
+/// `job-finalize`: no job waits for it.
+pub(super) async fn finalize(context: &Rc<Context>, given: Arguments) -> Returned {
+    of_id(context, given).await?.check("finalize", &[])?;
+    Ok(json!({}))
+}
+
+/// `block-job-finalize`: no job waits for it.
+pub(super) async fn finalize_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    of_device(context, &mut given, "id").await?.check("finalize", &[])?;
+    Ok(json!({}))
+}
+
+/// `job-pause`.
+pub(super) async fn pause(context: &Rc<Context>, given: Arguments) -> Returned {
+    let job = of_id(context, given).await?;
+    hold(context, &job).await
+}
+
+/// `block-job-pause`.
+pub(super) async fn pause_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let job = of_device(context, &mut given, "device").await?;
+    hold(context, &job).await
+}
+
+async fn hold(context: &Context, job: &Job) -> Returned {
+    job.check("pause", &["running", "paused", "ready"])?;
+    if job.is("paused") {
+        return Err(QmpError::generic("Job is already paused"));
+    }
+    context.call("job.pause", json!({ "job": job.name() })).await?;
+    context.events.tell_status(job.name(), "paused");
+    Ok(json!({}))
+}
+
+/// `job-resume`.
+pub(super) async fn resume(context: &Rc<Context>, given: Arguments) -> Returned {
+    let job = of_id(context, given).await?;
+    go_on(context, &job).await
+}
+
+/// `block-job-resume`.
+pub(super) async fn resume_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let job = of_device(context, &mut given, "device").await?;
+    go_on(context, &job).await
+}
+
+async fn go_on(context: &Context, job: &Job) -> Returned {
+    job.check("resume", &["running", "paused", "ready"])?;
+    if !job.is("paused") {
+        return Err(QmpError::generic("Can't resume a job that was not paused"));
+    }
+    context.call("job.resume", json!({ "job": job.name() })).await?;
+    let now = find(context, job.name()).await?;
+    context.events.tell_status(job.name(), now.map_or("running", |job| job.status()));
+    Ok(json!({}))
+}
+
+/// `block-job-set-speed`.
+pub(super) async fn set_speed(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let speed = given.integer("speed")?;
+    let job = of_device(context, &mut given, "device").await?;
+    job.check("set-speed", &["running", "paused", "ready"])?;
+    if speed < 0 {
+        return Err(QmpError::generic("Parameter 'speed' expects a non-negative value"));
+    }
+    context.call("job.set-speed", json!({ "job": job.name(), "speed": speed })).await?;
+    Ok(json!({}))
+}

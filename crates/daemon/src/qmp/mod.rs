@@ -1,0 +1,34 @@
+//! QMP, the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that have a meaning here.
+//!
+//! A thin layer: a command translates its arguments into calls that clients of the control socket make
+//! (`control::dispatch`), and their results and errors into what QEMU answers. Nothing is done in a second way. A disk is a
+//! node of its name; the file below it is listed as another one, and has no use by itself. docs/qmp.md tells what differs
+//! from QEMU. The socket has the options and permissions of a control socket: a command is there if it calls only methods
+//! that the socket answers.
+//!
+//! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
+//! - `commands`: which there are; `query`, `node_list`, `nodes`, `blockdev`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
+
+mod arguments;
+mod bitmaps;
+mod blockdev;
+mod broadcast;
+mod commands;
+mod context;
+mod errors;
+mod events;
+mod exports;
+mod jobs;
+mod node_list;
+mod nodes;
+mod query;
+mod reader;
+mod server;
+mod session;
+mod snapshots;
+mod state;
+mod tokens;
+mod transaction;
+
+pub(crate) use server::Qmp;

@@ -1,0 +1,209 @@
+//! `query-named-block-nodes`: what there is.
+//!
+//! A disk is two nodes: that of its format, with the disk's name, and its file. Backing files are told inside of the image that
+//! names them, and are no nodes.
+
+use std::path::Path;
+use std::rc::Rc;
+
+use blockhouse_disk::{CacheMode, DetectZeroes, Features, is_address};
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use crate::qcow2_words::qcow2_data;
+use crate::running::RunningDisk;
+
+/// The keys of limits in QEMU, and here.
+const LIMITS: &[(&str, &str)] = &[
+    ("bps", "bps"),
+    ("bps_rd", "bps-read"),
+    ("bps_wr", "bps-write"),
+    ("iops", "iops"),
+    ("iops_rd", "iops-read"),
+    ("iops_wr", "iops-write"),
+];
+
+/// `query-named-block-nodes`.
+pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let is_flat = given.flag("flat", false)?;
+    given.end()?;
+    let mut nodes = Vec::new();
+    for disk in context.call("disk.list", json!({})).await?.as_array().into_iter().flatten() {
+        let name = disk["disk"].as_str().unwrap_or_default();
+        // It may have gone meanwhile.
+        if let Some(running) = context.running.find(name) {
+            let is_file = context.state.borrow().files.contains_key(name);
+            if !is_file {
+                nodes.push(format_node(context, disk, &running, is_flat).await?);
+            }
+            let below = context.state.borrow().file_of(name);
+            nodes.push(protocol_node(disk, &running, if is_file { name } else { &below }));
+        }
+    }
+    Ok(nodes.into())
+}
+
+/// What all nodes have.
+fn frame(disk: &Value, running: &RunningDisk, driver: &str) -> Value {
+    let mode = running.setup.cache;
+    let mut node = json!({
+        "drv": driver,
+        "file": running.path(),
+        "ro": disk["read-only"],
+        "active": true,
+        "encrypted": false,
+        "detect_zeroes": "off",
+        "backing_file_depth": 0,
+        "write_threshold": 0,
+        "cache": {
+            "writeback": !matches!(mode, CacheMode::Writethrough | CacheMode::Directsync),
+            "direct": matches!(mode, CacheMode::None | CacheMode::Directsync),
+            "no-flush": mode == CacheMode::Unsafe,
+        },
+    });
+    LIMITS.iter().for_each(|(key, _)| node[*key] = 0.into());
+    node
+}
+
+async fn format_node(
+    context: &Context,
+    disk: &Value,
+    running: &RunningDisk,
+    is_flat: bool,
+) -> Result<Value, QmpError> {
+    let name = running.name();
+    let mut node = frame(disk, running, running.disk.image_format_name());
+    node["node-name"] = name.into();
+    node["encrypted"] = running.disk.is_encrypted().into();
+    node["detect_zeroes"] = match running.setup.detect_zeroes {
+        DetectZeroes::Off => "off",
+        DetectZeroes::On => "on",
+        DetectZeroes::Unmap => "unmap",
+    }
+    .into();
+    let limits = context.call("limit.get", json!({ "disk": name })).await?;
+    for (key, limit) in LIMITS {
+        node[*key] = limits[0]["limits"][*limit].as_u64().unwrap_or_default().into();
+    }
+    let mut image = image(disk, running);
+    // Formats without snapshots or bitmaps refuse to list them.
+    let snapshots = context.call("snapshot.list", json!({ "disk": name })).await;
+    if let Some(Value::Array(snapshots)) = snapshots.ok().filter(|list| *list != json!([])) {
+        image["snapshots"] = snapshots.into();
+    }
+    let bitmaps = context.call("bitmap.list", json!({ "disk": name })).await;
+    if let Some(Value::Array(bitmaps)) = bitmaps.ok().filter(|list| *list != json!([])) {
+        node["dirty-bitmaps"] = bitmaps.iter().map(bitmap).collect();
+    }
+    // QEMU counts images behind this one only where it tells of them.
+    let depth = (1..).take_while(|depth| running.disk.layer_at(*depth).is_some()).count();
+    node["backing_file_depth"] = if is_flat { 0 } else { depth }.into();
+    if let Some(behind) = running.disk.layer_at(1) {
+        node["backing_file"] = absolute(behind.name);
+        if !is_flat {
+            image["backing-image"] = backing_image(running, 1);
+        }
+    }
+    node["image"] = image;
+    Ok(node)
+}
+
+/// A bitmap with the keys of QEMU alone.
+fn bitmap(listed: &Value) -> Value {
+    let mut told = json!({ "persistent": true, "count": 0 });
+    for key in ["name", "granularity", "recording", "busy", "count"] {
+        if let Some(value) = listed.get(key) {
+            told[key] = value.clone();
+        }
+    }
+    if listed["inconsistent"] == true {
+        told["inconsistent"] = true.into();
+    }
+    told
+}
+
+/// The image of a disk, without those behind it.
+fn image(disk: &Value, running: &RunningDisk) -> Value {
+    let format = running.disk.image_format_name();
+    let features = running.disk.features();
+    let mut image = image_of(&running.path(), format, running.disk.size(), features.as_ref());
+    add_space(&mut image, running);
+    if let Some(size) = running.disk.cluster_size().filter(|_| format != "raw") {
+        image["cluster-size"] = size.into();
+    }
+    if running.disk.is_encrypted() {
+        image["encrypted"] = true.into();
+    }
+    if let Some(backing) = running.disk.backing_file() {
+        image["backing-filename"] = String::from_utf8_lossy(&backing.name).into();
+        if let Some(format) = &backing.format {
+            image["backing-filename-format"] = format.as_str().into();
+        }
+        if let Some(behind) = running.disk.layer_at(1) {
+            image["full-backing-filename"] = absolute(behind.name);
+        }
+    }
+    debug_assert_eq!(disk["disk"], running.name());
+    image
+}
+
+/// The name of an image with its folder. That of another server's stays.
+fn absolute(name: &str) -> Value {
+    match std::path::absolute(name) {
+        Ok(path) if !is_address(name.as_bytes()) => json!(path),
+        _ => name.into(),
+    }
+}
+
+fn image_of(path: &Path, format: &str, size: u64, features: Option<&Features>) -> Value {
+    let mut image = json!({
+        "filename": path,
+        "format": format,
+        "virtual-size": size,
+        "dirty-flag": features.is_some_and(|features| features.is_dirty),
+    });
+    if let Some(features) = features {
+        image["format-specific"] = json!({ "type": format, "data": qcow2_data(features) });
+    }
+    image
+}
+
+fn add_space(image: &mut Value, running: &RunningDisk) {
+    if let Ok(Some(bytes)) = running.disk.allocated_bytes() {
+        image["actual-size"] = bytes.into();
+    }
+}
+
+/// The image at a depth of the chain, with those behind it.
+fn backing_image(running: &RunningDisk, depth: usize) -> Value {
+    let Some(layer) = running.disk.layer_at(depth) else { return Value::Null };
+    let (path, features) = (Path::new(layer.name), layer.features.as_ref());
+    let mut image = image_of(path, layer.format_name, layer.size, features);
+    image["filename"] = absolute(layer.name);
+    if running.disk.layer_at(depth + 1).is_some() {
+        image["backing-image"] = backing_image(running, depth + 1);
+    }
+    image
+}
+
+/// The file of a disk.
+fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
+    let found = running.path().metadata().ok();
+    let driver = match (running.disk.file(), &found) {
+        (None, _) => "nbd",
+        (Some(_), Some(found)) if !found.is_file() => "host_device",
+        (Some(_), _) => "file",
+    };
+    let mut node = frame(disk, running, driver);
+    node["node-name"] = name.into();
+    // In sectors, as everything that QEMU opens.
+    let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
+    let size = length.unwrap_or(running.disk.size());
+    let mut image = image_of(&running.path(), driver, size, None);
+    image["format-specific"] = json!({ "type": driver, "data": {} });
+    add_space(&mut image, running);
+    node["image"] = image;
+    node
+}

@@ -1,0 +1,82 @@
+//! The version, and counters of nodes.
+
+use std::rc::Rc;
+
+use blockhouse_disk::{DiskMetrics, Operation};
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::Returned;
+
+/// The version of QEMU whose commands these are, and that of this program.
+pub(super) fn version() -> Value {
+    json!({
+        "qemu": { "major": 10, "minor": 0, "micro": 0 },
+        "package": concat!("Blockhouse ", env!("CARGO_PKG_VERSION")),
+    })
+}
+
+/// `query-block`: there are no devices, only nodes, as in qemu-storage-daemon.
+pub(super) async fn devices(_: &Rc<Context>, given: Arguments) -> Returned {
+    given.end().map(|()| json!([]))
+}
+
+/// `query-blockstats`: what the guests of each disk have asked for. QEMU counts that at devices, and here these are none.
+pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let of_nodes = given.flag("query-nodes", false)?;
+    given.end()?;
+    if !of_nodes {
+        return Ok(json!([]));
+    }
+    let told = context.running.disks().into_iter().map(|disk| {
+        json!({
+            "node-name": disk.name(),
+            "stats": counters(&disk.disk.metrics()),
+            "parent": {
+                "node-name": context.state.borrow().file_of(disk.name()),
+                "stats": counters(&DiskMetrics::default()),
+            },
+        })
+    });
+    Ok(told.collect())
+}
+
+/// Operations of one kind: their word in QEMU, and which they are.
+const KINDS: &[(&str, &[Operation])] = &[
+    ("rd", &[Operation::Read]),
+    ("wr", &[Operation::Write, Operation::WriteFua, Operation::WriteZeroes]),
+    ("unmap", &[Operation::Discard]),
+    ("flush", &[Operation::Flush]),
+    ("zone_append", &[]),
+];
+
+fn counters(metrics: &DiskMetrics) -> Value {
+    let mut told = json!({
+        "account_invalid": false,
+        "account_failed": true,
+        "timed_stats": [],
+        // Nobody keeps it.
+        "wr_highest_offset": 0,
+    });
+    for (word, operations) in KINDS {
+        let (mut count, mut bytes, mut failed, mut time) = (0, 0, 0, 0);
+        let of_kind = metrics.requests.iter().filter(|one| operations.contains(&one.operation));
+        for one in of_kind {
+            let errors: u64 = one.errors.iter().map(|error| error.count).sum();
+            count += one.durations.count() - errors.min(one.durations.count());
+            bytes += one.bytes;
+            failed += errors;
+            time += one.durations.sum().as_nanos() as u64;
+        }
+        told[format!("{word}_operations")] = count.into();
+        told[format!("{word}_total_time_ns")] = time.into();
+        told[format!("failed_{word}_operations")] = failed.into();
+        told[format!("invalid_{word}_operations")] = 0.into();
+        if *word != "flush" {
+            told[format!("{word}_bytes")] = bytes.into();
+            told[format!("{word}_merged")] = 0.into();
+        }
+    }
+    told
+}

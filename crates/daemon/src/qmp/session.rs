@@ -1,0 +1,225 @@
+//! A client's connection: the greeting, the negotiation, commands one after the other, and events between them.
+
+use std::io;
+use std::pin::pin;
+use std::rc::Rc;
+
+use blockhouse_core::{Buffer, IoVectorList};
+use blockhouse_engine::Stream;
+use futures_channel::mpsc;
+use futures_util::future::{FutureExt, pending};
+use futures_util::stream::{StreamExt, unfold};
+use serde_json::{Map, Value, json};
+
+use super::arguments::Arguments;
+use super::commands::{self, Command};
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::events::catch_up;
+use super::query::version;
+use super::reader::{Message, Reader};
+use crate::control::LineWriter;
+
+/// Bytes that one system call receives.
+const RECEIVE_SIZE: usize = 4096;
+
+/// A client.
+#[derive(Default)]
+struct Client {
+    /// What it is told, once it has negotiated capabilities.
+    events: Option<mpsc::Receiver<Value>>,
+}
+
+/// What a client sends.
+struct Messages {
+    stream: Stream,
+    received: Buffer,
+    /// Bytes of `received` that were not read yet.
+    unread: std::ops::Range<usize>,
+    reader: Reader,
+}
+
+impl Messages {
+    /// The next message; `None` when the client has closed the connection. Not to be dropped before it is ready: bytes would
+    /// be lost.
+    async fn next(&mut self) -> io::Result<Option<Message>> {
+        loop {
+            if let Some(message) = self.reader.next() {
+                return Ok(Some(message));
+            }
+            if self.unread.is_empty() {
+                let mut list = IoVectorList::new();
+                list.push(self.received.lend());
+                let (count, list) = self.stream.receive(list).await;
+                // The loan of the memory ends.
+                drop(list);
+                match count? {
+                    0 => return Ok(None),
+                    count => self.unread = 0..count,
+                }
+            }
+            self.unread.start += self.reader.take(&self.received.bytes()[self.unread.clone()]);
+        }
+    }
+}
+
+impl Client {
+    /// Waits for the next event. `None`: it is told of none any more.
+    async fn next_event(&mut self) -> Option<Value> {
+        match &mut self.events {
+            Some(events) => events.next().await,
+            None => pending().await,
+        }
+    }
+
+    /// An event that waits.
+    fn waiting_event(&mut self) -> Option<Value> {
+        self.events.as_mut()?.try_recv().ok()
+    }
+}
+
+/// Answers one client until it or the server ends.
+pub(super) async fn serve_client(context: Rc<Context>, stream: Stream) {
+    let writer = LineWriter::new(stream.clone());
+    // It has gone, or reads nothing.
+    let _ = converse(&context, &writer, stream).await;
+}
+
+async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) -> io::Result<()> {
+    let received = Buffer::try_new(RECEIVE_SIZE).map_err(|_| io::ErrorKind::OutOfMemory)?;
+    let messages = Messages { stream, received, unread: 0..0, reader: Reader::default() };
+    let messages = unfold(messages, |mut all| async move { Some((all.next().await, all)) });
+    let mut messages = pin!(messages.fuse());
+    let mut stopped = context.stopped.clone().fuse();
+    let mut client = Client::default();
+    send(writer, &json!({ "QMP": { "version": version(), "capabilities": [] } })).await?;
+    loop {
+        let message = futures_util::select! {
+            _ = stopped => return Ok(()),
+            event = client.next_event().fuse() => match event {
+                Some(event) => {
+                    send(writer, &event).await?;
+                    continue;
+                }
+                None => return Ok(()),
+            },
+            message = messages.select_next_some() => match message? {
+                Some(message) => message,
+                None => return Ok(()),
+            },
+        };
+        let answer = answer(context, writer, &mut client, message).await?;
+        catch_up(context);
+        while let Some(event) = client.waiting_event() {
+            send(writer, &event).await?;
+        }
+        send(writer, &answer).await?;
+    }
+}
+
+async fn send(writer: &LineWriter, value: &Value) -> io::Result<()> {
+    let mut text = serde_json::to_vec(value).expect("values are JSON");
+    // As QEMU ends lines.
+    text.push(b'\r');
+    writer.send(&text).await
+}
+
+/// The answer to a message.
+async fn answer(
+    context: &Rc<Context>,
+    writer: &LineWriter,
+    client: &mut Client,
+    message: Message,
+) -> io::Result<Value> {
+    let (id, request) = match message {
+        Ok(Value::Object(mut object)) => (object.remove("id"), request(object)),
+        Ok(_) => (None, Err(QmpError::generic("QMP input must be a JSON object"))),
+        Err(why) => (None, Err(QmpError::generic(why))),
+    };
+    let returned = match request {
+        Ok((name, arguments)) => execute(context, writer, client, &name, arguments).await?,
+        Err(error) => Err(error),
+    };
+    let mut answer = match returned {
+        Ok(value) => json!({ "return": value }),
+        Err(error) => json!({ "error": error.to_json() }),
+    };
+    if let Some(id) = id {
+        answer["id"] = id;
+    }
+    Ok(answer)
+}
+
+/// The command and the arguments that an object asks for.
+fn request(mut object: Map<String, Value>) -> Result<(String, Arguments), QmpError> {
+    let command = object.remove("execute");
+    let arguments = object.remove("arguments");
+    let generic = |why: &str| Err(QmpError::generic(format!("QMP input {why}")));
+    // Also for commands out of the order: they are a capability, which is not offered.
+    if let Some(unknown) = object.keys().next() {
+        return generic(&format!("member '{unknown}' is unexpected"));
+    }
+    match (command, arguments.unwrap_or_else(|| json!({}))) {
+        (Some(Value::String(command)), Value::Object(given)) => {
+            Ok((command, Arguments::new(given)))
+        }
+        (Some(Value::String(_)), _) => generic("member 'arguments' must be an object"),
+        (Some(_), _) => generic("member 'execute' must be a string"),
+        (None, _) => generic("lacks member 'execute'"),
+    }
+}
+
+/// Carries a command out. Events are told meanwhile.
+async fn execute(
+    context: &Rc<Context>,
+    writer: &LineWriter,
+    client: &mut Client,
+    name: &str,
+    arguments: Arguments,
+) -> io::Result<Returned> {
+    if name == commands::NEGOTIATION {
+        return Ok(negotiate(context, client, arguments));
+    }
+    if client.events.is_none() {
+        let why = "Expecting capabilities negotiation with 'qmp_capabilities'";
+        return Ok(Err(QmpError::not_found(why)));
+    }
+    let Some(command) = commands::find(&context.answers, name) else {
+        let why = format!("The command {name} has not been found");
+        return Ok(Err(QmpError::not_found(why)));
+    };
+    let mut executing = pin!(pass(context, command, arguments).fuse());
+    loop {
+        futures_util::select! {
+            returned = executing => return Ok(returned),
+            event = client.next_event().fuse() => match event {
+                Some(event) => send(writer, &event).await?,
+                // What has begun is finished. The connection ends after that.
+                None => return Ok(executing.await),
+            },
+        }
+    }
+}
+
+/// Carries a command out unless another process serves now.
+async fn pass(context: &Rc<Context>, command: &Command, arguments: Arguments) -> Returned {
+    let Some(_inside) = context.gate.enter().await else {
+        return Err(QmpError::generic("another process serves now: connect again"));
+    };
+    (command.run)(context, arguments).await
+}
+
+fn negotiate(context: &Context, client: &mut Client, mut arguments: Arguments) -> Returned {
+    if client.events.is_some() {
+        let why = "Capabilities negotiation is already complete, command ignored";
+        return Err(QmpError::not_found(why));
+    }
+    let wanted = arguments.some_list("enable")?.unwrap_or_default();
+    arguments.end()?;
+    if let Some(wanted) = wanted.first() {
+        let wanted = wanted.as_str().unwrap_or_default();
+        return Err(QmpError::generic(format!("Capability '{wanted}' is not available")));
+    }
+    client.events = Some(context.events.subscribe());
+    Ok(json!({}))
+}

@@ -1,0 +1,111 @@
+//! What QMP knows beside what runs: names by which its clients call exports and jobs, and the address of their NBD server.
+//!
+//! An export or a job that was made otherwise, by the command line or at the control socket, is listed under the name that it
+//! has there. All of it belongs to the loop of the QMP socket, and ends with the process: the one that goes on after an
+//! upgrade lists exports under their addresses.
+
+use std::collections::BTreeMap;
+
+use blockhouse_nbd::uri::Address;
+use serde_json::Value;
+
+/// The end of the name of the node below a disk, where no client has given it another one.
+const PROTOCOL_SUFFIX: &str = "-file";
+
+/// An export that a client of QMP has asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct NamedExport {
+    /// Its id.
+    pub(super) id: String,
+    /// The export, as `export.list` has it.
+    pub(super) address: String,
+}
+
+/// A node of a file that a client has added.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct FileNode {
+    /// The file.
+    pub(super) path: String,
+    /// How it is opened where it is a disk by itself.
+    pub(super) params: Value,
+    /// The disk whose format is on it.
+    pub(super) user: Option<String>,
+    /// Whether it goes with that disk.
+    pub(super) is_implicit: bool,
+}
+
+/// What becomes of a job by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct JobTraits {
+    /// Whether it is listed no longer when it has ended.
+    pub(super) auto_dismiss: bool,
+    /// Whether it was started, and not only asked for.
+    pub(super) is_started: bool,
+}
+
+/// What QMP knows.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// Where NBD clients are served, if a client has started that.
+    pub(super) nbd_server: Option<Address>,
+    /// In the order in which they were added.
+    pub(super) exports: Vec<NamedExport>,
+    /// Nodes of files, by name.
+    pub(super) files: BTreeMap<String, FileNode>,
+    /// Of jobs that clients have started, by name.
+    pub(super) jobs: BTreeMap<String, JobTraits>,
+}
+
+impl State {
+    /// The id of an export.
+    pub(super) fn id_of(&self, address: &str) -> String {
+        let named = self.exports.iter().find(|export| export.address == address);
+        named.map_or_else(|| address.to_owned(), |export| export.id.clone())
+    }
+
+    /// The export of an id.
+    pub(super) fn address_of(&self, id: &str) -> String {
+        let named = self.exports.iter().find(|export| export.id == id);
+        named.map_or_else(|| id.to_owned(), |export| export.address.clone())
+    }
+
+    /// Forgets an export that is served no longer. Its id.
+    pub(super) fn forget_export(&mut self, address: &str) -> String {
+        let id = self.id_of(address);
+        self.exports.retain(|export| export.address != address);
+        id
+    }
+
+    /// The name of the node below a disk.
+    pub(super) fn file_of(&self, disk: &str) -> String {
+        let mut files = self.files.iter();
+        let named = files.find(|(_, file)| file.user.as_deref() == Some(disk));
+        named.map_or_else(|| format!("{disk}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
+    }
+
+    /// The disk that a node is below of.
+    pub(super) fn user_of<'a>(&'a self, node: &'a str) -> Option<&'a str> {
+        match self.files.get(node) {
+            Some(file) => file.user.as_deref(),
+            None => node.strip_suffix(PROTOCOL_SUFFIX),
+        }
+    }
+
+    /// A disk is gone. The node of its file, if that stays.
+    pub(super) fn take_back_file(&mut self, disk: &str) -> Option<(String, FileNode)> {
+        let name = self.file_of(disk);
+        let file = self.files.get_mut(&name)?;
+        file.user = None;
+        let file = file.clone();
+        if file.is_implicit {
+            self.files.remove(&name);
+            return None;
+        }
+        Some((name, file))
+    }
+
+    /// Whether a job is listed no longer when it has ended.
+    pub(super) fn auto_dismisses(&self, job: &str) -> bool {
+        self.jobs.get(job).is_some_and(|traits| traits.auto_dismiss)
+    }
+}

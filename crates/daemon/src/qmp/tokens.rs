@@ -1,0 +1,215 @@
+//! The tokens of QMP's JSON: that of RFC 8259, and strings in single quotes, as QEMU takes them.
+//!
+//! A stream of bytes needs no lines: it comes in pieces, and a byte that fits nowhere is told and skipped, up to the next one
+//! that can begin a token. Guarantees: a token has at most [`MAX_TEXT`] bytes.
+
+/// Bytes of a token, at most.
+pub(super) const MAX_TEXT: usize = 64 << 10;
+
+/// A token.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Token {
+    /// One of `{}[],:`.
+    Mark(u8),
+    /// A number, as it was written.
+    Number(String),
+    /// A word without quotes.
+    Keyword(String),
+    /// A string, or why it is none.
+    Text(Result<String, &'static str>),
+}
+
+/// What bytes are.
+#[derive(Debug, PartialEq)]
+pub(super) enum Lexed {
+    /// A token.
+    Token(Token),
+    /// Bytes that fit nowhere.
+    Stray(String),
+    /// A token is longer than [`MAX_TEXT`].
+    TooLong,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum State {
+    #[default]
+    Between,
+    Number,
+    Keyword,
+    /// Inside of a string that ends with this quote.
+    Text(u8),
+    /// There, after a backslash.
+    Escape(u8),
+    /// After bytes that fit nowhere.
+    Recovery,
+}
+
+/// Makes tokens of bytes.
+#[derive(Default)]
+pub(super) struct Lexer {
+    state: State,
+    /// The token so far, without the quotes around it.
+    text: Vec<u8>,
+}
+
+impl Lexer {
+    /// Whether a token has begun.
+    pub(super) fn is_inside(&self) -> bool {
+        !matches!(self.state, State::Between | State::Recovery)
+    }
+
+    /// Takes a byte. A byte may end a token and be another one.
+    pub(super) fn take(&mut self, byte: u8, found: &mut impl FnMut(Lexed)) {
+        if self.text.len() >= MAX_TEXT {
+            self.text.clear();
+            self.state = State::Recovery;
+            found(Lexed::TooLong);
+        }
+        match self.state {
+            State::Text(quote) => self.take_in_text(byte, quote, found),
+            // No byte of UTF-8 that is no ASCII is a letter here.
+            State::Escape(quote) if byte >= 0x20 => {
+                self.text.extend([b'\\', byte]);
+                self.state = State::Text(quote);
+            }
+            State::Escape(_) => self.stray(byte, found),
+            State::Number if matches!(byte, b'0'..=b'9' | b'.' | b'e' | b'E' | b'+' | b'-') => {
+                self.text.push(byte);
+            }
+            State::Keyword if byte.is_ascii_lowercase() => self.text.push(byte),
+            State::Number | State::Keyword => {
+                self.end(found);
+                self.begin(byte, found);
+            }
+            State::Between => self.begin(byte, found),
+            State::Recovery => {
+                let is_skipped = matches!(byte, b'\t' | 0x20..=0xfd);
+                if !is_skipped || b"{}[],:".contains(&byte) {
+                    self.state = State::Between;
+                    self.begin(byte, found);
+                }
+            }
+        }
+    }
+
+    fn take_in_text(&mut self, byte: u8, quote: u8, found: &mut impl FnMut(Lexed)) {
+        match byte {
+            _ if byte == quote => self.end(found),
+            b'\\' => self.state = State::Escape(quote),
+            0x20..=0xfd => self.text.push(byte),
+            _ => self.stray(byte, found),
+        }
+    }
+
+    fn begin(&mut self, byte: u8, found: &mut impl FnMut(Lexed)) {
+        self.state = match byte {
+            b' ' | b'\t' | b'\r' | b'\n' => State::Between,
+            b'{' | b'}' | b'[' | b']' | b',' | b':' => {
+                found(Lexed::Token(Token::Mark(byte)));
+                State::Between
+            }
+            b'"' | b'\'' => State::Text(byte),
+            b'-' | b'0'..=b'9' => {
+                self.text.push(byte);
+                State::Number
+            }
+            b'a'..=b'z' => {
+                self.text.push(byte);
+                State::Keyword
+            }
+            _ => return self.stray(byte, found),
+        };
+    }
+
+    /// The token is whole.
+    fn end(&mut self, found: &mut impl FnMut(Lexed)) {
+        let text = std::mem::take(&mut self.text);
+        let plain = |text| String::from_utf8(text).expect("these are letters and digits");
+        let token = match self.state {
+            State::Number => Token::Number(plain(text)),
+            State::Keyword => Token::Keyword(plain(text)),
+            _ => Token::Text(unescape(text)),
+        };
+        self.state = State::Between;
+        found(match &token {
+            Token::Number(text) if text.parse::<f64>().is_err() || !is_number(text) => {
+                Lexed::Stray(text.clone())
+            }
+            _ => Lexed::Token(token),
+        });
+    }
+
+    fn stray(&mut self, byte: u8, found: &mut impl FnMut(Lexed)) {
+        let mut text = std::mem::take(&mut self.text);
+        if let State::Text(quote) | State::Escape(quote) = self.state {
+            text.insert(0, quote);
+        }
+        text.push(byte);
+        // A message of an error is short.
+        let begin = text.len().saturating_sub(64);
+        self.state = State::Recovery;
+        found(Lexed::Stray(String::from_utf8_lossy(&text[begin..]).into_owned()));
+    }
+}
+
+/// Whether a number is one of JSON: Rust knows more of them.
+fn is_number(text: &str) -> bool {
+    let digits = text.strip_prefix('-').unwrap_or(text).as_bytes();
+    let has_zero = digits.len() > 1 && digits[0] == b'0' && digits[1].is_ascii_digit();
+    let is_whole = digits.first().is_some_and(u8::is_ascii_digit);
+    let has_fraction =
+        text.split('.').skip(1).all(|part| part.starts_with(|c: char| c.is_ascii_digit()));
+    is_whole && !has_zero && has_fraction
+}
+
+/// The bytes of a string, in which a backslash begins an escape.
+fn unescape(text: Vec<u8>) -> Result<String, &'static str> {
+    let text = String::from_utf8(text).map_err(|_| "invalid UTF-8 sequence in string")?;
+    if !text.contains('\\') {
+        return Ok(text);
+    }
+    let mut plain = String::with_capacity(text.len());
+    let mut rest = text.as_str();
+    while let Some((before, escape)) = rest.split_once('\\') {
+        plain.push_str(before);
+        let letter = escape.chars().next().ok_or("invalid escape sequence in string")?;
+        rest = &escape[letter.len_utf8()..];
+        plain.push(match letter {
+            '"' | '\'' | '\\' | '/' => letter,
+            'b' => '\u{8}',
+            'f' => '\u{c}',
+            'n' => '\n',
+            'r' => '\r',
+            't' => '\t',
+            'u' => {
+                let (unicode, after) = read_unicode(rest)?;
+                rest = after;
+                unicode
+            }
+            _ => return Err("invalid escape sequence in string"),
+        });
+    }
+    plain.push_str(rest);
+    Ok(plain)
+}
+
+/// The character of four digits, or of two pairs of four.
+fn read_unicode(text: &str) -> Result<(char, &str), &'static str> {
+    const WRONG: &str = "invalid escape sequence in string";
+    let digits = |text: &str| {
+        let digits = text.get(..4).filter(|digits| digits.bytes().all(|c| c.is_ascii_hexdigit()));
+        u32::from_str_radix(digits.ok_or(WRONG)?, 16).map_err(|_| WRONG)
+    };
+    let (first, rest) = (digits(text)?, &text[4..]);
+    let (code, rest) = match (first, rest.strip_prefix("\\u")) {
+        (0xd800..=0xdbff, Some(second)) => {
+            let low = digits(second)?;
+            let is_pair = (0xdc00..=0xdfff).contains(&low);
+            let code = 0x10000 + ((first - 0xd800) << 10) + low.wrapping_sub(0xdc00);
+            (if is_pair { code } else { first }, &second[4..])
+        }
+        _ => (first, rest),
+    };
+    // QEMU has no strings with a zero.
+    char::from_u32(code).filter(|c| *c != '\0').map(|c| (c, rest)).ok_or(WRONG)
+}

@@ -1,0 +1,149 @@
+//! A client of QMP: JSON, a message a line on the way back.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+/// Longer than anything takes on a busy machine.
+const LONG: Duration = Duration::from_secs(60);
+
+/// A connection.
+pub struct Qmp {
+    stream: BufReader<UnixStream>,
+    /// The greeting.
+    pub greeting: Value,
+    /// Events that were told since this was emptied.
+    pub events: Vec<Value>,
+}
+
+impl Qmp {
+    /// Connects to a server, and negotiates no capabilities yet.
+    ///
+    /// # Panics
+    /// When there is none.
+    #[track_caller]
+    pub fn greet(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).expect("the server listens");
+        stream.set_read_timeout(Some(LONG)).expect("a socket");
+        let (stream, events) = (BufReader::new(stream), Vec::new());
+        let mut qmp = Self { stream, greeting: Value::Null, events };
+        qmp.greeting = qmp.receive().expect("a greeting");
+        qmp
+    }
+
+    /// Connects to a server.
+    ///
+    /// # Panics
+    /// When there is none.
+    #[track_caller]
+    pub fn connect(socket: &Path) -> Self {
+        let mut qmp = Self::greet(socket);
+        assert_eq!(qmp.ask(r#"{"execute":"qmp_capabilities"}"#), json!({ "return": {} }));
+        qmp
+    }
+
+    /// Sends bytes.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn send(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.stream.get_mut().write_all(bytes)
+    }
+
+    /// The same connection, for another thread.
+    ///
+    /// # Panics
+    /// At a limit on descriptors.
+    pub fn try_clone(&self) -> Self {
+        let stream = self.stream.get_ref().try_clone().expect("a descriptor");
+        Self { stream: BufReader::new(stream), greeting: Value::Null, events: Vec::new() }
+    }
+
+    /// Ends the connection, also for other threads.
+    pub fn hang_up(self) {
+        // The server may have ended it.
+        let _ = self.stream.get_ref().shutdown(std::net::Shutdown::Both);
+    }
+
+    /// How long sending may take.
+    ///
+    /// # Panics
+    /// Never: it is a socket.
+    pub fn set_write_timeout(&self, limit: Duration) {
+        self.stream.get_ref().set_write_timeout(Some(limit)).expect("a socket");
+    }
+
+    /// The next message; `None` when the server has closed the connection.
+    ///
+    /// # Panics
+    /// When it is no JSON.
+    pub fn receive(&mut self) -> Option<Value> {
+        let mut line = String::new();
+        match self.stream.read_line(&mut line) {
+            Ok(0) | Err(_) => None,
+            Ok(_) => Some(serde_json::from_str(&line).expect("JSON")),
+        }
+    }
+
+    /// The answer to a message. Events before it are kept.
+    ///
+    /// # Panics
+    /// When there is none.
+    #[track_caller]
+    pub fn ask(&mut self, message: &str) -> Value {
+        self.send(message.as_bytes()).expect("the server listens");
+        loop {
+            let answer = self.receive().expect("the server answers");
+            match answer.get("event") {
+                Some(_) => self.events.push(answer),
+                None => return answer,
+            }
+        }
+    }
+
+    /// The result of a command.
+    ///
+    /// # Panics
+    /// When it is refused.
+    #[track_caller]
+    pub fn get(&mut self, command: &str, arguments: Value) -> Value {
+        let request = json!({ "execute": command, "arguments": arguments });
+        let answer = self.ask(&request.to_string());
+        answer.get("return").unwrap_or_else(|| panic!("{command}: {answer}")).clone()
+    }
+
+    /// The words of the error of a command.
+    ///
+    /// # Panics
+    /// When it is not refused.
+    #[track_caller]
+    pub fn refused(&mut self, command: &str, arguments: Value) -> String {
+        let request = json!({ "execute": command, "arguments": arguments });
+        let answer = self.ask(&request.to_string());
+        let desc = answer["error"]["desc"].as_str();
+        desc.unwrap_or_else(|| panic!("{command}: {answer}")).to_owned()
+    }
+
+    /// Waits for the event that a job has this status, or for one of this name about it. All events until then.
+    ///
+    /// # Panics
+    /// When the server ends.
+    #[track_caller]
+    pub fn events_until(&mut self, job: &str, last: &str) -> Vec<Value> {
+        loop {
+            let is_last = |event: &Value| {
+                let data = &event["data"];
+                (data["id"] == job && data["status"] == last)
+                    || (data["device"] == job && event["event"] == last)
+            };
+            if self.events.iter().any(is_last) {
+                return std::mem::take(&mut self.events);
+            }
+            let event = self.receive().expect("an event");
+            self.events.push(event);
+        }
+    }
+}

@@ -1,0 +1,695 @@
+//! `serve --qmp`: the same session as with QEMU's own qemu-storage-daemon, answer by answer; and sessions of the hostile.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::qmp::Qmp;
+use blockhouse_tests::{
+    Scratch, Serve, Server, eventually,
+    image_tool::{qemu_img, qemu_io, str},
+    need, require, tool,
+};
+use serde_json::{Value, json};
+
+use self::Step::{Differs, Keys, Same};
+
+const MIB: u64 = 1 << 20;
+
+/// Waits for what must come.
+fn wait_until(what: &str, condition: impl FnMut() -> bool) {
+    assert!(eventually(Duration::from_secs(30), condition), "{what}");
+}
+
+/// A server with one raw disk, `first`.
+fn serve(scratch: &Scratch) -> (Server, Qmp) {
+    let image = scratch.image("first", MIB);
+    let socket = scratch.socket("qmp");
+    let server = Serve::new(scratch, image.path()).option("--qmp", &socket).start();
+    let qmp = Qmp::connect(&socket);
+    (server, qmp)
+}
+
+/// QEMU's storage daemon. It ends with the test.
+struct Peer(Child);
+
+impl Peer {
+    fn start(socket: &Path) -> (Self, Qmp) {
+        let chardev = format!("socket,id=c,path={},server=on,wait=off", str(socket));
+        let mut peer: Command = tool("qemu-storage-daemon");
+        peer.args(["--chardev", &chardev, "--monitor", "chardev=c"]).stdin(Stdio::null());
+        let peer = Self(peer.spawn().expect("it is installed"));
+        wait_until("it listens", || socket.exists());
+        let qmp = Qmp::connect(socket);
+        (peer, qmp)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A message, and how its answers compare.
+enum Step {
+    /// They are the same, but for what is never the same.
+    Same(&'static str),
+    /// They have the same keys.
+    Keys(&'static str),
+    /// Ours has these words, because of this.
+    Differs(&'static str, &'static str, #[expect(dead_code, reason = "for readers")] &'static str),
+}
+
+/// DIR is the folder of the images.
+const SESSION: &[Step] = &[
+    // Messages.
+    Same("{'execute':'qmp_capabilities'}"),
+    Keys("{'execute':'query-version','id':{'a':[1,2.5,'x']}}"),
+    Same("{'exec-oob':'query-version','id':1}"),
+    Same("{'execute':'x','id':'\\u00e9'}"),
+    Same("{'execute':'query-version','foo':1}"),
+    Same("{'foo':1}"),
+    Same("{}"),
+    Same("{'execute':1}"),
+    Same("{'execute':'query-version','arguments':1}"),
+    Same("{'execute':'query-version','arguments':{'a':1}}"),
+    Same("[1]"),
+    Same("'abc'"),
+    Same("{'execute':\n'query-version',}"),
+    Same("}"),
+    Same("{'a' 1}"),
+    Same("tru "),
+    Same("{'a':1,'a':2}"),
+    // Nodes.
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'x','filename':'DIR/none'}}",
+    ),
+    Same("{'execute':'blockdev-add','arguments':{'driver':'file','filename':'DIR/d'}}"),
+    Same("{'execute':'blockdev-add','arguments':{'node-name':'x'}}"),
+    Same("{'execute':'blockdev-add','arguments':{'driver':'zz','node-name':'x'}}"),
+    Same("{'execute':'blockdev-add','arguments':{'driver':'qcow2','file':'zz','node-name':'x'}}"),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'1','filename':'DIR/d'}}",
+    ),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'f','filename':'DIR/d'}}",
+    ),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'f','filename':'DIR/d'}}",
+    ),
+    Same("{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'d','file':'f'}}"),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'o','file':{'driver':'file','node-name':'of','filename':'DIR/o'}}}",
+    ),
+    Same("{'execute':'blockdev-del','arguments':{'node-name':'zz'}}"),
+    Differs(
+        "{'execute':'blockdev-del','arguments':{'node-name':'f'}}",
+        "used as 'file' of 'd'",
+        "QEMU names the kind of use alone",
+    ),
+    Differs(
+        "{'execute':'blockdev-add','arguments':{'driver':'null-co','node-name':'n'}}",
+        "Driver 'null-co' is not possible here",
+        "no such images",
+    ),
+    Same("{'execute':'query-block'}"),
+    Same("{'execute':'query-blockstats'}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'d','size':2097152}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'d','size':1048576}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'zz','size':2097152}}"),
+    Same("{'execute':'block_resize','arguments':{'size':2097152}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'d','size':1000}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'d','size':-512}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'d'}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':'d','size':'1'}}"),
+    Same("{'execute':'block_resize','arguments':{'node-name':1,'size':512}}"),
+    Same("{'execute':'block_resize','arguments':{'device':'d','size':1048576}}"),
+    Differs(
+        "{'execute':'block_resize','arguments':{'node-name':'f','size':1048576}}",
+        "the file below 'd'",
+        "files below a format have no use by themselves",
+    ),
+    // Snapshots.
+    Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'s'}}"),
+    Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'s'}}"),
+    Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'zz','name':'s'}}"),
+    Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':''}}"),
+    Same(
+        "{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d','name':'t'}}",
+    ),
+    Same("{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d'}}"),
+    Keys(
+        "{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d','name':'s'}}",
+    ),
+    // Bitmaps.
+    Differs(
+        "{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'m'}}",
+        "persistent",
+        "all are persistent here",
+    ),
+    Same(
+        "{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'b','persistent':true}}",
+    ),
+    Same(
+        "{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'b','persistent':true}}",
+    ),
+    Same("{'execute':'block-dirty-bitmap-add','arguments':{'node':'zz','name':'b'}}"),
+    Same(
+        "{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'c','granularity':1000}}",
+    ),
+    Same(
+        "{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'','granularity':65536}}",
+    ),
+    Same(
+        "{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'c','granularity':65536,'disabled':true,'persistent':true}}",
+    ),
+    Same(
+        "{'execute':'block-dirty-bitmap-merge','arguments':{'node':'d','target':'b','bitmaps':['c',{'node':'d','name':'c'}]}}",
+    ),
+    Same(
+        "{'execute':'block-dirty-bitmap-merge','arguments':{'node':'d','target':'b','bitmaps':['zz']}}",
+    ),
+    Same("{'execute':'block-dirty-bitmap-disable','arguments':{'node':'d','name':'b'}}"),
+    Same("{'execute':'block-dirty-bitmap-enable','arguments':{'node':'d','name':'b'}}"),
+    Same("{'execute':'block-dirty-bitmap-clear','arguments':{'node':'d','name':'b'}}"),
+    Same("{'execute':'block-dirty-bitmap-remove','arguments':{'node':'d','name':'zz'}}"),
+    Same("{'execute':'block-dirty-bitmap-remove','arguments':{'node':'d','name':'c'}}"),
+    Same("{'execute':'transaction','arguments':{'actions':[]}}"),
+    Same("{'execute':'transaction','arguments':{'actions':[{'type':'zz','data':{}}]}}"),
+    Same(
+        "{'execute':'transaction','arguments':{'actions':[{'type':'block-dirty-bitmap-clear','data':{'node':'d','name':'b'}}]}}",
+    ),
+    Same(
+        "{'execute':'transaction','arguments':{'actions':[{'type':'block-dirty-bitmap-clear','data':{'node':'d','name':'b'}},{'type':'abort','data':{}}]}}",
+    ),
+    Differs(
+        "{'execute':'transaction','arguments':{'actions':[{'type':'block-dirty-bitmap-clear','data':{'node':'d','name':'b'}},{'type':'block-dirty-bitmap-disable','data':{'node':'d','name':'b'}}]}}",
+        "one action",
+        "no call makes several changes at one moment",
+    ),
+    // Exports.
+    Same("{'execute':'nbd-server-add','arguments':{'device':'d'}}"),
+    Same("{'execute':'nbd-server-stop'}"),
+    Same(
+        "{'execute':'nbd-server-start','arguments':{'addr':{'type':'unix','data':{'path':'SOCKET'}}}}",
+    ),
+    Same(
+        "{'execute':'nbd-server-start','arguments':{'addr':{'type':'unix','data':{'path':'SOCKET'}}}}",
+    ),
+    Differs(
+        "{'execute':'block-export-add','arguments':{'id':'r','type':'nbd','node-name':'d','name':'r'}}",
+        "as writable as its node",
+        "no export is more read-only than its disk",
+    ),
+    Same(
+        "{'execute':'block-export-add','arguments':{'id':'e','type':'nbd','node-name':'d','writable':true}}",
+    ),
+    Same(
+        "{'execute':'block-export-add','arguments':{'id':'e','type':'nbd','node-name':'d','name':'n','writable':true}}",
+    ),
+    Same(
+        "{'execute':'block-export-add','arguments':{'id':'e2','type':'nbd','node-name':'d','name':'d','writable':true}}",
+    ),
+    Same("{'execute':'block-export-add','arguments':{'id':'e2','type':'nbd','node-name':'zz'}}"),
+    Same(
+        "{'execute':'block-export-add','arguments':{'id':'e 2','type':'nbd','node-name':'d','writable':true}}",
+    ),
+    Same("{'execute':'block-export-add','arguments':{'id':'e2','type':'zz','node-name':'d'}}"),
+    Same("{'execute':'block-export-add','arguments':{'id':'e2','node-name':'d'}}"),
+    Same(
+        "{'execute':'block-export-add','arguments':{'id':'e2','type':'nbd','node-name':'d','foo':1}}",
+    ),
+    Same("{'execute':'nbd-server-add','arguments':{'device':'o','writable':true}}"),
+    Same("{'execute':'nbd-server-add','arguments':{'device':'o','writable':true}}"),
+    Same("{'execute':'nbd-server-add','arguments':{'device':'zz'}}"),
+    Same("{'execute':'block-export-del','arguments':{'id':'zz'}}"),
+    Same("{'execute':'block-export-del','arguments':{'id':'e','mode':'zz'}}"),
+    Same("{'execute':'nbd-server-remove','arguments':{'name':'zz'}}"),
+    Same("{'execute':'nbd-server-remove','arguments':{'name':'o'}}"),
+    Same("{'execute':'block-export-del','arguments':{'id':'e','mode':'hard'}}"),
+    Same("{'execute':'nbd-server-stop'}"),
+    // Jobs that there are not.
+    Same("{'execute':'query-jobs'}"),
+    Same("{'execute':'query-block-jobs'}"),
+    Same("{'execute':'job-cancel','arguments':{'id':'zz'}}"),
+    Same("{'execute':'job-complete','arguments':{'id':'zz'}}"),
+    Same("{'execute':'job-finalize','arguments':{'id':'zz'}}"),
+    Same("{'execute':'block-job-cancel','arguments':{'device':'zz'}}"),
+    Same("{'execute':'block-job-dismiss','arguments':{'id':'zz'}}"),
+    Same("{'execute':'block-job-finalize','arguments':{'id':'zz'}}"),
+    Same("{'execute':'block-job-set-speed','arguments':{'device':'zz','speed':1}}"),
+    Same("{'execute':'block-stream','arguments':{'job-id':'j 1','device':'o'}}"),
+    Same("{'execute':'block-stream','arguments':{'device':'o'}}"),
+    Same("{'execute':'block-stream','arguments':{'job-id':'j','device':'zz'}}"),
+    Same("{'execute':'block-stream','arguments':{'job-id':'j'}}"),
+    Differs(
+        "{'execute':'object-add','arguments':{'qom-type':'iothread','id':'i'}}",
+        "The command object-add has not been found",
+        "there are no objects",
+    ),
+    Differs(
+        "{'execute':'chardev-remove','arguments':{'id':'c'}}",
+        "has not been found",
+        "there are no character devices",
+    ),
+    Same("{'execute':'block_set_io_throttle','arguments':{}}"),
+];
+
+/// Images for one of both servers.
+fn images(scratch: &Scratch, folder: &str) -> String {
+    let folder = scratch.path(folder);
+    std::fs::create_dir(&folder).expect("a folder");
+    let path = |name: &str| folder.join(name).to_str().expect("a path").to_owned();
+    qemu_img(&["create", "-q", "-f", "qcow2", &path("d"), "1M"]).success();
+    // A base that a commit writes to has one overlay.
+    for (overlay, base) in [("o", "b"), ("p", "b"), ("c", "cb")] {
+        if !Path::new(&path(base)).exists() {
+            qemu_img(&["create", "-q", "-f", "qcow2", &path(base), "1M"]).success();
+            qemu_io("qcow2", Path::new(&path(base)), &["write -P 7 0 64k"]);
+        }
+        let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", base, &path(overlay)];
+        qemu_img(&words).success();
+    }
+    str(&folder).to_owned()
+}
+
+/// Takes out what is never the same.
+fn without_moments(mut value: Value) -> Value {
+    match &mut value {
+        Value::Object(object) => {
+            object.remove("timestamp");
+            object.values_mut().for_each(|value| *value = without_moments(value.take()));
+        }
+        Value::Array(list) => {
+            list.iter_mut().for_each(|value| *value = without_moments(value.take()));
+        }
+        _ => {}
+    }
+    value
+}
+
+/// The keys of a value, and those of what is in it.
+fn keys(value: &Value) -> Value {
+    match value {
+        Value::Object(object) => {
+            object.iter().map(|(key, value)| (key.clone(), keys(value))).collect()
+        }
+        Value::Array(list) => list.iter().map(keys).collect(),
+        _ => Value::Null,
+    }
+}
+
+/// Both servers, each with images of its own.
+struct Both {
+    scratch: Scratch,
+    _server: Server,
+    _peer: Peer,
+    ours: Qmp,
+    theirs: Qmp,
+    folders: [String; 2],
+}
+
+impl Both {
+    fn start() -> Result<Self, String> {
+        need::tools(&["qemu-storage-daemon", "qemu-img", "qemu-io"])?;
+        let scratch = Scratch::new();
+        let folders = [images(&scratch, "ours"), images(&scratch, "theirs")];
+        let (first, socket) = (scratch.image("first", MIB), scratch.socket("qmp"));
+        let server = Serve::new(&scratch, first.path())
+            .option("--qmp", &socket)
+            .option("--sandbox-allow", &folders[0])
+            .start();
+        let ours = Qmp::connect(&socket);
+        let (peer, theirs) = Peer::start(&scratch.socket("peer"));
+        Ok(Self { scratch, _server: server, _peer: peer, ours, theirs, folders })
+    }
+
+    /// What both answer to a message.
+    fn ask(&mut self, message: &str) -> [Value; 2] {
+        let sockets = ["ours", "theirs"].map(|name| self.scratch.socket(name));
+        let of = |index: usize| {
+            let message = message.replace("DIR", &self.folders[index]);
+            message.replace("SOCKET", str(&sockets[index]))
+        };
+        let [ours, theirs] = [of(0), of(1)];
+        let answers = [(&mut self.ours, ours, 0), (&mut self.theirs, theirs, 1)];
+        answers.map(|(qmp, message, index)| {
+            let text = qmp.ask(&message).to_string().replace(&self.folders[index], "DIR");
+            without_moments(serde_json::from_str(&text).expect("JSON"))
+        })
+    }
+
+    /// What both answer to a message, which is the same.
+    fn ask_same(&mut self, message: &str) -> Value {
+        let [ours, theirs] = self.ask(message);
+        assert_eq!(ours, theirs, "{message}");
+        ours
+    }
+
+    fn events_until(&mut self, job: &str, status: &str) -> [Vec<Value>; 2] {
+        [&mut self.ours, &mut self.theirs]
+            .map(|qmp| qmp.events_until(job, status).into_iter().map(without_moments).collect())
+    }
+}
+
+#[test]
+fn a_session_is_answered_as_by_qemu() {
+    let mut both = require!(Both::start());
+    assert_eq!(
+        keys(&both.ours.greeting["QMP"]["version"]),
+        keys(&both.theirs.greeting["QMP"]["version"])
+    );
+    assert_eq!(both.ours.greeting["QMP"]["capabilities"], json!([]));
+    for step in SESSION {
+        match step {
+            Same(message) => _ = both.ask_same(message),
+            Keys(message) => {
+                let [ours, theirs] = both.ask(message);
+                assert_eq!(keys(&ours), keys(&theirs), "{message}");
+            }
+            Differs(message, words, _) => {
+                let [ours, theirs] = both.ask(message);
+                assert_ne!(ours, theirs, "{message}: differs no longer");
+                let desc = ours["error"]["desc"].as_str().unwrap_or_default();
+                assert!(desc.contains(words), "{message}: {ours}");
+            }
+        }
+    }
+    let told = [&mut both.ours, &mut both.theirs].map(|qmp| {
+        let events = std::mem::take(&mut qmp.events).into_iter().map(without_moments);
+        // The one that only QEMU has.
+        events.filter(|event| event["data"]["id"] != "r").collect::<Vec<_>>()
+    });
+    assert_eq!(told[0], told[1]);
+    assert_eq!(told[0].len(), 2, "{told:?}");
+}
+
+#[test]
+fn nodes_have_the_keys_of_qemu() {
+    let mut both = require!(Both::start());
+    both.ask_same("{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'p','file':{'driver':'file','node-name':'pf','filename':'DIR/p'}}}");
+    both.ask_same("{'execute':'block-dirty-bitmap-add','arguments':{'node':'p','name':'b','persistent':true}}");
+    both.ask_same(
+        "{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'p','name':'s'}}",
+    );
+    let find = |answer: &Value, name: &str| {
+        let nodes = answer["return"].as_array().expect("a list").iter();
+        let mut node = nodes.clone().find(|node| node["node-name"] == name).expect(name).clone();
+        // Moments, and the space that a file takes.
+        node["image"]["actual-size"].take();
+        node["image"]["snapshots"].take();
+        if let Some(image) = node["image"].get_mut("backing-image") {
+            image["actual-size"].take();
+        }
+        // The length of the file: metadata is elsewhere in it.
+        if name == "pf" {
+            node["image"]["virtual-size"].take();
+        }
+        node
+    };
+    for flat in ["true", "false"] {
+        let message =
+            format!("{{'execute':'query-named-block-nodes','arguments':{{'flat':{flat}}}}}");
+        let [ours, theirs] = both.ask(&message);
+        for name in ["p", "pf"] {
+            let (mut ours, mut theirs) = (find(&ours, name), find(&theirs, name));
+            // QEMU puts the default of the header's cluster size and of backing files there, which are no nodes here.
+            [&mut ours, &mut theirs].into_iter().for_each(|node| {
+                if let Some(image) =
+                    node["image"].get_mut("backing-image").and_then(Value::as_object_mut)
+                {
+                    image.remove("cluster-size");
+                    image.remove("actual-size");
+                }
+            });
+            assert_eq!(ours, theirs, "{name}, flat {flat}");
+        }
+    }
+    let [ours, theirs] =
+        both.ask("{'execute':'query-blockstats','arguments':{'query-nodes':true}}");
+    let stats = |answer: &Value| {
+        let nodes = answer["return"].as_array().expect("a list").iter();
+        keys(&nodes.clone().find(|node| node["node-name"] == "p").expect("the node")["stats"])
+    };
+    assert_eq!(stats(&ours), stats(&theirs));
+}
+
+/// A message that adds a node over a file of its name.
+fn add(node: &str) -> String {
+    format!(
+        "{{'execute':'blockdev-add','arguments':{{'driver':'qcow2','node-name':'{node}','file':{{'driver':'file','filename':'DIR/{node}'}}}}}}"
+    )
+}
+
+#[test]
+fn jobs_have_the_statuses_and_events_of_qemu() {
+    let mut both = require!(Both::start());
+    ["o", "p", "c"].iter().for_each(|node| _ = both.ask_same(&add(node)));
+    // One that is cancelled, after a while.
+    both.ask_same("{'execute':'block-stream','arguments':{'job-id':'k','device':'p','speed':1}}");
+    both.ask_same("{'execute':'job-cancel','arguments':{'id':'k'}}");
+    let [ours, theirs] = both.events_until("k", "null");
+    assert_eq!(keys(&json!(ours)), keys(&json!(theirs)), "{ours:#?} {theirs:#?}");
+    // A stream, which completes by itself.
+    both.ask_same("{'execute':'block-stream','arguments':{'job-id':'j','device':'o','speed':1}}");
+    let taken = "{'execute':'block-stream','arguments':{'job-id':'j','device':'p'}}";
+    both.ask_same(taken);
+    let [ours, theirs] = both.ask("{'execute':'query-block-jobs'}");
+    assert_eq!(keys(&ours), keys(&theirs), "{ours} {theirs}");
+    let [ours, theirs] = both.ask("{'execute':'query-jobs'}");
+    assert_eq!(keys(&ours), keys(&theirs), "{ours} {theirs}");
+    for (command, times) in [
+        ("job-pause", 2),
+        ("job-resume", 2),
+        ("job-complete", 1),
+        ("job-dismiss", 1),
+        ("job-finalize", 1),
+    ] {
+        let message = format!("{{'execute':'{command}','arguments':{{'id':'j'}}}}");
+        (0..times).for_each(|_| _ = both.ask_same(&message));
+    }
+    both.ask_same("{'execute':'block-job-pause','arguments':{'device':'j'}}");
+    both.ask_same("{'execute':'block-job-resume','arguments':{'device':'j'}}");
+    both.ask_same("{'execute':'block-job-set-speed','arguments':{'device':'j','speed':0}}");
+    // QEMU's job is not paused where it is resumed before it has got to that.
+    let is_sure =
+        |event: &Value| event["data"]["status"] != "paused" && event["data"]["status"] != "running";
+    let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
+        events.retain(is_sure);
+        events
+    });
+    assert_eq!(ours, theirs, "{ours:#?} {theirs:#?}");
+    assert_eq!(both.ask_same("{'execute':'query-jobs'}"), json!({ "return": [] }));
+    // A commit, which waits until it is asked to complete, and is listed until it is dismissed.
+    both.ask_same(
+        "{'execute':'block-commit','arguments':{'job-id':'c','device':'c','auto-dismiss':false}}",
+    );
+    let [ours, theirs] = both.events_until("c", "BLOCK_JOB_READY");
+    assert_eq!(ours, theirs);
+    both.ask_same("{'execute':'job-complete','arguments':{'id':'c'}}");
+    let [ours, theirs] = both.events_until("c", "concluded");
+    assert_eq!(ours, theirs);
+    both.ask_same("{'execute':'query-jobs'}");
+    both.ask_same("{'execute':'query-block-jobs'}");
+    both.ask_same("{'execute':'job-dismiss','arguments':{'id':'c'}}");
+    let [ours, theirs] = both.events_until("c", "null");
+    assert_eq!(ours, theirs);
+}
+
+#[test]
+fn commands_are_told_and_each_is_there() {
+    let scratch = Scratch::new();
+    let (server, mut qmp) = serve(&scratch);
+    let told = qmp.get("query-commands", json!({}));
+    let names: Vec<_> = told
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|one| one["name"].as_str().expect("a name").to_owned())
+        .collect();
+    assert!(names.len() > 40, "{names:?}");
+    for name in names.iter().filter(|name| *name != "quit") {
+        let request = json!({ "execute": name, "arguments": { "no-such-argument": 1 } });
+        let answer = qmp.ask(&request.to_string());
+        let class = &answer["error"]["class"];
+        assert!(*class == "GenericError" || name == "qmp_capabilities", "{name}: {answer}");
+    }
+    server.stop();
+}
+
+#[test]
+fn commands_are_qemus_and_others_of_them_are_not_found() {
+    let mut both = require!(Both::start());
+    let names = |answer: &Value| -> Vec<String> {
+        let list = answer["return"].as_array().expect("a list").iter();
+        list.map(|one| one["name"].as_str().expect("a name").to_owned()).collect()
+    };
+    let [ours, theirs] = both.ask("{'execute':'query-commands'}").map(|answer| names(&answer));
+    assert!(ours.iter().all(|name| theirs.contains(name)), "{ours:?}");
+    for name in theirs.iter().filter(|name| !ours.contains(name)) {
+        let answer = both.ours.ask(&json!({ "execute": name }).to_string());
+        let found = json!({ "class": "CommandNotFound", "desc": format!("The command {name} has not been found") });
+        assert_eq!(answer["error"], found);
+    }
+}
+
+#[test]
+fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
+    let scratch = Scratch::new();
+    let (image, second) = (scratch.image("first", MIB), scratch.image("second", MIB));
+    let [socket, control, nbd, vu] =
+        ["qmp", "control", "more", "vu"].map(|name| scratch.socket(name));
+    let server = Serve::new(&scratch, image.path())
+        .option("--qmp", &socket)
+        .option("--control", &control)
+        .start();
+    let (mut qmp, mut control) = (Qmp::connect(&socket), Control::connect(&control));
+    let cache = json!({ "direct": true });
+    let node =
+        json!({ "driver": "file", "node-name": "f", "filename": second.path(), "cache": cache });
+    qmp.get("blockdev-add", node.clone());
+    assert_eq!(qmp.get("blockdev-del", json!({ "node-name": "f" })), json!({}));
+    qmp.get("blockdev-add", node);
+    qmp.get("blockdev-add", json!({ "driver": "raw", "node-name": "s", "file": "f" }));
+    let disks = control.get("disk.list", json!({}));
+    assert_eq!((&disks[1]["disk"], &disks[1]["cache"]), (&json!("s"), &json!("none")));
+    assert!(
+        qmp.refused("blockdev-del", json!({ "node-name": "f" })).contains("used as 'file' of 's'")
+    );
+    let taken = json!({ "addr": { "type": "unix", "data": { "path": scratch.socket("nbd") } } });
+    assert!(qmp.refused("nbd-server-start", taken).contains("Address already in use"));
+    qmp.get("nbd-server-start", json!({ "addr": { "type": "unix", "data": { "path": nbd } } }));
+    let export =
+        json!({ "type": "nbd", "id": "e", "node-name": "s", "name": "x", "writable": true });
+    qmp.get("block-export-add", export);
+    let addr = json!({ "type": "unix", "path": vu });
+    let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "s", "addr": addr, "writable": true });
+    qmp.get("block-export-add", export);
+    let exports = control.get("export.list", json!({}));
+    assert_eq!(exports.as_array().map(Vec::len), Some(3));
+    let mut client = Greeted::new(&Address::Unix(nbd.clone())).go("x", Framing::Simple);
+    assert_eq!(client.write(0, &[7; 512], 0), 0);
+    let why = qmp.refused("block-export-del", json!({ "id": "e" }));
+    assert_eq!(why, "export 'e' still in use");
+    assert!(qmp.refused("blockdev-del", json!({ "node-name": "s" })).contains("is served at"));
+    let stats = qmp.get("query-blockstats", json!({ "query-nodes": true }));
+    assert_eq!(stats[1]["stats"]["wr_bytes"], 512);
+    qmp.get("block-export-del", json!({ "id": "e", "mode": "hard" }));
+    assert!(client.receive().is_err(), "its client ends");
+    // An export that the control socket removes is told of, too.
+    control.get("export.remove", json!({ "export": vu }));
+    let event = std::iter::from_fn(|| qmp.receive()).find(|event| event["data"]["id"] == "v");
+    assert_eq!(event.expect("it is told")["event"], "BLOCK_EXPORT_DELETED");
+    qmp.get("nbd-server-stop", json!({}));
+    assert!(!nbd.exists());
+    qmp.get("blockdev-del", json!({ "node-name": "s" }));
+    // The file is a node by itself again.
+    let listed = qmp.get("query-named-block-nodes", json!({}));
+    let names: Vec<_> =
+        listed.as_array().expect("a list").iter().map(|node| &node["node-name"]).collect();
+    assert_eq!(names, ["first", "first-file", "f"]);
+    qmp.get("blockdev-del", json!({ "node-name": "f" }));
+    assert_eq!(second.bytes(0, 512), [7; 512]);
+    server.stop();
+}
+
+#[test]
+fn a_read_only_socket_has_only_commands_that_ask() {
+    let scratch = Scratch::new();
+    let (image, socket) = (scratch.image("first", MIB), scratch.socket("qmp"));
+    let option = format!("{},read-only", str(&socket));
+    let server = Serve::new(&scratch, image.path()).option("--qmp", option).start();
+    let mut qmp = Qmp::connect(&socket);
+    let told = qmp.get("query-commands", json!({})).to_string();
+    assert!(told.contains("query-named-block-nodes") && !told.contains("quit"), "{told}");
+    for command in ["quit", "blockdev-add", "block_resize", "block-export-add"] {
+        let answer = qmp.ask(&json!({ "execute": command }).to_string());
+        assert_eq!(answer["error"]["class"], "CommandNotFound", "{command}");
+    }
+    qmp.get("query-named-block-nodes", json!({}));
+    server.stop();
+}
+
+#[test]
+fn quit_ends_the_server_as_a_signal_does() {
+    let scratch = Scratch::new();
+    let (mut server, mut qmp) = serve(&scratch);
+    assert_eq!(qmp.get("quit", json!({})), json!({}));
+    assert_eq!(qmp.receive(), None);
+    assert!(server.wait(Duration::from_secs(30)).success());
+    assert!(!scratch.socket("qmp").exists());
+}
+
+#[test]
+fn an_upgrade_ends_clients_which_find_the_next_process_at_the_same_socket() {
+    let scratch = Scratch::new();
+    let image = scratch.image("first", MIB);
+    let [socket, control] = ["qmp", "control"].map(|name| scratch.socket(name));
+    let server = Serve::new(&scratch, image.path())
+        .option("--qmp", &socket)
+        .option("--control", &control)
+        .start();
+    let mut qmp = Qmp::connect(&socket);
+    let mut guest = Client::open(&server.address());
+    Control::connect(&control).get("server.upgrade", json!({}));
+    assert_eq!(qmp.receive(), None, "it is the old process's client");
+    assert_eq!(guest.write(0, &[7; 512], 0), 0);
+    wait_until("the next process listens", || {
+        std::os::unix::net::UnixStream::connect(&socket).is_ok()
+    });
+    let mut qmp = Qmp::connect(&socket);
+    assert_eq!(qmp.get("query-block-exports", json!({}))[0]["node-name"], "first");
+    qmp.get("quit", json!({}));
+    wait_until("it ends", || !socket.exists());
+}
+
+#[test]
+fn hostile_clients_take_bounded_memory_and_time() {
+    let scratch = Scratch::new();
+    let (server, mut honest) = serve(&scratch);
+    let socket = scratch.socket("qmp");
+    let before = server.resident_memory();
+    // One string, one list, one nest without an end; a client that reads nothing of what it asks for.
+    let piece = |text: &[u8]| text.repeat((1 << 20) / text.len());
+    for (begin, text) in
+        [(&b"'"[..], &b"x"[..]), (b"[", b"1,"), (b"", b"["), (b"", b"\xff"), (b"", b"{'a':")]
+    {
+        let mut qmp = Qmp::greet(&socket);
+        let _ = qmp.send(begin);
+        // It is disconnected, or all of it is refused.
+        let mut reader = qmp.try_clone();
+        let reading = std::thread::spawn(move || while reader.receive().is_some() {});
+        // Each of these bytes is answered.
+        let is_answered = text != b"x";
+        let pieces =
+            if is_answered { piece(text)[..128 << 10].to_vec() } else { piece(text).repeat(8) };
+        let _ = qmp.send(&pieces);
+        qmp.hang_up();
+        reading.join().expect("no panic");
+    }
+    let mut slow = Qmp::connect(&socket);
+    let request = b"{'execute':'query-commands'}".repeat(1000);
+    slow.set_write_timeout(Duration::from_secs(1));
+    let _ = (0..100).try_for_each(|_| slow.send(&request));
+    assert_eq!(honest.get("query-block", json!({})), json!([]));
+    // All places but one are taken, then none is left; when they go, there are again.
+    let many: Vec<_> =
+        (0..300).filter_map(|_| std::os::unix::net::UnixStream::connect(&socket).ok()).collect();
+    assert_eq!(honest.get("query-block", json!({})), json!([]));
+    drop((many, slow));
+    wait_until("there is room", || {
+        std::os::unix::net::UnixStream::connect(&socket).is_ok_and(|stream| {
+            use std::io::Read;
+            let mut byte = [0];
+            stream.set_read_timeout(Some(Duration::from_secs(5))).is_ok()
+                && (&stream).read(&mut byte).is_ok_and(|count| count == 1)
+        })
+    });
+    let after = server.resident_memory();
+    assert!(after < before + (64 << 20), "{before} bytes, then {after}");
+    server.stop();
+}
