@@ -1,5 +1,7 @@
 //! Block devices that are files.
 
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -34,6 +36,17 @@ impl LoopDevice {
     pub fn attach_again(&self, file: &Path) {
         run(tool("losetup").arg("--detach").arg(&self.0)).success();
         run(tool("losetup").arg(&self.0).arg(file)).success();
+    }
+
+    /// Makes the device longer by `bytes`, as a volume manager does: its `file` gets them, then the kernel is told.
+    ///
+    /// # Panics
+    /// When the kernel does not take it.
+    #[track_caller]
+    pub fn lengthen(&self, file: &Path, bytes: &[u8]) {
+        let mut file = OpenOptions::new().append(true).open(file).expect("the device's file");
+        file.write_all(bytes).expect("there is room");
+        run(tool("losetup").arg("--set-capacity").arg(&self.0)).success();
     }
 
     /// The device.

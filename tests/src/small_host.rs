@@ -57,6 +57,19 @@ impl SmallHost {
         }
     }
 
+    /// Gives a file system in memory another size.
+    ///
+    /// # Panics
+    /// When the kernel does not take it.
+    #[track_caller]
+    pub fn resize(&self, size: u64) {
+        let (process, size) = (self.holder.id().to_string(), format!("remount,size={size}"));
+        let seen = self.folder.strip_prefix(format!("/proc/{process}/root")).expect("a path there");
+        let mut remount = tool("nsenter");
+        remount.args(["--target", &process, "--mount", "mount", "-o", &size]);
+        run(remount.arg(Path::new("/").join(seen))).success();
+    }
+
     /// The path of a file on it.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)

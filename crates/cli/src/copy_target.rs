@@ -13,9 +13,9 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{
     Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk,
-    ImageFormat, ImageOptions, Locking, StateUse, TargetContent, check_apart, check_new_name,
-    exists, is_device, keeps_its_place, open, open_for_repair, open_locked, open_without_backing,
-    part_of, remove_created, rename_finished,
+    ImageFormat, ImageOptions, Locking, OnFull, StateUse, TargetContent, check_apart,
+    check_new_name, exists, is_device, keeps_its_place, open, open_for_repair, open_locked,
+    open_without_backing, part_of, remove_created, rename_finished,
 };
 use blockhouse_engine::{HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
@@ -458,6 +458,7 @@ impl TargetSpec<'_> {
             detect_zeroes: DetectZeroes::Off,
             copy_on_read: false,
             block_sizes: BlockSizes::OF_IMAGE,
+            on_full: OnFull::Report,
             locking: Locking::Held,
             state,
             allowed_paths: self.allowed_paths()?,

@@ -337,6 +337,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             "blockhouse ctl control unexport 'nbd+unix:///?socket=disk.sock'",
         )],
     ),
+    ("ctl refresh", &[example("After lvextend", "blockhouse ctl control refresh disk.qcow2")]),
     ("ctl resize", &[example("10 GiB more", "blockhouse ctl control resize disk.qcow2 +10G")]),
     (
         "ctl read-only",

@@ -31,6 +31,7 @@ mod examples;
 mod formatting;
 mod generate;
 mod habits;
+mod hold_args;
 mod image_args;
 mod image_opts;
 mod info;

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
     Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions,
-    KeyFiles, Locking, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
+    KeyFiles, Locking, OnFull, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
 };
 
 use crate::secret_object::{self, SecretObject};
@@ -246,6 +246,7 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         detect_zeroes: DetectZeroes::Off,
         copy_on_read: false,
         block_sizes: BlockSizes::OF_IMAGE,
+        on_full: OnFull::Report,
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),

@@ -10,6 +10,8 @@
 //! even take them away. Copies of shared bytes go by [`shared_copy`](crate::copy_from_shared), and
 //! [`IoVector::is_intact`] says whether they were there.
 
+mod kept;
+
 use std::any::Any;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -19,6 +21,8 @@ use smallvec::SmallVec;
 
 use crate::shared_copy::{copy_from_shared, copy_to_shared, fill_shared};
 use crate::{Error, Result, errno};
+
+pub use kept::KeptVector;
 
 /// A piece of memory, laid out as `struct iovec` (POSIX, `<sys/uio.h>`), so that engines can hand
 /// a slice of them to the kernel as it is.

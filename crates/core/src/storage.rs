@@ -113,6 +113,12 @@ pub trait Storage: 'static {
         ready(())
     }
 
+    /// Whether bytes read as zeros that the storage gets when it becomes longer, by a write, a resize or another program. Not
+    /// those of a block device: what its volume manager gives it may hold anything.
+    fn grows_with_zeros(&self) -> bool {
+        true
+    }
+
     /// What is stored at the start of `range`: the status and for how many bytes it holds (at
     /// least one, at most the length of the range, which must not be empty).
     fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;

@@ -31,6 +31,7 @@ const CHANGING: &[&str] = &[
     "disk.close",
     "disk.set",
     "disk.resize",
+    "disk.refresh",
     "export.add",
     "export.remove",
     "limit.set",

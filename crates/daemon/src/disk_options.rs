@@ -4,8 +4,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking,
-    is_address,
+    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
+    RemoteBacking, is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use schemars::JsonSchema;
@@ -54,6 +54,12 @@ pub struct DiskOptions {
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub discard_granularity: Option<u64>,
+    /// Writes that find no room on the host: report fails them with ENOSPC, hold has them wait until there is some. Left
+    /// out: report.
+    #[serde(default)]
+    pub on_full: OnFullName,
+    /// With on-full hold: for how many seconds each waits at most, before it fails. Left out: 300.
+    pub hold_seconds: Option<u32>,
     /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
     #[serde(default)]
     pub copy_on_read: bool,
@@ -122,6 +128,17 @@ pub enum DiscardName {
     Ignore,
 }
 
+/// What becomes of writes that find no room.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnFullName {
+    /// They fail.
+    #[default]
+    Report,
+    /// They wait.
+    Hold,
+}
+
 /// What becomes of writes of zeros.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -187,6 +204,7 @@ impl DiskOptions {
                 self.physical_block_size,
                 self.discard_granularity,
             )?,
+            on_full: OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create.map(|size| size.next_multiple_of(512)),
@@ -264,6 +282,16 @@ mod tests {
     }
 
     #[test]
+    fn writes_that_find_no_room_are_held_for_five_minutes_or_as_long_as_is_said() {
+        let on_full = |json| options(json).expect("it makes sense").on_full;
+        let hold = |seconds| OnFull::Hold(std::time::Duration::from_secs(seconds));
+        assert_eq!(on_full(r#"{"path":"/a"}"#), OnFull::Report);
+        assert_eq!(on_full(r#"{"path":"/a","on-full":"report"}"#), OnFull::Report);
+        assert_eq!(on_full(r#"{"path":"/a","on-full":"hold"}"#), hold(300));
+        assert_eq!(on_full(r#"{"path":"/a","on-full":"hold","hold-seconds":7}"#), hold(7));
+    }
+
+    #[test]
     fn what_makes_no_sense_is_refused() {
         for (json, why) in [
             (r#"{}"#, "path"),
@@ -281,6 +309,9 @@ mod tests {
             (r#"{"path":"/a","no-references":true,"allow-paths":["/b"]}"#, "follows no name"),
             (r#"{"path":"/a","bitmaps":["b"],"snapshot":"s"}"#, "not of a snapshot"),
             (r#"{"path":"/a","bitmaps":["b","c","b"]}"#, "'b' is named twice"),
+            (r#"{"path":"/a","on-full":"hold","hold-seconds":0}"#, "holds nothing"),
+            (r#"{"path":"/a","hold-seconds":5}"#, "needs on-full hold"),
+            (r#"{"path":"/a","on-full":"stop"}"#, "stop"),
             (r#"{"path":"/a","read_only":true}"#, "unknown field"),
         ] {
             let error = options(json).expect_err(json);

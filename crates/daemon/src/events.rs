@@ -66,6 +66,24 @@ pub enum Event {
         /// How many failed so since this was last told.
         count: u64,
     },
+    /// Writes are held, because the host has no room for them, until there is some. Told once, however many there are.
+    #[serde(rename = "disk.held")]
+    DiskHeld {
+        /// The name of the disk.
+        disk: String,
+        /// Why the first of them found no room, in one line.
+        message: String,
+    },
+    /// No write is held any more: told after `disk.held`.
+    #[serde(rename = "disk.released")]
+    DiskReleased {
+        /// The name of the disk.
+        disk: String,
+        /// For how many milliseconds writes were held.
+        held_ms: u64,
+        /// How many of them failed with ENOSPC, because there was no room until their limit or the disk's end.
+        failed: u64,
+    },
     /// A flush failed: data that was written may be lost, and each later flush fails until the disk is opened again. Told
     /// once.
     #[serde(rename = "disk.flush-failed")]
@@ -201,12 +219,14 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 20] = [
+    pub const NAMES: [&str; 22] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
         "disk.error",
         "disk.no-space",
+        "disk.held",
+        "disk.released",
         "disk.flush-failed",
         "bitmap.lost",
         "export.added",
@@ -232,21 +252,23 @@ impl Event {
             Self::DiskResized { .. } => 2,
             Self::DiskError { .. } => 3,
             Self::NoSpace { .. } => 4,
-            Self::FlushFailed { .. } => 5,
-            Self::BitmapLost { .. } => 6,
-            Self::ExportAdded { .. } => 7,
-            Self::ExportRemoved { .. } => 8,
-            Self::ClientCame { .. } => 9,
-            Self::ClientLeft { .. } => 10,
-            Self::JobStarted { .. } => 11,
-            Self::JobReady { .. } => 12,
-            Self::JobPostponed { .. } => 13,
-            Self::JobEnded { .. } => 14,
-            Self::JobFailed { .. } => 15,
-            Self::BackupBegan { .. } => 16,
-            Self::BackupEnded { .. } => 17,
-            Self::BackupFailed { .. } => 18,
-            Self::Lost { .. } => 19,
+            Self::DiskHeld { .. } => 5,
+            Self::DiskReleased { .. } => 6,
+            Self::FlushFailed { .. } => 7,
+            Self::BitmapLost { .. } => 8,
+            Self::ExportAdded { .. } => 9,
+            Self::ExportRemoved { .. } => 10,
+            Self::ClientCame { .. } => 11,
+            Self::ClientLeft { .. } => 12,
+            Self::JobStarted { .. } => 13,
+            Self::JobReady { .. } => 14,
+            Self::JobPostponed { .. } => 15,
+            Self::JobEnded { .. } => 16,
+            Self::JobFailed { .. } => 17,
+            Self::BackupBegan { .. } => 18,
+            Self::BackupEnded { .. } => 19,
+            Self::BackupFailed { .. } => 20,
+            Self::Lost { .. } => 21,
         };
         Self::NAMES[index]
     }

@@ -76,6 +76,7 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         detect_zeroes: disk.detect_zeroes,
         copy_on_read: disk.copy_on_read,
         block_sizes: disk.block_sizes,
+        on_full: disk.on_full,
         locking: Locking::Held,
         state: state.clone(),
         allowed_paths: match disk.no_references {

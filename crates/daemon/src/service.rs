@@ -213,16 +213,14 @@ impl Service {
         std::mem::forget(self);
     }
 
-    /// Takes over the sizes of images that became longer, and has guests told.
+    /// Takes over the sizes of images that became longer, has guests told, and held writes tried again.
     pub(crate) fn refresh_sizes(&self) {
         for disk in self.disks() {
-            let following = Arc::clone(&disk.disk);
-            match self.workers.run(move || async move { following.refresh_size().await }) {
-                Ok(Some(size)) => tracing::info!("{}: has {size} bytes now", disk.disk.name()),
-                Ok(None) => {}
-                Err(error) => tracing::error!("{error}"),
+            let (running, name) = (Arc::clone(&self.running), disk.name().to_owned());
+            let refreshed = self.workers.run(move || async move { running.refresh(&name).await });
+            if let Err(error) = refreshed {
+                tracing::error!("{error:#}");
             }
-            self.running.tell_guests_of_size(disk.name());
         }
     }
 
@@ -291,6 +289,8 @@ impl Service {
         // What waits for its turn is let go, so that the end does not wait for it.
         let disks = running.disks();
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
+        // Nor for room on the host.
+        disks.iter().for_each(|disk| disk.disk.end_holding());
         // While the workers still execute what it may wait for.
         // Requests wait for jobs.
         let jobs = running.jobs().stop();

@@ -6,7 +6,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, RemoteBacking,
+    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
+    RemoteBacking,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
@@ -135,6 +136,8 @@ pub struct DiskSetup {
     pub detect_zeroes: DetectZeroes,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
+    /// What becomes of changes that find no room.
+    pub on_full: OnFull,
     /// Whether what is read from its backing file becomes its own.
     pub copy_on_read: bool,
     /// Whether a stream begins by itself, which copies so many bytes a second; 0: as many as there is room for.

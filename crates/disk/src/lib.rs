@@ -76,8 +76,8 @@ pub use blockhouse_format::{
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
-    Disk, EarlierCounts, FailedRequest, FailureObserver, LayerInfo, PopulatingGuard, QuiescedDisk,
-    ReplacedImage,
+    Disk, EarlierCounts, FailedRequest, FailureObserver, HoldChange, HoldObserver, LayerInfo,
+    PopulatingGuard, QuiescedDisk, ReplacedImage,
 };
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
@@ -94,7 +94,7 @@ pub use open::{
     replay_state, start_recording, stop_recording,
 };
 pub use options::{
-    Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, Options,
+    Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, OnFull, Options,
 };
 pub use read_probe::ReadProbe;
 pub use snapshots::{DiskSnapshots, Pause};

@@ -1,5 +1,7 @@
 //! How a disk is used: the options that are chosen when it is opened.
 
+use std::time::Duration;
+
 use blockhouse_core::Durability;
 use blockhouse_format::OpenOptions;
 pub use blockhouse_format::{Access, BitmapActivity, Discard};
@@ -87,6 +89,45 @@ impl BlockSizes {
     }
 }
 
+/// What becomes of changes that find no room on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnFull {
+    /// They fail with ENOSPC.
+    #[default]
+    Report,
+    /// They wait until there is room, each for so long at most, and fail then.
+    Hold(Duration),
+}
+
+impl OnFull {
+    /// How long a change is held at most, where nothing else is said.
+    pub const DEFAULT_LIMIT: Duration = Duration::from_secs(300);
+
+    /// As the command line says it: whether they are held, and for how many seconds.
+    ///
+    /// # Errors
+    /// What makes no sense, in words.
+    pub fn new(is_held: bool, seconds: Option<u32>) -> Result<Self, String> {
+        match (is_held, seconds) {
+            (false, None) => Ok(Self::Report),
+            (false, Some(_)) => Err("hold-seconds needs on-full hold".into()),
+            (true, None) => Ok(Self::Hold(Self::DEFAULT_LIMIT)),
+            (true, Some(0)) => {
+                Err("hold-seconds 0 holds nothing: use 1 or more, or on-full report".into())
+            }
+            (true, Some(seconds)) => Ok(Self::Hold(Duration::from_secs(seconds.into()))),
+        }
+    }
+
+    /// For how many seconds changes are held; `None` where they are not.
+    pub fn seconds(self) -> Option<u32> {
+        match self {
+            Self::Report => None,
+            Self::Hold(limit) => Some(limit.as_secs().try_into().unwrap_or(u32::MAX)),
+        }
+    }
+}
+
 /// How a disk is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -106,10 +147,13 @@ pub struct Options {
     pub bitmap_activity: BitmapActivity,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
+    /// What becomes of changes that find no room.
+    pub on_full: OnFull,
 }
 
 impl Default for Options {
-    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written, no copy on read.
+    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written, no copy on read, ENOSPC
+    /// reported.
     fn default() -> Self {
         Self {
             access: Access::ReadWrite,
@@ -120,6 +164,7 @@ impl Default for Options {
             copy_on_read: false,
             bitmap_activity: BitmapActivity::default(),
             block_sizes: BlockSizes::OF_IMAGE,
+            on_full: OnFull::Report,
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::faults::Failure;
 use crate::media::{Media, SECTOR};
 use crate::process::Process;
 use crate::state::State;
-use crate::{Clock, Config, Fault, Latency, Operation, Sim, Support};
+use crate::{Clock, Config, Fault, Latency, Operation, Sim, Size, Support};
 
 /// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close) is the one handle, and the test
 /// fails where anything goes on by it, if the disk [needs](Config::needs_close) that.
@@ -87,6 +87,12 @@ impl SimDisk {
     pub fn counts(&self) -> (u64, u64) {
         let state = self.shared.state.lock();
         (state.started, state.ended)
+    }
+
+    /// Another program makes the disk longer by `bytes`, durably: a block device by its volume manager. Nobody is told: the
+    /// size stays as it is known until a write reaches past it.
+    pub fn lengthen(&self, bytes: &[u8]) {
+        self.shared.state.lock().media.append(bytes);
     }
 
     /// From now on operations take other times.
@@ -277,6 +283,10 @@ impl Storage for SimDisk {
 
     fn size(&self) -> u64 {
         self.shared.size.load(Ordering::Relaxed)
+    }
+
+    fn grows_with_zeros(&self) -> bool {
+        self.shared.state.lock().config.size == Size::Grows
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {

@@ -155,6 +155,14 @@ impl Media {
         self.stable_end = self.stable_end.min(size);
     }
 
+    /// Makes the medium longer by `bytes`, which are stable as its new size is.
+    pub(crate) fn append(&mut self, bytes: &[u8]) {
+        let start = self.size as usize;
+        self.set_size(self.size + bytes.len() as u64);
+        self.visible[start..start + bytes.len()].copy_from_slice(bytes);
+        self.make_stable(ByteRange::between(start as u64, self.size));
+    }
+
     /// What a flush that begins now covers.
     pub(crate) fn flush_set(&self) -> FlushSet {
         self.flush_set_of(0..self.sectors.len())

@@ -128,6 +128,14 @@ impl Storage for ImageStorage {
         }
     }
 
+    fn grows_with_zeros(&self) -> bool {
+        match self {
+            Self::File(file) => file.grows_with_zeros(),
+            // What has a fixed size never becomes longer; new objects of an image in Ceph are empty.
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => true,
+        }
+    }
+
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
         match self {
             Self::File(file) => file.read(offset, into).await,

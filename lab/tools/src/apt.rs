@@ -4,13 +4,13 @@
 //! installed unless the user is root; other users get the exact command to run.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
 
 use crate::backports::{self, Backports};
-use crate::process::{find_program, run, succeeds};
+use crate::process::{apt_get, find_program, run, succeeds};
 
 /// How the presence of a package shows.
 enum Probe {
@@ -240,15 +240,6 @@ fn present(probe: &Probe) -> bool {
             succeeds(perl)
         }
     }
-}
-
-pub(crate) fn apt_get(args: &[&str]) -> Command {
-    let mut command = Command::new("apt-get");
-    command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
-    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
-    // The list of unpacked packages is of no use; errors come on standard error.
-    command.stdout(Stdio::null());
-    command
 }
 
 /// Whether this process runs as root.

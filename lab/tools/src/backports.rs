@@ -9,8 +9,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 
-use crate::apt::apt_get;
-use crate::process::run;
+use crate::process::{apt_get, run};
 
 /// Where the keys of Debian's archive are.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";

@@ -14,6 +14,16 @@ pub fn cargo<I: IntoIterator<Item = S>, S: AsRef<OsStr>>(args: I) -> Command {
     command
 }
 
+/// `apt-get`, which asks nothing and prints errors alone.
+pub(crate) fn apt_get(args: &[&str]) -> Command {
+    let mut command = Command::new("apt-get");
+    command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
+    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
+    // The list of unpacked packages is of no use; errors come on standard error.
+    command.stdout(Stdio::null());
+    command
+}
+
 /// Runs `command` on this terminal; anything but exit status 0 is an error.
 pub fn run(mut command: Command) -> Result<()> {
     let status = command.status().with_context(|| format!("cannot start {}", line(&command)))?;

@@ -9,9 +9,9 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::apt::{apt_get, extract};
+use crate::apt::extract;
 use crate::backports::Backports;
-use crate::process::stdout_of;
+use crate::process::{apt_get, stdout_of};
 
 /// The environment variable by which QEMU's programs find modules in one more folder.
 pub const MODULE_FOLDER: &str = "QEMU_MODULE_DIR";

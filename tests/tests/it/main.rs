@@ -34,6 +34,7 @@ mod full_host;
 mod full_host_qcow2;
 mod habits;
 mod hand_over_strangers;
+mod held_writes;
 mod hostile_backups;
 mod hostile_bitmaps;
 mod hostile_handshakes;

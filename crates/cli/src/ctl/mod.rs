@@ -20,6 +20,7 @@ use params::{absolute, absolute_image, add_given};
 use serde_json::{Map, Value, json};
 
 use crate::block_size_args::BlockSizeArgs;
+use crate::hold_args::HoldArgs;
 use crate::output;
 
 /// Arguments of `ctl`.
@@ -80,6 +81,12 @@ enum Action {
         /// Make the disk shorter: what lies beyond is lost. It must not be served meanwhile.
         #[arg(long)]
         shrink: bool,
+    },
+    /// Look whether there is more room: a raw image or device that became longer is taken in, and held writes are tried
+    /// again (serve --on-full hold).
+    Refresh {
+        /// The disk's name.
+        disk: String,
     },
     /// Tell how many operations and bytes a second disks may have.
     Limits {
@@ -184,6 +191,8 @@ struct Open {
     detect_zeroes: Option<String>,
     #[command(flatten)]
     block_sizes: BlockSizeArgs,
+    #[command(flatten)]
+    hold: HoldArgs,
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
@@ -388,6 +397,7 @@ impl Action {
                 let size = new_size(server, &disk, size)?;
                 ("disk.resize", json!({ "disk": disk, "size": size, "shrink": shrink }))
             }
+            Self::Refresh { disk } => ("disk.refresh", json!({ "disk": disk })),
             Self::Limits { disk } => ("limit.get", json!({ "disk": disk })),
             Self::Limit { disk, limits } => {
                 ("limit.set", json!({ "disk": disk, "limits": limits }))
@@ -508,6 +518,8 @@ impl Open {
             ("logical-block-size", self.block_sizes.logical_block_size.map(Value::from)),
             ("physical-block-size", self.block_sizes.physical_block_size.map(Value::from)),
             ("discard-granularity", self.block_sizes.discard_granularity.map(Value::from)),
+            ("on-full", self.hold.on_full.map(Value::from)),
+            ("hold-seconds", self.hold.hold_seconds.map(Value::from)),
             ("copy-on-read", self.copy_on_read.then(|| true.into())),
             ("prefetch", self.prefetch.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),

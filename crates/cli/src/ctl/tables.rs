@@ -27,8 +27,14 @@ pub fn show(method: &str, result: &Value) -> String {
             let waits = waits.filter(|disk| !disk["waits"].is_null());
             let waits =
                 waits.map(|disk| format!("{}: {}", text(&disk["disk"]), text(&disk["waits"])));
+            let held = result.as_array().into_iter().flatten();
+            let held = held.filter(|disk| !disk["held"].is_null());
+            let held = held.map(|disk| {
+                let (disk, count) = (text(&disk["disk"]), text(&disk["held"]));
+                format!("{disk}: {count} requests wait for room on the host")
+            });
             let disks = table(["DISK", "FORMAT", "SIZE", "ACCESS", "PATH"], result, row);
-            std::iter::once(disks).chain(waits).collect::<Vec<_>>().join("\n")
+            std::iter::once(disks).chain(waits).chain(held).collect::<Vec<_>>().join("\n")
         }
         "export.list" => {
             let row = |export: &Value| {
@@ -76,6 +82,9 @@ pub fn show(method: &str, result: &Value) -> String {
         "export.add" => format!("ready {}", text(&result["export"])),
         "disk.resize" => {
             format!("{} -> {}", bytes(&result["old-size"]), bytes(&result["size"]))
+        }
+        "disk.refresh" => {
+            format!("{}, {} held requests", bytes(&result["size"]), text(&result["held"]))
         }
         "server.version" => version(result),
         "server.reload" => reloaded(result),

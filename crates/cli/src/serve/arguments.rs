@@ -27,12 +27,13 @@ use clap::builder::ValueParser;
 
 use crate::block_size_args::BlockSizeArgs;
 use crate::create::{whole_sectors, wrong_usage};
+use crate::hold_args::HoldArgs;
 use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 47] = [
+const OTHER_OPTIONS: [&str; 49] = [
     "images",
     "format",
     "create",
@@ -73,6 +74,8 @@ const OTHER_OPTIONS: [&str; 47] = [
     "logical_block_size",
     "physical_block_size",
     "discard_granularity",
+    "on_full",
+    "hold_seconds",
     "copy_on_read",
     "prefetch",
     "allow_path",
@@ -190,6 +193,8 @@ pub struct Arguments {
     detect_zeroes: DetectZeroes,
     #[command(flatten)]
     block_sizes: BlockSizeArgs,
+    #[command(flatten)]
+    hold: HoldArgs,
     /// Store what is read from the image's backing file in the image, so that each cluster is fetched once: for a backing file
     /// that is far away (docs/jobs.md).
     #[arg(long)]
@@ -407,6 +412,7 @@ impl Arguments {
             refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
         }
         self.block_sizes.sizes().unwrap_or_else(|why| refuse(&format!("--{why}")));
+        self.hold.on_full().unwrap_or_else(|why| refuse(&format!("--{why}")));
         let is_direct = matches!(self.cache, CacheMode::None | CacheMode::Directsync);
         if self.io_poll == IoPoll::On && !is_direct {
             refuse(
@@ -520,6 +526,7 @@ impl Arguments {
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
             block_sizes: self.block_sizes.sizes().unwrap_or_else(|why| refuse(&why)),
+            on_full: self.hold.on_full().unwrap_or_else(|why| refuse(&why)),
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),

@@ -29,6 +29,8 @@ pub struct DiskReading {
     pub allocated: u64,
     /// Requests in flight.
     pub in_flight: u64,
+    /// Requests that wait for room on the host.
+    pub held: u64,
     /// The file that the oldest read of a backing file waits for, and since how many seconds.
     pub wait: Option<(String, u64)>,
     /// Clients of each kind of export.
@@ -99,6 +101,7 @@ impl Snapshot {
             "disk_size_bytes" => disk.size = sample.value,
             "disk_allocated_bytes" => disk.allocated = sample.value,
             "disk_requests_in_flight" => disk.in_flight = sample.value,
+            "held_requests" => disk.held = sample.value,
             "disk_wait_seconds" => disk.wait = Some((sample.label("file"), sample.value)),
             "clients" => drop(disk.clients.insert(sample.label("export"), sample.value)),
             _ => disk.add_to_series(name, sample),

@@ -20,6 +20,8 @@ pub struct Row {
     pub clients: u64,
     /// Requests in flight.
     pub in_flight: u64,
+    /// Requests that wait for room on the host.
+    pub held: u64,
     /// The backing file that a request waits for, and since how many seconds.
     pub wait: Option<(String, u64)>,
     /// Of all requests.
@@ -89,6 +91,7 @@ fn row(name: &str, before: &DiskReading, after: &DiskReading, seconds: f64) -> R
         size: after.size,
         allocated: after.allocated,
         clients: after.clients.values().sum(),
+        held: after.held,
         wait: after.wait.clone(),
         in_flight: after.in_flight,
         all: of(&[]),

@@ -97,7 +97,7 @@ fn draw_disks(frame: &mut Frame<'_>, app: &App, area: Rect) {
     let columns = table::fit(&lines, &table::FIRST_TO_GO, area.width.into());
     let is_old = app.failure.is_some();
     let line = |(row, cells): (&Row, &[String; 12])| {
-        let style = match (row.errors, &row.wait) {
+        let style = match (row.errors, table::wait(row)) {
             (0, None) => Style::new(),
             (0, Some(_)) => Style::new().fg(Color::Yellow),
             _ => Style::new().fg(Color::Red),

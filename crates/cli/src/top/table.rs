@@ -108,10 +108,12 @@ pub fn as_text(rows: &[Row]) -> String {
     lines.iter().map(text).chain(waits).collect::<Vec<_>>().join("\n")
 }
 
-/// The backing file that a disk waits for, in words.
+/// The backing file, or the room on the host, that a disk waits for, in words.
 pub fn wait(row: &Row) -> Option<String> {
-    let (file, seconds) = row.wait.as_ref()?;
-    Some(format!("waits {seconds} s for {}", file.escape_debug()))
+    let file =
+        |(file, seconds): &(String, u64)| format!("waits {seconds} s for {}", file.escape_debug());
+    let held = || format!("{} wait for room", row.held);
+    row.wait.as_ref().map(file).or_else(|| (row.held > 0).then(held))
 }
 
 /// A rate: whole numbers from 10 on.

@@ -10,8 +10,8 @@ use super::Listed;
 use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskSetParams, DiskStats, Done, ErrorStats, ExportAddParams,
     ExportInfo, ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult,
-    PauseResult, ReloadResult, ResizeParams, ResizeResult, SnapshotParams, SnapshotRenameParams,
-    SnapshotResult, StatsParams, VERSION, VersionResult,
+    PauseResult, RefreshResult, ReloadResult, ResizeParams, ResizeResult, SnapshotParams,
+    SnapshotRenameParams, SnapshotResult, StatsParams, VERSION, VersionResult,
 };
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
@@ -22,7 +22,7 @@ use crate::control_socket::Answers;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
-use crate::running::{ExportAddress, Reloaded, Running, RunningDisk, RunningExport};
+use crate::running::{ExportAddress, Refreshed, Reloaded, Running, RunningDisk, RunningExport};
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
 /// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.
@@ -56,6 +56,11 @@ pub(crate) async fn call(
             let ResizeParams { disk, size, shrink } = params(given)?;
             let resized = running.resize(&disk, size, shrink).await?;
             result(ResizeResult { old_size: resized.old, size: resized.new })
+        }
+        "disk.refresh" => {
+            let DiskParams { disk } = params(given)?;
+            let Refreshed { size, held } = running.refresh(&disk).await?;
+            result(RefreshResult { size, held })
         }
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
@@ -176,6 +181,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         cache: disk.setup.cache.as_str().to_owned(),
         snapshot: disk.setup.snapshot.clone(),
         exports: of(disk.name()),
+        held: Some(disk.disk.held_requests()).filter(|&held| held > 0),
         waits: disk.disk.backing_wait().map(|wait| wait.to_string()),
     };
     running.disks().into_iter().map(info).collect()

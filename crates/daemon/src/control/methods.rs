@@ -85,6 +85,9 @@ pub struct DiskInfo {
     pub snapshot: Option<String>,
     /// Where it is served.
     pub exports: Vec<String>,
+    /// How many requests are held because the host has no room for them, if there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held: Option<u64>,
     /// The read of a backing file that a request in flight waits for, in one line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waits: Option<String>,
@@ -143,6 +146,16 @@ pub struct ResizeResult {
     pub old_size: u64,
     /// Bytes now.
     pub size: u64,
+}
+
+/// A disk whose storage was looked at anew.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct RefreshResult {
+    /// Its bytes: more than before where its raw image became longer.
+    pub size: u64,
+    /// How many held requests are tried again.
+    pub held: u64,
 }
 
 /// An export to be added.
@@ -342,6 +355,11 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "disk.set",
         "Makes a disk read-only while it is served, or writable again.",
         of::<DiskSetParams, Done>,
+    ),
+    (
+        "disk.refresh",
+        "Takes in a raw image that became longer, and tries held requests again.",
+        of::<DiskParams, RefreshResult>,
     ),
     (
         "disk.resize",

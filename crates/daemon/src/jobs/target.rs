@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    AllowedPaths, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking, StateUse,
-    check_new_name, create, mark_incomplete, open_without_backing, rename_durable,
+    AllowedPaths, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking, OnFull,
+    StateUse, check_new_name, create, mark_incomplete, open_without_backing, rename_durable,
 };
 use blockhouse_storage::Location;
 
@@ -130,6 +130,8 @@ async fn open_existing(
         detect_zeroes: source.detect_zeroes,
         copy_on_read: false,
         block_sizes: source.block_sizes,
+        // The job fails, or waits for more room itself.
+        on_full: OnFull::Report,
         locking: Locking::Held,
         state,
         allowed_paths: AllowedPaths::default(),

@@ -61,6 +61,7 @@ families! {
     SIZE: Gauge "blockhouse_disk_size_bytes" DISK, "The size of the disk as its guest sees it.";
     ALLOCATED: Gauge "blockhouse_disk_allocated_bytes" DISK, "The space that the image takes on the host.";
     IN_FLIGHT: Gauge "blockhouse_disk_requests_in_flight" DISK, "Requests in flight: the depth of the disk's queue.";
+    HELD: Gauge "blockhouse_held_requests" DISK, "Requests that are held because the host has no room for what they write (serve --on-full hold).";
     WAIT: Gauge "blockhouse_disk_wait_seconds" &["disk", "file"], "Seconds since the oldest read of a backing file began that has not been answered; absent while there is none.";
     CLIENTS: Gauge "blockhouse_clients" &["disk", "export"], "Clients of the disk: NBD connections, vhost-user front-ends, and the kernel for each ublk device.";
     CONNECTIONS: Counter "blockhouse_client_connections_total" &["disk", "export"], "Clients that there were so far.";

@@ -126,6 +126,7 @@ impl Gathered {
         if let Ok(Some(allocated)) = disk.allocated_bytes() {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
+        self.add(&families::HELD, &[name], disk.held_requests());
         if let Some(wait) = disk.backing_wait() {
             self.add(&families::WAIT, &[name, wait.file()], wait.seconds());
         }

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{Access, ImageDisk};
+use blockhouse_disk::{Access, HoldChange, HoldObserver, ImageDisk};
 use blockhouse_engine::IoPoll;
 use blockhouse_nbd::ExportBitmap;
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
 use crate::claims::{Claim, Name};
-use crate::events::Event;
+use crate::events::{Event, Events};
 use crate::failures::FailureTeller;
 use crate::io_poll;
 use crate::open::open_disk;
@@ -29,6 +29,35 @@ pub(crate) struct Resized {
     pub(crate) old: u64,
     /// Bytes now.
     pub(crate) new: u64,
+}
+
+/// What was found out of a disk's storage.
+pub(crate) struct Refreshed {
+    /// The disk's bytes.
+    pub(crate) size: u64,
+    /// How many held requests are tried again.
+    pub(crate) held: u64,
+}
+
+/// Tells of the disk's changes that are held, in the log and to subscribers.
+fn tell_of_holding(disk: &str, events: &Events) -> HoldObserver {
+    let (disk, events) = (disk.to_owned(), events.clone());
+    Box::new(move |change| {
+        let disk = disk.clone();
+        events.tell(match change {
+            HoldChange::Held { message } => {
+                tracing::warn!("{disk}: writes wait for room: {message}");
+                Event::DiskHeld { disk, message }
+            }
+            HoldChange::Released { time, failed } => {
+                let held_ms = time.as_millis() as u64;
+                tracing::info!(
+                    "{disk}: no write waits for room after {held_ms} ms, {failed} failed"
+                );
+                Event::DiskReleased { disk, held_ms, failed }
+            }
+        });
+    })
 }
 
 impl Running {
@@ -65,6 +94,7 @@ impl Running {
             let (disk, bitmap, message) = (name.clone(), bitmap.to_owned(), why.to_string());
             events.tell(Event::BitmapLost { disk, bitmap, message });
         }));
+        disk.observe_holding(tell_of_holding(&setup.name, &self.events));
         self.keep_vouching(&disk);
         let group = Mutex::default();
         let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, group });
@@ -163,6 +193,7 @@ impl Running {
         }
         // What waits for its turn is let go, so that the end does not wait for it.
         let _lifted = claimed.disk.disk.lift_limits();
+        claimed.disk.disk.end_holding();
         for export in exports {
             let _claim = self.claims.claim([Name::Socket(export.address.socket())]).await;
             self.end(&export).await?;
@@ -283,6 +314,24 @@ impl Running {
             self.events.tell(Event::DiskResized { disk: name.into(), size: new });
         }
         Ok(Resized { old, new })
+    }
+
+    /// Takes in the size of an image that another program made longer, has guests told, and has held changes tried again.
+    ///
+    /// # Errors
+    /// There is no such disk, or its image became shorter.
+    pub(crate) async fn refresh(&self, name: &str) -> Result<Refreshed> {
+        let claimed = self.claim_disk(name).await?;
+        let disk = &claimed.disk.disk;
+        let refreshed = disk.refresh_size().await;
+        let held = disk.held_requests();
+        disk.release_held();
+        if let Some(size) = refreshed? {
+            tracing::info!("{name}: has {size} bytes now");
+            self.events.tell(Event::DiskResized { disk: name.into(), size });
+        }
+        self.tell_guests_of_size(name);
+        Ok(Refreshed { size: disk.size(), held })
     }
 
     /// Makes a disk read-only while it is served, or writable again.

@@ -41,7 +41,7 @@ use crate::vhost_user::registered_memory;
 use backups::Backups;
 pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;
-pub(crate) use disks::ClaimedDisk;
+pub(crate) use disks::{ClaimedDisk, Refreshed};
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use nbd_sockets::ServedSocket;
 pub(crate) use reload::Reloaded;

@@ -13,6 +13,7 @@
 //! - `metrics`: what it is measured by, and what was counted before this process had it.
 //! - `patience`: how long what holds changes off waits for requests in flight.
 //! - `failures`: who is told of requests that fail.
+//! - `hold`, `held_changes`: changes that wait until the host has room for them.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //! - [`QuiescedDisk`]: another image in the place of this one, and who is told of changes.
 //!
@@ -27,6 +28,8 @@ mod current_image;
 mod detach;
 mod earlier_counts;
 mod failures;
+mod held_changes;
+mod hold;
 mod image_use;
 mod limits;
 #[cfg(test)]
@@ -65,6 +68,7 @@ use crate::write::Writer;
 pub use detach::PopulatingGuard;
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
+pub use hold::{HoldChange, HoldObserver};
 use image_use::ImageUses;
 use quiesce::Quiesce;
 pub(crate) use quiesce::QuiescedGuard;
@@ -85,6 +89,7 @@ pub struct Disk<S: Storage> {
     sector_size: u64,
     protection: WriteProtection,
     failures: failures::Failures,
+    hold: hold::Hold,
     /// What was counted before this process had the disk.
     earlier: OnceLock<Box<EarlierCounts>>,
     /// The disk whose image has taken the place of this one's.
@@ -208,7 +213,7 @@ impl<S: Storage> Disk<S> {
         let uses = ImageUses::new(writer.layer());
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
         let protection = WriteProtection::default();
-        let (observers, read_probes, failures) = Default::default();
+        let (observers, read_probes, failures, hold) = Default::default();
         let (earlier, state) = (OnceLock::new(), OnceLock::new());
         let (successor, base) = (OnceLock::new(), OnceLock::new());
         Self {
@@ -222,6 +227,7 @@ impl<S: Storage> Disk<S> {
             sector_size,
             protection,
             failures,
+            hold,
             earlier,
             successor,
             is_recorded: AtomicBool::new(false),

@@ -9,7 +9,8 @@
 //!    ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
-//! 6. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it begins, are told of it when it
+//! 6. A change that finds no room is held and carried out again, if the disk's options say so ([`super::hold`]).
+//! 7. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it begins, are told of it when it
 //!    begins and when it has ended, and may hold its answer off.
 
 use std::pin::pin;
@@ -91,7 +92,15 @@ impl<S: Storage> Disk<S> {
                     true => Box::pin(self.copy_on_read(offset, into)).await,
                 }
             }
-            request => self.carry_out(request, operation).await,
+            request => {
+                let (request, kept) = self.keep_change(request);
+                match (self.carry_out(request, operation).await, kept) {
+                    (Err(error), Some(kept)) => {
+                        Box::pin(self.retry_held(kept, error, operation)).await
+                    }
+                    (outcome, _) => outcome,
+                }
+            }
         };
         timer.end(&outcome);
         if let Err(error) = &outcome {
@@ -118,7 +127,7 @@ impl<S: Storage> Disk<S> {
         self.read_probes.begin(ranges)
     }
 
-    async fn carry_out(&self, request: Request, operation: Operation) -> Result<()> {
+    pub(super) async fn carry_out(&self, request: Request, operation: Operation) -> Result<()> {
         let (ended, sync) = match request {
             Request::Read { offset, into } => return self.submit_read(offset, into).await,
             Request::Write { offset, from, durability } => {

@@ -433,6 +433,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         self.storage.size()
     }
 
+    fn grows_with_zeros(&self) -> bool {
+        self.storage.grows_with_zeros()
+    }
+
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
         self.read_content(Content::Metadata, offset, into).await
     }

@@ -38,7 +38,7 @@ use super::same_bytes::{check_apart_from, files_of_layer};
 use super::sidecar::{Route, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::{Disk, EarlierWrites};
-use crate::options::{Access, BitmapActivity, Options};
+use crate::options::Access;
 use crate::tools::check_not_marked;
 
 /// How many files a chain may have.
@@ -411,16 +411,7 @@ pub(super) async fn disk_over(
         None => Restore::of_remote(),
     };
     storage.set_answer_time(Some(OPEN_TIME));
-    let disk_options = Options {
-        access: options.access,
-        durability: options.cache.durability(),
-        flush: options.cache.flush(),
-        discard: options.discard,
-        detect_zeroes: options.detect_zeroes,
-        copy_on_read: options.copy_on_read,
-        bitmap_activity: BitmapActivity::default(),
-        block_sizes: options.block_sizes,
-    };
+    let disk_options = options.of_disk();
     let format = options.format.unwrap_or_else(|| match &storage {
         // What is put together of several files has no name that says anything.
         ImageStorage::Concat(_) => ImageFormat::Raw,

@@ -8,7 +8,9 @@ use blockhouse_format::ImageFormat;
 
 use super::allowed_paths::AllowedPaths;
 use super::unlock::Secrets;
-use crate::options::{Access, BlockSizes, DetectZeroes, Discard, FlushPolicy};
+use crate::options::{
+    Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, OnFull, Options,
+};
 use crate::state::StateDir;
 
 /// QEMU's cache modes: presets of page cache, default durability and flushes.
@@ -132,6 +134,8 @@ pub struct ImageOptions {
     pub copy_on_read: bool,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
+    /// What becomes of changes that find no room.
+    pub on_full: OnFull,
     /// Whether other programs are kept away.
     pub locking: Locking,
     /// Whether what is answered outlives the process.
@@ -174,6 +178,21 @@ impl ImageOptions {
         Self { part, cache, ..self }
     }
 
+    /// What of this is the disk's concern.
+    pub(super) fn of_disk(&self) -> Options {
+        Options {
+            access: self.access,
+            durability: self.cache.durability(),
+            flush: self.cache.flush(),
+            discard: self.discard,
+            detect_zeroes: self.detect_zeroes,
+            copy_on_read: self.copy_on_read,
+            bitmap_activity: BitmapActivity::default(),
+            block_sizes: self.block_sizes,
+            on_full: self.on_full,
+        }
+    }
+
     pub(super) fn open_mode(&self) -> OpenMode {
         match self.access {
             Access::ReadOnly => OpenMode::ReadOnly,
@@ -194,6 +213,7 @@ impl Default for ImageOptions {
             detect_zeroes: DetectZeroes::Off,
             copy_on_read: false,
             block_sizes: BlockSizes::OF_IMAGE,
+            on_full: OnFull::Report,
             locking: Locking::Held,
             state: StateUse::Off,
             allowed_paths: AllowedPaths::default(),

@@ -2,25 +2,31 @@
 //! device by its volume manager, an image in Ceph by `rbd resize`.
 
 use super::image_disk::ImageDisk;
-use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_core::{Error, ErrorKind, Result, Storage as _};
 
 /// Guests' disks are whole sectors, in bytes.
 const SECTOR: u64 = 512;
 
 impl ImageDisk {
     /// Reads how long the image's file (or the image in Ceph) is, and if it became longer, so does the disk. Answers the new
-    /// size. A qcow2 disk has the size that its header says, whatever the file has, and an
-    /// export of another server the one that it had at first.
+    /// size. A qcow2 disk has the size that its header says, whatever the file has; a device that became longer has
+    /// room for more of it. An export of another server has the size that it had at first.
     ///
     /// # Errors
     /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
     /// read nor kept; the disk stays as it is.
     pub async fn refresh_size(&self) -> Result<Option<u64>> {
         let image = self.begin_use();
+        let storage = image.format().storage().storage();
         if !image.format().is_raw() {
+            // There is room behind an image on a device; a file grows with what is written.
+            if !storage.grows_with_zeros()
+                && let Some(size) = storage.query_size().await?
+            {
+                storage.set_min_size(size);
+            }
             return Ok(None);
         }
-        let storage = image.format().storage().storage();
         let Some(size) = storage.query_size().await? else {
             return Ok(None);
         };

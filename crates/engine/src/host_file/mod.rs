@@ -457,6 +457,10 @@ impl Storage for HostFile {
         }
     }
 
+    fn grows_with_zeros(&self) -> bool {
+        self.kind == FileKind::Regular
+    }
+
     /// Whole blocks first, because only they can be refused. The edges of a device's blocks are written.
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         let Some(whole) = range.align_inward(self.offload_block.into()) else {

@@ -145,6 +145,9 @@ impl<S: Storage> Qcow2<S> {
         let mapping = Mapping::new(&header);
         let active = ActiveTables { header, l1, refcount_table, clusters };
         let mut tables = Tables::new(storage.name(), active, slices as usize);
+        if !storage.grows_with_zeros() {
+            tables.file_mut().expect_stale_growth();
+        }
         if options.access == Access::ReadWrite {
             tables.note_active()?;
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use blockhouse_disk::{
-    Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, RateLimits, RemoteBacking,
+    Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits, RemoteBacking,
 };
 use serde::{Deserialize, Serialize};
 
@@ -66,6 +66,9 @@ pub struct Opened {
     /// The block sizes that it announces: logical, physical, and that of discards.
     #[serde(default, skip_serializing_if = "is_of_image")]
     pub block_sizes: [Option<u64>; 3],
+    /// For how many seconds changes that find no room are held; `None`: not at all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hold_seconds: Option<u32>,
     /// Whether what is read from its backing file becomes its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub copy_on_read: bool,
@@ -183,6 +186,7 @@ impl From<&DiskSetup> for Opened {
             discard,
             detect_zeroes,
             block_sizes,
+            on_full,
             copy_on_read,
             prefetch,
             create,
@@ -211,6 +215,7 @@ impl From<&DiskSetup> for Opened {
                 DetectZeroes::Unmap => DetectZeroesName::Unmap,
             },
             block_sizes: [block_sizes.logical(), block_sizes.physical(), block_sizes.discard()],
+            hold_seconds: on_full.seconds(),
             copy_on_read: *copy_on_read,
             prefetch: *prefetch,
             create: *create,
@@ -249,6 +254,8 @@ impl Opened {
                 DetectZeroesName::Unmap => DetectZeroes::Unmap,
             },
             block_sizes: block_sizes.map_err(|why| anyhow!(why))?,
+            on_full: OnFull::new(self.hold_seconds.is_some(), self.hold_seconds)
+                .map_err(|why| anyhow!(why))?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create,

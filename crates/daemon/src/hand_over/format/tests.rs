@@ -14,6 +14,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         discard: DiscardName::Unmap,
         detect_zeroes: DetectZeroesName::Unmap,
         block_sizes: [None; 3],
+        hold_seconds: None,
         copy_on_read: false,
         prefetch: None,
         create: Some(512),

@@ -149,6 +149,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         detect_zeroes: DetectZeroes::Off,
         copy_on_read: false,
         block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
+        on_full: blockhouse_disk::OnFull::Report,
         locking: Locking::Held,
         state: StateUse::Off,
         allowed_paths: AllowedPaths::default(),

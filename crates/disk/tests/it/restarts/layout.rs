@@ -66,6 +66,7 @@ const READ_ONLY: Options = Options {
     copy_on_read: false,
     bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
     block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
+    on_full: blockhouse_disk::OnFull::Report,
 };
 
 fn switch(is_on: bool) -> Switch {

@@ -9,18 +9,26 @@ pub(crate) struct FileEnd {
     /// The length of the file when the image was opened: clusters from here on read as zeros until they
     /// are written.
     opened: u64,
+    /// Whether what the file gets when it becomes longer may hold anything.
+    has_stale_growth: bool,
 }
 
 impl FileEnd {
     /// Of a file of so many clusters.
     pub(crate) fn new(clusters: u64) -> Self {
-        Self { end: clusters, opened: clusters }
+        Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
     /// That of a file of so many clusters now. What lies before the end so far may have been written,
     /// however short the file is taken to be: by a write that failed in its middle, or was dropped.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
-        Self::new(clusters.max(self.bound()))
+        let has_stale_growth = self.has_stale_growth;
+        Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }
+    }
+
+    /// What lies past the length of the file may hold anything: a block device that others make longer.
+    pub(crate) fn expect_stale_growth(&mut self) {
+        self.has_stale_growth = true;
     }
 
     /// No cluster from here on is in use.
@@ -35,7 +43,7 @@ impl FileEnd {
 
     /// Whether a new cluster reads as zeros before it is written.
     pub(crate) fn is_unwritten(&self, cluster: u64) -> bool {
-        cluster >= self.opened
+        cluster >= self.opened && !self.has_stale_growth
     }
 
     /// Clusters up to `end` are in use, or cannot be used.

@@ -1,0 +1,28 @@
+//! The options of writes that find no room, of `serve` and `ctl open`.
+
+use blockhouse_disk::OnFull;
+
+/// What becomes of writes that find no room on the host.
+#[derive(clap::Args, Clone)]
+pub struct HoldArgs {
+    /// Writes that find no room on the host, or at the end of the device that a qcow2 image is on: report fails them with
+    /// ENOSPC, hold has them wait until there is room.
+    ///
+    /// Reads, and writes to what has its place already, go on meanwhile. Held writes are tried again every second, on SIGHUP
+    /// and by 'blockhouse ctl SOCKET refresh DISK'. Left out: report.
+    #[arg(long, value_name = "report|hold", value_parser = ["report", "hold"])]
+    pub on_full: Option<String>,
+    /// With --on-full hold: for how many seconds a write is held before it fails with ENOSPC. Left out: 300.
+    #[arg(long, value_name = "N")]
+    pub hold_seconds: Option<u32>,
+}
+
+impl HoldArgs {
+    /// What they say together.
+    ///
+    /// # Errors
+    /// What makes no sense, in words.
+    pub fn on_full(&self) -> Result<OnFull, String> {
+        OnFull::new(self.on_full.as_deref() == Some("hold"), self.hold_seconds)
+    }
+}

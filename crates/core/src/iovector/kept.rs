@@ -1,0 +1,103 @@
+//! Memory of a request that may have to be carried out again.
+//!
+//! Guarantee: two vectors never have the same bytes at the same time. A [`KeptVector`] touches no byte: it lends all of
+//! them once more, when the vector that it lent before is gone with all parts of it.
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use smallvec::SmallVec;
+
+use super::{IoVector, Segment};
+
+/// The bytes of an [`IoVector`] beyond its end. See [`IoVector::keep`].
+pub struct KeptVector(Arc<Kept>);
+
+/// The owner of each vector that was lent: while one of its parts exists, it has more than one owner.
+struct Kept {
+    /// Keeps the bytes alive.
+    _owner: Arc<dyn Any + Send + Sync>,
+    segments: SmallVec<[Segment; 2]>,
+    length: usize,
+    lost: Option<NonNull<AtomicBool>>,
+}
+
+// SAFETY: as for `IoVector`: the owner is `Send + Sync`, and `lost` is an atomic that the owner keeps. The bytes are
+// accessed by the one vector that is lent, never through this.
+unsafe impl Send for Kept {}
+// SAFETY: as above; a shared `Kept` gives no access to the bytes.
+unsafe impl Sync for Kept {}
+
+impl IoVector {
+    /// The same bytes, which can be lent once more when this vector is gone. The lender of the memory gets it back when
+    /// the kept vector is gone, too.
+    #[must_use]
+    pub fn keep(self) -> (Self, KeptVector) {
+        let Self { owner, segments, length, lost } = self;
+        let kept = KeptVector(Arc::new(Kept { _owner: owner, segments, length, lost }));
+        (kept.vector(), kept)
+    }
+}
+
+impl KeptVector {
+    /// All bytes of the vector that was kept; `None` while a part of the one that was lent last exists: an operation may
+    /// use it.
+    pub fn lend(&mut self) -> Option<IoVector> {
+        // Sees all other owners, also those on other threads, and all that they did before they let go.
+        Arc::get_mut(&mut self.0)?;
+        Some(self.vector())
+    }
+
+    fn vector(&self) -> IoVector {
+        let Kept { segments, length, lost, .. } = &*self.0;
+        IoVector {
+            owner: Arc::clone(&self.0) as _,
+            segments: segments.clone(),
+            length: *length,
+            lost: *lost,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Buffer, IoVector};
+
+    fn bytes(vector: &IoVector) -> Vec<u8> {
+        let mut bytes = vec![0; vector.len()];
+        vector.copy_to(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn what_is_kept_is_lent_again_when_all_parts_are_gone() {
+        let mut buffer = Buffer::new(8);
+        buffer.bytes_mut().copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
+        let (mut first, mut kept) = buffer.lend().keep();
+        let rest = first.split_off(3);
+        first.advance(2);
+        drop(first);
+        assert!(kept.lend().is_none(), "a part of it exists");
+        drop(rest);
+        let again = kept.lend().expect("nothing of it exists");
+        assert_eq!(bytes(&again), [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert!(kept.lend().is_none());
+        drop(again);
+        assert!(buffer.is_lent(), "it is kept");
+        drop(kept);
+        assert_eq!(buffer.bytes().len(), 8);
+    }
+
+    #[test]
+    fn a_vector_outlives_the_one_that_keeps_it() {
+        let mut buffer = Buffer::new(4);
+        let (vector, kept) = buffer.lend().keep();
+        drop(kept);
+        assert_eq!(bytes(&vector), [0; 4]);
+        assert!(buffer.is_lent());
+        drop(vector);
+        assert!(!buffer.is_lent());
+    }
+}

@@ -1,0 +1,150 @@
+//! Carrying out again what found no room: the disk's side of [`Hold`](super::hold::Hold).
+//!
+//! A change is repeated whole, from its turn on, with the bytes that it came with. In between it is in flight to its
+//! client, and nothing to the disk: no snapshot, resize or end waits for it, and it fails like any other once the
+//! disk has become read-only.
+//!
+//! Not repeated: a request of the disk's own jobs, which have their own way with a full host; and what cannot succeed any
+//! more, because a flush has failed.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use blockhouse_core::{
+    ByteRange, Durability, Error, ErrorKind, Fallback, KeptVector, Request, Result, Storage, Unmap,
+    errno,
+};
+
+use super::Disk;
+use super::hold::{HoldObserver, Wake};
+use crate::options::OnFull;
+use crate::stats::Operation;
+
+/// A change that can be carried out once more.
+pub(super) struct KeptChange {
+    limit: Duration,
+    /// The number of releases before it was tried.
+    seen: u64,
+    what: What,
+}
+
+enum What {
+    Write { offset: u64, bytes: KeptVector, durability: Durability },
+    WriteZeroes { range: ByteRange, unmap: Unmap, fallback: Fallback, durability: Durability },
+    Discard { range: ByteRange, durability: Durability },
+    Flush,
+}
+
+impl What {
+    /// The request and what is kept of it; only the request where it changes nothing.
+    fn of(request: Request) -> (Request, Option<Self>) {
+        match request {
+            Request::Write { offset, from, durability } => {
+                let (from, bytes) = from.keep();
+                let what = Self::Write { offset, bytes, durability };
+                (Request::Write { offset, from, durability }, Some(what))
+            }
+            Request::WriteZeroes { range, unmap, fallback, durability } => {
+                let what = Self::WriteZeroes { range, unmap, fallback, durability };
+                (request, Some(what))
+            }
+            Request::Discard { range, durability } => {
+                (request, Some(Self::Discard { range, durability }))
+            }
+            Request::Flush => (request, Some(Self::Flush)),
+            Request::Read { .. } | Request::Prefetch { .. } => (request, None),
+        }
+    }
+
+    /// The same request once more; `None` while an operation may still use its bytes.
+    fn again(&mut self) -> Option<Request> {
+        Some(match self {
+            Self::Write { offset, bytes, durability } => {
+                Request::Write { offset: *offset, from: bytes.lend()?, durability: *durability }
+            }
+            Self::WriteZeroes { range, unmap, fallback, durability } => Request::WriteZeroes {
+                range: *range,
+                unmap: *unmap,
+                fallback: *fallback,
+                durability: *durability,
+            },
+            Self::Discard { range, durability } => {
+                Request::Discard { range: *range, durability: *durability }
+            }
+            Self::Flush => Request::Flush,
+        })
+    }
+}
+
+impl<S: Storage> Disk<S> {
+    /// How many changes are held because there is no room for them.
+    pub fn held_requests(&self) -> u64 {
+        self.hold.count()
+    }
+
+    /// Has `observer` told when changes begin to be held, and when none is any more. Only the first observer of a disk is.
+    pub fn observe_holding(&self, observer: HoldObserver) {
+        self.hold.observe(observer);
+    }
+
+    /// There may be room now: all held changes are tried again.
+    pub fn release_held(&self) {
+        self.hold.release();
+    }
+
+    /// Has held changes fail with ENOSPC, and each later one that finds no room: for an orderly end.
+    pub fn end_holding(&self) {
+        self.hold.end();
+    }
+
+    /// The request, and what is kept of it to carry it out again; `None` where it would not be.
+    pub(super) fn keep_change(&self, request: Request) -> (Request, Option<KeptChange>) {
+        let OnFull::Hold(limit) = self.options.on_full else { return (request, None) };
+        let seen = self.hold.releases();
+        let (request, what) = What::of(request);
+        (request, what.map(|what| KeptChange { limit, seen, what }))
+    }
+
+    /// Carries a change out again that failed with `error`, until there is room or its limit is reached. At once the error
+    /// where waiting does not help.
+    #[cold]
+    pub(super) async fn retry_held(
+        &self,
+        change: KeptChange,
+        mut error: Error,
+        operation: Operation,
+    ) -> Result<()> {
+        let KeptChange { limit, seen, mut what } = change;
+        if !self.may_find_room(&error) {
+            return Err(error);
+        }
+        let Some(mut held) = self.hold.begin(seen, limit, || error.to_string()) else {
+            return Err(error);
+        };
+        loop {
+            let waited = self.request_stats().wait(operation, pin!(held.wait())).await;
+            // All operations of a request that failed have ended, so its bytes are there.
+            let Some(request) = what.again().filter(|_| waited == Wake::Retry) else {
+                return Err(error);
+            };
+            match self.carry_out(request, operation).await {
+                Err(again) if self.may_find_room(&again) => error = again,
+                outcome => {
+                    if outcome.is_ok() {
+                        held.found_room();
+                    }
+                    return outcome;
+                }
+            }
+        }
+    }
+
+    /// Whether a change that failed so may succeed when the host has more room.
+    fn may_find_room(&self, error: &Error) -> bool {
+        let storages = [self.format().storage(), self.format().data()];
+        error.kind() == ErrorKind::NoSpace
+            // No file of the file system is that long.
+            && error.errno() != errno::EFBIG
+            && storages.iter().all(|storage| storage.failure().is_none())
+    }
+}

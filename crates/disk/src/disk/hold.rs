@@ -1,0 +1,303 @@
+//! Changes that find no room on the host, and wait until there is some (`OnFull::Hold`).
+//!
+//! - A held change holds nothing: no claim, no turn, nothing that reads, other writes, snapshots or the disk's end wait for.
+//! - One change tries again every [`LOOK`]: the one that finds room lets all others try. [`Hold::release`] lets all try at
+//!   once.
+//! - The observer is told when the first change is held, and when none is any more: once for each crossing, however many
+//!   changes wait.
+//! - Once holding has [ended](Hold::end), held changes fail, and so does each later one that finds no room.
+//!
+//! Time passes on event loops only. Elsewhere, as in the simulator, a change is held until it is released.
+
+use std::future::pending;
+use std::pin::pin;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use blockhouse_core::metrics::{Timestamp, clock};
+use blockhouse_core::sync::Condvar;
+use blockhouse_engine::{has_timers, sleep};
+use futures_util::future::select;
+use parking_lot::Mutex;
+
+/// How often it is tried whether there is room.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// What becomes of a disk whose changes find no room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HoldChange {
+    /// The first change is held.
+    Held {
+        /// Why it found no room, in one line.
+        message: String,
+    },
+    /// No change is held any more.
+    Released {
+        /// How long changes were held.
+        time: Duration,
+        /// How many of them failed because there was no room until their limit.
+        failed: u64,
+    },
+}
+
+/// What is called at each crossing. It must not wait.
+pub type HoldObserver = Box<dyn Fn(HoldChange) + Send + Sync>;
+
+/// See the module's page.
+#[derive(Default)]
+pub(super) struct Hold {
+    state: Mutex<State>,
+    changed: Condvar,
+    observer: OnceLock<HoldObserver>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Changes that are held, those included that try again now.
+    held: u64,
+    /// How many of them have failed since the first one was held.
+    failed: u64,
+    since: Option<Timestamp>,
+    /// Rises with each reason to believe that there is room.
+    releases: u64,
+    last_look: Option<Timestamp>,
+    has_ended: bool,
+}
+
+/// Why a wait is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wake {
+    /// There may be room: the change is to be tried again.
+    Retry,
+    /// The limit is reached, or nothing is held any more.
+    GiveUp,
+}
+
+/// A change that is held, until this is dropped.
+pub(super) struct HeldGuard<'a> {
+    hold: &'a Hold,
+    deadline: Timestamp,
+    /// The number of releases before the change was tried.
+    seen: u64,
+    outcome: Outcome,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Stored,
+    Failed,
+}
+
+impl Hold {
+    /// How many changes are held.
+    pub(super) fn count(&self) -> u64 {
+        self.state.lock().held
+    }
+
+    /// Has `observer` called at each crossing from now on. Only the first observer of a disk is.
+    pub(super) fn observe(&self, observer: HoldObserver) {
+        // There is one already: that one stays.
+        let _ = self.observer.set(observer);
+    }
+
+    /// How often there was a reason to try again: to be read before a change is tried.
+    pub(super) fn releases(&self) -> u64 {
+        self.state.lock().releases
+    }
+
+    /// All held changes try again.
+    pub(super) fn release(&self) {
+        self.state.lock().releases += 1;
+        self.changed.notify_all();
+    }
+
+    /// Nothing is held from now on.
+    pub(super) fn end(&self) {
+        self.state.lock().has_ended = true;
+        self.changed.notify_all();
+    }
+
+    /// Holds a change that found no room, for `limit` at most. `seen` is the number of [releases](Self::releases) before
+    /// it was tried. `None` where nothing is held any more.
+    pub(super) fn begin(
+        &self,
+        seen: u64,
+        limit: Duration,
+        message: impl FnOnce() -> String,
+    ) -> Option<HeldGuard<'_>> {
+        let now = clock::read_now();
+        let is_first = {
+            let mut state = self.state.lock();
+            if state.has_ended {
+                return None;
+            }
+            state.held += 1;
+            if state.held == 1 {
+                (state.since, state.failed) = (Some(now), 0);
+                // It was just tried.
+                state.last_look = Some(now);
+            }
+            state.held == 1
+        };
+        if is_first {
+            self.tell(HoldChange::Held { message: message() });
+        }
+        let deadline = now + limit;
+        Some(HeldGuard { hold: self, deadline, seen, outcome: Outcome::Failed })
+    }
+
+    fn tell(&self, change: HoldChange) {
+        if let Some(observer) = self.observer.get() {
+            observer(change);
+        }
+    }
+}
+
+impl State {
+    /// Whether a change goes on that has seen so many releases.
+    fn wake(&mut self, seen: &mut u64, deadline: Timestamp, now: Timestamp) -> Option<Wake> {
+        if self.has_ended || now >= deadline {
+            return Some(Wake::GiveUp);
+        }
+        let is_due = self.last_look.is_none_or(|last| now.since(last) >= LOOK);
+        if self.releases == *seen && !is_due {
+            return None;
+        }
+        if self.releases == *seen {
+            self.last_look = Some(now);
+        }
+        *seen = self.releases;
+        Some(Wake::Retry)
+    }
+
+    /// How long a change waits before it looks whether it is its turn to try.
+    fn next_look(&self, deadline: Timestamp, now: Timestamp) -> Duration {
+        let look = self.last_look.map_or(LOOK, |last| LOOK.saturating_sub(now.since(last)));
+        look.min(deadline.since(now))
+    }
+}
+
+impl HeldGuard<'_> {
+    /// Waits until the change is to be tried again, or fails.
+    pub(super) async fn wait(&mut self) -> Wake {
+        loop {
+            let changed = self.hold.changed.listen();
+            let next = {
+                let now = clock::read_now();
+                let mut state = self.hold.state.lock();
+                if let Some(wake) = state.wake(&mut self.seen, self.deadline, now) {
+                    return wake;
+                }
+                state.next_look(self.deadline, now)
+            };
+            match has_timers() {
+                true => drop(select(pin!(changed), pin!(sleep(next))).await),
+                false => drop(select(pin!(changed), pin!(pending::<()>())).await),
+            }
+        }
+    }
+
+    /// The change found room: others may, too.
+    pub(super) fn found_room(mut self) {
+        self.outcome = Outcome::Stored;
+        self.hold.release();
+    }
+}
+
+impl Drop for HeldGuard<'_> {
+    fn drop(&mut self) {
+        let released = {
+            let mut state = self.hold.state.lock();
+            state.held -= 1;
+            state.failed += u64::from(self.outcome == Outcome::Failed);
+            let since = if state.held == 0 { state.since.take() } else { None };
+            since.map(|since| (clock::read_now().since(since), state.failed))
+        };
+        if let Some((time, failed)) = released {
+            self.hold.tell(HoldChange::Released { time, failed });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(300);
+
+    fn poll<F: Future>(future: &mut std::pin::Pin<&mut F>) -> Option<F::Output> {
+        match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(value) => Some(value),
+            Poll::Pending => None,
+        }
+    }
+
+    fn held(hold: &Hold) -> HeldGuard<'_> {
+        hold.begin(hold.releases(), LIMIT, || "full".into()).expect("it holds")
+    }
+
+    #[test]
+    fn a_crossing_is_told_once_however_many_changes_wait() {
+        let (hold, told) = (Hold::default(), Arc::new(Mutex::new(Vec::new())));
+        let log = Arc::clone(&told);
+        hold.observe(Box::new(move |change| log.lock().push(change)));
+        for failed in [0, 1] {
+            let (mut one, other) = (held(&hold), held(&hold));
+            assert_eq!(hold.count(), 2);
+            {
+                let mut waiting = pin!(one.wait());
+                assert_eq!(poll(&mut waiting), None);
+                match failed {
+                    0 => other.found_room(),
+                    _ => drop(other),
+                }
+                assert_eq!(poll(&mut waiting), (failed == 0).then_some(Wake::Retry));
+            }
+            one.found_room();
+            assert_eq!(hold.count(), 0);
+            let mut told = told.lock();
+            let first = HoldChange::Held { message: "full".into() };
+            assert!(matches!(&told[..], [held, HoldChange::Released { failed: count, .. }]
+                if *held == first && *count == failed));
+            told.clear();
+        }
+    }
+
+    #[test]
+    fn a_release_before_the_wait_is_not_missed() {
+        let hold = Hold::default();
+        let seen = hold.releases();
+        hold.release();
+        let mut guard = hold.begin(seen, LIMIT, String::new).expect("it holds");
+        assert_eq!(poll(&mut pin!(guard.wait())), Some(Wake::Retry));
+        assert_eq!(poll(&mut pin!(guard.wait())), None);
+    }
+
+    #[test]
+    fn nothing_is_held_after_the_end() {
+        let hold = Hold::default();
+        let mut guard = held(&hold);
+        hold.end();
+        assert_eq!(poll(&mut pin!(guard.wait())), Some(Wake::GiveUp));
+        assert!(hold.begin(0, LIMIT, String::new).is_none());
+    }
+
+    #[test]
+    fn one_change_looks_every_second_and_gives_up_at_its_limit() {
+        let begin = clock::read_now();
+        let mut state = State { last_look: Some(begin), ..State::default() };
+        let (deadline, second) = (begin + 3 * LOOK, LOOK);
+        let mut wake = |time| state.wake(&mut 0, deadline, begin + time);
+        assert_eq!(wake(second / 2), None);
+        assert_eq!(wake(second), Some(Wake::Retry));
+        assert_eq!(wake(second), None, "another one has just looked");
+        assert_eq!(wake(2 * second), Some(Wake::Retry));
+        assert_eq!(wake(3 * second), Some(Wake::GiveUp));
+        let state = State { last_look: Some(begin), ..State::default() };
+        assert_eq!(state.next_look(begin + second / 2, begin), second / 2);
+        assert_eq!(state.next_look(deadline, begin + second / 4), second * 3 / 4);
+    }
+}
