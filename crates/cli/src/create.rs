@@ -32,6 +32,7 @@ use blockhouse_daemon::size;
 use crate::logging;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
+use crate::qemu_refusals;
 
 /// Arguments of `create`.
 #[derive(clap::Args)]
@@ -87,12 +88,23 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     }
     let said = size.unwrap_or(0);
     let size = size.map(|size| whole_sectors(&image, size));
+    let named = image.clone();
     let image = match image.to_str().and_then(QemuName::of) {
         Some(named) => named.map_err(|why| anyhow!("{}: {why}", image.display()))?.path,
         None => image,
     };
     let image = behind_links(&image);
     arguments.size = size;
+    if let Some(words) = qemu_refusals::missing_backing(&named, &settings)
+        && !arguments.only_name
+    {
+        bail!("{words}");
+    }
+    if let Some(refusal) = create_options::refusal_of(&settings) {
+        let format = arguments.format.unwrap_or(ImageFormat::Raw);
+        formatting::print(&named, format, said, &settings)?;
+        bail!("{}: {}", named.display(), refusal.words);
+    }
     let file = new_file(&image, &settings);
     let (shown, made) = (Progress::start(arguments.progress)?, ToolProgress::default());
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
@@ -100,7 +112,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         format @ ImageFormat::Raw => {
             let mode = create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
-            formatting::print(&image, format, said, &settings)?;
+            formatting::print(&named, format, said, &settings)?;
             if is_device(&image) {
                 return check_device(&image, size, mode);
             }
@@ -110,7 +122,8 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         ImageFormat::Qcow2 => {
             let options = arguments.qcow2_options(size, settings.clone())?;
             let work = || {
-                let made = arguments.create_qcow2(&image, options, &settings, file, &made);
+                let said = (&*named, &settings[..], said);
+                let made = arguments.create_qcow2(&image, options, said, file, &made);
                 event_loop.block_on(made)
             };
             shown.beside(|| made.get(), work)
@@ -118,7 +131,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         ImageFormat::Luks => {
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
             let header = luks_header(&arguments.keys, &settings)?;
-            formatting::print(&image, ImageFormat::Luks, said, &settings)?;
+            formatting::print(&named, ImageFormat::Luks, said, &settings)?;
             event_loop.block_on(create_luks(&image, size, &header, file))
         }
         format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
@@ -152,12 +165,12 @@ impl Arguments {
         &self,
         image: &Path,
         mut options: qcow2::CreateOptions,
-        settings: &[Setting],
+        (named, settings, said): (&Path, &[Setting], u64),
         file: NewFile,
         progress: &ToolProgress,
     ) -> Result<()> {
         if self.only_name {
-            formatting::print(image, ImageFormat::Qcow2, options.size, settings)?;
+            formatting::print(named, ImageFormat::Qcow2, said, settings)?;
             return make_qcow2(image, &options, file, progress).await;
         }
         let allowed = AllowedPaths::new(&self.allow.allow_path)?;
@@ -166,7 +179,8 @@ impl Arguments {
         {
             options.size = open_backing(image, backing, allowed.clone()).await?.size();
         }
-        formatting::print(image, ImageFormat::Qcow2, options.size, settings)?;
+        let shown = if self.size.is_none() { options.size } else { said };
+        formatting::print(named, ImageFormat::Qcow2, shown, settings)?;
         create_qcow2(image, &options, allowed, file, progress).await
     }
 }
@@ -198,7 +212,7 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
 /// Disks consist of whole sectors: a size with a part of one is rounded up, and that is said.
 pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     let rounded = size.next_multiple_of(512);
-    if rounded != size {
+    if rounded != size && !called_as::is_qemu_img() {
         let image = image.display();
         output::tell(&format!("blockhouse: {image}: rounded up to whole sectors: {rounded} bytes"));
     }

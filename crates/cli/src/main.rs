@@ -45,6 +45,7 @@ mod phases;
 mod pipe;
 mod progress;
 mod qemu_info;
+mod qemu_refusals;
 mod rate;
 mod rebase;
 mod resize;
@@ -203,7 +204,8 @@ fn main() -> ExitCode {
         Command::Serve(_) => Delivery::Queued,
         _ => Delivery::Direct,
     };
-    let is_verbose = arguments.verbose > 0;
+    // qemu-nbd's -v keeps it in the foreground, and says nothing.
+    let is_verbose = arguments.verbose > 0 && !called_as::is_qemu_nbd();
     logging::start(is_verbose, arguments.log_format, delivery);
     if arguments.quiet {
         output::be_quiet();
