@@ -96,7 +96,9 @@ pub fn own_name() -> &'static str {
 /// The words of the command line as if under our own name: qemu-nbd is `serve`.
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
-    if tool() == Some(Tool::Nbd) && !words.is_empty() {
+    if is_qemu_nbd() && !words.is_empty() {
+        // Its -v keeps it in the foreground, where it is anyway, and says nothing.
+        words.retain(|word| word != "-v" && word != "--verbose");
         words.insert(1, "serve".into());
     }
     words

@@ -102,7 +102,9 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     }
     if let Some(refusal) = create_options::refusal_of(&settings) {
         let format = arguments.format.unwrap_or(ImageFormat::Raw);
-        formatting::print(&named, format, said, &settings)?;
+        if !refusal.is_first {
+            formatting::print(&named, format, said, &settings)?;
+        }
         bail!("{}: {}", named.display(), refusal.words);
     }
     let file = new_file(&image, &settings);
@@ -231,7 +233,10 @@ pub fn key_time(settings: &[Setting]) -> Option<Duration> {
 
 /// Ends the program as for any other wrong usage.
 pub fn wrong_usage(why: &str) -> ! {
-    output::tell(&format!("error: {why}\n\nFor more information, try '--help'."));
+    output::tell(&match qemu_refusals::of_usage(why) {
+        Some(words) => format!("{}: {words}", called_as::own_name()),
+        None => format!("error: {why}\n\nFor more information, try '--help'."),
+    });
     // A server's lines are written by a thread of their own.
     logging::flush();
     std::process::exit(called_as::wrong_usage_status())

@@ -107,7 +107,7 @@ Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
 const DEFAULT_KEY_TIME: u32 = 2000;
 
 /// All names, as listed to users.
-const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
+pub const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
                      data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret, nocow, \
                      extent_size_hint, size";

@@ -204,8 +204,7 @@ fn main() -> ExitCode {
         Command::Serve(_) => Delivery::Queued,
         _ => Delivery::Direct,
     };
-    // qemu-nbd's -v keeps it in the foreground, and says nothing.
-    let is_verbose = arguments.verbose > 0 && !called_as::is_qemu_nbd();
+    let is_verbose = arguments.verbose > 0;
     logging::start(is_verbose, arguments.log_format, delivery);
     if arguments.quiet {
         output::be_quiet();

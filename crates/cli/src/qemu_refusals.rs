@@ -6,7 +6,7 @@ use blockhouse_daemon::size;
 use blockhouse_disk::{QemuName, is_address};
 
 use crate::called_as;
-use crate::create_options::Setting;
+use crate::create_options::{self, Setting};
 use crate::image_args::resolve_relative;
 
 /// A value of an option that is refused when the image is made.
@@ -18,6 +18,8 @@ pub struct Refusal {
     pub value: String,
     /// What is said.
     pub words: String,
+    /// Whether it is said in the place of the line "Formatting".
+    pub is_first: bool,
 }
 
 /// The refusal of `NAME=VALUE`, where that is no option that is known. Only under the name qemu-img.
@@ -27,6 +29,9 @@ pub fn refusal(text: &str) -> Option<Refusal> {
 
 fn of(text: &str) -> Option<Refusal> {
     let (name, value) = text.split_once('=')?;
+    if let Some(words) = of_name(name) {
+        return Some(Refusal { name: "", value: value.to_owned(), words, is_first: true });
+    }
     let unknown = |name: &str| format!("Parameter '{name}' does not accept value '{value}'");
     let (name, value, words) = match name {
         "cluster_size" => (
@@ -44,7 +49,19 @@ fn of(text: &str) -> Option<Refusal> {
         "compression_type" => ("compression_type", value.to_owned(), unknown("compression-type")),
         _ => return None,
     };
-    Some(Refusal { name, value, words })
+    Some(Refusal { name, value, words, is_first: false })
+}
+
+/// What is said of an option that there is not, or that is on or off and was given another value.
+fn of_name(name: &str) -> Option<String> {
+    const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
+    if SWITCHES.contains(&name) {
+        return Some(format!("Parameter '{name}' expects 'on' or 'off'"));
+    }
+    let is_known = create_options::NAMES.split(", ").any(|known| known == name);
+    // Of encryption there are more options than these.
+    let is_absent = !is_known && !name.starts_with("encrypt") && !name.contains('-');
+    is_absent.then(|| format!("Invalid parameter '{name}'"))
 }
 
 /// What is said of a new overlay whose backing file is not there. Only under the name qemu-img.
@@ -63,6 +80,21 @@ pub fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
             "{image}: Could not open '{path}': No such file or directory\nCould not open backing image."
         )
     })
+}
+
+/// Our words for wrong usage, and those of qemu-img.
+const USAGE: &[(&str, &str)] = &[
+    (
+        "several sources make one disk, which is no overlay",
+        "Having a backing file for the target makes no sense when concatenating multiple input images",
+    ),
+    ("only qcow2 images have bitmaps", "Format driver 'raw' does not support bitmaps"),
+];
+
+/// The words of qemu-img for wrong usage. Only under its name.
+pub fn of_usage(text: &str) -> Option<&'static str> {
+    let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
+    if called_as::is_qemu_img() { words.next() } else { None }
 }
 
 /// Our words for why no image is made, and those of qemu-img.
@@ -98,6 +130,7 @@ mod tests {
             assert!(refusal.words.contains(words), "{text}: {}", refusal.words);
         }
         assert_eq!(of("cluster_size=abc"), None);
-        assert_eq!(of("foo=1"), None);
+        assert_eq!(of("foo=1").unwrap().words, "Invalid parameter 'foo'");
+        assert_eq!(of("encrypt.format=aes"), None);
     }
 }
