@@ -10,7 +10,6 @@ use std::sync::OnceLock;
 
 use blockhouse_core::{Error, ErrorKind};
 
-use crate::qemu_refusals;
 use crate::version::VERSION;
 
 /// The version of QEMU's tools whose words and options these are.
@@ -147,12 +146,29 @@ const SAME: &[(&str, &str)] = &[
     ("1 needed", "L1 table is too small"),
 ];
 
+/// Our words for why no image is made, and those of qemu-img.
+const CREATION: &[(&str, &str)] = &[
+    (
+        "has refcounts of 16 bits",
+        "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or greater)",
+    ),
+    (
+        "the disk is too large for clusters of this size",
+        "The image size is too large for file format 'qcow2' (try using a larger cluster size)",
+    ),
+];
+
+/// The words of qemu-img for why no image is made.
+fn of_creation(text: &str) -> Option<&'static str> {
+    CREATION.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
+}
+
 fn words_of(error: &Error, to_write: bool) -> Option<QemuWords> {
     const ENOENT: i32 = 2;
     const EACCES: i32 = 13;
     let (name, text) = (error.path()?, error.to_string());
     let exact = |text| Some(QemuWords { text, is_exact: true });
-    if let Some(words) = qemu_refusals::of_creation(&text) {
+    if let Some(words) = of_creation(&text) {
         return exact(format!("{name}: {words}"));
     }
     let why = match error.kind() {

@@ -14,8 +14,8 @@ use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
     QemuName, StateUse, behind_links, check_raw_backing, create as create_file, create_as, exists,
-    format_for_new, is_device, note_data_file, open_created, open_without_backing, part_of,
-    plain_backing, remove_created, rename_finished,
+    format_for_new, is_address, is_device, note_data_file, open_created, open_without_backing,
+    part_of, plain_backing, remove_created, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::Preallocation;
@@ -95,7 +95,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     };
     let image = behind_links(&image);
     arguments.size = size;
-    if let Some(words) = qemu_refusals::missing_backing(&named, &settings)
+    if let Some(words) = missing_backing(&named, &settings)
         && !arguments.only_name
     {
         bail!("{words}");
@@ -185,6 +185,24 @@ impl Arguments {
         formatting::print(named, ImageFormat::Qcow2, shown, settings)?;
         create_qcow2(image, &options, allowed, file, progress).await
     }
+}
+
+/// What is said of a new overlay whose backing file is not there. Only under the name qemu-img.
+fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
+    let name = settings.iter().rev().find_map(|setting| match setting {
+        Setting::BackingFile(name) => Some(name),
+        _ => None,
+    })?;
+    if !called_as::is_qemu_img() || is_address(name.as_bytes()) || QemuName::of(name).is_some() {
+        return None;
+    }
+    let path = resolve_relative(image, name.as_bytes());
+    (!path.exists()).then(|| {
+        let (image, path) = (image.display(), path.display());
+        format!(
+            "{image}: Could not open '{path}': No such file or directory\nCould not open backing image."
+        )
+    })
 }
 
 /// How the file of a new image is made; under the name qemu-img in place of a file that is there.

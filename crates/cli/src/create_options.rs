@@ -107,7 +107,7 @@ Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
 const DEFAULT_KEY_TIME: u32 = 2000;
 
 /// All names, as listed to users.
-pub const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
+const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
                      data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret, nocow, \
                      extent_size_hint, size";
@@ -159,7 +159,7 @@ pub fn split(text: &str) -> Vec<String> {
 /// # Errors
 /// As [`parse`].
 pub fn parse_one(text: &str) -> Result<Setting, String> {
-    parse_known(text).or_else(|why| refusal(text).map(Setting::Refused).ok_or(why))
+    parse_known(text).or_else(|why| refusal(text, NAMES).map(Setting::Refused).ok_or(why))
 }
 
 fn parse_known(text: &str) -> Result<Setting, String> {

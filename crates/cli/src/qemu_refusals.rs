@@ -1,13 +1,8 @@
 //! What qemu-img says of an image that it does not make, under its name: each refusal is its own line, with its own words.
 
-use std::path::Path;
-
 use blockhouse_daemon::size;
-use blockhouse_disk::{QemuName, is_address};
 
 use crate::called_as;
-use crate::create_options::{self, Setting};
-use crate::image_args::resolve_relative;
 
 /// A value of an option that is refused when the image is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,14 +17,14 @@ pub struct Refusal {
     pub is_first: bool,
 }
 
-/// The refusal of `NAME=VALUE`, where that is no option that is known. Only under the name qemu-img.
-pub fn refusal(text: &str) -> Option<Refusal> {
-    if called_as::is_qemu_img() { of(text) } else { None }
+/// The refusal of `NAME=VALUE`, where that is no option that is known by these names. Only under the name qemu-img.
+pub fn refusal(text: &str, names: &str) -> Option<Refusal> {
+    if called_as::is_qemu_img() { of(text, names) } else { None }
 }
 
-fn of(text: &str) -> Option<Refusal> {
+fn of(text: &str, names: &str) -> Option<Refusal> {
     let (name, value) = text.split_once('=')?;
-    if let Some(words) = of_name(name) {
+    if let Some(words) = of_name(name, names) {
         return Some(Refusal { name: "", value: value.to_owned(), words, is_first: true });
     }
     let unknown = |name: &str| format!("Parameter '{name}' does not accept value '{value}'");
@@ -53,33 +48,15 @@ fn of(text: &str) -> Option<Refusal> {
 }
 
 /// What is said of an option that there is not, or that is on or off and was given another value.
-fn of_name(name: &str) -> Option<String> {
+fn of_name(name: &str, names: &str) -> Option<String> {
     const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
     if SWITCHES.contains(&name) {
         return Some(format!("Parameter '{name}' expects 'on' or 'off'"));
     }
-    let is_known = create_options::NAMES.split(", ").any(|known| known == name);
+    let is_known = names.split(", ").any(|known| known == name);
     // Of encryption there are more options than these.
     let is_absent = !is_known && !name.starts_with("encrypt") && !name.contains('-');
     is_absent.then(|| format!("Invalid parameter '{name}'"))
-}
-
-/// What is said of a new overlay whose backing file is not there. Only under the name qemu-img.
-pub fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
-    let name = settings.iter().rev().find_map(|setting| match setting {
-        Setting::BackingFile(name) => Some(name),
-        _ => None,
-    })?;
-    if !called_as::is_qemu_img() || is_address(name.as_bytes()) || QemuName::of(name).is_some() {
-        return None;
-    }
-    let path = resolve_relative(image, name.as_bytes());
-    (!path.exists()).then(|| {
-        let (image, path) = (image.display(), path.display());
-        format!(
-            "{image}: Could not open '{path}': No such file or directory\nCould not open backing image."
-        )
-    })
 }
 
 /// Our words for wrong usage, and those of qemu-img.
@@ -97,23 +74,6 @@ pub fn of_usage(text: &str) -> Option<&'static str> {
     if called_as::is_qemu_img() { words.next() } else { None }
 }
 
-/// Our words for why no image is made, and those of qemu-img.
-const CREATION: &[(&str, &str)] = &[
-    (
-        "has refcounts of 16 bits",
-        "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or greater)",
-    ),
-    (
-        "the disk is too large for clusters of this size",
-        "The image size is too large for file format 'qcow2' (try using a larger cluster size)",
-    ),
-];
-
-/// The words of qemu-img for why no image is made.
-pub fn of_creation(text: &str) -> Option<&'static str> {
-    CREATION.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,12 +85,12 @@ mod tests {
             ("refcount_bits=-1", "-1", "Refcount width"),
             ("compat=0.42", "0.42", "Parameter 'version' does not accept value '0.42'"),
         ] {
-            let refusal = of(text).unwrap();
+            let refusal = of(text, "cluster_size, refcount_bits, compat").unwrap();
             assert_eq!(refusal.value, value);
             assert!(refusal.words.contains(words), "{text}: {}", refusal.words);
         }
-        assert_eq!(of("cluster_size=abc"), None);
-        assert_eq!(of("foo=1").unwrap().words, "Invalid parameter 'foo'");
-        assert_eq!(of("encrypt.format=aes"), None);
+        assert_eq!(of("cluster_size=abc", "cluster_size"), None);
+        assert_eq!(of("foo=1", "cluster_size").unwrap().words, "Invalid parameter 'foo'");
+        assert_eq!(of("encrypt.format=aes", "cluster_size"), None);
     }
 }
