@@ -31,7 +31,7 @@ pub struct Arguments {
     #[command(flatten)]
     source: MergeSource,
     /// How many bytes of the disk one bit of a new bitmap stands for.
-    #[arg(short = 'g', value_name = "SIZE", value_parser = size::parse, requires = "add")]
+    #[arg(short = 'g', long, value_name = "SIZE", value_parser = size::parse, requires = "add")]
     granularity: Option<u64>,
     #[command(flatten)]
     access: ImageAccess,

@@ -63,6 +63,11 @@ pub fn is_qemu_img() -> bool {
     tool() == Some(Tool::Img)
 }
 
+/// Whether qemu-nbd is meant: it says nothing of what it serves.
+pub fn is_qemu_nbd() -> bool {
+    tool() == Some(Tool::Nbd)
+}
+
 /// The exit status of wrong usage. That of `check` is qemu-img's, whose 2 says that the image is corrupt.
 pub fn wrong_usage_status() -> i32 {
     if tool().is_some() || is_check(&words()) { 1 } else { 2 }
@@ -90,7 +95,9 @@ pub fn own_name() -> &'static str {
 /// The words of the command line as if under our own name: qemu-nbd is `serve`.
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
-    if tool() == Some(Tool::Nbd) && !words.is_empty() {
+    if is_qemu_nbd() && !words.is_empty() {
+        // Its -v keeps it in the foreground, where it is anyway, and says nothing.
+        words.retain(|word| word != "-v" && word != "--verbose");
         words.insert(1, "serve".into());
     }
     words
@@ -102,8 +109,17 @@ pub fn version() -> Option<String> {
     (word == "--version" || word == "-V").then(|| tool().map(Tool::version)).flatten()
 }
 
+/// What QEMU's tools say of an error.
+#[derive(Debug, PartialEq, Eq)]
+pub struct QemuWords {
+    /// Their words.
+    pub text: String,
+    /// Whether they say all that ours do.
+    pub is_exact: bool,
+}
+
 /// The words of QEMU's tools for an error, for scripts that look for them.
-pub fn qemu_words(error: &anyhow::Error) -> Option<String> {
+pub fn qemu_words(error: &anyhow::Error) -> Option<QemuWords> {
     tool()?;
     let error: &Error = error.chain().find_map(|cause| cause.downcast_ref())?;
     words_of(error, is_to_write(error.path()?))
@@ -126,12 +142,35 @@ const SAME: &[(&str, &str)] = &[
     ("no sparse extent of a VMDK", "invalid VMDK image descriptor"),
     ("not a LUKS container", "Volume is not in LUKS format"),
     ("needs the unknown feature", "Unsupported qcow2 feature(s)"),
+    ("entries exceeds 32 MiB", "Image is too big"),
+    ("1 needed", "L1 table is too small"),
 ];
 
-fn words_of(error: &Error, to_write: bool) -> Option<String> {
+/// Our words for why no image is made, and those of qemu-img.
+const CREATION: &[(&str, &str)] = &[
+    (
+        "has refcounts of 16 bits",
+        "Different refcount widths than 16 bits require compatibility level 1.1 or above (use version=v3 or greater)",
+    ),
+    (
+        "the disk is too large for clusters of this size",
+        "The image size is too large for file format 'qcow2' (try using a larger cluster size)",
+    ),
+];
+
+/// The words of qemu-img for why no image is made.
+fn of_creation(text: &str) -> Option<&'static str> {
+    CREATION.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
+}
+
+fn words_of(error: &Error, to_write: bool) -> Option<QemuWords> {
     const ENOENT: i32 = 2;
     const EACCES: i32 = 13;
     let (name, text) = (error.path()?, error.to_string());
+    let exact = |text| Some(QemuWords { text, is_exact: true });
+    if let Some(words) = of_creation(&text) {
+        return exact(format!("{name}: {words}"));
+    }
     let why = match error.kind() {
         ErrorKind::Locked => {
             let lock = if to_write { "\"write\" lock" } else { "shared \"write\" lock" };
@@ -143,11 +182,14 @@ fn words_of(error: &Error, to_write: bool) -> Option<String> {
         _ if error.errno() == EACCES => format!("Could not open '{name}': Permission denied"),
         _ => match SAME.iter().find(|(ours, _)| text.contains(ours)) {
             Some((_, theirs)) => (*theirs).to_owned(),
-            None if error.kind() == ErrorKind::Corrupt => "Invalid argument".to_owned(),
+            None if error.kind() == ErrorKind::Corrupt => {
+                let text = format!("Could not open '{name}': Invalid argument");
+                return Some(QemuWords { text, is_exact: false });
+            }
             None => return None,
         },
     };
-    Some(format!("Could not open '{name}': {why}"))
+    exact(format!("Could not open '{name}': {why}"))
 }
 
 #[cfg(test)]
@@ -183,7 +225,9 @@ mod tests {
 
     #[test]
     fn errors_have_the_words_that_scripts_look_for() {
-        let words = |error: Error, to_write| words_of(&error.on("a"), to_write).unwrap_or_default();
+        let words = |error: Error, to_write| {
+            words_of(&error.on("a"), to_write).map(|words| words.text).unwrap_or_default()
+        };
         let locked = || Error::new(ErrorKind::Locked, "is in use");
         assert!(words(locked(), true).contains("Failed to get \"write\" lock"));
         assert!(words(locked(), false).contains("Is another process using the image [a]?"));

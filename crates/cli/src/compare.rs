@@ -14,6 +14,7 @@ use blockhouse_disk::{
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::{Value, json};
 
+use crate::called_as;
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
@@ -163,6 +164,9 @@ fn report_error(error: &anyhow::Error, status: u8) -> ExitCode {
 fn as_text(difference: Difference, [one, other]: [u64; 2]) -> String {
     match difference {
         Difference::Same if one == other => "Images are identical.".to_owned(),
+        Difference::Same if called_as::is_qemu_img() => {
+            "Warning: Image size mismatch!\nImages are identical.".to_owned()
+        }
         Difference::Same => {
             format!(
                 "Warning: Image size mismatch!\nImages are identical.\nOne has {one} bytes and the other {other}: what is \
@@ -172,6 +176,9 @@ fn as_text(difference: Difference, [one, other]: [u64; 2]) -> String {
         Difference::Content(offset) => format!("Content mismatch at offset {offset}!"),
         Difference::Status(offset) => {
             format!("Strict mode: Offset {offset} block status mismatch!")
+        }
+        Difference::Size if called_as::is_qemu_img() => {
+            "Strict mode: Image size mismatch!".to_owned()
         }
         Difference::Size => {
             format!("Strict mode: Image size mismatch!\nOne has {one} bytes and the other {other}.")

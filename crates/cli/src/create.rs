@@ -14,8 +14,8 @@ use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
     QemuName, StateUse, behind_links, check_raw_backing, create as create_file, create_as, exists,
-    format_for_new, is_device, note_data_file, open_created, open_without_backing, part_of,
-    plain_backing, remove_created, rename_finished,
+    format_for_new, is_address, is_device, note_data_file, open_created, open_without_backing,
+    part_of, plain_backing, remove_created, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::Preallocation;
@@ -32,6 +32,7 @@ use blockhouse_daemon::size;
 use crate::logging;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
+use crate::qemu_refusals;
 
 /// Arguments of `create`.
 #[derive(clap::Args)]
@@ -87,12 +88,25 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     }
     let said = size.unwrap_or(0);
     let size = size.map(|size| whole_sectors(&image, size));
+    let named = image.clone();
     let image = match image.to_str().and_then(QemuName::of) {
         Some(named) => named.map_err(|why| anyhow!("{}: {why}", image.display()))?.path,
         None => image,
     };
     let image = behind_links(&image);
     arguments.size = size;
+    if let Some(words) = missing_backing(&named, &settings)
+        && !arguments.only_name
+    {
+        bail!("{words}");
+    }
+    if let Some(refusal) = create_options::refusal_of(&settings) {
+        let format = arguments.format.unwrap_or(ImageFormat::Raw);
+        if !refusal.is_first {
+            formatting::print(&named, format, said, &settings)?;
+        }
+        bail!("{}: {}", named.display(), refusal.words);
+    }
     let file = new_file(&image, &settings);
     let (shown, made) = (Progress::start(arguments.progress)?, ToolProgress::default());
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
@@ -100,7 +114,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         format @ ImageFormat::Raw => {
             let mode = create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
-            formatting::print(&image, format, said, &settings)?;
+            formatting::print(&named, format, said, &settings)?;
             if is_device(&image) {
                 return check_device(&image, size, mode);
             }
@@ -110,7 +124,8 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         ImageFormat::Qcow2 => {
             let options = arguments.qcow2_options(size, settings.clone())?;
             let work = || {
-                let made = arguments.create_qcow2(&image, options, &settings, file, &made);
+                let said = (&*named, &settings[..], said);
+                let made = arguments.create_qcow2(&image, options, said, file, &made);
                 event_loop.block_on(made)
             };
             shown.beside(|| made.get(), work)
@@ -118,7 +133,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         ImageFormat::Luks => {
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
             let header = luks_header(&arguments.keys, &settings)?;
-            formatting::print(&image, ImageFormat::Luks, said, &settings)?;
+            formatting::print(&named, ImageFormat::Luks, said, &settings)?;
             event_loop.block_on(create_luks(&image, size, &header, file))
         }
         format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
@@ -152,12 +167,12 @@ impl Arguments {
         &self,
         image: &Path,
         mut options: qcow2::CreateOptions,
-        settings: &[Setting],
+        (named, settings, said): (&Path, &[Setting], u64),
         file: NewFile,
         progress: &ToolProgress,
     ) -> Result<()> {
         if self.only_name {
-            formatting::print(image, ImageFormat::Qcow2, options.size, settings)?;
+            formatting::print(named, ImageFormat::Qcow2, said, settings)?;
             return make_qcow2(image, &options, file, progress).await;
         }
         let allowed = AllowedPaths::new(&self.allow.allow_path)?;
@@ -166,9 +181,28 @@ impl Arguments {
         {
             options.size = open_backing(image, backing, allowed.clone()).await?.size();
         }
-        formatting::print(image, ImageFormat::Qcow2, options.size, settings)?;
+        let shown = if self.size.is_none() { options.size } else { said };
+        formatting::print(named, ImageFormat::Qcow2, shown, settings)?;
         create_qcow2(image, &options, allowed, file, progress).await
     }
+}
+
+/// What is said of a new overlay whose backing file is not there. Only under the name qemu-img.
+fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
+    let name = settings.iter().rev().find_map(|setting| match setting {
+        Setting::BackingFile(name) => Some(name),
+        _ => None,
+    })?;
+    if !called_as::is_qemu_img() || is_address(name.as_bytes()) || QemuName::of(name).is_some() {
+        return None;
+    }
+    let path = resolve_relative(image, name.as_bytes());
+    (!path.exists()).then(|| {
+        let (image, path) = (image.display(), path.display());
+        format!(
+            "{image}: Could not open '{path}': No such file or directory\nCould not open backing image."
+        )
+    })
 }
 
 /// How the file of a new image is made; under the name qemu-img in place of a file that is there.
@@ -198,7 +232,7 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
 /// Disks consist of whole sectors: a size with a part of one is rounded up, and that is said.
 pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     let rounded = size.next_multiple_of(512);
-    if rounded != size {
+    if rounded != size && !called_as::is_qemu_img() {
         let image = image.display();
         output::tell(&format!("blockhouse: {image}: rounded up to whole sectors: {rounded} bytes"));
     }
@@ -217,7 +251,10 @@ pub fn key_time(settings: &[Setting]) -> Option<Duration> {
 
 /// Ends the program as for any other wrong usage.
 pub fn wrong_usage(why: &str) -> ! {
-    output::tell(&format!("error: {why}\n\nFor more information, try '--help'."));
+    output::tell(&match qemu_refusals::of_usage(why) {
+        Some(words) => format!("{}: {words}", called_as::own_name()),
+        None => format!("error: {why}\n\nFor more information, try '--help'."),
+    });
     // A server's lines are written by a thread of their own.
     logging::flush();
     std::process::exit(called_as::wrong_usage_status())

@@ -9,6 +9,8 @@ use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch
 
 use blockhouse_daemon::size;
 
+use crate::qemu_refusals::{Refusal, refusal};
+
 /// One option.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Setting {
@@ -48,6 +50,8 @@ pub enum Setting {
     ExtentSize(u32),
     /// Bytes of the disk.
     Size(u64),
+    /// A value that qemu-img refuses when it makes the image, under its name.
+    Refused(Refusal),
 }
 
 /// What one `-o` says.
@@ -155,6 +159,10 @@ pub fn split(text: &str) -> Vec<String> {
 /// # Errors
 /// As [`parse`].
 pub fn parse_one(text: &str) -> Result<Setting, String> {
+    parse_known(text).or_else(|why| refusal(text, NAMES).map(Setting::Refused).ok_or(why))
+}
+
+fn parse_known(text: &str) -> Result<Setting, String> {
     let (name, value) = text
         .split_once('=')
         .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;
@@ -282,6 +290,7 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             | Setting::UsualLuks => {}
             // They are the file's.
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
+            Setting::Refused(refusal) => return Err(refusal.words),
         }
     }
     options.backing = match (backing_file, backing_format) {
@@ -329,6 +338,7 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
             Setting::EncryptIterTime(given) => time = *given,
             Setting::KeySecret(_) | Setting::UsualLuks => {}
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
+            Setting::Refused(refusal) => return Err(refusal.words.clone()),
             _ => {
                 return Err(
                     "LUKS containers have no options (-o) but key-secret and iter-time".to_owned()
@@ -360,6 +370,14 @@ pub fn size_of(settings: &[Setting]) -> Option<u64> {
     })
 }
 
+/// The first value that qemu-img refuses when it makes the image.
+pub fn refusal_of(settings: &[Setting]) -> Option<&Refusal> {
+    settings.iter().find_map(|setting| match setting {
+        Setting::Refused(refusal) => Some(refusal),
+        _ => None,
+    })
+}
+
 /// The name of the secret that opens the image that is to be made; the last counts.
 pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     settings.iter().rev().find_map(|setting| match setting {
@@ -385,6 +403,7 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
                     .to_owned());
             }
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => mode,
+            Setting::Refused(refusal) => return Err(refusal.words.clone()),
             _ => {
                 return Err("raw images have no options (-o) but preallocation=off, falloc and \
                             full; for others say --format qcow2"

@@ -107,6 +107,7 @@ fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
         Setting::KeySecret(name) => ("key-secret", name.clone()),
         Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
         Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
+        Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
         Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
     })
 }

@@ -46,6 +46,7 @@ mod phases;
 mod pipe;
 mod progress;
 mod qemu_info;
+mod qemu_refusals;
 mod rate;
 mod rebase;
 mod resize;

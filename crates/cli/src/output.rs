@@ -5,7 +5,7 @@
 //! wanted. No failure of standard error ends the process. A standard output that is closed at the start counts as /dev/null,
 //! because the runtime of Rust opens that in its place.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
@@ -82,11 +82,16 @@ pub fn tell_error(text: &str) {
     logging::tell(text, Level::ERROR);
 }
 
-/// Says why the command has failed, with the words of QEMU's tools where it is called by such a name.
+/// Says why the command has failed. Under a name of QEMU's tools a program that reads standard error gets their words
+/// alone where they say the same; a person at a terminal gets both.
 pub fn tell_failure(error: &anyhow::Error) {
-    tell_error(&format!("{}: {error:#}", called_as::own_name()));
-    if let Some(words) = called_as::qemu_words(error) {
-        tell_error(&format!("{}: {words}", called_as::own_name()));
+    let words = called_as::qemu_words(error);
+    let is_enough = words.as_ref().is_some_and(|words| words.is_exact);
+    if !is_enough || io::stderr().is_terminal() {
+        tell_error(&format!("{}: {error:#}", called_as::own_name()));
+    }
+    if let Some(words) = words {
+        tell_error(&format!("{}: {}", called_as::own_name(), words.text));
     }
 }
 

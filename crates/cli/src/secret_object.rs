@@ -1,9 +1,14 @@
 //! Secrets as QEMU's users name them: `--object secret,id=ID,file=FILE`.
 //!
-//! Guarantee: a key never stands on the command line, where every user of the host can read it.
+//! Guarantee: a key never has to stand on the command line, where every user of the host can read it. Under the names of
+//! QEMU's tools `data=KEY` is taken as there: whoever calls them so has shown the key already.
 
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
+use crate::called_as;
 use crate::create_options::split;
 
 /// A secret with a name.
@@ -40,6 +45,7 @@ pub fn parse(text: &str) -> Result<SecretObject, String> {
                             ('base64 -d')"
                     .into());
             }
+            Some(("data", key)) if called_as::tool().is_some() => file = Some(in_memory(key)?),
             Some(("data", _)) => {
                 return Err("a key on the command line can be read by every user of this host; put it into a file that \
                             only you can read, and say secret,id=ID,file=FILE"
@@ -52,6 +58,16 @@ pub fn parse(text: &str) -> Result<SecretObject, String> {
         (Some(id), Some(file)) if !id.is_empty() => Ok(SecretObject { id, file }),
         _ => Err("a secret has a name and a file: secret,id=ID,file=FILE".into()),
     }
+}
+
+/// A file of this process alone that has the key.
+fn in_memory(key: &str) -> Result<PathBuf, String> {
+    let failed = |error: std::io::Error| format!("the key cannot be kept: {error}");
+    let file = rustix::fs::memfd_create("key", rustix::fs::MemfdFlags::CLOEXEC);
+    let mut file = File::from(file.map_err(|error| failed(error.into()))?);
+    file.write_all(key.as_bytes()).map_err(failed)?;
+    // Open for as long as the process runs.
+    Ok(format!("/proc/self/fd/{}", file.into_raw_fd()).into())
 }
 
 #[cfg(test)]

@@ -24,6 +24,8 @@ enum Kind<'a> {
     Plain,
     Json,
     Text,
+    /// The same lines on both streams.
+    Lines,
     Serve,
     /// Both print these words.
     Says(&'a str),
@@ -41,6 +43,7 @@ fn lines(version: u32) -> impl Iterator<Item = (Kind<'static>, &'static str)> {
     known.map(|line| match line.split_once(' ').expect("a command has words") {
         ("json", rest) => (Kind::Json, rest),
         ("text", rest) => (Kind::Text, rest),
+        ("lines", rest) => (Kind::Lines, rest),
         ("serve", rest) => (Kind::Serve, rest),
         ("says", rest) => {
             let (words, rest) = rest[1..].split_once("' ").expect("words in quotes");
@@ -175,6 +178,9 @@ fn difference(kind: Kind<'_>, theirs: &Outcome, ours: &Outcome) -> Option<String
                 !outcome.stdout.contains(words) && !outcome.stderr.contains(words)
             };
             (lacks(theirs) || lacks(ours)).then(|| format!("no '{words}'"))
+        }
+        Kind::Lines if (&theirs.stdout, &theirs.stderr) != (&ours.stdout, &ours.stderr) => {
+            Some("other lines".into())
         }
         Kind::Text if theirs.stdout != ours.stdout => Some("another text".into()),
         Kind::Json => {

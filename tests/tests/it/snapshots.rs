@@ -2,7 +2,7 @@
 
 use blockhouse_tests::{
     Scratch, Serve,
-    image_tool::{command, qemu_img, str},
+    image_tool::{command, qemu_img, qemu_io, str},
     need, require, run, tool,
 };
 use serde_json::Value;
@@ -49,6 +49,26 @@ fn snapshots_of_both_programs_are_snapshots_of_the_other() {
         qemu_img(&["check", image]).success();
         command(&["check", image]).success();
     }
+}
+
+#[test]
+fn what_lies_after_the_disk_goes_into_a_snapshot_and_never_to_a_guest() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let path = scratch.path("disk.qcow2");
+    let image = str(&path);
+    command(&["create", image, "64M"]).success();
+    qemu_io("qcow2", &path, &["write -b -P 17 1T 64k", "write -b -P 18 0 64k"]);
+    command(&["snapshot", "create", image, "one"]).success();
+    qemu_io("qcow2", &path, &["write -b -P 19 1T 64k", "write -P 20 0 64k"]);
+    command(&["snapshot", "apply", image, "one"]).success();
+    qemu_io("qcow2", &path, &["read -b -P 17 1T 64k", "read -b -P 18 0 64k", "read -P 0 0 64k"]);
+    command(&["resize", image, "1G"]).success();
+    qemu_io("qcow2", &path, &["read -P 0 512M 512M"]);
+    command(&["snapshot", "apply", image, "one"]).success();
+    qemu_io("qcow2", &path, &["read -b -P 17 1T 64k"]);
+    command(&["snapshot", "delete", image, "one"]).success();
+    qemu_img(&["check", image]).success();
 }
 
 #[test]

@@ -61,7 +61,9 @@ fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
     });
     match background::start(words.collect())? {
         Started::Listens(lines) => {
-            output::print_unless_quiet(&lines)?;
+            if !called_as::is_qemu_nbd() {
+                output::print_unless_quiet(&lines)?;
+            }
             Ok(ExitCode::SUCCESS)
         }
         // It has said why.
@@ -74,6 +76,9 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
     // What was found in the images is told before anything is served, also by a server that is killed at once.
     logging::flush();
     let mut lines = service.ready_lines(verbose);
+    if called_as::is_qemu_nbd() && !in_background {
+        lines.clear();
+    }
     if in_background {
         // Says that these are all.
         lines.push(String::new());

@@ -71,6 +71,7 @@ pub(crate) async fn grow<S: Storage>(
         return Err(invalid(metadata, what));
     }
     metadata.begin_changes().await?;
+    drop_vm_state(metadata).await?;
     if live.has_any() {
         return resize_with_bitmaps(metadata, transactions, live, size).await;
     }
@@ -80,6 +81,17 @@ pub(crate) async fn grow<S: Storage>(
     metadata.lock().tables.set_size(size);
     metadata.publish_size(size);
     Ok(())
+}
+
+/// Drops what the active tables have after the disk: a guest with a longer disk would read it there.
+async fn drop_vm_state<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+    let of_disk = metadata.geometry().l1_entries_for(metadata.size()) as usize;
+    let (has_any, entries) = {
+        let state = metadata.lock();
+        let l1 = state.tables.l1();
+        (l1.iter().skip(of_disk).any(|&word| word != 0), l1.len())
+    };
+    if has_any { drop_l2_tables(metadata, of_disk..entries).await } else { Ok(()) }
 }
 
 /// Makes the disk shorter.

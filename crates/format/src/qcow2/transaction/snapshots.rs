@@ -3,7 +3,8 @@
 //! Taking one costs reading and writing the image's tables, never its data: all clusters are counted
 //! once more, and copied when they are next written. Each of these changes happens as a whole or not at
 //! all, whatever crashes (see the folder's page). The machine's state lies in the snapshot's tables
-//! after the disk, at the size of the disk rounded up to what one L1 entry covers.
+//! after the disk, at the size of the disk rounded up to what one L1 entry covers. As in QEMU, what the active tables
+//! have there goes into a snapshot without a VM state of its own, and comes back with it.
 
 use std::time::Duration;
 
@@ -59,7 +60,9 @@ pub(crate) async fn create_snapshot<S: Storage>(
     let name = metadata.storage().name();
     let change = async |transaction: &mut MetadataTransaction<'_, S>| {
         check_new_name(name, &new.name, transaction.snapshots())?;
-        drop_old_vm_state(transaction).await?;
+        if vm_state.is_some() {
+            drop_active_vm_state(transaction).await?;
+        }
         let mut l1 = transaction.l1().to_vec();
         transaction.count_tree(&l1, RefcountDelta::Increment).await?;
         transaction.update_copied_flags(L1Users::ActiveAndSnapshot).await?;
@@ -117,8 +120,10 @@ pub(crate) async fn apply_snapshot<S: Storage>(
             let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
             return Err(Error::new(ErrorKind::Corrupt, what).on(image));
         }
-        // The machine's state stays the snapshot's alone.
-        l1.truncate(entries as usize);
+        // A VM state whose size the snapshot tells stays the snapshot's alone.
+        if entry.vm_state_size() > 0 {
+            l1.truncate(entries as usize);
+        }
         transaction.count_tree(&l1, RefcountDelta::Increment).await?;
         let old = transaction.l1().to_vec();
         transaction.count_tree(&old, RefcountDelta::Decrement).await?;
@@ -246,8 +251,10 @@ pub(super) fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> 
     Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("delete some of them first"))
 }
 
-/// A state of a machine that another program left after the disk in the active tables belongs to no snapshot.
-async fn drop_old_vm_state<S: Storage>(transaction: &mut MetadataTransaction<'_, S>) -> Result<()> {
+/// Drops what the active tables have after the disk: another program's VM state, where the new snapshot brings one.
+async fn drop_active_vm_state<S: Storage>(
+    transaction: &mut MetadataTransaction<'_, S>,
+) -> Result<()> {
     let size = transaction.size();
     let entries = transaction.geometry().l1_entries_for(size) as usize;
     if transaction.l1().len() > entries {

@@ -1,0 +1,96 @@
+//! What qemu-img says of an image that it does not make, under its name: each refusal is its own line, with its own words.
+
+use blockhouse_daemon::size;
+
+use crate::called_as;
+
+/// A value of an option that is refused when the image is made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The option.
+    pub name: &'static str,
+    /// Its value, as the line "Formatting" shows it.
+    pub value: String,
+    /// What is said.
+    pub words: String,
+    /// Whether it is said in the place of the line "Formatting".
+    pub is_first: bool,
+}
+
+/// The refusal of `NAME=VALUE`, where that is no option that is known by these names. Only under the name qemu-img.
+pub fn refusal(text: &str, names: &str) -> Option<Refusal> {
+    if called_as::is_qemu_img() { of(text, names) } else { None }
+}
+
+fn of(text: &str, names: &str) -> Option<Refusal> {
+    let (name, value) = text.split_once('=')?;
+    if let Some(words) = of_name(name, names) {
+        return Some(Refusal { name: "", value: value.to_owned(), words, is_first: true });
+    }
+    let unknown = |name: &str| format!("Parameter '{name}' does not accept value '{value}'");
+    let (name, value, words) = match name {
+        "cluster_size" => (
+            "cluster_size",
+            size::parse(value).ok()?.to_string(),
+            "Cluster size must be a power of two between 512 and 2048k".to_owned(),
+        ),
+        "refcount_bits" => (
+            "refcount_bits",
+            value.parse::<i64>().ok()?.to_string(),
+            "Refcount width must be a power of two and may not exceed 64 bits".to_owned(),
+        ),
+        "compat" => ("compat", value.to_owned(), unknown("version")),
+        "preallocation" => ("preallocation", value.to_owned(), unknown("preallocation")),
+        "compression_type" => ("compression_type", value.to_owned(), unknown("compression-type")),
+        _ => return None,
+    };
+    Some(Refusal { name, value, words, is_first: false })
+}
+
+/// What is said of an option that there is not, or that is on or off and was given another value.
+fn of_name(name: &str, names: &str) -> Option<String> {
+    const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
+    if SWITCHES.contains(&name) {
+        return Some(format!("Parameter '{name}' expects 'on' or 'off'"));
+    }
+    let is_known = names.split(", ").any(|known| known == name);
+    // Of encryption there are more options than these.
+    let is_absent = !is_known && !name.starts_with("encrypt") && !name.contains('-');
+    is_absent.then(|| format!("Invalid parameter '{name}'"))
+}
+
+/// Our words for wrong usage, and those of qemu-img.
+const USAGE: &[(&str, &str)] = &[
+    (
+        "several sources make one disk, which is no overlay",
+        "Having a backing file for the target makes no sense when concatenating multiple input images",
+    ),
+    ("only qcow2 images have bitmaps", "Format driver 'raw' does not support bitmaps"),
+];
+
+/// The words of qemu-img for wrong usage. Only under its name.
+pub fn of_usage(text: &str) -> Option<&'static str> {
+    let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
+    if called_as::is_qemu_img() { words.next() } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_that_are_out_of_bounds_are_refused_as_there() {
+        for (text, value, words) in [
+            ("cluster_size=4M", "4194304", "between 512 and 2048k"),
+            ("refcount_bits=-1", "-1", "Refcount width"),
+            ("compat=0.42", "0.42", "Parameter 'version' does not accept value '0.42'"),
+        ] {
+            let refusal = of(text, "cluster_size, refcount_bits, compat").unwrap();
+            assert_eq!(refusal.value, value);
+            assert!(refusal.words.contains(words), "{text}: {}", refusal.words);
+        }
+        assert_eq!(of("cluster_size=abc", "cluster_size"), None);
+        assert_eq!(of("foo=1", "cluster_size").unwrap().words, "Invalid parameter 'foo'");
+        assert_eq!(of("encrypt.format=aes", "cluster_size"), None);
+    }
+}
