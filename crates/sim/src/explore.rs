@@ -12,7 +12,7 @@ use fastrand::Rng;
 
 use crate::guests::{Guests, Limits, Record};
 use crate::model::Model;
-use crate::workload::{PLAIN_FAULTS, SYNC_FAULTS, add_faults, add_late_operations};
+use crate::workload::{PLAIN_FAULTS, RARE_FAULTS, SYNC_FAULTS, add_faults, add_late_operations};
 use crate::{Config, Faults, ImageState, Report, Sim, SimDisk, SystemUnderTest, Workload};
 
 /// Explores what `build` makes of a random disk, as `seed` decides.
@@ -62,8 +62,13 @@ pub fn explore_image<T: SystemUnderTest>(
         add_faults(&disk, &kinds, &mut random);
         run.others().iter().for_each(|disk| add_faults(disk, &kinds, &mut random));
     }
-    add_late_operations(&disk, &mut random);
-    run.others().iter().for_each(|disk| add_late_operations(disk, &mut random));
+    let mut late = Rng::with_seed(!seed);
+    for disk in [disk.clone()].into_iter().chain(run.others()) {
+        if has_faults {
+            add_faults(&disk, &RARE_FAULTS, &mut late);
+        }
+        add_late_operations(&disk, &mut late);
+    }
     let tasks = run.guests.spawn(workload, &mut random);
     let outcome = run.crash_everywhere(&disk, &mut random);
     let stuck = tasks.iter().filter(|task| task.output().is_none()).count();

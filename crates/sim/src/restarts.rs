@@ -15,7 +15,7 @@ use fastrand::Rng;
 
 use crate::guests::{Guests, Limits, Record};
 use crate::model::{Model, Remains};
-use crate::workload::{PLAIN_FAULTS, add_faults, add_late_operations};
+use crate::workload::{PLAIN_FAULTS, RARE_FAULTS, add_faults, add_late_operations};
 use crate::{
     Config, Faults, ImageState, Report, Sim, SimDisk, SimMemory, SystemUnderTest, Workload,
 };
@@ -101,7 +101,8 @@ pub fn explore_restarts<T: Service>(
     };
     let record = Rc::new(RefCell::new(Record::new(model)));
     let block = u64::from(config.alignment.offset);
-    let mut run = Run { service, workload, is_device, block, random, record };
+    let late = Rng::with_seed(!seed);
+    let mut run = Run { service, workload, is_device, block, random, late, record };
     match run.live_all(host) {
         Ok(()) => Ok(run.record.borrow().report),
         Err(violation) => Err(format!(
@@ -117,6 +118,8 @@ struct Run<'a, T> {
     is_device: bool,
     block: u64,
     random: Rng,
+    /// Decides what takes long.
+    late: Rng,
     record: Rc<RefCell<Record>>,
 }
 
@@ -188,8 +191,9 @@ impl<T: Service> Run<'_, T> {
         for disk in [&host.disk].into_iter().chain(&host.others) {
             if has_faults {
                 add_faults(disk, &PLAIN_FAULTS, &mut self.random);
+                add_faults(disk, &RARE_FAULTS, &mut self.late);
             }
-            add_late_operations(disk, &mut self.random);
+            add_late_operations(disk, &mut self.late);
         }
         let limits = Limits {
             block: self.block,

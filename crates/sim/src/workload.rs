@@ -121,12 +121,16 @@ impl Workload {
 }
 
 /// Operations that fail without a word on what else is stable.
-pub(crate) const PLAIN_FAULTS: [OperationKind; 9] = [
+pub(crate) const PLAIN_FAULTS: [OperationKind; 5] = [
     OperationKind::Read,
     OperationKind::Write,
     OperationKind::WriteZeroes,
     OperationKind::PrepareZeroes,
     OperationKind::Discard,
+];
+
+/// Operations of few systems: their failures are drawn apart, as what takes long.
+pub(crate) const RARE_FAULTS: [OperationKind; 4] = [
     OperationKind::Resize,
     OperationKind::Lengthen,
     OperationKind::Status,
@@ -149,7 +153,8 @@ pub(crate) fn add_faults(disk: &SimDisk, kinds: &[OperationKind], random: &mut R
 }
 
 /// In a quarter of the runs some operations of the disk take long, as those of a server that is stopped for a while: others
-/// that began later end before them.
+/// that began later end before them. `random` is a generator of its own, so that the other runs are what they would be
+/// without them.
 pub(crate) fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
     if random.u8(..4) != 0 {
         return;
@@ -157,7 +162,7 @@ pub(crate) fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
     for _ in 0..random.u8(1..=3) {
         let time = [Duration::from_millis(3), Duration::from_secs(3600)][random.usize(..2)];
         let late = Fault::late(random.u64(..80), time);
-        let kind = random.choice([PLAIN_FAULTS.as_slice(), &SYNC_FAULTS].concat());
+        let kind = random.choice([PLAIN_FAULTS.as_slice(), &SYNC_FAULTS, &RARE_FAULTS].concat());
         disk.fail(match kind.filter(|_| random.bool()) {
             Some(kind) => late.of(kind),
             None => late,

@@ -59,6 +59,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
             "sandbox",
             "sandbox_allow",
             "upgrade_to",
+            "qmp",
         ],
     ),
     ("Speed", &["engine", "workers", "queues", "poll_max_us", "register_memory"]),

@@ -27,7 +27,7 @@ use super::{ImageMetadata, thawed_mapper};
 const MAX_CLUSTERS_PER_WRITEBACK: u64 = 1 << 19;
 
 /// Makes entries for a disk of `size` bytes, which keeps its size; it has those up to `from`
-/// already.
+/// already. VM state that lies after the disk is dropped before the first of them.
 pub(crate) async fn prepare_resize<S: Storage>(
     metadata: &ImageMetadata<S>,
     from: u64,
@@ -35,6 +35,10 @@ pub(crate) async fn prepare_resize<S: Storage>(
 ) -> Result<()> {
     check_resize(metadata, size)?;
     metadata.begin_changes().await?;
+    if from <= metadata.size() {
+        // Nothing is prepared yet.
+        drop_vm_state(metadata).await?;
+    }
     let prepared = make_entries(metadata, from, size).await;
     metadata.marking(prepared).await
 }
@@ -71,7 +75,6 @@ pub(crate) async fn grow<S: Storage>(
         return Err(invalid(metadata, what));
     }
     metadata.begin_changes().await?;
-    drop_vm_state(metadata).await?;
     if live.has_any() {
         return resize_with_bitmaps(metadata, transactions, live, size).await;
     }
