@@ -156,8 +156,13 @@ fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
             if ours.is_empty() {
                 return vec![format!("{path}[]")];
             }
-            let pairs = theirs.iter().zip(ours);
-            pairs.flat_map(|(one, other)| missing_keys(one, other, &format!("{path}[]"))).collect()
+            // Which element is like which is not told: a map's extents are others where a copy's parts ended in another order.
+            let path = format!("{path}[]");
+            let nearest = |one| {
+                let missing = ours.iter().map(|other| missing_keys(one, other, &path));
+                missing.min_by_key(Vec::len).unwrap_or_default()
+            };
+            theirs.iter().flat_map(nearest).collect()
         }
         _ => Vec::new(),
     }
