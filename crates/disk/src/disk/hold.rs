@@ -191,8 +191,8 @@ impl HeldGuard<'_> {
                 state.next_look(self.deadline, now)
             };
             match has_timers() {
-                true => drop(select(pin!(changed), pin!(sleep(next))).await),
-                false => drop(select(pin!(changed), pin!(pending::<()>())).await),
+                true => _ = select(pin!(changed), pin!(sleep(next))).await,
+                false => _ = select(pin!(changed), pin!(pending::<()>())).await,
             }
         }
     }
