@@ -185,15 +185,13 @@ pub fn require(packages: &[Package]) -> Result<()> {
         if missing.is_empty() {
             return Ok(());
         }
-        let (qemu, others): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|name| name.starts_with("qemu-"));
-        install(apt_get(&["install"]), &others)?;
-        if !qemu.is_empty() && backports::have_newer_qemu() {
-            let lists = Backports::new(&std::env::temp_dir().join("blockhouse-backports"))?;
-            lists.update()?;
-            install(lists.install(), &qemu)?;
-        } else {
-            install(apt_get(&["install"]), &qemu)?;
+        let is_newer = |name: &&str| name.starts_with("qemu-") && backports::have_newer_qemu();
+        let (newer, others): (Vec<_>, Vec<_>) = missing.into_iter().partition(is_newer);
+        if !others.is_empty() {
+            install(apt_get(&["install"]), &others)?;
+        }
+        if !newer.is_empty() {
+            install(Backports::fetch()?.install(), &newer)?;
         }
     }
     match self::missing(packages) {
@@ -204,11 +202,8 @@ pub fn require(packages: &[Package]) -> Result<()> {
     }
 }
 
-/// Runs `install`, an `apt-get install`, with the names, if there are any.
+/// Runs `install`, an `apt-get install`, with the names.
 fn install(mut install: Command, names: &[&str]) -> Result<()> {
-    if names.is_empty() {
-        return Ok(());
-    }
     println!("apt: installing {}", names.join(" "));
     let started = Instant::now();
     install.args(["--yes", "--no-install-recommends"]).args(names);

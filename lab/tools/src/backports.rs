@@ -4,12 +4,13 @@
 //! emulator that could be installed only in place of it.
 
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
 use crate::process::{apt_get, run};
+use crate::workspace::Workspace;
 
 /// Where the keys of Debian's archive are.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -25,26 +26,21 @@ pub struct Backports {
 }
 
 impl Backports {
-    /// Keeps the lists in `folder`. They are empty before [`Backports::update`].
+    /// Keeps the lists in the target folder, which nobody else writes to, and fetches them.
     ///
     /// # Errors
-    /// The system is no Debian, or the folder cannot be written.
-    pub fn new(folder: &Path) -> Result<Self> {
+    /// The system is no Debian, or the lists are not to be had.
+    pub fn fetch() -> Result<Self> {
+        let folder = Workspace::find()?.target().join("tools/apt");
         let codename = os_release("VERSION_CODENAME").context("backports are for Debian")?;
         let suite = format!("{codename}-backports");
         std::fs::create_dir_all(folder.join("lists/partial"))?;
         std::fs::create_dir_all(folder.join("cache/archives/partial"))?;
         let line = format!("deb [signed-by={KEYRING}] http://deb.debian.org/debian {suite} main\n");
         std::fs::write(folder.join("sources.list"), line)?;
-        Ok(Self { suite, folder: folder.to_owned() })
-    }
-
-    /// Fetches the lists.
-    ///
-    /// # Errors
-    /// The lists are not to be had.
-    pub fn update(&self) -> Result<()> {
-        run(self.apt_get(&["update"]))
+        let backports = Self { suite, folder };
+        run(backports.apt_get(&["update"]))?;
+        Ok(backports)
     }
 
     /// `apt-get install` of packages, where the versions of backports are preferred.

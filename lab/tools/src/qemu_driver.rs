@@ -35,9 +35,7 @@ pub fn find(driver: &str, folder: &Path) -> Result<Option<PathBuf>> {
     }
     let package = format!("qemu-block-extra={version}");
     if extract(apt_get(&["download", &package]), &unpacked).is_err() {
-        let backports = Backports::new(&folder.join("apt"))?;
-        backports.update()?;
-        extract(backports.apt_get(&["download", &package]), &unpacked)?;
+        extract(Backports::fetch()?.apt_get(&["download", &package]), &unpacked)?;
     }
     match modules(driver, &unpacked)? {
         Some(modules) => Ok(Some(modules)),
