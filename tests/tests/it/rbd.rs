@@ -228,7 +228,7 @@ fn snapshots_of_a_raw_image_are_those_of_ceph() {
     command(&["snapshot", "create", &location, "a@b"]).failure("'@'");
     command(&["compare", &snapshot("one"), &location]).success();
     qemu_io("raw", Path::new(&theirs), &["write -P 2 32k 4k"]);
-    command(&["compare", &snapshot("one"), &location]).failure("from offset 32768");
+    command(&["compare", &snapshot("one"), &location]).failure("at offset 32768");
     command(&["snapshot", "create", &location, "two"]).success();
     changes_since_a_snapshot_are_told(&ceph, &name);
     command(&["snapshot", "rename", &location, "two", "zwei"]).success();
