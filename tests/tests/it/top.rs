@@ -168,27 +168,20 @@ fn in_small_terminals_columns_go_and_names_and_digits_stay() {
     assert!(eventually(LIMIT, is_busy), "no load:\n{}", tmux.screen());
     tmux.press("p");
     tmux.wait_for("PAUSED");
-    let mut wide = None;
+    let wide = rows(&tmux.screen()).expect("two disks");
     for columns in [120, 80, 60] {
         tmux.resize(columns);
-        let mut shown = None;
+        // The terminal cuts what it shows already, until it is drawn anew: each figure is one of the wide screen then.
+        let is_whole = |(row, wide): (&Vec<String>, &Vec<String>)| {
+            row.len() > 4 && row.iter().all(|word| wide.contains(word))
+        };
         let is_drawn = || {
             let screen = tmux.screen();
             let longest = screen.lines().map(|line| line.trim_end().chars().count()).max();
-            shown = rows(&screen).filter(|_| longest <= Some(columns));
-            shown.is_some()
+            let shown = rows(&screen).filter(|_| longest <= Some(columns));
+            shown.is_some_and(|shown| shown.iter().zip(&wide).all(is_whole))
         };
-        assert!(eventually(LIMIT, is_drawn), "{columns} columns:\n{}", tmux.screen());
-        let shown = shown.expect("two disks");
-        let wide = wide.get_or_insert_with(|| shown.clone());
-        for (row, whole) in shown.iter().zip(wide.iter()) {
-            // Each figure is one of those of the wide screen.
-            assert!(row.len() > 4, "{columns} columns: {row:?}");
-            assert!(
-                row.iter().all(|word| whole.contains(word)),
-                "{columns} columns: {row:?} of {whole:?}"
-            );
-        }
+        assert!(eventually(LIMIT, is_drawn), "{columns} columns of {wide:?}:\n{}", tmux.screen());
         if let Some(folder) = pictures() {
             let screen = tmux.run(&["capture-pane", "-e", "-p"]).stdout;
             let file = scratch.path("screen.html");
