@@ -203,5 +203,5 @@ fn as_json(difference: Difference, sizes: [u64; 2]) -> String {
     if let Some(offset) = offset {
         value["offset"] = Value::from(offset);
     }
-    format!("{value:#}")
+    output::pretty(&value)
 }

@@ -9,6 +9,7 @@ use anyhow::Result;
 use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking, QemuName, is_address};
 use blockhouse_storage::Location;
 
+use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -125,7 +126,10 @@ pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
              --allow-path '{folder}'"
         )
     };
-    output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
+    // A program that reads standard error takes it for an error.
+    if called_as::tool().is_none() {
+        output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
+    }
     true
 }
 

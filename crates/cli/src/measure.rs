@@ -205,7 +205,7 @@ fn as_json(figures: &Figures) -> String {
     if let Some(bitmaps) = figures.bitmaps {
         value["bitmaps"] = bitmaps.into();
     }
-    format!("{value:#}")
+    output::pretty(&value)
 }
 
 fn as_text(figures: &Figures) -> String {

@@ -108,7 +108,7 @@ pub use throttle::{
     ThrottleStats,
 };
 pub use tools::{
-    AfterCommit, CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
     STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked, commit_overlay,
     copy_stream, first_status_difference, mark_incomplete, prepare_rebase, set_backing_file,
     take_space,

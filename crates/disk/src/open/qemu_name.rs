@@ -6,6 +6,8 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::IntoRawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
@@ -147,7 +149,9 @@ impl Options {
         }
         let (format, prefix) = match driver.as_deref() {
             // The bytes of the file or export themselves.
-            Some("file" | "host_device" | "nbd" | "rbd") => (Some(ImageFormat::Raw), ""),
+            Some("file" | "host_device" | "nbd" | "rbd" | "null-co") => {
+                (Some(ImageFormat::Raw), "")
+            }
             Some(name) => (Some(name.parse::<ImageFormat>()?), "file."),
             None => (None, "file."),
         };
@@ -210,6 +214,7 @@ impl Options {
             }
             (Some("nbd"), _) => self.nbd(prefix),
             (Some("rbd"), _) => self.rbd(prefix),
+            (Some("null-co"), None) => self.null(prefix),
             (Some(other @ ("file" | "host_device")), None) => {
                 Err(format!("the driver {other} needs {prefix}filename=PATH"))
             }
@@ -241,6 +246,26 @@ impl Options {
                 "the driver nbd needs {prefix}server.path=SOCKET, or {prefix}server.host=HOST"
             )),
         }
+    }
+
+    /// `size=SIZE,read-zeroes=on`: a disk of zeros, which is a file in memory that takes no space.
+    fn null(&mut self, prefix: &str) -> Result<PathBuf, String> {
+        const USUAL_SIZE: u64 = 1 << 30;
+        let size = match self.take(&format!("{prefix}size")) {
+            Some(text) => {
+                text.parse().map_err(|_| format!("'size={text}' is no number of bytes"))?
+            }
+            None => USUAL_SIZE,
+        };
+        if self.take(&format!("{prefix}read-zeroes")).as_deref() != Some("on") {
+            return Err("what is read of the driver null-co is not told; say read-zeroes=on".into());
+        }
+        let failed = |error: std::io::Error| format!("no memory for the driver null-co: {error}");
+        let file = rustix::fs::memfd_create("null-co", rustix::fs::MemfdFlags::CLOEXEC);
+        let file = File::from(file.map_err(|error| failed(error.into()))?);
+        file.set_len(size).map_err(failed)?;
+        // Open for as long as the process runs.
+        Ok(format!("/proc/self/fd/{}", file.into_raw_fd()).into())
     }
 
     /// `pool=POOL,image=IMAGE[,snapshot=NAME][,conf=FILE][,user=ID]`.
