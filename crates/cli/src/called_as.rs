@@ -127,7 +127,19 @@ pub struct QemuWords {
 pub fn qemu_words(error: &anyhow::Error) -> Option<QemuWords> {
     tool()?;
     let error: &Error = error.chain().find_map(|cause| cause.downcast_ref())?;
-    words_of(error, is_to_write(error.path()?))
+    let path = error.path()?;
+    let mut said = words_of(error, is_to_write(path))?;
+    // QEMU says the options as they were typed.
+    let typed = words().into_iter().filter_map(|word| word.into_string().ok());
+    let options = typed
+        .into_iter()
+        .find(|word| word.split(',').any(|part| part.strip_prefix("file.filename=") == Some(path)));
+    if let Some(options) = options {
+        let (before, after) =
+            (format!("Could not open '{path}'"), format!("Could not open '{options}'"));
+        said.text = said.text.replacen(&before, &after, 1);
+    }
+    Some(said)
 }
 
 /// Whether the command would change the image of this name.

@@ -21,7 +21,7 @@ use serde_json::json;
 
 use crate::convert::parse_snapshot;
 use crate::create::{key_time, wrong_usage};
-use crate::create_options::{self, Settings};
+use crate::create_options::{self, Setting, Settings};
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
@@ -101,6 +101,11 @@ pub fn run(arguments: Arguments) -> Result<()> {
             qcow2(&arguments, options)?
         }
         ImageFormat::Luks => {
+            // A container is as long as its disk, whenever it takes its space.
+            let settings: Vec<_> = settings
+                .into_iter()
+                .filter(|setting| !matches!(setting, Setting::Preallocation(_)))
+                .collect();
             create_options::luks(&settings).unwrap_or_else(|why| wrong_usage(&why));
             raw(&arguments)?.behind(NewLuks::LENGTH as u64)
         }

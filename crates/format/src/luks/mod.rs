@@ -8,6 +8,7 @@
 //! of encrypted bytes. Headers are hostile input: at most 8 MiB are read, and every field is checked.
 
 mod header;
+mod key_slots;
 mod luks1;
 mod luks2;
 mod metadata;
@@ -22,6 +23,7 @@ use blockhouse_core::{
 
 pub use header::{LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey};
 
+pub use key_slots::NewLuksSlot;
 pub use luks1::NewLuks;
 
 use crate::{Abort, Access, aligned_read};
@@ -172,6 +174,11 @@ impl Encryption {
             return Err(refusal(what, place.offset()).on(storage.name()));
         }
         Ok(Self { header, start: place.offset(), origin: 0 })
+    }
+
+    /// Where the header begins in the image.
+    fn start(&self) -> u64 {
+        self.start
     }
 
     /// The header with the keys.

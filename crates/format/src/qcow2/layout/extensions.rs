@@ -67,9 +67,9 @@ pub(crate) fn to_bytes(extensions: &[Extension]) -> Vec<u8> {
     bytes
 }
 
-/// The first extension of this kind.
+/// The last extension of this kind: the one that counts for QEMU, too.
 pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
-    extensions.iter().find(|one| one.kind == kind).map(|one| one.data.as_slice())
+    extensions.iter().rfind(|one| one.kind == kind).map(|one| one.data.as_slice())
 }
 
 /// Bytes of a record of [`FEATURE_NAMES`]: the kind of feature, its bit, and its name.
