@@ -101,8 +101,9 @@ pub(crate) fn feature_names() -> Extension {
 
 /// The name of an incompatible feature in the image itself.
 pub(crate) fn incompatible_feature_name(extensions: &[Extension], bit: u32) -> Option<String> {
-    let records = find(extensions, FEATURE_NAMES)?.chunks_exact(FEATURE_RECORD);
-    let wanted = |record: &&[u8]| record[0] == 0 && u32::from(record[1]) == bit;
+    // The last record may be short: the rest of its name is zeros.
+    let records = find(extensions, FEATURE_NAMES)?.chunks(FEATURE_RECORD);
+    let wanted = |record: &&[u8]| record.len() > 2 && record[0] == 0 && u32::from(record[1]) == bit;
     let name = records.filter(wanted).map(|record| &record[2..]).next()?;
     let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
     Some(String::from_utf8_lossy(&name[..end]).escape_default().to_string())
