@@ -79,12 +79,12 @@ impl ImageArgs {
     /// # Errors
     /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].
     pub fn read_only(&self) -> Result<(PathBuf, ImageOptions)> {
-        let Named { path, format, part, is_shared, .. } =
+        let Named { path, format, part, is_shared, backing_use, .. } =
             self.image_opts.resolve_to_read(&self.image, self.format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
         let options = self.open.read_image(&path, format)?;
-        Ok((path, ImageOptions { locking, part, ..options }))
+        Ok((path, ImageOptions { locking, part, backing_use, ..options }))
     }
 
     /// As [`read_only`](Self::read_only), for a command that only looks at it.

@@ -159,11 +159,12 @@ fn with_image<T>(
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
 ) -> Result<T> {
     let Some(image) = &arguments.image else { wrong_usage("which image to copy is missing") };
-    let Named { path, format, part, is_shared, .. } =
+    let Named { path, format, part, is_shared, backing_use, .. } =
         arguments.image_opts.resolve_to_read(image, arguments.format)?;
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, part, ..arguments.open.read_image(&path, format)? };
+    let options =
+        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = match &arguments.snapshot {
             None => open(&path, options).await?,

@@ -7,8 +7,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions,
-    KeyFiles, Locking, OnFull, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
+    Access, AllowedPaths, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat,
+    ImageOptions, KeyFiles, Locking, OnFull, RemoteBacking, Secrets, StateDir, StateUse,
+    probe_nameless,
 };
 
 use crate::secret_object::{self, SecretObject};
@@ -259,6 +260,7 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         remote_backing: RemoteBacking::Refused,
         secrets: Secrets::default(),
         part: None,
+        backing_use: BackingUse::Followed,
     }
 }
 

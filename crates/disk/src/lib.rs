@@ -82,10 +82,10 @@ pub use disk::{
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
-    AllowedPaths, CacheMode, CommitChain, FilePart, HandedFile, HandedOverDisk, IfCorrupt,
-    IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey, Locking, NOT_KEPT,
-    PendingChanges, QemuName, RemoteBacking, Secrets, StateUse, VOUCHER_RENEWAL, behind_links,
-    change_key_slots, changed_since, check_apart, check_apart_from, check_new_name,
+    AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, HandedFile, HandedOverDisk,
+    IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey, Locking,
+    NOT_KEPT, PendingChanges, QemuName, RemoteBacking, Secrets, StateUse, VOUCHER_RENEWAL,
+    behind_links, change_key_slots, changed_since, check_apart, check_apart_from, check_new_name,
     check_raw_backing, create, create_as, escape_uri, exists, forget_moved, format_by_name,
     format_for_new, is_address, is_device, is_foreign_address, keep_state, keeps_its_place,
     make_sidecar, note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,

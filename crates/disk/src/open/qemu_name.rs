@@ -15,7 +15,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_format::{Backing, ImageFormat};
 use serde_json::Value;
 
-use super::image_options::FilePart;
+use super::image_options::{BackingUse, FilePart};
 
 /// The characters before an export's name in [`nbd_of`].
 const EXPORT: &str = ":exportname=";
@@ -33,6 +33,8 @@ pub struct QemuName {
     pub is_shared: bool,
     /// Whether it is not to be changed.
     pub is_read_only: bool,
+    /// Whether its backing file is left out.
+    pub backing_use: BackingUse,
 }
 
 impl QemuName {
@@ -54,6 +56,7 @@ impl QemuName {
             part: None,
             is_shared: false,
             is_read_only: false,
+            backing_use: BackingUse::Followed,
         }))
     }
 
@@ -141,6 +144,14 @@ impl Options {
         for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
             self.take(key);
         }
+        // JSON's null, and how it is written as an option.
+        let backing_use = match self.0.get("backing").map(String::as_str) {
+            Some("null" | "") => {
+                self.take("backing");
+                BackingUse::LeftOut
+            }
+            _ => BackingUse::Followed,
+        };
         if self.0.keys().any(|key| key == "header" || key.starts_with("header.")) {
             return Err(
                 "a LUKS header in another file is not read; cryptsetup opens such containers"
@@ -184,6 +195,7 @@ impl Options {
             part,
             is_shared: locking.iter().any(|value| value == "off"),
             is_read_only: read_only.iter().any(|value| value == "on"),
+            backing_use,
         })
     }
 
@@ -402,6 +414,18 @@ mod tests {
             assert_eq!(named.path, Path::new(r#"/it's "x""#), "{name}");
         }
         assert!(QemuName::of("json:{'driver':'raw").expect("a protocol").is_err());
+    }
+
+    #[test]
+    fn a_backing_file_is_left_out_by_null() {
+        let of = |backing: &str| {
+            let name = format!(r#"json:{{"driver":"qcow2","file":{{"filename":"a"}}{backing}}}"#);
+            QemuName::of(&name).expect("JSON")
+        };
+        let left_out = of(r#","backing":null"#).map(|named| named.backing_use);
+        assert_eq!(left_out, Ok(BackingUse::LeftOut));
+        assert_eq!(of("").map(|named| named.backing_use), Ok(BackingUse::Followed));
+        assert!(of(r#","backing":{"driver":"raw"}"#).is_err());
     }
 
     #[test]
