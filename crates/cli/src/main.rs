@@ -18,6 +18,7 @@ mod bitmap;
 mod block_size_args;
 mod called_as;
 mod check;
+mod check_words;
 mod commit;
 mod compare;
 mod convert;

@@ -6,8 +6,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
-    RemoteBacking,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
+    OnFull, RemoteBacking,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
@@ -152,6 +152,8 @@ pub struct DiskSetup {
     pub remote_backing: RemoteBacking,
     /// Whether no name in the image is followed.
     pub no_references: bool,
+    /// Whether its backing file is read.
+    pub backing_use: BackingUse,
     /// The keys of its encrypted images.
     pub keys: KeyFiles,
     /// The bitmaps that its NBD clients may ask for, by their names.

@@ -148,6 +148,18 @@ pub struct ImageOptions {
     pub secrets: Secrets,
     /// The part of its file that the image is in, which is only read then.
     pub part: Option<FilePart>,
+    /// Whether its backing file is read.
+    pub backing_use: BackingUse,
+}
+
+/// What becomes of the backing file that an image names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackingUse {
+    /// It is opened.
+    #[default]
+    Followed,
+    /// It is left out: what the image does not have reads as zeros, and block status tells it from data.
+    LeftOut,
 }
 
 /// A part of a file: a disk in an archive.
@@ -220,6 +232,7 @@ impl Default for ImageOptions {
             remote_backing: RemoteBacking::Refused,
             secrets: Secrets::default(),
             part: None,
+            backing_use: BackingUse::Followed,
         }
     }
 }

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use blockhouse_disk::{
-    Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits, RemoteBacking,
+    Access, BackingUse, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits,
+    RemoteBacking,
 };
 use serde::{Deserialize, Serialize};
 
@@ -86,6 +87,9 @@ pub struct Opened {
     /// Whether no name in the image is followed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_references: bool,
+    /// Whether its backing file is left out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub without_backing: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
     /// The limits that it was opened with.
@@ -194,6 +198,7 @@ impl From<&DiskSetup> for Opened {
             allow_paths,
             remote_backing,
             no_references,
+            backing_use,
             // Disks with keys are not handed over.
             keys: _,
             bitmaps,
@@ -223,6 +228,7 @@ impl From<&DiskSetup> for Opened {
             allow_paths: allow_paths.iter().map(|path| bytes_of(path)).collect(),
             allow_remote: *remote_backing == RemoteBacking::Allowed,
             no_references: *no_references,
+            without_backing: *backing_use == BackingUse::LeftOut,
             bitmaps: bitmaps.clone(),
             limits: throttle.as_ref().map(Limits::from),
         }
@@ -266,6 +272,10 @@ impl Opened {
                 false => RemoteBacking::Refused,
             },
             no_references: self.no_references,
+            backing_use: match self.without_backing {
+                true => BackingUse::LeftOut,
+                false => BackingUse::Followed,
+            },
             keys: KeyFiles::default(),
             bitmaps: self.bitmaps,
             throttle: self.limits.map(Limits::throttle).transpose()?,

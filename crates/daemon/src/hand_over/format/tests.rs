@@ -22,6 +22,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         allow_paths: vec![b"/b".to_vec()],
         allow_remote: true,
         no_references: false,
+        without_backing: false,
         bitmaps: vec!["c".into()],
         limits,
     }
