@@ -40,6 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         queues: LOOPS,
         loops: loops.iter().map(|one| one.handle().clone()).collect(),
         memory: RegisteredMemory::Off,
+        access: Access::ReadWrite,
     });
     // The messages of front-ends are handled on a further thread, which `start` creates.
     let server = Server::start(device, UnixListener::bind(socket)?.into())?;

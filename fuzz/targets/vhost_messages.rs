@@ -69,6 +69,7 @@ impl Fixture {
             queues: 4,
             loops: vec![self.ended_loop.clone()],
             memory: RegisteredMemory::Off,
+            access: Access::ReadWrite,
         }))
     }
 

@@ -232,7 +232,7 @@ fn addresses(disks: &[ConfiguredDisk]) -> Addresses {
                     all.ublk.push(UblkSetup { id: Some(*id), disk: image });
                 }
                 ExportAddress::Nbd(uri) => {
-                    let offer = Offer { name: uri.export.clone(), image };
+                    let offer = Offer::new(uri.export.clone(), image);
                     match all.nbd.iter_mut().find(|(address, _)| *address == uri.address) {
                         Some((_, offers)) => offers.push(offer),
                         None => all.nbd.push((uri.address.clone(), vec![offer])),

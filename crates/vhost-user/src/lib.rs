@@ -26,6 +26,7 @@
 //!     queues: 1,
 //!     loops: vec![queue_loop.handle().clone()],
 //!     memory: RegisteredMemory::Off,
+//!     access: Access::ReadWrite,
 //! });
 //! let server = Server::start(device, UnixListener::bind(&socket)?.into())?;
 //! // Now a virtual machine can be started with a vhost-user-blk device at this socket.

@@ -1,6 +1,6 @@
 //! Exports, and the address of the NBD server that QEMU has one of.
 //!
-//! An export is as writable as its disk here: one that is to be read-only needs a disk that is.
+//! An export that is not to be writable is read-only, whoever else may change its disk.
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -64,7 +64,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             let disk = context.disk_of("", &node)?;
             check_access(context, &disk, is_writable)?;
             check_block_size(context, &disk, block)?;
-            serve(context, id, &disk, path).await
+            serve(context, id, &disk, path, is_writable).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
     }
@@ -107,7 +107,7 @@ impl NbdExport {
             let why = format!("NBD server already has export named '{}'", uri.export);
             return Err(QmpError::generic(why));
         }
-        serve(context, id, &disk, text).await
+        serve(context, id, &disk, text, is_writable).await
     }
 }
 
@@ -137,10 +137,6 @@ fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), 
     let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     match (disk.disk.access(), is_writable) {
         (Access::ReadOnly, true) => Err(QmpError::generic("Block node is read-only")),
-        (Access::ReadWrite, false) => Err(QmpError::generic(format!(
-            "an export is as writable as its node here: set 'writable' to true, or make '{}' read-only",
-            disk.name()
-        ))),
         _ => Ok(()),
     }
 }
@@ -170,8 +166,14 @@ fn check_bitmap(context: &Context, disk: &str, bitmap: &Value) -> Result<(), Qmp
     }
 }
 
-async fn serve(context: &Context, id: String, disk: &str, address: String) -> Returned {
-    let params = json!({ "disk": disk, "export": address });
+async fn serve(
+    context: &Context,
+    id: String,
+    disk: &str,
+    address: String,
+    is_writable: bool,
+) -> Returned {
+    let params = json!({ "disk": disk, "export": address, "read-only": !is_writable });
     // Before another client can take the id.
     context.state.borrow_mut().exports.push(NamedExport { id: id.clone(), address });
     let added = context.call("export.add", params).await;
