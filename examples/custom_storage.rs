@@ -19,7 +19,7 @@ use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
     GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
 };
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 use blockhouse_nbd::uri::{NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, bind_private};

@@ -15,7 +15,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockhouse_disk::{ImageOptions, open};
+use blockhouse_disk::{Access, ImageOptions, open};
 use blockhouse_engine::{EngineChoice, LoopThread};
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle};
 use blockhouse_fuzz::front_end::{FileKind, Message};
 use blockhouse_fuzz::in_bounded_memory;

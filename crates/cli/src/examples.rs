@@ -29,6 +29,19 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "qemu-storage-daemon",
+        &[
+            example(
+                "Serve an image to NBD clients",
+                "blockhouse qemu-storage-daemon --blockdev qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2 --nbd-server addr.type=unix,addr.path=disk.sock --export nbd,id=e,node-name=d,writable=on",
+            ),
+            example(
+                "Take commands of QMP at a socket",
+                "blockhouse qemu-storage-daemon --chardev socket,id=c,path=qmp.sock,server=on,wait=off --monitor c",
+            ),
+        ],
+    ),
+    (
         "bench",
         &[
             example("The gain of FUA in this folder", "blockhouse bench fua"),

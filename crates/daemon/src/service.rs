@@ -16,7 +16,7 @@ use crate::finishing::{Finishing, close_all};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
 use crate::offers::Offer;
-use crate::qmp::Qmp;
+use crate::qmp::{self, Qmp};
 use crate::running::{
     EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningExport,
     RunningUblk, ServedSocket, SocketOffer,
@@ -120,9 +120,14 @@ impl Service {
         Ok(())
     }
 
-    /// Serves QMP at a listening socket: the commands that call only methods of `answers`.
-    pub(crate) fn add_qmp(&mut self, bound: BoundSocket, workers: Workers, answers: Answers) {
-        self.qmp = Some(Qmp::start(bound, workers, Arc::clone(&self.running), answers));
+    /// Serves QMP, when the first commands of it are carried out.
+    ///
+    /// # Errors
+    /// That of the first command that fails.
+    pub(crate) fn add_qmp(&mut self, served: qmp::Served, workers: Workers) -> Result<()> {
+        let (qmp, outcome) = Qmp::start(served, workers, Arc::clone(&self.running));
+        self.qmp = Some(qmp);
+        outcome
     }
 
     /// As [`add_qmp`](Self::add_qmp), once the process that another one goes on for has ended.

@@ -8,7 +8,7 @@
 //! use std::os::unix::net::UnixStream;
 //! use std::sync::Arc;
 //!
-//! use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+//! use blockhouse_disk::{Access, ImageFormat, ImageOptions, create, open};
 //! use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 //! use blockhouse_nbd::{Export, Exports, Limits, Server, bind_private};
 //!

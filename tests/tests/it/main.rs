@@ -88,6 +88,7 @@ mod sigkill;
 mod snapshots;
 mod socket_modes;
 mod state;
+mod storage_daemon;
 mod streams;
 mod tls;
 mod top;

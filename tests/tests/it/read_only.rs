@@ -98,7 +98,7 @@ fn an_export_is_read_only_beside_one_that_is_not() {
     let told: Vec<_> = (0..3).map(|index| exports[index]["read-only"] == true).collect();
     assert_eq!(told, [false, true, true]);
     let table = command(&["ctl", str(&scratch.socket("control")), "exports"]).success();
-    assert_eq!(table.matches("(read-only)").count(), 2, "{table}");
+    assert_eq!(table.stdout.matches("(read-only)").count(), 2, "{}", table.stdout);
     server.stop();
 }
 

@@ -17,7 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{Access, HandedFile, HandedOverDisk, RemoteBacking, StateUse, open_handed_over};
+use blockhouse_disk::{
+    Access, HandedFile, HandedOverDisk, RemoteBacking, StateUse, open_handed_over,
+};
 use blockhouse_engine::{DeviceCommands, OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};

@@ -11,7 +11,9 @@ use signal_hook::low_level::raise;
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
-use super::{bitmaps, blockdev, exports, jobs, node_list, nodes, query, snapshots, transaction};
+use super::{
+    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, query, snapshots, transaction,
+};
 use crate::control_socket::Answers;
 
 /// The command that comes first.
@@ -63,8 +65,10 @@ const COMMANDS: &[Command] = &[
     command!("query-named-block-nodes", ["disk.list", "limit.get", "bitmap.list", "snapshot.list"], node_list::nodes),
     command!("query-block", [], query::devices),
     command!("query-blockstats", ["disk.stats"], query::stats),
-    command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
-    command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
+    command!("blockdev-add", ["disk.open", "disk.close", "limit.set"], blockdev::add),
+    command!("blockdev-del", ["disk.open", "disk.close", "limit.set"], blockdev::delete),
+    command!("object-add", ["disk.open", "limit.set"], objects::add),
+    command!("object-del", ["disk.open", "limit.set"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),
@@ -149,7 +153,8 @@ mod tests {
             told.contains(&"query-named-block-nodes") && find(&Answers::Reading, "quit").is_none()
         );
         assert!(
-            find(&Answers::All, "quit").is_some() && find(&Answers::All, "object-add").is_none()
+            find(&Answers::All, "quit").is_some()
+                && find(&Answers::All, "blockdev-mirror").is_none()
         );
     }
 }

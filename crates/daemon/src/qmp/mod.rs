@@ -7,7 +7,7 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are; `query`, `node_list`, `nodes`, `blockdev`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are; `query`, `node_list`, `nodes`, `blockdev`, `filters`, `objects`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
@@ -19,9 +19,11 @@ mod context;
 mod errors;
 mod events;
 mod exports;
+mod filters;
 mod jobs;
 mod node_list;
 mod nodes;
+mod objects;
 mod query;
 mod reader;
 mod server;
@@ -31,4 +33,4 @@ mod state;
 mod tokens;
 mod transaction;
 
-pub(crate) use server::Qmp;
+pub(crate) use server::{Qmp, Served};

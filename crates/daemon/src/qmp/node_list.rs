@@ -38,6 +38,9 @@ pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Return
             if !is_file {
                 nodes.push(format_node(context, disk, &running, is_flat).await?);
             }
+            if let Some(filter) = context.state.borrow().filter_on(name) {
+                nodes.push(filter_node(disk, &running, filter));
+            }
             let below = context.state.borrow().file_of(name);
             nodes.push(protocol_node(disk, &running, if is_file { name } else { &below }));
         }
@@ -186,6 +189,14 @@ fn backing_image(running: &RunningDisk, depth: usize) -> Value {
         image["backing-image"] = backing_image(running, depth + 1);
     }
     image
+}
+
+/// A filter on a disk.
+fn filter_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
+    let mut node = frame(disk, running, "throttle");
+    node["node-name"] = name.into();
+    node["image"] = image_of(&running.path(), "throttle", running.disk.size(), None);
+    node
 }
 
 /// The file of a disk.

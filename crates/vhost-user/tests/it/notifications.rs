@@ -9,7 +9,7 @@ use async_lock::Semaphore;
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode, Unmap,
 };
-use blockhouse_disk::{Disk, Options as DiskOptions};
+use blockhouse_disk::{Access, Disk, Options as DiskOptions};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
