@@ -94,7 +94,12 @@ fn is_check(words: &[OsString]) -> bool {
 
 /// The name that lines on standard error begin with.
 pub fn own_name() -> &'static str {
-    tool().map_or("blockhouse", Tool::as_str)
+    let is_daemon = || std::env::args_os().nth(1).is_some_and(|word| word == storage_daemon::NAME);
+    match tool() {
+        Some(tool) => tool.as_str(),
+        None if is_daemon() => storage_daemon::NAME,
+        None => "blockhouse",
+    }
 }
 
 /// The words of the command line as if under our own name: qemu-nbd is `serve`.

@@ -77,7 +77,8 @@ fn an_export_is_read_only_beside_one_that_is_not() {
     let (vu, nbd) = (scratch.socket("vu"), scratch.socket("nbd"));
     let uri = format!("nbd+unix:///ro?socket={}", str(&nbd));
     for export in [uri.as_str(), str(&vu)] {
-        let added = ["ctl", str(&scratch.socket("control")), "export", "--read-only", "disk.img"];
+        let socket = scratch.socket("control");
+        let added = ["ctl", str(&socket), "export", "--read-only", "disk.img"];
         command(&[&added[..], &[export]].concat()).success();
     }
     let mut writer = Client::open(&server.address());

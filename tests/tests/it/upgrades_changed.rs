@@ -64,13 +64,15 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         control.get("disk.open", json!({ "path": scratch.path(name), "limits": limits }));
     }
     control.get("export.add", json!({ "disk": "second.qcow2", "export": uri("s", &nbd) }));
-    control.get("export.add", json!({ "disk": "third.qcow2", "export": tcp }));
-    control.get("export.add", json!({ "disk": "second.qcow2", "export": str(&vu) }));
     let (vu_ro, only) = (scratch.socket("vu-ro"), uri("ro", &nbd));
-    for export in [only.as_str(), str(&vu_ro)] {
+    let add_read_only = |control: &mut Control, export: &str| {
         let params = json!({ "disk": "second.qcow2", "export": export, "read-only": true });
         control.get("export.add", params);
-    }
+    };
+    add_read_only(&mut control, &only);
+    control.get("export.add", json!({ "disk": "third.qcow2", "export": tcp }));
+    control.get("export.add", json!({ "disk": "second.qcow2", "export": str(&vu) }));
+    add_read_only(&mut control, str(&vu_ro));
     let mut reader = open(&nbd, "ro");
     // What the command line asks for is gone.
     control.get("disk.close", json!({ "disk": "first", "force": true }));

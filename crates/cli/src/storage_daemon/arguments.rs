@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use blockhouse_daemon::setup::FirstCommand;
 use clap::{ArgMatches, FromArgMatches};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::chardev::{self, Chardev};
 use super::keyval::{self, Parsed};
@@ -184,11 +184,9 @@ impl Plan {
             "object" => ("object-add", Some("qom-type")),
             _ => ("nbd-server-start", None),
         };
-        let Parsed { mut arguments, are_words } = keyval::parse(text, implied)?;
-        match name {
-            "object-add" => self.note_object(&arguments)?,
-            "nbd-server-start" => with_address(&mut arguments),
-            _ => {}
+        let Parsed { arguments, are_words } = keyval::parse(text, implied)?;
+        if name == "object-add" {
+            self.note_object(&arguments)?;
         }
         self.commands.push(FirstCommand { said: said.to_owned(), name, arguments, are_words });
         Ok(())
@@ -214,13 +212,5 @@ impl Plan {
         }
         self.tls = Some((text("id").to_owned(), kind, text("dir").into()));
         Ok(())
-    }
-}
-
-/// The command of QMP has the parts of an address in a member of it.
-fn with_address(arguments: &mut Map<String, Value>) {
-    if let Some(Value::Object(mut address)) = arguments.remove("addr") {
-        let kind = address.remove("type").unwrap_or_default();
-        arguments.insert("addr".into(), json!({ "type": kind, "data": address }));
     }
 }

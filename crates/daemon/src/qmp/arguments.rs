@@ -12,17 +12,30 @@ pub(super) struct Arguments {
     path: String,
     /// Whether values are words of a command line, which are numbers and switches only where such are wanted.
     are_words: bool,
+    /// Whether they are those of an option.
+    is_option: bool,
 }
 
 impl Arguments {
     /// Those of a command.
     pub(super) fn new(given: Map<String, Value>) -> Self {
-        Self { given, path: String::new(), are_words: false }
+        Self { given, path: String::new(), are_words: false, is_option: false }
     }
 
-    /// Those of a command, as a command line has them: `on` and `off`, and numbers as text.
-    pub(super) fn of_words(given: Map<String, Value>) -> Self {
-        Self { are_words: true, ..Self::new(given) }
+    /// Those of a command, as an option of a command line has them; `are_words`: `on` and `off`, and numbers as text.
+    pub(super) fn of_option(given: Map<String, Value>, are_words: bool) -> Self {
+        Self { are_words, is_option: true, ..Self::new(given) }
+    }
+
+    /// The member of an address that has its parts: in an option these are members of the address itself.
+    pub(super) fn parts_of_address(self) -> Result<Self, QmpError> {
+        let mut address = self;
+        if address.is_option {
+            return Ok(address);
+        }
+        let parts = address.object("data")?;
+        address.end()?;
+        Ok(parts)
     }
 
     fn taken<T>(
@@ -62,11 +75,14 @@ impl Arguments {
 
     /// Whether something holds; `otherwise` where it is left out.
     pub(super) fn flag(&mut self, name: &str, otherwise: bool) -> Result<bool, QmpError> {
-        let switch = self.are_words.then_some(switch);
-        let flag = self.taken(name, "boolean", |value| match switch {
-            Some(switch) => value.as_str().and_then(switch).or(value.as_bool()),
-            None => value.as_bool(),
-        })?;
+        if self.are_words {
+            let Some(word) = self.some_text(name)? else { return Ok(otherwise) };
+            let path = &self.path;
+            return switch(&word).ok_or_else(|| {
+                QmpError::generic(format!("Parameter '{path}{name}' expects 'on' or 'off'"))
+            });
+        }
+        let flag = self.taken(name, "boolean", |value| value.as_bool())?;
         Ok(flag.unwrap_or(otherwise))
     }
 
@@ -120,7 +136,8 @@ impl Arguments {
             _ => None,
         })?;
         let path = format!("{}{name}.", self.path);
-        Ok(object.map(|given| Self { given, path, are_words: self.are_words }))
+        let Self { are_words, is_option, .. } = *self;
+        Ok(object.map(|given| Self { given, path, are_words, is_option }))
     }
 
     /// An object.

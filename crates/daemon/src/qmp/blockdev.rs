@@ -79,6 +79,7 @@ impl Asked {
         let is_read_only = given.flag("read-only", false)?;
         // A hint, for a file that cannot be written to.
         given.flag("auto-read-only", false)?;
+        given.only("active", &[json!(true)], "all nodes are active")?;
         given.only("force-share", &[json!(false)], "images are locked")?;
         let cache = match given.some_object("cache")? {
             Some(mut cache) => {
@@ -107,7 +108,8 @@ impl Asked {
         given.only("locking", &[json!("auto"), json!("on")], "images are locked")?;
         given.flag("drop-cache", true)?;
         given.end()?;
-        // A process has another working directory when it goes on in the background.
+        check_file(&filename)?;
+        // An image is known by its whole path.
         let path = std::path::absolute(&filename).ok();
         Ok(path.and_then(|path| path.to_str().map(ToOwned::to_owned)).unwrap_or(filename))
     }
@@ -149,7 +151,6 @@ pub(super) async fn open_node(
         THROTTLE => Box::pin(filters::add_throttle(context, given, name)).await,
         driver if FILES.contains(&driver) => {
             let path = Asked::end_file(given)?;
-            check_file(&path)?;
             let params = open_params(context, asked.params(name, &path, None));
             context.call("disk.open", params.clone()).await?;
             let node = FileNode { path, params, user: None, is_implicit: false };
@@ -205,7 +206,6 @@ async fn add_format(
             let why = format!("Driver '{}' is not possible below another one here", below.driver);
             return Err(QmpError::generic(why));
         }
-        check_file(&path)?;
         let mut params = open_params(context, asked.params(name, &path, Some(&below)));
         params["key-files"] = keys;
         context.call("disk.open", params).await?;

@@ -12,7 +12,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, query, snapshots, transaction,
+    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, query, schema, snapshots,
+    transaction,
 };
 use crate::control_socket::Answers;
 
@@ -38,6 +39,17 @@ pub(super) fn find(answers: &Answers, name: &str) -> Option<&'static Command> {
     COMMANDS.iter().find(|command| command.name == name && is_there(answers, command))
 }
 
+/// Whether this socket has a command of this name.
+pub(super) fn is_command(answers: &Answers, name: &str) -> bool {
+    find(answers, name).is_some()
+}
+
+/// The names of all commands.
+#[cfg(test)]
+pub(super) fn all_commands() -> impl Iterator<Item = &'static str> {
+    COMMANDS.iter().map(|command| command.name)
+}
+
 /// Whether a socket that answers some methods has a command.
 fn is_there(answers: &Answers, command: &Command) -> bool {
     command.calls.iter().all(|method| answers.has(method))
@@ -61,6 +73,7 @@ const COMMANDS: &[Command] = &[
     command!("qmp_capabilities", [], query_commands),
     command!("query-version", [], query_version),
     command!("query-commands", [], query_commands),
+    command!("query-qmp-schema", [], schema::query),
     command!("quit", [EVERYTHING], quit),
     command!("query-named-block-nodes", ["disk.list", "limit.get", "bitmap.list", "snapshot.list"], node_list::nodes),
     command!("query-block", [], query::devices),
@@ -113,9 +126,10 @@ async fn query_commands(context: &Rc<Context>, arguments: Arguments) -> Returned
     arguments.end().map(|()| names(&context.answers))
 }
 
-/// Ends the server as a signal does.
-async fn quit(_: &Rc<Context>, arguments: Arguments) -> Returned {
+/// Ends the server as a signal does. Jobs end first, so that clients are told.
+async fn quit(context: &Rc<Context>, arguments: Arguments) -> Returned {
     arguments.end()?;
+    jobs::cancel_all(context).await;
     // The main thread waits for signals. It fails for no signal that exists.
     let _ = raise(SIGTERM);
     Ok(json!({}))

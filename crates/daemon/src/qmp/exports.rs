@@ -47,6 +47,8 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
         check_thread(context, &thread)?;
     }
     given.flag("fixed-iothread", false)?;
+    // No node is inactive.
+    given.flag("allow-inactive", false)?;
     match kind {
         "nbd" => {
             let name = given.some_text("name")?.unwrap_or_else(|| node.clone());
@@ -224,8 +226,8 @@ async fn remove(context: &Context, id: String, mut given: Arguments) -> Returned
 
 /// `nbd-server-start`: says where. The socket is there with the first export.
 pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let mut addr = given.object("addr")?;
-    let address = address(&mut addr)?;
+    let addr = given.object("addr")?;
+    let address = address(addr)?;
     let why = "'serve --limit' and 'serve --tls-allow' say that of all clients";
     given.only("max-connections", &[json!(0)], why)?;
     given.only("handshake-max-seconds", &[], why)?;
@@ -252,10 +254,9 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
 }
 
 /// The address that a `SocketAddressLegacy` is.
-fn address(given: &mut Arguments) -> Result<Address, QmpError> {
+fn address(mut given: Arguments) -> Result<Address, QmpError> {
     let kind = given.needed_word("type", &["inet", "unix", "vsock", "fd"])?;
-    let mut data = given.object("data")?;
-    given.end()?;
+    let mut data = given.parts_of_address()?;
     let address = match kind {
         "inet" => {
             let (host, port) = (data.text("host")?, data.text("port")?);

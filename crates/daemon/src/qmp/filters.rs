@@ -20,10 +20,11 @@ pub(super) async fn add_throttle(
     name: &str,
 ) -> Result<(), QmpError> {
     let group = given.text("throttle-group")?;
-    let limits = limits_of(context, &group)?;
     let (disk, is_implicit) = match given.some_object_or_text("file")? {
         Some(mut file) => {
             given.end()?;
+            // Before anything is opened.
+            limits_of(context, &group)?;
             let mut asked = Asked::take(&mut file)?;
             let is_implicit = asked.name.is_none();
             let below = asked.name.clone().unwrap_or_else(|| implicit_name(context));
@@ -43,6 +44,7 @@ pub(super) async fn add_throttle(
             (disk, false)
         }
     };
+    let limits = limits_of(context, &group)?;
     if let Err(error) = set(context, &disk, limits).await {
         if is_implicit {
             close(context, &disk).await?;

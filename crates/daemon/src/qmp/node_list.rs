@@ -213,7 +213,10 @@ fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
     let size = length.unwrap_or(running.disk.size());
     let mut image = image_of(&running.path(), driver, size, None);
-    image["format-specific"] = json!({ "type": driver, "data": {} });
+    if driver != "nbd" {
+        // As QEMU calls it for devices, too.
+        image["format-specific"] = json!({ "type": "file", "data": {} });
+    }
     add_space(&mut image, running);
     node["image"] = image;
     node

@@ -65,8 +65,9 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     let object = match kind {
         "iothread" => {
             // How long a loop looks for requests before it sleeps is said by --poll-max-us.
-            for name in
-                ["poll-max-ns", "poll-grow", "poll-shrink", "aio-max-batch", "thread-pool-min"]
+            for name in ["poll-max-ns", "poll-grow", "poll-shrink", "aio-max-batch"]
+                .into_iter()
+                .chain(["thread-pool-min", "thread-pool-max"])
             {
                 given.some_unsigned(name)?;
             }
@@ -109,7 +110,7 @@ fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
             Ok(Object::Secret { path, _memory: Some(file.into()) })
         }
         (Some(_), Some(_)) => Err(QmpError::generic("'file' and 'data' are mutually exclusive")),
-        (None, None) => Err(QmpError::generic("Must provide 'file' or 'data'")),
+        (None, None) => Err(QmpError::generic("Either 'file' or 'data' must be provided")),
     }
 }
 

@@ -194,10 +194,7 @@ impl Qmp {
 /// Carries commands out, until one fails.
 async fn carry_out_first(context: &Rc<Context>, commands: Vec<FirstCommand>) -> Result<()> {
     for FirstCommand { said, name, arguments, are_words } in commands {
-        let arguments = match are_words {
-            true => Arguments::of_words(arguments),
-            false => Arguments::new(arguments),
-        };
+        let arguments = Arguments::of_option(arguments, are_words);
         let command = commands::find(&context.answers, name).context("a command of no client")?;
         let returned = (command.run)(context, arguments).await;
         returned.map_err(|error| anyhow::anyhow!("{said}: {}", error.desc()))?;
