@@ -337,6 +337,24 @@ fn images_name_others_and_have_keys_by_objects() {
     let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
     assert_eq!(connect("o").read(0, 512), Ok(vec![5; 512]));
     assert_eq!(connect("l").size(), MIB);
+    // An export of another server.
+    let more = scratch.socket("more");
+    let line = [
+        "--blockdev",
+        &format!("nbd,node-name=n,server.type=unix,server.path={},export=o", str(&nbd)),
+        "--blockdev",
+        "raw,node-name=r,read-only=on,file=n",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={}", str(&more)),
+        "--export",
+        "nbd,id=r,node-name=r",
+    ];
+    let second = Daemon::start(ours(&scratch), &words(&line, &folder));
+    wait_until("it listens", || more.exists());
+    let mut client = Greeted::new(&Address::Unix(more)).go("r", Framing::Simple);
+    assert_eq!(client.read(0, 512), Ok(vec![5; 512]));
+    client.disconnect();
+    second.stop();
     daemon.stop();
 }
 

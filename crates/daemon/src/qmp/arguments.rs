@@ -213,6 +213,11 @@ impl Arguments {
         self.given.insert(name.to_owned(), text.into());
     }
 
+    /// All that nobody has taken yet.
+    pub(super) fn rest(&mut self) -> Map<String, Value> {
+        std::mem::take(&mut self.given)
+    }
+
     /// All were taken.
     pub(super) fn end(&self) -> Result<(), QmpError> {
         match self.given.keys().next() {

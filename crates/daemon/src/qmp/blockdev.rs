@@ -5,6 +5,7 @@
 
 use std::rc::Rc;
 
+use blockhouse_disk::QemuName;
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
@@ -15,12 +16,13 @@ use super::filters;
 use super::objects::key_file;
 use super::state::FileNode;
 
-/// QEMU's drivers: those of files, those of formats that are opened here, and all others.
-const FILES: [&str; 2] = ["file", "host_device"];
+/// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
+const FILES: [&str; 3] = ["file", "host_device", NBD];
+const NBD: &str = "nbd";
 const FORMATS: [&str; 7] = ["raw", "qcow2", "luks", "vdi", "vhdx", "vmdk", "vpc"];
 /// A node that puts limits on a disk.
 const THROTTLE: &str = "throttle";
-const OTHERS: [&str; 29] = [
+const OTHERS: [&str; 28] = [
     "blkdebug",
     "blklogwrites",
     "blkreplay",
@@ -38,7 +40,6 @@ const OTHERS: [&str; 29] = [
     "http",
     "https",
     "iscsi",
-    "nbd",
     "nfs",
     "null-aio",
     "null-co",
@@ -100,8 +101,21 @@ impl Asked {
         Ok(Self { driver, name, is_read_only, cache, discard, detect_zeroes })
     }
 
-    /// Takes what nodes of files have, and nothing else. The file's name.
-    fn end_file(mut given: Arguments) -> Result<String, QmpError> {
+    /// Whether it is one that puts limits on a disk.
+    pub(super) fn is_throttle(&self) -> bool {
+        self.driver == THROTTLE
+    }
+
+    /// Takes what nodes of files have, and nothing else. The file's name, or the URI of an export.
+    fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
+        if self.driver == NBD {
+            let mut options = given.rest();
+            options.insert("driver".into(), NBD.into());
+            let named = QemuName::of(&format!("json:{}", Value::from(options)));
+            let wrong = |why| QmpError::generic(format!("Could not open the export: {why}"));
+            let named = named.unwrap_or_else(|| Err("it has no name".into())).map_err(wrong)?;
+            return Ok(named.path.to_string_lossy().into_owned());
+        }
         let filename = given.text("filename")?;
         // How operations are done is said by --engine.
         given.word("aio", &["threads", "native", "io_uring"])?;
@@ -150,7 +164,7 @@ pub(super) async fn open_node(
     match asked.driver {
         THROTTLE => Box::pin(filters::add_throttle(context, given, name)).await,
         driver if FILES.contains(&driver) => {
-            let path = Asked::end_file(given)?;
+            let path = asked.end_file(given)?;
             let params = open_params(context, asked.params(name, &path, None));
             context.call("disk.open", params.clone()).await?;
             let node = FileNode { path, params, user: None, is_implicit: false };
@@ -199,13 +213,13 @@ async fn add_format(
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;
-        let path = Asked::end_file(file)?;
         given.end()?;
         below.name.iter().try_for_each(|name| check_name(context, name))?;
         if !FILES.contains(&below.driver) {
             let why = format!("Driver '{}' is not possible below another one here", below.driver);
             return Err(QmpError::generic(why));
         }
+        let path = below.end_file(file)?;
         let mut params = open_params(context, asked.params(name, &path, Some(&below)));
         params["key-files"] = keys;
         context.call("disk.open", params).await?;
@@ -260,7 +274,7 @@ async fn reopen(context: &Context, name: &str, node: &FileNode) {
     }
 }
 
-fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
+pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
     if !is_well_formed(name) {
         return Err(QmpError::generic(format!("Invalid node-name: '{name}'")));
     }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
-use super::blockdev::{Asked, close, open_node};
+use super::blockdev::{Asked, check_name, close, open_node};
 use super::context::Context;
 use super::errors::QmpError;
 use super::objects::limits_of;
@@ -26,11 +26,15 @@ pub(super) async fn add_throttle(
             // Before anything is opened.
             limits_of(context, &group)?;
             let mut asked = Asked::take(&mut file)?;
-            let is_implicit = asked.name.is_none();
+            if asked.is_throttle() {
+                let why = "Driver 'throttle' is not possible below another one here";
+                return Err(QmpError::generic(why));
+            }
+            asked.name.iter().try_for_each(|name| check_name(context, name))?;
             let below = asked.name.clone().unwrap_or_else(|| implicit_name(context));
             asked.name = Some(below.clone());
             open_node(context, file, asked, &below).await?;
-            (below, is_implicit)
+            (below, true)
         }
         None => {
             let below = given.text("file")?;
