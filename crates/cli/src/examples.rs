@@ -33,11 +33,11 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             example(
                 "Serve an image to NBD clients",
-                "blockhouse qemu-storage-daemon --blockdev qcow2,node-name=d,file.driver=file,file.filename=disk.qcow2 --nbd-server addr.type=unix,addr.path=disk.sock --export nbd,id=e,node-name=d,writable=on",
+                "blockhouse qemu-storage-daemon --blockdev file,node-name=d,filename=disk.img --nbd-server addr.type=unix,addr.path=disk.sock --export nbd,id=e,node-name=d",
             ),
             example(
                 "Take commands of QMP at a socket",
-                "blockhouse qemu-storage-daemon --chardev socket,id=c,path=qmp.sock,server=on,wait=off --monitor c",
+                "blockhouse qemu-storage-daemon --chardev socket,id=c,path=qmp.sock,server=on --monitor c",
             ),
         ],
     ),

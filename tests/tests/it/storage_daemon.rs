@@ -341,7 +341,10 @@ fn images_name_others_and_have_keys_by_objects() {
     let more = scratch.socket("more");
     let line = [
         "--blockdev",
-        &format!("nbd,node-name=n,server.type=unix,server.path={},export=o", str(&nbd)),
+        &format!(
+            "nbd,node-name=n,read-only=on,server.type=unix,server.path={},export=o",
+            str(&nbd)
+        ),
         "--blockdev",
         "raw,node-name=r,read-only=on,file=n",
         "--nbd-server",

@@ -196,7 +196,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
             ExportAddress::Ublk(_) => "ublk",
         },
         clients: running.clients(&export),
-        read_only: export.access == Access::ReadOnly,
+        read_only: (export.access == Access::ReadOnly).then_some(true),
         export: export.address.to_string(),
         disk: export.disk,
     };

@@ -192,9 +192,9 @@ pub struct ExportInfo {
     /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
-    /// Whether its clients may not change the disk, whoever else may.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub read_only: bool,
+    /// True where its clients may not change the disk, whoever else may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
 }
 
 /// A snapshot of a disk.
