@@ -465,6 +465,7 @@ impl TargetSpec<'_> {
             remote_backing: self.open.remote_backing(),
             secrets: self.open.secrets()?,
             part: None,
+            side_file: None,
         };
         match self.is_overlay() {
             true => open(path, options).await,

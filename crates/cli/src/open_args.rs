@@ -253,6 +253,7 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         remote_backing: RemoteBacking::Refused,
         secrets: Secrets::default(),
         part: None,
+        side_file: None,
     }
 }
 

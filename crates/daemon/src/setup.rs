@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use blockhouse_disk::{
     Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
-    RemoteBacking,
+    RemoteBacking, SideFile,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
@@ -156,6 +156,8 @@ pub struct DiskSetup {
     pub keys: KeyFiles,
     /// The bitmaps that its NBD clients may ask for, by their names.
     pub bitmaps: Vec<String>,
+    /// Where its bitmaps are, if it is raw and they are not beside it.
+    pub side_file: Option<SideFile>,
     /// How many operations and bytes a second it may have.
     pub throttle: Option<DiskThrottle>,
 }

@@ -22,6 +22,7 @@ use serde_json::{Map, Value, json};
 use crate::block_size_args::BlockSizeArgs;
 use crate::hold_args::HoldArgs;
 use crate::output;
+use crate::side_file_args::SideFileArgs;
 
 /// Arguments of `ctl`.
 #[derive(clap::Args)]
@@ -193,6 +194,8 @@ struct Open {
     block_sizes: BlockSizeArgs,
     #[command(flatten)]
     hold: HoldArgs,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
@@ -503,6 +506,8 @@ impl Stream {
 impl Open {
     fn params(self) -> Result<Value> {
         let exports = self.exports.iter().map(|export| absolute_export(export));
+        let bitmaps_in = self.side_file.bitmaps.as_deref().map(absolute).transpose()?;
+        let bitmaps_in = bitmaps_in.map(|path| path.to_string_lossy().into_owned());
         let mut params = json!({
             "path": absolute_image(&self.path)?,
             "read-only": self.read_only,
@@ -520,6 +525,8 @@ impl Open {
             ("discard-granularity", self.block_sizes.discard_granularity.map(Value::from)),
             ("on-full", self.hold.on_full.map(Value::from)),
             ("hold-seconds", self.hold.hold_seconds.map(Value::from)),
+            ("bitmaps-in", bitmaps_in.map(Value::from)),
+            ("trust-bitmaps", self.side_file.trust_bitmaps.then(|| true.into())),
             ("copy-on-read", self.copy_on_read.then(|| true.into())),
             ("prefetch", self.prefetch.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),

@@ -31,9 +31,10 @@ use crate::hold_args::HoldArgs;
 use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
+use crate::side_file_args::SideFileArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 49] = [
+const OTHER_OPTIONS: [&str; 51] = [
     "images",
     "format",
     "create",
@@ -69,6 +70,8 @@ const OTHER_OPTIONS: [&str; 49] = [
     "read_only",
     "snapshot",
     "bitmap",
+    "bitmaps",
+    "trust_bitmaps",
     "discard",
     "detect_zeroes",
     "logical_block_size",
@@ -179,6 +182,8 @@ pub struct Arguments {
     /// asked. docs/backup.md says how a backup gets a point in time.
     #[arg(long, short = 'B', value_name = "NAME")]
     bitmap: Vec<String>,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     #[command(flatten)]
     tls: TlsArgs,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
@@ -536,6 +541,7 @@ impl Arguments {
             no_references: self.references.no_references,
             keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),
+            side_file: self.side_file.side_file(),
             throttle,
         }
     }

@@ -37,6 +37,8 @@ const GROUPS: [(&str, &[&str]); 6] = [
             "detect_zeroes",
             "copy_on_read",
             "prefetch",
+            "bitmaps",
+            "trust_bitmaps",
             "on_full",
             "hold_seconds",
             "state",

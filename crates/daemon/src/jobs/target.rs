@@ -138,6 +138,7 @@ async fn open_existing(
         remote_backing: source.remote_backing,
         secrets: source.keys.read()?,
         part: None,
+        side_file: None,
     };
     match open_without_backing(path, options.clone()).await {
         Err(error)

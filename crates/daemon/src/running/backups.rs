@@ -384,6 +384,7 @@ impl Running {
             create: None,
             snapshot: None,
             bitmaps: Vec::new(),
+            side_file: None,
             throttle: None,
             ..source.setup.clone()
         };

@@ -145,6 +145,8 @@ impl Running {
         self.sandbox().check_image(&setup.path)?;
         // What the image names there could not be opened, and the kernel would not say why.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
+        let side_file = setup.side_file.iter().map(|side| &side.path);
+        side_file.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         setup.keys.paths().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;

@@ -27,6 +27,7 @@ mod sidecar;
 mod start_recording;
 mod tool_state;
 mod unlock;
+mod volume;
 mod vouching;
 
 pub use allowed_paths::{AllowedPaths, note_data_file};
@@ -42,9 +43,11 @@ pub use create::{
 pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
 pub use image_disk::ImageDisk;
-pub use image_options::{CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, StateUse};
+pub use image_options::{
+    CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, SideFile, StateUse,
+};
 pub use lock::open_locked;
-pub use make_sidecar::{make_sidecar, remove_unused_sidecar};
+pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, record_moved};
 pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::{check_raw_backing, probe_nameless};

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use blockhouse_disk::{
     Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits, RemoteBacking,
+    SideFile,
 };
 use serde::{Deserialize, Serialize};
 
@@ -88,6 +89,9 @@ pub struct Opened {
     pub no_references: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
+    /// The bytes of the path where its bitmaps are, and whether nobody else writes to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmaps_in: Option<(Vec<u8>, bool)>,
     /// The limits that it was opened with.
     pub limits: Option<Limits>,
 }
@@ -197,6 +201,7 @@ impl From<&DiskSetup> for Opened {
             // Disks with keys are not handed over.
             keys: _,
             bitmaps,
+            side_file,
             throttle,
         } = setup;
         Self {
@@ -224,6 +229,7 @@ impl From<&DiskSetup> for Opened {
             allow_remote: *remote_backing == RemoteBacking::Allowed,
             no_references: *no_references,
             bitmaps: bitmaps.clone(),
+            bitmaps_in: side_file.as_ref().map(|side| (bytes_of(&side.path), side.is_alone)),
             limits: throttle.as_ref().map(Limits::from),
         }
     }
@@ -268,6 +274,9 @@ impl Opened {
             no_references: self.no_references,
             keys: KeyFiles::default(),
             bitmaps: self.bitmaps,
+            side_file: self
+                .bitmaps_in
+                .map(|(path, is_alone)| SideFile { path: path_of(path), is_alone }),
             throttle: self.limits.map(Limits::throttle).transpose()?,
         })
     }

@@ -23,6 +23,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         allow_remote: true,
         no_references: false,
         bitmaps: vec!["c".into()],
+        bitmaps_in: None,
         limits,
     }
 }
