@@ -14,6 +14,7 @@ use serde::Deserialize;
 use crate::limit_options::LimitOptions;
 use crate::setup::DiskSetup;
 use crate::text_fields::{Size, some_size, some_text, text};
+use crate::threshold::Threshold;
 
 /// A disk to be opened.
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
@@ -60,6 +61,11 @@ pub struct DiskOptions {
     pub on_full: OnFullName,
     /// With on-full hold: for how many seconds each waits at most, before it fails. Left out: 300.
     pub hold_seconds: Option<u32>,
+    /// How little room may be left on the host before the event disk.threshold tells: bytes, as a text like "10G", or "10%" of
+    /// all. Left out: nothing is told.
+    #[serde(default, deserialize_with = "some_text")]
+    #[schemars(with = "Option<String>")]
+    pub threshold: Option<Threshold>,
     /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
     #[serde(default)]
     pub copy_on_read: bool,
@@ -214,6 +220,7 @@ impl DiskOptions {
                 self.discard_granularity,
             )?,
             on_full: OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)?,
+            threshold: self.threshold,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create.map(|size| size.next_multiple_of(512)),

@@ -84,7 +84,7 @@ pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
     AllowedPaths, CacheMode, CommitChain, FilePart, HandedFile, HandedOverDisk, IfCorrupt,
     IfExists, ImageDisk, ImageOptions, KeyFiles, Locking, NOT_KEPT, PendingChanges, QemuName,
-    RemoteBacking, Secrets, SideFile, StateUse, VOUCHER_RENEWAL, behind_links, changed_since,
+    RemoteBacking, Room, Secrets, SideFile, StateUse, VOUCHER_RENEWAL, behind_links, changed_since,
     check_apart, check_apart_from, check_new_name, check_raw_backing, create, create_as,
     escape_uri, exists, forget_moved, format_by_name, format_for_new, is_address, is_device,
     is_foreign_address, keep_state, keeps_its_place, make_missing_sidecar, make_sidecar,

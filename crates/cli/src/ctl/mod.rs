@@ -72,6 +72,13 @@ enum Action {
         #[arg(default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
         switch: bool,
     },
+    /// Tell when less room than this is left for a disk on the host (serve --threshold).
+    Threshold {
+        /// The disk's name.
+        disk: String,
+        /// Bytes (10G), a part of all room there is (10%), or off.
+        threshold: String,
+    },
     /// Give a disk another size, and tell its guests.
     Resize {
         /// The disk's name.
@@ -396,6 +403,9 @@ impl Action {
             Self::ReadOnly { disk, switch } => {
                 ("disk.set", json!({ "disk": disk, "read-only": switch }))
             }
+            Self::Threshold { disk, threshold } => {
+                ("disk.set", json!({ "disk": disk, "threshold": threshold }))
+            }
             Self::Resize { disk, size, shrink } => {
                 let size = new_size(server, &disk, size)?;
                 ("disk.resize", json!({ "disk": disk, "size": size, "shrink": shrink }))
@@ -525,6 +535,7 @@ impl Open {
             ("discard-granularity", self.block_sizes.discard_granularity.map(Value::from)),
             ("on-full", self.hold.on_full.map(Value::from)),
             ("hold-seconds", self.hold.hold_seconds.map(Value::from)),
+            ("threshold", self.hold.threshold.map(|threshold| threshold.to_string().into())),
             ("bitmaps-in", bitmaps_in.map(Value::from)),
             ("trust-bitmaps", self.side_file.trust_bitmaps.then(|| true.into())),
             ("copy-on-read", self.copy_on_read.then(|| true.into())),

@@ -34,7 +34,7 @@ use crate::serve::tls_args::TlsArgs;
 use crate::side_file_args::SideFileArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 51] = [
+const OTHER_OPTIONS: [&str; 52] = [
     "images",
     "format",
     "create",
@@ -79,6 +79,7 @@ const OTHER_OPTIONS: [&str; 51] = [
     "discard_granularity",
     "on_full",
     "hold_seconds",
+    "threshold",
     "copy_on_read",
     "prefetch",
     "allow_path",
@@ -532,6 +533,7 @@ impl Arguments {
             detect_zeroes: self.detect_zeroes,
             block_sizes: self.block_sizes.sizes().unwrap_or_else(|why| refuse(&why)),
             on_full: self.hold.on_full().unwrap_or_else(|why| refuse(&why)),
+            threshold: self.hold.threshold,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),

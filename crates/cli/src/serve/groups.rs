@@ -41,6 +41,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
             "trust_bitmaps",
             "on_full",
             "hold_seconds",
+            "threshold",
             "state",
         ],
     ),

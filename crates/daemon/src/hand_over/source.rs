@@ -413,7 +413,7 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
         descriptors.extend(open.flushed);
     }
     let record = Disk {
-        opened: Opened::from(&running.setup),
+        opened: Opened::from(&running.setup_now()),
         moved: running.moved().as_ref().map(MovedTo::from),
         is_protected: disk.access() != disk.opened_access(),
         limits: running.throttle().as_ref().map(Limits::from),

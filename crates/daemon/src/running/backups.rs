@@ -385,6 +385,7 @@ impl Running {
             snapshot: None,
             bitmaps: Vec::new(),
             side_file: None,
+            threshold: None,
             throttle: None,
             ..source.setup.clone()
         };

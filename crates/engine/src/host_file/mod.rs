@@ -85,6 +85,24 @@ impl HostFile {
         self.kind
     }
 
+    /// The room in the file's file system: what this process may still take, which others may take first, and all that there is.
+    ///
+    /// # Errors
+    /// The host's.
+    pub async fn query_file_system(&self) -> Result<(u64, u64)> {
+        let found = written_zeros::file_system(&self.file).await;
+        found.map_err(|error| self.error("cannot find the free space", error))
+    }
+
+    /// The same at once: blocks where the file system does not answer.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn file_system_room(&self) -> Result<(u64, u64)> {
+        let found = written_zeros::room_of(&self.file);
+        found.map_err(|error| self.error("cannot find the free space", error))
+    }
+
     /// How much was written to the block device by whoever on this host; `None` of a file, and where the kernel does not tell. Every
     /// write that has completed is in it.
     pub fn device_writes(&self) -> Option<DeviceWrites> {

@@ -70,6 +70,9 @@ pub struct Opened {
     /// For how many seconds changes that find no room are held; `None`: not at all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_seconds: Option<u32>,
+    /// How little room is left when that is told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threshold: Option<String>,
     /// Whether what is read from its backing file becomes its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub copy_on_read: bool,
@@ -191,6 +194,7 @@ impl From<&DiskSetup> for Opened {
             detect_zeroes,
             block_sizes,
             on_full,
+            threshold,
             copy_on_read,
             prefetch,
             create,
@@ -221,6 +225,7 @@ impl From<&DiskSetup> for Opened {
             },
             block_sizes: [block_sizes.logical(), block_sizes.physical(), block_sizes.discard()],
             hold_seconds: on_full.seconds(),
+            threshold: threshold.map(|threshold| threshold.to_string()),
             copy_on_read: *copy_on_read,
             prefetch: *prefetch,
             create: *create,
@@ -262,6 +267,11 @@ impl Opened {
             block_sizes: block_sizes.map_err(|why| anyhow!(why))?,
             on_full: OnFull::new(self.hold_seconds.is_some(), self.hold_seconds)
                 .map_err(|why| anyhow!(why))?,
+            threshold: self
+                .threshold
+                .map(|text| text.parse())
+                .transpose()
+                .map_err(|why: String| anyhow!(why))?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create,
