@@ -166,7 +166,7 @@ fn facts_of(
         limits: None,
         virtual_size: disk.size(),
         actual_size,
-        room_left: disk.room_left().await?.map(|room| room.left),
+        room_left: event_loop.block_on(disk.room_left()).ok().flatten().map(|room| room.left),
         file_size: disk.file().map(|_| size_of(&image)).transpose()?,
         encryption: event_loop.block_on(disk.read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),

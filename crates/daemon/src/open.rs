@@ -106,7 +106,16 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
         create(path, size, format).await?;
     }
     if options.side_file.is_some() && !setup.is_read_only() {
-        make_missing_sidecar(path, &options).await?;
+        match make_missing_sidecar(path, &options).await {
+            // The guest does not pay for a bitmap.
+            Err(error) if matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io) => {
+                tracing::warn!(
+                    "{}: there is no place for its bitmaps, so its changes are not recorded: {error}",
+                    path.display()
+                );
+            }
+            made => made?,
+        }
     }
     let opened = match &setup.snapshot {
         None => open(path, options).await,

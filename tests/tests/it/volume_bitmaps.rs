@@ -225,7 +225,7 @@ fn a_folder_has_the_bitmaps_of_several_images() {
     let server = server.start();
     let mut control = volume.control();
     for disk in control.get("disk.list", json!({})).as_array().expect("a list") {
-        control.get("bitmap.add", json!({ "disk": disk["name"], "name": "b" }));
+        control.get("bitmap.add", json!({ "disk": disk["disk"], "name": "b" }));
     }
     server.stop();
     let mut names: Vec<_> = std::fs::read_dir(&folder)
@@ -323,9 +323,52 @@ fn nothing_tells_of_an_export_unless_the_user_does() {
     untold.bitmap(&["list"], &[]).failure("--trust-bitmaps says that nobody else writes");
 }
 
-/// Fine bitmaps of a large sparse disk on a host that has a MiB for them: no write fails, and what a bitmap lacks is told.
+/// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, and what a bitmap lacks is told.
 #[test]
 fn a_full_place_for_bitmaps_costs_no_guest_a_write() {
+    let scratch = Scratch::new();
+    let small = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, 512 * MIB));
+    let image: Image = scratch.image("large.img", 100 << 30);
+    let side = small.path("side");
+    let serve = || {
+        let serve = Serve::new(&scratch, image.path()).option("--name", "disk");
+        let serve = serve.option("--bitmaps", &side);
+        serve.option("--control", scratch.socket("control")).start()
+    };
+    let server = serve();
+    let mut control = Control::connect(&scratch.socket("control"));
+    let mut events = Control::connect(&scratch.socket("control"));
+    events.get("event.subscribe", json!({ "events": ["bitmap.lost"] }));
+    for number in 0..64 {
+        let name = format!("b{number}");
+        let new = json!({ "disk": "disk", "name": name, "granularity": 4096 });
+        control.get("bitmap.add", new);
+    }
+    small.fill_up("filler");
+    write_all_over(&server);
+    assert_eq!(events.event()["event"], "bitmap.lost");
+    let listed = control.get("bitmap.list", json!({ "disk": "disk" }));
+    let listed: &Vec<Value> = listed.as_array().expect("a list");
+    let lacks = |one: &&Value| one["inconsistent"] == true && one["lacks-changes-since"].is_u64();
+    assert!(listed.iter().filter(lacks).count() > 0, "{listed:?}");
+    server.stop();
+    let backup = scratch.path("increment.qcow2");
+    let base = scratch.image("base.img", 100 << 30);
+    let words = ["backup", image.str(), str(&backup), "--incremental", "b0", "--base", base.str()];
+    let failed = command(&[&words[..], &["--bitmaps", str(&side)]].concat());
+    assert_eq!(failed.status.code(), Some(3), "{}", failed.stderr);
+}
+
+fn write_all_over(server: &Server) {
+    let mut client = Client::open(&server.address());
+    for number in 0..800 {
+        assert_eq!(client.write(number * (128 * MIB), &[1; 4096], 0), 0, "write {number}");
+    }
+}
+
+/// A host that has not even room for the file of the bitmaps.
+#[test]
+fn a_guest_is_served_where_there_is_no_room_for_its_bitmaps() {
     let scratch = Scratch::new();
     let small = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, MIB));
     let image: Image = scratch.image("large.img", 100 << 30);
@@ -333,25 +376,14 @@ fn a_full_place_for_bitmaps_costs_no_guest_a_write() {
     let serve = Serve::new(&scratch, image.path()).option("--name", "disk");
     let serve = serve.option("--bitmaps", &side).option("--control", scratch.socket("control"));
     let server = serve.start();
+    assert!(server.log().contains("changes are not recorded"), "{}", server.log());
     let mut control = Control::connect(&scratch.socket("control"));
-    let mut events = Control::connect(&scratch.socket("control"));
-    events.get("event.subscribe", json!({ "events": ["bitmap.lost"] }));
-    let mut added = 0;
     for number in 0..64 {
-        let new = json!({ "disk": "disk", "name": format!("b{number}"), "granularity": 4096 });
-        added += u32::from(control.call("bitmap.add", new).is_ok());
+        let name = format!("b{number}");
+        let new = json!({ "disk": "disk", "name": name, "granularity": 4096 });
+        control.refused("bitmap.add", new, -32000, &["No space"]);
     }
-    assert!(added > 0, "not even one bitmap has room");
-    let mut client = Client::open(&server.address());
-    for number in 0..800 {
-        assert_eq!(client.write(number * (128 * MIB), &[1; 4096], 0), 0, "write {number}");
-    }
-    assert_eq!(events.event()["event"], "bitmap.lost");
-    let listed = control.get("bitmap.list", json!({ "disk": "disk" }));
-    let listed: &Vec<Value> = listed.as_array().expect("a list");
-    assert!(listed.iter().any(|one| one["inconsistent"] == true), "{listed:?}");
+    write_all_over(&server);
     server.stop();
-    let list = ["bitmap", "list", "--json", image.str(), "--bitmaps", str(&side)];
-    let listed = json(&command(&list).success());
-    assert!(listed.to_string().contains("in-use"), "{listed}");
+    assert!(!side.exists());
 }
