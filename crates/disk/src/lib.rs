@@ -77,7 +77,7 @@ pub use blockhouse_format::{
 pub use dirty_map::DirtyMap;
 pub use disk::{
     Disk, EarlierCounts, FailedRequest, FailureObserver, HoldChange, HoldObserver, LayerInfo,
-    PopulatingGuard, QuiescedDisk, ReplacedImage,
+    PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
 };
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
