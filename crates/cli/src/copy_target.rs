@@ -470,6 +470,7 @@ impl TargetSpec<'_> {
             secrets: self.open.secrets()?,
             part: None,
             backing_use: BackingUse::Followed,
+            side_file: None,
         };
         match self.is_overlay() {
             true => open(path, options).await,

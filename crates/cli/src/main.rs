@@ -54,6 +54,7 @@ mod resize;
 mod restore;
 mod secret_object;
 mod serve;
+mod side_file_args;
 mod snapshot;
 mod snapshot_list;
 mod storage_daemon;

@@ -261,6 +261,7 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         secrets: Secrets::default(),
         part: None,
         backing_use: BackingUse::Followed,
+        side_file: None,
     }
 }
 

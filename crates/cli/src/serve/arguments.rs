@@ -31,9 +31,10 @@ use crate::hold_args::HoldArgs;
 use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
+use crate::side_file_args::SideFileArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 49] = [
+const OTHER_OPTIONS: [&str; 52] = [
     "images",
     "format",
     "create",
@@ -69,6 +70,8 @@ const OTHER_OPTIONS: [&str; 49] = [
     "read_only",
     "snapshot",
     "bitmap",
+    "bitmaps",
+    "trust_bitmaps",
     "discard",
     "detect_zeroes",
     "logical_block_size",
@@ -76,6 +79,7 @@ const OTHER_OPTIONS: [&str; 49] = [
     "discard_granularity",
     "on_full",
     "hold_seconds",
+    "threshold",
     "copy_on_read",
     "prefetch",
     "allow_path",
@@ -182,6 +186,8 @@ pub struct Arguments {
     /// asked. docs/backup.md says how a backup gets a point in time.
     #[arg(long, short = 'B', value_name = "NAME")]
     bitmap: Vec<String>,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     #[command(flatten)]
     tls: TlsArgs,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
@@ -532,6 +538,7 @@ impl Arguments {
             detect_zeroes: self.detect_zeroes,
             block_sizes: self.block_sizes.sizes().unwrap_or_else(|why| refuse(&why)),
             on_full: self.hold.on_full().unwrap_or_else(|why| refuse(&why)),
+            threshold: self.hold.threshold,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),
@@ -542,6 +549,7 @@ impl Arguments {
             backing_use: self.backing_use,
             keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),
+            side_file: self.side_file.side_file(),
             throttle,
         }
     }

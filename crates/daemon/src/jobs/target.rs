@@ -140,6 +140,7 @@ async fn open_existing(
         secrets: source.keys.read()?,
         part: None,
         backing_use: BackingUse::Followed,
+        side_file: None,
     };
     match open_without_backing(path, options.clone()).await {
         Err(error)

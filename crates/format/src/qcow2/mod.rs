@@ -28,6 +28,7 @@ mod check;
 mod layout;
 mod mapping;
 mod open;
+mod room;
 mod sidecar;
 mod tables;
 mod transaction;
