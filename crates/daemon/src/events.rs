@@ -32,6 +32,16 @@ pub enum Event {
         #[serde(skip_serializing_if = "Option::is_none")]
         error: Option<String>,
     },
+    /// A disk goes on in an overlay over what it was.
+    #[serde(rename = "disk.forked")]
+    DiskForked {
+        /// Its name.
+        disk: String,
+        /// The path of the image that it was.
+        layer: String,
+        /// The path of the image in which it goes on.
+        overlay: String,
+    },
     /// A disk has another size.
     #[serde(rename = "disk.resized")]
     DiskResized {
@@ -219,7 +229,7 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 22] = [
+    pub const NAMES: [&str; 23] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
@@ -242,6 +252,7 @@ impl Event {
         "backup.ended",
         "backup.failed",
         "event.lost",
+        "disk.forked",
     ];
 
     /// Its name.
@@ -269,6 +280,7 @@ impl Event {
             Self::BackupEnded { .. } => 19,
             Self::BackupFailed { .. } => 20,
             Self::Lost { .. } => 21,
+            Self::DiskForked { .. } => 22,
         };
         Self::NAMES[index]
     }

@@ -147,7 +147,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
 
 /// An image that no request goes to any more.
 #[must_use = "close the image that is replaced"]
-pub struct ReplacedImage<'a, S: Storage>(&'a Disk<S>);
+pub struct ReplacedImage<'a, S: Storage>(pub(super) &'a Disk<S>);
 
 impl<S: Storage> ReplacedImage<'_, S> {
     /// Waits for what is in flight on it, where its storage gives something back. Makes everything of it durable, as
