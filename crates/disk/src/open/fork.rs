@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress, WriteCache};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_format::{Backing, ImageFormat};
@@ -234,7 +234,11 @@ impl<'a> Steps<'a> {
 
     /// Opens an overlay that was made, over the image that the disk has now.
     async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<ImageDisk> {
-        let options = overlay_options(options);
+        let mut options = overlay_options(options);
+        if self.fork.disk.capabilities().write_cache == WriteCache::None {
+            // The guest was told that it needs no flush.
+            options.cache = options.cache.write_through();
+        }
         let (mode, cache) = (options.open_mode(), options.cache.page_cache());
         let file = match HostFile::open(path, mode, cache) {
             // A file system without direct I/O.
