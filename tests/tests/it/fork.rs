@@ -7,12 +7,15 @@ use std::time::Duration;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Framing, Greeted};
+use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{Scratch, Serve, Server, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::jobs::{BLOCK, FAILED, SIZE, Writer, beside, content, ctl, serve, wait_for};
+
+const JOBS: &str = include_str!("../../../docs/jobs.md");
 
 /// A new image of the usual size.
 fn image(scratch: &Scratch, name: &str) -> PathBuf {
@@ -333,6 +336,59 @@ fn an_external_snapshot_is_taken_of_an_image_and_of_a_served_one() {
 }
 
 #[test]
+fn many_disks_are_over_one_read_only_image_that_is_open_once() {
+    const CHILDREN: usize = 100;
+    let scratch = Scratch::new();
+    let path = image(&scratch, "base.qcow2");
+    let (server, control) = serve(&scratch, &path);
+    let writer = Writer::new(&server.address(), seeded());
+    let blocks = writer.blocks();
+    drop((writer, control));
+    server.stop();
+    let socket = scratch.socket("control");
+    let server =
+        Serve::new(&scratch, &path).flag("--read-only").option("--control", &socket).start();
+    let mut control = Control::connect(&socket);
+    let open_files = || {
+        let all = std::fs::read_dir(format!("/proc/{}/fd", server.pid().as_raw_nonzero()))
+            .expect("a process");
+        all.filter_map(|one| std::fs::read_link(one.expect("a descriptor").path()).ok())
+            .collect::<Vec<_>>()
+    };
+    let (before, memory) = (open_files().len(), server.resident_memory());
+    let child = |number: usize| json!({ "name": format!("k{number}"), "path": scratch.path(&format!("k{number}.qcow2")) });
+    let children: Vec<_> = (0..CHILDREN).map(child).collect();
+    let began = std::time::Instant::now();
+    let done = control
+        .get("disk.fork", json!({ "disks": [{ "disk": "base.qcow2", "children": children }] }));
+    let files = open_files();
+    eprintln!(
+        "{CHILDREN} children in {:?}, {} descriptors and {} KiB more",
+        began.elapsed(),
+        files.len() - before,
+        (server.resident_memory() - memory) >> 10
+    );
+    assert_eq!(done["disks"][0].get("overlay"), None);
+    assert_eq!(files.iter().filter(|file| **file == path).count(), 1, "the base is open once");
+    assert!(files.len() - before <= 3 * CHILDREN, "{} descriptors", files.len() - before);
+    for number in [0, CHILDREN - 1] {
+        let (name, place) = (format!("k{number}"), scratch.socket(&format!("k{number}")));
+        let uri = format!("nbd+unix:///{name}?socket={}", place.display());
+        control.get("export.add", json!({ "disk": name, "export": uri }));
+        let mut writer = Writer::on_export(&Address::Unix(place), &name, blocks.clone(), seeded());
+        writer.check();
+        (0..200).for_each(|index| writer.write(index * 3));
+        writer.check();
+    }
+    let refused = json!({ "disks": [{ "disk": "base.qcow2", "overlay": scratch.path("o"), "children": [] }] });
+    control.refused("disk.fork", refused, FAILED, &["read-only"]);
+    drop(control);
+    server.stop();
+    check_file(&scratch, &scratch.path("k1.qcow2"), &blocks);
+    check_file(&scratch, &path, &blocks);
+}
+
+#[test]
 fn what_cannot_be_forked_is_refused_and_leaves_nothing() {
     let scratch = Scratch::new();
     let path = image(&scratch, "disk.qcow2");
@@ -387,4 +443,27 @@ fn what_cannot_be_forked_is_refused_and_leaves_nothing() {
     drop((writer, control));
     server.stop();
     assert_eq!(files(), before);
+}
+
+#[test]
+fn a_second_machine_gets_its_disk_as_typed() {
+    let (_, section) = JOBS.split_once("## Forks").expect("a section");
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let folder = Folder::new();
+    let mut serving = None;
+    let lines = commands(section, "");
+    assert!(lines.len() > 5, "{lines:?}");
+    for line in lines {
+        match line.starts_with("blockhouse serve") {
+            true => serving = Some(Serving::start(&folder, line)),
+            false => _ = folder.run(line),
+        }
+        if line.contains(" export ") {
+            assert!(folder.path("try.sock").exists(), "a second machine can start");
+        }
+    }
+    serving.expect("a server").stop();
+    assert!(folder.path("disk.1.qcow2").exists() && !folder.path("try.qcow2").exists());
+    Serving::start(&folder, "blockhouse serve disk.1.qcow2 --nbd 'nbd+unix:///?socket=again.sock'")
+        .stop();
 }

@@ -144,7 +144,10 @@ fn forked(result: &Value) -> String {
     let disks = result["disks"].as_array().into_iter().flatten();
     let line = |disk: &Value| {
         let [name, overlay, layer] = ["disk", "overlay", "layer"].map(|key| text(&disk[key]));
-        format!("{name}: {overlay} over {layer}")
+        match disk["overlay"].is_null() {
+            true => format!("{name}: {layer} is read-only, and stays"),
+            false => format!("{name}: {overlay} over {layer}"),
+        }
     };
     let mut lines: Vec<_> = disks.map(line).collect();
     lines.push(format!("writes were held off for {} us", text(&result["pause-us"])));

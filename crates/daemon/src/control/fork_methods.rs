@@ -19,7 +19,8 @@ pub struct ForkParams {
 pub struct ForkDiskParams {
     /// Its name.
     pub disk: String,
-    /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a name beside its image.
+    /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a name beside its image, and
+    /// none for a read-only disk.
     pub overlay: Option<PathBuf>,
     /// Other qcow2 files over what it is at the moment.
     #[serde(default)]
@@ -53,8 +54,9 @@ pub struct ForkedDisk {
     pub disk: String,
     /// The image that it was, which nobody may change from now on.
     pub layer: PathBuf,
-    /// The image in which it goes on.
-    pub overlay: PathBuf,
+    /// The image in which it goes on. Left out for a read-only disk, which goes on as it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlay: Option<PathBuf>,
     /// The other images over the layer.
     pub children: Vec<PathBuf>,
 }

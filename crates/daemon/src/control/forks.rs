@@ -4,7 +4,7 @@ use super::fork_methods::{ForkChildParams, ForkDiskParams, ForkParams, ForkResul
 use super::outcome::{Outcome, invalid, result};
 use super::rpc::Failure;
 use crate::disk_options::check_absolute;
-use crate::running::{ChildSetup, ForkReport, ForkSetup, Running};
+use crate::running::{ChildSetup, ForkReport, ForkSetup, ForkedFiles, Running};
 
 /// Forks disks.
 pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
@@ -14,7 +14,12 @@ pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
     }
     let setups = disks.into_iter().map(setup).collect::<Result<Vec<_>, Failure>>()?;
     let ForkReport { pause, disks } = running.fork(setups).await?;
-    let info = |(disk, (layer, overlay, children))| ForkedDisk { disk, layer, overlay, children };
+    let info = |ForkedFiles { disk, layer, overlay, children }| ForkedDisk {
+        disk,
+        layer,
+        overlay,
+        children,
+    };
     result(ForkResult {
         pause_us: pause.as_micros() as u64,
         disks: disks.into_iter().map(info).collect(),

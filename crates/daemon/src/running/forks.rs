@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
-    AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, ImageOptions, NewChild, Pause, fork,
+    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, fork,
 };
 
 use super::{Running, RunningDisk};
@@ -39,8 +39,20 @@ pub(crate) struct ChildSetup {
 pub(crate) struct ForkReport {
     /// For how long changes were held off.
     pub(crate) pause: Duration,
-    /// Each disk with its layer, its overlay, and its children.
-    pub(crate) disks: Vec<(String, (PathBuf, PathBuf, Vec<PathBuf>))>,
+    /// The disks, in their order.
+    pub(crate) disks: Vec<ForkedFiles>,
+}
+
+/// The files of a disk that was forked.
+pub(crate) struct ForkedFiles {
+    /// Its name.
+    pub(crate) disk: String,
+    /// What it was.
+    pub(crate) layer: PathBuf,
+    /// In what it goes on, if in anything else.
+    pub(crate) overlay: Option<PathBuf>,
+    /// What began over the layer.
+    pub(crate) children: Vec<PathBuf>,
 }
 
 /// A number that a new file may have in its name, at most.
@@ -71,7 +83,8 @@ impl Running {
         let plans = disks.iter().zip(&setups).map(|(disk, setup)| self.plan(disk, setup));
         let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
         let report = self.take_in(&disks, &setups, forked, pause).await;
-        for (disk, (layer, overlay, _)) in &report.1.disks {
+        for ForkedFiles { disk, layer, overlay, .. } in &report.1.disks {
+            let Some(overlay) = overlay else { continue };
             let (disk, layer, overlay) =
                 (disk.clone(), layer.display().to_string(), overlay.display().to_string());
             tracing::info!(
@@ -85,23 +98,31 @@ impl Running {
 
     /// How a disk is forked.
     fn plan<'a>(&self, disk: &'a RunningDisk, setup: &ForkSetup) -> Result<ForkOf<'a>> {
-        if disk.setup.is_read_only() {
-            bail!("the disk {:?} is read-only, and goes on in nothing else", disk.name());
-        }
         self.check_free(disk.name())?;
-        let overlay = match &setup.overlay {
-            Some(path) => path.clone(),
-            None => next_name(&disk.path())?,
+        if disk.setup.snapshot.is_some() {
+            bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
+        }
+        let overlay = match (&setup.overlay, disk.setup.access) {
+            (Some(_), Access::ReadOnly) => bail!(
+                "the disk {:?} is read-only, and goes on as it is: leave the overlay out, and name children",
+                disk.name()
+            ),
+            (None, Access::ReadOnly) if setup.children.is_empty() => {
+                bail!("the disk {:?} is read-only: name children", disk.name())
+            }
+            (None, Access::ReadOnly) => None,
+            (Some(path), Access::ReadWrite) => Some(path.clone()),
+            (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
         };
         let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
-        let options = image_options(&disk.setup, &self.state_use(&disk.setup)?)?;
-        let options = ImageOptions { cache, ..options };
+        let written = DiskSetup { access: Access::ReadWrite, cache, ..disk.setup.clone() };
+        let options = image_options(&written, &self.state_use(&written)?)?;
         let child = |child: &ChildSetup| {
             let opened = child.name.is_some().then(|| options.clone());
             NewChild { path: child.path.clone(), opened }
         };
         let children: Vec<_> = setup.children.iter().map(child).collect();
-        let paths = children.iter().map(|child| &child.path).chain([&overlay]);
+        let paths = children.iter().map(|child| &child.path).chain(&overlay);
         paths.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         Ok(ForkOf { disk: &disk.disk, options, overlay, children })
     }
@@ -118,15 +139,19 @@ impl Running {
         for ((disk, setup), forked) in disks.iter().zip(setups).zip(&mut forked) {
             let children = std::mem::take(&mut forked.children);
             let paths = children.iter().map(|(path, _)| path.clone()).collect();
-            tell_if_not_free(&forked.overlay, &forked.layer);
+            forked.overlay.iter().for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
             for ((path, opened), child) in children.into_iter().zip(&setup.children) {
                 tell_if_not_free(&path, &forked.layer);
                 if let (Some(opened), Some(name)) = (opened, &child.name) {
                     self.take_in_child(disk, path, name, opened);
                 }
             }
-            let made = (forked.layer.clone(), forked.overlay.clone(), paths);
-            report.disks.push((setup.disk.clone(), made));
+            report.disks.push(ForkedFiles {
+                disk: setup.disk.clone(),
+                layer: forked.layer.clone(),
+                overlay: forked.overlay.clone(),
+                children: paths,
+            });
         }
         let mut settled = Ok(());
         for (forked, setup) in forked.iter().zip(setups) {
@@ -144,6 +169,7 @@ impl Running {
             name: name.to_owned(),
             path,
             format,
+            access: Access::ReadWrite,
             create: None,
             copy_on_read: false,
             prefetch: None,

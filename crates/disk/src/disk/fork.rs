@@ -13,13 +13,16 @@ use crate::layer::Layer;
 use crate::options::Access;
 
 impl<S: Storage> Disk<S> {
-    /// The same disk, whose image is new, over the image that requests of `lower` go to now. Nothing reads it, and nothing is written to it, before
-    /// [`switch_to`](super::QuiescedDisk::switch_to) has put an image over the same one in the place of that.
+    /// The same disk, whose image is new, over the image that requests of `lower` go to now. Where that may be
+    /// changed, nothing reads this disk, and nothing is written to it, before [`switch_to`](super::QuiescedDisk::switch_to) has put an
+    /// image over the same one in the place of that.
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
         let layer = lower.writer().layer();
-        layer.set_unstable();
-        self.layer().set_unstable_behind();
+        if lower.opened_access() == Access::ReadWrite {
+            layer.set_unstable();
+            self.layer().set_unstable_behind();
+        }
         self.layer().set_backing(Arc::clone(layer), Access::ReadOnly);
         self.sector_size = self.sector_size.max(lower.current().sector_size);
         self.uses = ImageUses::new(self.writer.layer());

@@ -469,6 +469,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<(BlockStatus, u64)> {
         self.check_has_status(range)?;
         let image = self.begin_use();
+        cache.begin(image.layer());
         image.layer().block_status(range, cache, 0).await
     }
 
@@ -506,6 +507,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<MapEntry> {
         self.check_inside(range)?;
         let image = self.begin_use();
+        cache.begin(image.layer());
         image.layer().map_entry(range, cache).await
     }
 

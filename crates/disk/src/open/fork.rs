@@ -47,8 +47,8 @@ pub struct ForkOf<'a> {
     pub disk: &'a ImageDisk,
     /// How it was opened.
     pub options: ImageOptions,
-    /// Where its overlay is to be.
-    pub overlay: PathBuf,
+    /// Where its overlay is to be; `None` for a disk that is open for reading only, which goes on as it is.
+    pub overlay: Option<PathBuf>,
     /// Its children.
     pub children: Vec<NewChild>,
 }
@@ -57,11 +57,11 @@ pub struct ForkOf<'a> {
 pub struct Forked<'a> {
     /// The canonical path of the layer.
     pub layer: PathBuf,
-    /// That of the overlay, with which the disk goes on.
-    pub overlay: PathBuf,
+    /// That of the overlay, with which the disk goes on, if it has one.
+    pub overlay: Option<PathBuf>,
     /// Its children: where each is, and its disk if it was to be opened.
     pub children: Vec<(PathBuf, Option<ImageDisk>)>,
-    replaced: Replaced<'a>,
+    replaced: Option<Replaced<'a>>,
 }
 
 impl Forked<'_> {
@@ -70,15 +70,9 @@ impl Forked<'_> {
     /// # Errors
     /// What the storage answers: it stays locked, and flushes of what stands on it fail as well.
     pub async fn settle(&self) -> Result<()> {
-        self.replaced.close_as_layer().await?;
-        self.replaced
-            .layer()
-            .format()
-            .storage()
-            .storage()
-            .files()
-            .into_iter()
-            .for_each(become_reader);
+        let Some(replaced) = &self.replaced else { return Ok(()) };
+        replaced.close_as_layer().await?;
+        replaced.layer().format().storage().storage().files().into_iter().for_each(become_reader);
         Ok(())
     }
 }
@@ -118,7 +112,7 @@ pub async fn fork(forks: Vec<ForkOf<'_>>) -> Result<(Vec<Forked<'_>>, Pause)> {
     }
 }
 
-async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Replaced<'a>>, Pause)> {
+async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
     for steps in &mut *all {
         steps.make_overlay().await?;
         steps.make_children().await?;
@@ -134,23 +128,30 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Replaced<'a>>, Pause)> {
     let mut quiesced = Vec::with_capacity(all.len());
     for steps in &*all {
         let disk = steps.fork.disk;
-        quiesced.push(disk.quiesced().await?);
+        let Some(overlay) = &steps.overlay else {
+            quiesced.push(None);
+            continue;
+        };
+        quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
         // It may have become read-only or longer meanwhile.
         disk.check_access(0)?;
-        disk.check_successor(steps.overlay()?)?;
+        disk.check_successor(overlay)?;
     }
-    let switched = quiesced.into_iter().zip(&*all).map(|(quiesced, steps)| {
-        // Nothing of it can fail: it was checked.
-        quiesced.switch_to(Arc::clone(steps.overlay()?))
-    });
+    // Nothing of it can fail: it was checked.
+    let switched = quiesced
+        .into_iter()
+        .map(|one| one.map(|(quiesced, overlay)| quiesced.switch_to(overlay)).transpose());
     let switched = switched.collect::<Result<Vec<_>>>()?;
     Ok((switched, Pause { length: began.elapsed() }))
 }
 
 impl<'a> Steps<'a> {
     async fn new(mut fork: ForkOf<'a>) -> Result<Self> {
-        let layer = check_forkable(fork.disk).await?;
-        fork.overlay = whole_path(&fork.overlay)?;
+        if fork.overlay.is_some() {
+            check_goes_on(fork.disk).await?;
+        }
+        let layer = check_forkable(fork.disk, fork.overlay.is_some())?;
+        fork.overlay = fork.overlay.as_deref().map(whole_path).transpose()?;
         for child in &mut fork.children {
             child.path = whole_path(&child.path)?;
         }
@@ -158,12 +159,6 @@ impl<'a> Steps<'a> {
         let backing = Backing { name: Vec::new(), format: Some(format.to_owned()) };
         let (overlay, children) = (None, Vec::new());
         Ok(Self { fork, layer, backing, overlay, is_recorded: false, children })
-    }
-
-    fn overlay(&self) -> Result<&Arc<ImageDisk>> {
-        self.overlay.as_ref().ok_or_else(|| {
-            Error::new(ErrorKind::InvalidInput, "has no overlay").on(self.fork.disk.name())
-        })
     }
 
     /// The layer, as an image at this path names it.
@@ -180,7 +175,7 @@ impl<'a> Steps<'a> {
     }
 
     async fn make_overlay(&mut self) -> Result<()> {
-        let path = self.fork.overlay.clone();
+        let Some(path) = self.fork.overlay.clone() else { return Ok(()) };
         let part = self.make(&path).await?;
         let named = rename_durable(&part, &path, IfExists::Fail);
         if named.is_err() {
@@ -258,9 +253,10 @@ impl<'a> Steps<'a> {
     }
 
     fn record(&mut self) -> Result<()> {
+        let Some(overlay) = &self.fork.overlay else { return Ok(()) };
         // Where it fails it may have been written all the same.
         self.is_recorded = true;
-        record_forked(&self.layer, &self.fork.overlay)
+        record_forked(&self.layer, overlay)
     }
 
     async fn name_children(&mut self) -> Result<()> {
@@ -286,18 +282,18 @@ impl<'a> Steps<'a> {
             && let Err(error) = forget_moved(&self.layer)
         {
             // Then the overlay is needed: whoever opens the image is led to it.
-            tracing::error!("{error}; {} stays", self.fork.overlay.display());
+            tracing::error!("{error}; its overlay stays");
             close_unused(self.overlay.as_deref()).await;
             return;
         }
-        if let Some(overlay) = self.overlay {
+        if let (Some(overlay), Some(path)) = (self.overlay, self.fork.overlay) {
             close_unused(Some(&overlay)).await;
             drop(overlay);
-            remove_created(&self.fork.overlay).await;
+            remove_created(&path).await;
         }
     }
 
-    fn forked(self, replaced: Replaced<'a>) -> Forked<'a> {
+    fn forked(self, replaced: Option<Replaced<'a>>) -> Forked<'a> {
         let (layer, overlay) = (self.layer, self.fork.overlay);
         Forked { layer, overlay, children: self.children, replaced }
     }
@@ -318,7 +314,8 @@ async fn close_unused(disk: Option<&ImageDisk>) {
 /// As [`fork`], and those of opening it for writing.
 pub async fn fork_image(image: &Path, options: ImageOptions, overlay: &Path) -> Result<()> {
     let disk = open(image, options.clone()).await?;
-    let fork = ForkOf { disk: &disk, options, overlay: overlay.to_owned(), children: Vec::new() };
+    let overlay = Some(overlay.to_owned());
+    let fork = ForkOf { disk: &disk, options, overlay, children: Vec::new() };
     let mut steps = Steps::new(fork).await?;
     let made = async {
         steps.make_overlay().await?;
@@ -345,14 +342,45 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
     }
 }
 
-/// The canonical path of the image of a disk that can be forked.
-async fn check_forkable(disk: &ImageDisk) -> Result<PathBuf> {
+/// Refuses a disk that cannot go on in an overlay.
+async fn check_goes_on(disk: &ImageDisk) -> Result<()> {
+    let refuse = |what: &str, hint: &'static str| {
+        let error = Error::new(ErrorKind::Unsupported, what.to_owned());
+        Err(error.on(disk.image_name()).hint(hint))
+    };
+    disk.check_access(0)?;
+    disk.check_stays()?;
+    let has_bitmaps =
+        disk.image_format_name() == "qcow2" && !disk.bitmaps().list().await?.is_empty();
+    if disk.has_sidecar() || has_bitmaps {
+        let what = "has bitmaps, which would not record what is written to its overlay";
+        return refuse(what, "remove them first, and make a full backup after the fork");
+    }
+    if disk.data_file().is_some() {
+        let what = "keeps its data in another file, and is not forked";
+        return refuse(what, "mirror the disk to an image that stands alone");
+    }
+    if disk.copies_on_read() {
+        let what = "copies on read, which its overlay would not";
+        return refuse(what, "stream it first ('blockhouse ctl SOCKET stream')");
+    }
+    if disk.base().is_some() {
+        let what = "its backing file is open for writing since a commit that did not complete";
+        return refuse(what, "commit it again and complete that");
+    }
+    Ok(())
+}
+
+/// The canonical path of the image of a disk over which others can be. `goes_on`: so does the disk.
+fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
     let name = disk.image_name().to_owned();
     let refuse = |kind, what: &str, hint: &'static str| {
         Err(Error::new(kind, what.to_owned()).on(&name).hint(hint))
     };
-    disk.check_access(0)?;
-    disk.check_stays()?;
+    if !goes_on && disk.opened_access() == Access::ReadWrite {
+        let what = "is open for writing, and would change what others are over";
+        return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
+    }
     let Some(file) = disk.file() else {
         let what = "is no file or device of this host, and is not forked";
         return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");
@@ -360,36 +388,6 @@ async fn check_forkable(disk: &ImageDisk) -> Result<PathBuf> {
     if disk.has_encrypted_layer() {
         let what = "is encrypted, and an overlay of it would not be";
         return refuse(ErrorKind::Unsupported, what, "take an internal snapshot (qcow2)");
-    }
-    let has_bitmaps =
-        disk.image_format_name() == "qcow2" && !disk.bitmaps().list().await?.is_empty();
-    if disk.has_sidecar() || has_bitmaps {
-        let what = "has bitmaps, which would not record what is written to its overlay";
-        return refuse(
-            ErrorKind::Unsupported,
-            what,
-            "remove them first, and make a full backup after the fork",
-        );
-    }
-    if disk.data_file().is_some() {
-        let what = "keeps its data in another file, and is not forked";
-        return refuse(
-            ErrorKind::Unsupported,
-            what,
-            "mirror the disk to an image that stands alone",
-        );
-    }
-    if disk.copies_on_read() {
-        let what = "copies on read, which its overlay would not";
-        return refuse(
-            ErrorKind::Unsupported,
-            what,
-            "stream it first ('blockhouse ctl SOCKET stream')",
-        );
-    }
-    if disk.base().is_some() {
-        let what = "its backing file is open for writing since a commit that did not complete";
-        return refuse(ErrorKind::Unsupported, what, "commit it again and complete that");
     }
     if disk.layers().count() >= MAX_FILES - 1 {
         let what = format!("its chain has {} files, and none may have more", MAX_FILES - 1);
