@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -15,6 +15,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::exports::is_well_formed;
+use super::state::Object;
 
 /// The kinds of objects that there are.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];
@@ -28,24 +29,6 @@ const LIMITS: [(&str, &str); 6] = [
     ("bps-read", "bps-read"),
     ("bps-write", "bps-write"),
 ];
-
-/// An object.
-#[derive(Debug)]
-pub(super) enum Object {
-    /// A thread of exports.
-    IoThread,
-    /// A key.
-    Secret {
-        /// The file that has it.
-        path: PathBuf,
-        /// What keeps a file that is of this process alone.
-        _memory: Option<OwnedFd>,
-    },
-    /// Limits: the parameters of `limit.set` without the group.
-    ThrottleGroup(Map<String, Value>),
-    /// The certificates or keys of the server's TLS.
-    Tls,
-}
 
 /// `object-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
