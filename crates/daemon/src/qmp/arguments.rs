@@ -237,3 +237,9 @@ fn switch(word: &str) -> Option<bool> {
         _ => None,
     }
 }
+
+/// Whether QEMU takes this as an id.
+pub(super) fn is_well_formed(id: &str) -> bool {
+    let is_letter = |c: u8| c.is_ascii_alphanumeric() || b"-._".contains(&c);
+    id.starts_with(|c: char| c.is_ascii_alphabetic()) && id.bytes().all(is_letter)
+}

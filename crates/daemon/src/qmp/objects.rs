@@ -11,10 +11,9 @@ use std::rc::Rc;
 
 use serde_json::{Map, Value, json};
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::exports::is_well_formed;
 use super::state::Object;
 
 /// The kinds of objects that there are.

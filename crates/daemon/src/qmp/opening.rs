@@ -8,10 +8,9 @@ use std::rc::Rc;
 use blockhouse_disk::QemuName;
 use serde_json::{Value, json};
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::QmpError;
-use super::exports::is_well_formed;
 use super::objects::key_file;
 use super::state::FileNode;
 
