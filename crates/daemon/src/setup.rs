@@ -7,8 +7,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
-    RemoteBacking,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
+    OnFull, RemoteBacking, SideFile,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
@@ -19,6 +19,7 @@ use crate::control_socket::ControlSocket;
 use crate::limit_options::DiskThrottle;
 use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
+use crate::threshold::Threshold;
 use crate::user_options::UserIds;
 use crate::workers::LoopOptions;
 
@@ -179,6 +180,8 @@ pub struct DiskSetup {
     pub block_sizes: BlockSizes,
     /// What becomes of changes that find no room.
     pub on_full: OnFull,
+    /// How little room is left when that is told.
+    pub threshold: Option<Threshold>,
     /// Whether what is read from its backing file becomes its own.
     pub copy_on_read: bool,
     /// Whether a stream begins by itself, which copies so many bytes a second; 0: as many as there is room for.
@@ -193,18 +196,23 @@ pub struct DiskSetup {
     pub remote_backing: RemoteBacking,
     /// Whether no name in the image is followed.
     pub no_references: bool,
+    /// Whether its backing file is read.
+    pub backing_use: BackingUse,
     /// The keys of its encrypted images.
     pub keys: KeyFiles,
     /// The bitmaps that its NBD clients may ask for, by their names.
     pub bitmaps: Vec<String>,
+    /// Where its bitmaps are, if it is raw and they are not beside it.
+    pub side_file: Option<SideFile>,
     /// How many operations and bytes a second it may have.
     pub throttle: Option<DiskThrottle>,
 }
 
 impl DiskSetup {
-    /// Whether a disk that is open as this one says need not be opened anew for `other`: they differ in limits at most.
+    /// Whether a disk that is open as this one says need not be opened anew for `other`: they differ in limits and thresholds at most.
     pub(crate) fn opens_like(&self, other: &Self) -> bool {
-        let without_limits = |setup: &Self| Self { throttle: None, ..setup.clone() };
+        let without_limits =
+            |setup: &Self| Self { throttle: None, threshold: None, ..setup.clone() };
         without_limits(self) == without_limits(other)
     }
 

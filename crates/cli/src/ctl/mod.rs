@@ -22,6 +22,7 @@ use serde_json::{Map, Value, json};
 use crate::block_size_args::BlockSizeArgs;
 use crate::hold_args::HoldArgs;
 use crate::output;
+use crate::side_file_args::SideFileArgs;
 
 /// Arguments of `ctl`.
 #[derive(clap::Args)]
@@ -73,6 +74,13 @@ enum Action {
         /// on: changes are refused, once those in flight are done and durable; off: they are allowed again.
         #[arg(default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
         switch: bool,
+    },
+    /// Tell when less room than this is left for a disk on the host (serve --threshold).
+    Threshold {
+        /// The disk's name.
+        disk: String,
+        /// Bytes (10G), a part of all room there is (10%), or off.
+        threshold: String,
     },
     /// Give a disk another size, and tell its guests.
     Resize {
@@ -196,6 +204,8 @@ struct Open {
     block_sizes: BlockSizeArgs,
     #[command(flatten)]
     hold: HoldArgs,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
@@ -401,6 +411,9 @@ impl Action {
             Self::ReadOnly { disk, switch } => {
                 ("disk.set", json!({ "disk": disk, "read-only": switch }))
             }
+            Self::Threshold { disk, threshold } => {
+                ("disk.set", json!({ "disk": disk, "threshold": threshold }))
+            }
             Self::Resize { disk, size, shrink } => {
                 let size = new_size(server, &disk, size)?;
                 ("disk.resize", json!({ "disk": disk, "size": size, "shrink": shrink }))
@@ -511,6 +524,8 @@ impl Stream {
 impl Open {
     fn params(self) -> Result<Value> {
         let exports = self.exports.iter().map(|export| absolute_export(export));
+        let bitmaps_in = self.side_file.bitmaps.as_deref().map(absolute).transpose()?;
+        let bitmaps_in = bitmaps_in.map(|path| path.to_string_lossy().into_owned());
         let mut params = json!({
             "path": absolute_image(&self.path)?,
             "read-only": self.read_only,
@@ -528,6 +543,9 @@ impl Open {
             ("discard-granularity", self.block_sizes.discard_granularity.map(Value::from)),
             ("on-full", self.hold.on_full.map(Value::from)),
             ("hold-seconds", self.hold.hold_seconds.map(Value::from)),
+            ("threshold", self.hold.threshold.map(|threshold| threshold.to_string().into())),
+            ("bitmaps-in", bitmaps_in.map(Value::from)),
+            ("trust-bitmaps", self.side_file.trust_bitmaps.then(|| true.into())),
             ("copy-on-read", self.copy_on_read.then(|| true.into())),
             ("prefetch", self.prefetch.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),

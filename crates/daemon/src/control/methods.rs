@@ -85,6 +85,12 @@ pub struct DiskInfo {
     pub snapshot: Option<String>,
     /// Where it is served.
     pub exports: Vec<String>,
+    /// How many bytes of room the host has left for what its guest writes, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub room_left: Option<u64>,
+    /// How little room is left when that is told: bytes, or a part of all (10%).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threshold: Option<String>,
     /// How many requests are held because the host has no room for them, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held: Option<u64>,
@@ -121,8 +127,11 @@ pub struct CloseParams {
 pub struct DiskSetParams {
     /// Its name.
     pub disk: String,
-    /// Whether all changes are refused from now on, until this is set again or the disk is closed.
-    pub read_only: bool,
+    /// Whether all changes are refused from now on, until this is set again or the disk is closed. Left out: as it is.
+    pub read_only: Option<bool>,
+    /// How little room may be left before that is told from now on: bytes, as a text like "10G", "10%" of all, or "off". Left
+    /// out: as it is.
+    pub threshold: Option<String>,
 }
 
 /// A new size.

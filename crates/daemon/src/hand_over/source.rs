@@ -91,6 +91,7 @@ pub fn hand_over(
     };
     check_keys(service)?;
     check_jobs(service)?;
+    check_held(service)?;
     check_backups(service)?;
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
     let (offer, descriptors) = offer_of(service, &disks, &sockets, &devices)?;
@@ -144,6 +145,19 @@ fn check_keys(service: &Service) -> Result<()> {
         None => Ok(()),
         Some(disk) => bail!(
             "the disk {:?} is encrypted, and its key is not handed over; stop this server and start the new one",
+            disk.setup.name
+        ),
+    }
+}
+
+/// Refuses where a disk's writes wait for room: they could not complete while clients wait.
+fn check_held(service: &Service) -> Result<()> {
+    let held = |disk: &Arc<RunningDisk>| disk.disk.held_requests();
+    match service.disks().iter().find(|disk| held(disk) > 0) {
+        None => Ok(()),
+        Some(disk) => bail!(
+            "{} requests of the disk {:?} wait for room on the host; make room, and upgrade when they are done",
+            held(disk),
             disk.setup.name
         ),
     }
@@ -418,7 +432,7 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
         descriptors.extend(open.flushed);
     }
     let record = Disk {
-        opened: Opened::from(&running.setup),
+        opened: Opened::from(&running.setup_now()),
         moved: running.moved().as_ref().map(MovedTo::from),
         is_protected: disk.access() != disk.opened_access(),
         limits: running.throttle().as_ref().map(Limits::from),

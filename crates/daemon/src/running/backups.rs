@@ -384,6 +384,8 @@ impl Running {
             create: None,
             snapshot: None,
             bitmaps: Vec::new(),
+            side_file: None,
+            threshold: None,
             throttle: None,
             ..source.setup.clone()
         };

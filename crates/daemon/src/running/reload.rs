@@ -123,6 +123,10 @@ impl Running {
         self.add_exports(new, done).await;
         // What a request has changed stays, unless the file has changed, too.
         let before = old.map_or_else(|| open.throttle(), |old| old.setup.throttle.clone());
+        let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.setup.threshold);
+        if new.setup.threshold != before_threshold {
+            self.watch_room(&open, new.setup.threshold);
+        }
         if new.setup.throttle != before {
             match self.limit_disk(open.name(), new.setup.throttle.as_ref()).await {
                 Ok(()) => done.limited.push(open.name().to_owned()),

@@ -13,6 +13,7 @@ mod durable_rename;
 mod handed_over;
 mod image_disk;
 mod image_options;
+mod key_slots;
 mod lock;
 mod make_sidecar;
 mod moved_record;
@@ -22,11 +23,13 @@ mod probe_check;
 mod qemu_name;
 mod refresh_size;
 mod restore;
+mod room;
 mod same_bytes;
 mod sidecar;
 mod start_recording;
 mod tool_state;
 mod unlock;
+mod volume;
 mod vouching;
 
 pub use allowed_paths::{AllowedPaths, note_data_file};
@@ -42,14 +45,18 @@ pub use create::{
 pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
 pub use image_disk::ImageDisk;
-pub use image_options::{CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, StateUse};
+pub use image_options::{
+    BackingUse, CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, SideFile, StateUse,
+};
+pub use key_slots::{KeySlotChange, LastKey, change_key_slots};
 pub use lock::open_locked;
-pub use make_sidecar::{make_sidecar, remove_unused_sidecar};
+pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, record_moved};
 pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::{check_raw_backing, probe_nameless};
 pub use qemu_name::{QemuName, escape as escape_uri, plain_backing};
 pub use restore::{NOT_KEPT, PendingChanges};
+pub use room::Room;
 pub use same_bytes::{check_apart, check_apart_from};
 pub use start_recording::{start_recording, stop_recording};
 pub use tool_state::{IfCorrupt, replay_state};

@@ -7,7 +7,9 @@ use std::task::{Context, Waker};
 use blockhouse_core::{
     Durability, Error, ErrorKind, InFlight, Request, Result, Storage, WriteCache, errno,
 };
-use blockhouse_disk::{Access, Disk};
+use blockhouse_core::{Durability, Error, InFlight, Storage, WriteCache, errno};
+use blockhouse_disk::{Access, Disk, PartyHold};
+use blockhouse_disk::{Disk, PartyHold};
 use blockhouse_engine::PollSource;
 
 use super::command::StopMode;
@@ -56,6 +58,8 @@ pub struct Queue<S: Storage> {
     /// Whether the last requests completed asynchronously: then a handler is woken for each request.
     pub(super) recently_async: Cell<bool>,
     stop: Cell<Option<StopMode>>,
+    /// What is held of the queue's changes.
+    held: PartyHold<S>,
     /// Whether the ring task has ended: handlers end, too.
     is_ended: Cell<bool>,
     /// Whether a failure of the host was logged.
@@ -72,6 +76,7 @@ impl<S: Storage> Queue<S> {
     pub fn new(setup: Setup<S>) -> (Self, Kick) {
         let Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler } = setup;
         let queue = Self {
+            held: PartyHold::of_current(&disk),
             disk,
             access,
             serial,
@@ -126,10 +131,18 @@ impl<S: Storage> Queue<S> {
         self.stop.get()
     }
 
+    /// Changes that wait for room fail: who waits for the end must not wait for room.
+    pub fn end_holding(&self) {
+        self.held.end();
+    }
+
     /// Has the queue end in this way. One whose front-end is gone ends as that says.
     pub fn stop(&self, mode: StopMode) {
         if self.stop.get() != Some(StopMode::Disconnected) {
             self.stop.set(Some(mode));
+        }
+        if mode == StopMode::Disconnected {
+            self.end_holding();
         }
     }
 

@@ -15,6 +15,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         detect_zeroes: DetectZeroesName::Unmap,
         block_sizes: [None; 3],
         hold_seconds: None,
+        threshold: Some("10%".into()),
         copy_on_read: false,
         prefetch: None,
         create: Some(512),
@@ -22,7 +23,9 @@ fn opened(limits: Option<Limits>) -> Opened {
         allow_paths: vec![b"/b".to_vec()],
         allow_remote: true,
         no_references: false,
+        without_backing: false,
         bitmaps: vec!["c".into()],
+        bitmaps_in: None,
         limits,
     }
 }
