@@ -213,6 +213,15 @@ impl Arguments {
         self.given.insert(name.to_owned(), text.into());
     }
 
+    /// Whether an argument is there and says that there is nothing.
+    pub(super) fn is_null(&mut self, name: &str) -> bool {
+        let is_null = self.given.get(name) == Some(&Value::Null);
+        if is_null {
+            self.given.remove(name);
+        }
+        is_null
+    }
+
     /// All that nobody has taken yet.
     pub(super) fn rest(&mut self) -> Map<String, Value> {
         std::mem::take(&mut self.given)

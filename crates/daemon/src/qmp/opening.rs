@@ -17,7 +17,8 @@ use super::state::FileNode;
 /// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
 const FILES: [&str; 3] = ["file", "host_device", NBD];
 const NBD: &str = "nbd";
-const FORMATS: [&str; 7] = ["raw", "qcow2", "luks", "vdi", "vhdx", "vmdk", "vpc"];
+const QCOW2: &str = "qcow2";
+const FORMATS: [&str; 7] = ["raw", QCOW2, "luks", "vdi", "vhdx", "vmdk", "vpc"];
 /// A node that puts limits on a disk.
 const THROTTLE: &str = "throttle";
 const OTHERS: [&str; 28] = [
@@ -63,6 +64,8 @@ pub(super) struct Asked {
     cache: Option<&'static str>,
     discard: Option<&'static str>,
     detect_zeroes: &'static str,
+    /// Whether the backing file that the image names is left out.
+    is_without_backing: bool,
 }
 
 impl Asked {
@@ -96,7 +99,10 @@ impl Asked {
         let discard = given.word("discard", &["ignore", "unmap"])?;
         let detect_zeroes = given.word("detect-zeroes", &["off", "on", "unmap"])?;
         let detect_zeroes = detect_zeroes.unwrap_or("off");
-        Ok(Self { driver, name, is_read_only, cache, discard, detect_zeroes })
+        let is_without_backing = driver == QCOW2 && given.is_null("backing");
+        let asked =
+            Self { driver, name, is_read_only, cache, discard, detect_zeroes, is_without_backing };
+        Ok(asked)
     }
 
     /// Whether it is one that puts limits on a disk.
@@ -138,6 +144,7 @@ impl Asked {
             "cache": cache.unwrap_or("writeback"),
             "discard": self.discard.unwrap_or("ignore"),
             "detect-zeroes": self.detect_zeroes,
+            "without-backing": self.is_without_backing,
         })
     }
 }
@@ -175,7 +182,7 @@ fn open_params(context: &Context, mut params: Value) -> Value {
 fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<Value, QmpError> {
     let secret = match driver {
         "luks" => given.some_text("key-secret")?,
-        "qcow2" => match given.some_object("encrypt")? {
+        QCOW2 => match given.some_object("encrypt")? {
             Some(mut encrypt) => {
                 encrypt.needed_word("format", &["luks"])?;
                 let secret = encrypt.text("key-secret")?;

@@ -66,7 +66,8 @@ enum OnOffAuto auto on
 enum Aio threads native io_uring
 object BlockdevFormat file:BlockdevRef
 alternate BlockdevRef BlockdevOptions str
-object BlockdevQcow2 file:BlockdevRef encrypt?:Qcow2Encryption
+alternate NoBacking null
+object BlockdevQcow2 file:BlockdevRef backing?:NoBacking encrypt?:Qcow2Encryption
 object Qcow2Encryption format:Qcow2EncryptionFormat | format luks=LuksOptions
 enum Qcow2EncryptionFormat luks
 object LuksOptions key-secret?:str
