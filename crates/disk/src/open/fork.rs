@@ -414,3 +414,105 @@ fn whole_path(path: &Path) -> Result<PathBuf> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     Ok(folder.unwrap_or(Path::new(".")).canonicalize().map_err(failed)?.join(name))
 }
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{Buffer, Durability, Request};
+    use blockhouse_engine::{EngineChoice, EventLoop};
+
+    use super::super::create::create;
+    use super::*;
+    use crate::open::StateUse;
+    use crate::state::StateDir;
+
+    const SIZE: u64 = 1 << 20;
+
+    async fn write(disk: &ImageDisk, offset: u64, byte: u8) {
+        let mut buffer = Buffer::new(4096);
+        buffer.bytes_mut().fill(byte);
+        let (from, durability) = (buffer.lend(), Durability::None);
+        disk.submit(Request::Write { offset, from, durability }).await.unwrap();
+    }
+
+    async fn byte_at(disk: &ImageDisk, offset: u64) -> u8 {
+        let mut buffer = Buffer::new(4096);
+        disk.submit(Request::Read { offset, into: buffer.lend() }).await.unwrap();
+        assert!(buffer.bytes().iter().all(|byte| *byte == buffer.bytes()[0]));
+        buffer.bytes()[0]
+    }
+
+    /// A disk of a folder, with state, and how it was opened.
+    async fn disk_in(folder: &Path, format: ImageFormat) -> (ImageDisk, ImageOptions, PathBuf) {
+        let path = folder.join("disk");
+        create(&path, SIZE, format).await.unwrap();
+        let dir = StateDir::create(&folder.join("state")).unwrap();
+        let (format, state) = (Some(format), StateUse::Keep(dir));
+        let options = ImageOptions { format, state, ..ImageOptions::default() };
+        (open(&path, options.clone()).await.unwrap(), options, path)
+    }
+
+    fn plan<'a>(disk: &'a ImageDisk, options: &ImageOptions, folder: &Path) -> ForkOf<'a> {
+        let child = NewChild { path: folder.join("child"), opened: Some(options.clone()) };
+        let overlay = Some(folder.join("over"));
+        ForkOf { disk, options: options.clone(), overlay, children: vec![child] }
+    }
+
+    fn of_qcow2(options: &ImageOptions) -> ImageOptions {
+        ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() }
+    }
+
+    #[test]
+    fn a_death_before_the_layer_is_settled_loses_nothing() {
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
+                // The state is on tmpfs.
+                let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+                let folder = folder.path();
+                let (disk, options, path) = disk_in(folder, format).await;
+                write(&disk, 0, 1).await;
+                let (mut forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
+                let child = forked[0].children.remove(0).1.unwrap();
+                write(&disk, 65536, 2).await;
+                write(&child, 65536, 3).await;
+                assert!(disk.has_unstable_layer() && child.has_unstable_layer());
+                // As a process that is killed leaves them: neither the layer nor the overlays are closed.
+                drop(forked);
+                drop((disk, child));
+                let refused = open(&path, options.clone()).await.err().expect("it was forked");
+                assert!(refused.to_string().contains("goes on in"), "{refused}");
+                for (name, byte) in [("over", 2), ("child", 3)] {
+                    let disk = open(&folder.join(name), of_qcow2(&options)).await.unwrap();
+                    assert_eq!([byte_at(&disk, 0).await, byte_at(&disk, 65536).await], [1, byte]);
+                    disk.close().await.unwrap();
+                }
+                assert_eq!(fs::read_dir(folder.join("state")).unwrap().count(), 0);
+            }
+        });
+    }
+
+    #[test]
+    fn a_flush_covers_the_layer_until_it_is_settled() {
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
+                let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+                let folder = folder.path();
+                let (disk, options, _) = disk_in(folder, format).await;
+                disk.flush().await.unwrap();
+                write(&disk, 0, 1).await;
+                let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
+                let child = forked[0].children[0].1.as_ref().unwrap();
+                // Both count what the layer, which they share, is asked for.
+                write(&disk, 0, 2).await;
+                let before = disk.stats().flushes_issued;
+                child.flush().await.unwrap();
+                assert!(disk.stats().flushes_issued > before, "a child's flush covers the layer");
+                forked[0].settle().await.unwrap();
+                assert!(!disk.has_unstable_layer());
+                let settled = child.stats().flushes_issued;
+                write(&disk, 4096, 2).await;
+                disk.flush().await.unwrap();
+                assert_eq!(child.stats().flushes_issued, settled);
+            }
+        });
+    }
+}

@@ -15,7 +15,6 @@ use blockhouse_storage::{ImageStorage, Location};
 use super::allowed_paths::Folder;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, StateUse};
-use super::open_location::is_address;
 use super::qemu_name::plain_backing;
 use super::restore::FutureState;
 use crate::layer::Layer;
@@ -113,7 +112,9 @@ impl ImageDisk {
             let named = layer.format().backing_file();
             let named = named.and_then(|named| plain_backing(named, layer.name()).ok());
             path = match (named, behind) {
-                (Some((named, _)), Some(_)) if !is_address(&named.name) => folder.join(&named.name),
+                (Some((named, _)), Some(_)) if !Location::is_remote(&named.name) => {
+                    folder.join(&named.name)
+                }
                 (_, behind) => behind.unwrap_or_default(),
             };
         }

@@ -32,7 +32,8 @@ pub(super) async fn restore_layer(
         return Ok(());
     }
     let dir = options.state.directory();
-    if find_state(file, dir)?.is_some_and(|found| found.changes() > 0) {
+    // Also one without changes: it may tell of a flush that failed.
+    if find_state(file, dir)?.is_some() {
         let state = StateUse::Replay(dir.cloned());
         let options = ImageOptions { access: Access::ReadWrite, state, ..options.clone() };
         let (mode, cache) = (options.open_mode(), options.cache.page_cache());

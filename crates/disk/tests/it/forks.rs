@@ -281,6 +281,6 @@ fn fork(seed: u64) -> Result<Report, String> {
 
 #[test]
 fn crash_at_every_point_of_forks() {
-    let report = for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point_of_forks", 40, fork);
+    let report = for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point_of_forks", 20, fork);
     eprintln!("{report:?}");
 }
