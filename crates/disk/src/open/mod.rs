@@ -14,6 +14,7 @@ mod handed_over;
 mod image_disk;
 mod image_options;
 mod key_slots;
+mod left_out;
 mod lock;
 mod make_sidecar;
 mod moved_record;
