@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 
 use blockhouse_core::{Error, ErrorKind};
 
+use crate::storage_daemon;
 use crate::version::VERSION;
 
 /// The version of QEMU's tools whose words and options these are.
@@ -24,6 +25,8 @@ pub enum Tool {
     Nbd,
     /// Only its version is printed.
     Io,
+    /// The server that clients of QMP tell what to serve.
+    StorageDaemon,
 }
 
 impl Tool {
@@ -33,6 +36,7 @@ impl Tool {
             "qemu-img" => Self::Img,
             "qemu-nbd" => Self::Nbd,
             "qemu-io" => Self::Io,
+            storage_daemon::NAME => Self::StorageDaemon,
             _ => return None,
         })
     }
@@ -42,11 +46,12 @@ impl Tool {
             Self::Img => "qemu-img",
             Self::Nbd => "qemu-nbd",
             Self::Io => "qemu-io",
+            Self::StorageDaemon => storage_daemon::NAME,
         }
     }
 
     /// The output of `--version`, in QEMU's form.
-    fn version(self) -> String {
+    pub fn version(self) -> String {
         let word = if self == Self::Nbd { "" } else { "version " };
         format!("{} {word}{QEMU_VERSION} (blockhouse {VERSION})", self.as_str())
     }
@@ -94,7 +99,12 @@ pub fn has_word(command: &str) -> bool {
 
 /// The name that lines on standard error begin with.
 pub fn own_name() -> &'static str {
-    tool().map_or("blockhouse", Tool::as_str)
+    let is_daemon = || std::env::args_os().nth(1).is_some_and(|word| word == storage_daemon::NAME);
+    match tool() {
+        Some(tool) => tool.as_str(),
+        None if is_daemon() => storage_daemon::NAME,
+        None => "blockhouse",
+    }
 }
 
 /// The words of the command line as if under our own name: qemu-nbd is `serve`.
@@ -104,6 +114,9 @@ pub fn words() -> Vec<OsString> {
         // Its -v keeps it in the foreground, where it is anyway, and says nothing.
         words.retain(|word| word != "-v" && word != "--verbose");
         words.insert(1, "serve".into());
+    }
+    if tool() == Some(Tool::StorageDaemon) && !words.is_empty() {
+        words.insert(1, storage_daemon::NAME.into());
     }
     words
 }
@@ -251,6 +264,7 @@ mod tests {
             ("blockhouse-qemu-img", Some(Tool::Img)),
             ("./qemu-nbd", Some(Tool::Nbd)),
             ("qemu-io", Some(Tool::Io)),
+            ("qemu-storage-daemon", Some(Tool::StorageDaemon)),
             ("blockhouse", None),
             ("qemu-img-old", None),
         ] {

@@ -480,6 +480,7 @@ impl Arguments {
             permissions: socket_options::permissions(self.socket_mode, self.socket_group),
             control: self.control.clone(),
             qmp: self.qmp.clone(),
+            storage_daemon: None,
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
             user: user_options::ids(self.user, self.group).unwrap_or_else(|why| refuse(&why)),
