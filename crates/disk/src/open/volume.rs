@@ -75,6 +75,15 @@ pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     }
 }
 
+/// The same of a device whose server died. `sent` is how much that had sent, or was about to, as a word of
+/// [`DeviceWrites`]; 0 where it is not known. `now` is how much was written to the device.
+pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
+    match sent != 0 && DeviceWrites::is_same_era(sent, now) {
+        true => Told::of(now <= sent),
+        false => Told::Nothing,
+    }
+}
+
 /// What is known of other programs' changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
@@ -151,6 +160,9 @@ fn hash(parts: &[&str]) -> [u8; 16] {
     let hash = bytes.fold(BASIS, |hash, byte| (hash ^ u128::from(byte)).wrapping_mul(PRIME));
     hash.to_be_bytes()
 }
+
+#[cfg(test)]
+mod histories;
 
 #[cfg(test)]
 mod tests {
