@@ -35,6 +35,7 @@ use crate::jobs::Jobs;
 use crate::limit_options::DiskThrottle;
 use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
 use crate::open::state_use;
+use crate::room_watch::RoomWatch;
 use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
 use crate::threshold::Threshold;
@@ -47,7 +48,6 @@ pub(crate) use disks::{ClaimedDisk, Refreshed};
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use nbd_sockets::ServedSocket;
 pub(crate) use reload::Reloaded;
-use room::RoomWatch;
 pub(crate) use ublk_devices::RunningUblk;
 
 /// The parts that run.

@@ -46,7 +46,7 @@ use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
-use super::restore::{find_state, identity_of, status_of};
+use super::restore::{find_state, status_of};
 use super::volume::{Seen, Told, Volume, told_by_close, told_by_count};
 use super::vouching::is_vouched_for;
 use crate::options::Access;
@@ -452,18 +452,6 @@ fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Res
 fn told_by_state(now: u64, file: &HostFile, dir: Option<&StateDir>) -> Result<Told> {
     let sent = find_state(file, dir)?.map_or(0, |state| state.page().device_writes());
     Ok(told_by_count(sent, now))
-}
-
-/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.
-///
-/// # Errors
-/// The host's.
-pub(super) fn identity(file: &HostFile) -> Result<[u8; 16]> {
-    let identity = identity_of(file)?;
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&identity.inode.to_be_bytes());
-    bytes[8..].copy_from_slice(&identity.birth.to_be_bytes());
-    Ok(bytes)
 }
 
 fn unused(why: &str) -> Error {

@@ -18,8 +18,7 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{DeviceWrites, FileKind, HostFile, device_folder};
 use blockhouse_storage::ImageStorage;
 
-use super::restore::{Clock, change_time, clock_of, status_of};
-use super::sidecar::identity;
+use super::restore::{Clock, change_time, clock_of, identity_of, status_of};
 
 /// What a raw disk says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +112,18 @@ fn seen_of_file(file: &HostFile) -> Result<Seen> {
     })
 }
 
+/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.
+///
+/// # Errors
+/// The host's.
+pub(super) fn identity(file: &HostFile) -> Result<[u8; 16]> {
+    let identity = identity_of(file)?;
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&identity.inode.to_be_bytes());
+    bytes[8..].copy_from_slice(&identity.birth.to_be_bytes());
+    Ok(bytes)
+}
+
 fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
     if file.kind() == FileKind::Regular {
         return identity(file);
@@ -134,7 +145,7 @@ fn device_id(folder: &Path) -> Option<String> {
         (!text.is_empty()).then_some(text)
     };
     if let Some(number) = read("partition") {
-        let disk = device_id(&folder.canonicalize().ok()?.parent()?.to_owned())?;
+        let disk = device_id(folder.canonicalize().ok()?.parent()?)?;
         return Some(format!("{disk} partition {number} at {}", read("start")?));
     }
     if let Some(file) = read("loop/backing_file") {

@@ -156,6 +156,7 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         remote_backing: RemoteBacking::Refused,
         secrets: Secrets::default(),
         part: None,
+        side_file: None,
     }
 }
 
