@@ -366,7 +366,7 @@ pub fn value_of(bitmap: &Bitmap) -> Value {
 }
 
 fn as_json(bitmaps: &[Bitmap]) -> String {
-    format!("{:#}", Value::Array(bitmaps.iter().map(value_of).collect()))
+    output::pretty(&Value::Array(bitmaps.iter().map(value_of).collect()))
 }
 
 /// As a table; nothing where there are none.

@@ -105,8 +105,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     output::print(&match (arguments.image.is_json(), &*facts) {
         (false, facts) => facts.iter().map(as_text).collect::<Vec<_>>().join("\n\n"),
-        (true, [facts]) if !arguments.backing_chain => format!("{:#}", as_json(facts)),
-        (true, facts) => format!("{:#}", Value::Array(facts.iter().map(as_json).collect())),
+        (true, [facts]) if !arguments.backing_chain => output::pretty(&as_json(facts)),
+        (true, facts) => output::pretty(&Value::Array(facts.iter().map(as_json).collect())),
     })
 }
 

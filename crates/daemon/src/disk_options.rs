@@ -4,8 +4,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
-    RemoteBacking, SideFile, is_address,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
+    OnFull, RemoteBacking, SideFile, is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use schemars::JsonSchema;
@@ -227,6 +227,7 @@ impl DiskOptions {
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
             no_references: self.no_references,
+            backing_use: BackingUse::Followed,
             keys: KeyFiles {
                 keys: self.key_files.clone(),
                 passphrases: self.passphrase_files.clone(),

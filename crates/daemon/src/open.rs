@@ -86,6 +86,7 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         remote_backing: disk.remote_backing,
         secrets: disk.keys.read()?,
         part: None,
+        backing_use: disk.backing_use,
         side_file: disk.side_file.clone(),
     })
 }

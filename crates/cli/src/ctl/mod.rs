@@ -58,6 +58,9 @@ enum Action {
         disk: String,
         /// An NBD URI, or the path of a vhost-user-blk socket.
         address: String,
+        /// Refuse all changes by way of this export, whoever else may change the disk.
+        #[arg(long, short)]
+        read_only: bool,
     },
     /// Serve a disk at an address no longer: its clients end.
     Unexport {
@@ -395,9 +398,14 @@ impl Action {
             Self::Exports => ("export.list", json!({})),
             Self::Open(open) => ("disk.open", open.params()?),
             Self::Close { disk, force } => ("disk.close", json!({ "disk": disk, "force": force })),
-            Self::Export { disk, address } => {
+            Self::Export { disk, address, read_only } => {
                 tell_of_kind(&address);
-                ("export.add", json!({ "disk": disk, "export": absolute_export(&address)? }))
+                let mut params = json!({ "disk": disk, "export": absolute_export(&address)? });
+                // Older servers do not know it.
+                if read_only {
+                    params["read-only"] = true.into();
+                }
+                ("export.add", params)
             }
             Self::Unexport { address } => ("export.remove", json!({ "export": address })),
             Self::ReadOnly { disk, switch } => {

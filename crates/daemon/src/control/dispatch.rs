@@ -71,8 +71,9 @@ pub(crate) async fn call(
         }
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export } = params(given)?;
-            let export = running.add_export(&disk, address(&export)?).await?.to_string();
+            let ExportAddParams { disk, export, read_only } = params(given)?;
+            let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+            let export = running.add_export(&disk, address(&export)?, access).await?.to_string();
             result(ExportParams { export })
         }
         "export.remove" => {
@@ -212,6 +213,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
             ExportAddress::Ublk(_) => "ublk",
         },
         clients: running.clients(&export),
+        read_only: (export.access == Access::ReadOnly).then_some(true),
         export: export.address.to_string(),
         disk: export.disk,
     };

@@ -169,12 +169,15 @@ pub struct RefreshResult {
 
 /// An export to be added.
 #[derive(Debug, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ExportAddParams {
     /// The name of the disk.
     pub disk: String,
     /// The URI of an NBD export, or the absolute path of a vhost-user-blk socket.
     pub export: String,
+    /// Whether its clients may not change the disk, whoever else may.
+    #[serde(default)]
+    pub read_only: bool,
 }
 
 /// An export.
@@ -198,6 +201,9 @@ pub struct ExportInfo {
     /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
+    /// True where its clients may not change the disk, whoever else may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
 }
 
 /// A snapshot of a disk.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_disk::Access;
 use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
@@ -353,11 +354,14 @@ fn offer_of<'a>(
     for socket in sockets {
         descriptors.push(socket.listener().as_fd());
         descriptors.extend(socket.file().map(AsFd::as_fd));
+        let exports = service.exports_at(socket);
+        let read_only = exports.iter().filter(|export| export.access == Access::ReadOnly);
         listening.push(Socket {
             address: socket.address().into(),
             has_file: socket.file().is_some(),
             needs_tls: socket.security() == Security::Tls,
-            exports: service.exports_at(socket),
+            read_only: read_only.map(|export| export.name.clone()).collect(),
+            exports: exports.into_iter().map(|export| (export.name, export.image)).collect(),
         });
     }
     let mut guests = Vec::new();
@@ -369,7 +373,8 @@ fn offer_of<'a>(
         let disk = disks.iter().position(|disk| disk.name() == device.disk());
         let disk = disk.context("a device's disk is no longer open")?;
         let socket = Listening { address, has_file: served.file().is_some() };
-        guests.push(Device { socket, disk });
+        let read_only = device.access() == Access::ReadOnly;
+        guests.push(Device { socket, disk, read_only });
     }
     let ublk = service.ublk_devices();
     let ublk = ublk.iter().map(|device| {

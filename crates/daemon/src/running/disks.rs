@@ -183,7 +183,7 @@ impl Running {
     ) -> Result<()> {
         self.limit_as_set_up(disk)?;
         for address in addresses {
-            self.serve(disk, address).await?;
+            self.serve(disk, address, Access::ReadWrite).await?;
         }
         Ok(())
     }
@@ -224,7 +224,8 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address. The address, with the real port where port 0 was asked for.
+    /// Serves a disk at an address, to clients that may change it or not. The address, with the real port where port 0 was
+    /// asked for.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be had.
@@ -232,11 +233,12 @@ impl Running {
         &self,
         disk: &str,
         address: ExportAddress,
+        access: Access,
     ) -> Result<ExportAddress> {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
         let _claim = self.claims.claim(names).await;
         let served = self.disk(disk)?;
-        self.serve(&served, address).await
+        self.serve(&served, address, access).await
     }
 
     /// Serves a disk, which is claimed like the socket.
@@ -244,16 +246,17 @@ impl Running {
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
+        access: Access,
     ) -> Result<ExportAddress> {
         if let Some(socket) = address.unix_socket() {
             self.sandbox().check(socket)?;
         }
         let served = Arc::clone(disk);
         let address = match address {
-            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served).await?),
+            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, access).await?),
             ExportAddress::VhostUser(path) => {
                 self.backups.check_not_frozen(disk.name())?;
-                self.add_device(path.clone(), served).await?;
+                self.add_device(path.clone(), served, access).await?;
                 ExportAddress::VhostUser(path)
             }
             ExportAddress::Ublk(_) => bail!(

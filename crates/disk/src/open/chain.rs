@@ -24,7 +24,7 @@ use super::allowed_paths::{FindError, Folder, NameUse, Namer};
 use super::create::format_by_name;
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
-use super::image_options::{ImageOptions, Locking, RemoteBacking, StateUse};
+use super::image_options::{BackingUse, ImageOptions, Locking, RemoteBacking, StateUse};
 use super::lock::{Locked, lock, lock_in_place_of};
 use super::moved_record::check_not_moved;
 use super::open_location::{
@@ -171,7 +171,12 @@ async fn open_from(
     let disk = chain.with_data(disk, options).await?;
     let mut disk = unlocked(disk, &options.secrets, chain.without_key).await?;
     let mut above = Vec::new();
-    while let Some(backing) = disk.backing_file() {
+    if options.backing_use == BackingUse::LeftOut {
+        disk.format().set_backing_size(0);
+    }
+    while let Some(backing) =
+        disk.backing_file().filter(|_| options.backing_use == BackingUse::Followed)
+    {
         let next = chain.open_behind(backing, options).await?;
         disk.format().check_backing(next.format())?;
         above.push(std::mem::replace(&mut disk, next));

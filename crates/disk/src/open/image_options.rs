@@ -149,8 +149,20 @@ pub struct ImageOptions {
     pub secrets: Secrets,
     /// The part of its file that the image is in, which is only read then.
     pub part: Option<FilePart>,
+    /// Whether its backing file is read.
+    pub backing_use: BackingUse,
     /// Where the bitmaps of a raw image are, if not beside it.
     pub side_file: Option<SideFile>,
+}
+
+/// What becomes of the backing file that an image names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackingUse {
+    /// It is opened.
+    #[default]
+    Followed,
+    /// It is left out: what the image does not have reads as zeros, and block status tells it from data.
+    LeftOut,
 }
 
 /// Where the bitmaps of a raw image or volume are that has no room for them, if that is not beside it.
@@ -232,6 +244,7 @@ impl Default for ImageOptions {
             remote_backing: RemoteBacking::Refused,
             secrets: Secrets::default(),
             part: None,
+            backing_use: BackingUse::Followed,
             side_file: None,
         }
     }

@@ -13,6 +13,7 @@ mod durable_rename;
 mod handed_over;
 mod image_disk;
 mod image_options;
+mod key_slots;
 mod lock;
 mod make_sidecar;
 mod moved_record;
@@ -45,8 +46,9 @@ pub use durable_rename::{IfExists, rename_durable};
 pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
 pub use image_disk::ImageDisk;
 pub use image_options::{
-    CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, SideFile, StateUse,
+    BackingUse, CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, SideFile, StateUse,
 };
+pub use key_slots::{KeySlotChange, LastKey, change_key_slots};
 pub use lock::open_locked;
 pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, record_moved};

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use blockhouse_disk::{
-    Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits, RemoteBacking,
-    SideFile,
+    Access, BackingUse, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits,
+    RemoteBacking, SideFile,
 };
 use serde::{Deserialize, Serialize};
 
@@ -90,6 +90,9 @@ pub struct Opened {
     /// Whether no name in the image is followed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_references: bool,
+    /// Whether its backing file is left out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub without_backing: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
     /// The bytes of the path where its bitmaps are, and whether nobody else writes to it.
@@ -202,6 +205,7 @@ impl From<&DiskSetup> for Opened {
             allow_paths,
             remote_backing,
             no_references,
+            backing_use,
             // Disks with keys are not handed over.
             keys: _,
             bitmaps,
@@ -233,6 +237,7 @@ impl From<&DiskSetup> for Opened {
             allow_paths: allow_paths.iter().map(|path| bytes_of(path)).collect(),
             allow_remote: *remote_backing == RemoteBacking::Allowed,
             no_references: *no_references,
+            without_backing: *backing_use == BackingUse::LeftOut,
             bitmaps: bitmaps.clone(),
             bitmaps_in: side_file.as_ref().map(|side| (bytes_of(&side.path), side.is_alone)),
             limits: throttle.as_ref().map(Limits::from),
@@ -282,6 +287,10 @@ impl Opened {
                 false => RemoteBacking::Refused,
             },
             no_references: self.no_references,
+            backing_use: match self.without_backing {
+                true => BackingUse::LeftOut,
+                false => BackingUse::Followed,
+            },
             keys: KeyFiles::default(),
             bitmaps: self.bitmaps,
             side_file: self
