@@ -241,6 +241,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "Of one that is served, while guests write",
                 "blockhouse snapshot create --control control disk.qcow2 now",
             ),
+            example(
+                "Outside of the image, also of a raw one",
+                "blockhouse snapshot create --external next.qcow2 disk.img",
+            ),
         ],
     ),
     ("snapshot apply", &[example("Go back to it", "blockhouse snapshot apply disk.qcow2 before")]),
@@ -370,6 +374,19 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "ctl limit-group",
         &[example("More for all of them", "blockhouse ctl control limit-group slow iops=3000")],
+    ),
+    (
+        "ctl fork",
+        &[
+            example(
+                "Before an upgrade in the guest: the disk goes on in over2.qcow2",
+                "blockhouse ctl control fork disk.img --overlay over2.qcow2",
+            ),
+            example(
+                "Another machine's disk from what it is now",
+                "blockhouse ctl control fork disk.img --child try=try.qcow2",
+            ),
+        ],
     ),
     (
         "ctl snapshot",

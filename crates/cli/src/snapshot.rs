@@ -2,12 +2,12 @@
 //! `-a` and `-d` is that here, too.
 
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    Access, ImageDisk, ImageFormat, ImageOptions, Locking, open_without_backing,
+    Access, ImageDisk, ImageFormat, ImageOptions, Locking, fork_image, open_without_backing,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
@@ -21,7 +21,8 @@ use crate::snapshot_list::{as_json, as_qemu_table, as_text};
 use blockhouse_daemon::control::legacy::{
     CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs,
 };
-use blockhouse_daemon::control::{Listed, ask};
+use blockhouse_daemon::control::{Connection, Listed, ask};
+use serde_json::json;
 
 /// Arguments of `snapshot`.
 #[derive(clap::Args)]
@@ -71,7 +72,12 @@ enum Action {
         #[command(flatten)]
         image: Image,
         /// The new name: 1 to 255 bytes, unlike all others.
-        name: String,
+        #[arg(required_unless_present = "external", conflicts_with = "external")]
+        name: Option<String>,
+        /// Take it outside of the image, which may have any format: the disk goes on in this new qcow2 file, and the image stays what
+        /// the disk is now.
+        #[arg(long, value_name = "FILE")]
+        external: Option<PathBuf>,
     },
     /// Make the disk what it was when the snapshot was taken. What was written since is gone.
     Apply {
@@ -149,7 +155,9 @@ impl Flag {
     /// The action that it stands for.
     fn of(self, image: Image) -> Action {
         match self {
-            Self { create: Some(name), .. } => Action::Create { image, name },
+            Self { create: Some(name), .. } => {
+                Action::Create { image, name: Some(name), external: None }
+            }
             Self { apply: Some(name), .. } => Action::Apply { image, name },
             Self { delete: Some(name), .. } => Action::Delete { image, name },
             _ => Action::List { image, style: ListStyle { is_qemu: true, ..Default::default() } },
@@ -179,9 +187,10 @@ async fn run_closed(action: Action) -> Result<()> {
             };
             print_list(&snapshots.iter().map(Listed::from).collect::<Vec<_>>(), &style)
         }
-        Action::Create { image, name } => {
+        Action::Create { image, external: Some(overlay), .. } => fork(&image, &overlay).await,
+        Action::Create { image, name, .. } => {
             let disk = open_to_change(&image).await?;
-            disk.snapshots().create(&name).await?;
+            disk.snapshots().create(&name.unwrap_or_default()).await?;
             Ok(disk.close().await?)
         }
         Action::Apply { image, name } => {
@@ -203,14 +212,17 @@ async fn run_closed(action: Action) -> Result<()> {
 }
 
 /// By the server that has the image.
-fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
+fn run_served(socket: &Path, action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
             let request = Request::List(ListArgs { image: Some(image.canonical()?) });
             print_list(&ask::<Vec<Listed>>(socket, &request)?, &style)
         }
-        Action::Create { image, name } => {
-            let request = Request::Create(image.named(name)?);
+        Action::Create { image, external: Some(overlay), .. } => {
+            fork_served(socket, &image, &overlay)
+        }
+        Action::Create { image, name, .. } => {
+            let request = Request::Create(image.named(name.unwrap_or_default())?);
             print_pause(ask::<CreateReply>(socket, &request)?.pause_us)
         }
         Action::Apply { image, name } => {
@@ -227,6 +239,31 @@ fn run_served(socket: &std::path::Path, action: Action) -> Result<()> {
             print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
         }
     }
+}
+
+/// Has the disk of an image that no other program has open go on in an overlay.
+async fn fork(image: &Image, overlay: &Path) -> Result<()> {
+    let Image { access: reach, image } = image;
+    let named = reach.image_opts.resolve_to_change(image, reach.format)?;
+    let options = reach.open.read_write(named.format)?;
+    fork_image(&named.path, options, overlay).await.map_err(with_hint)?;
+    Ok(())
+}
+
+/// The same, of a disk that a server has.
+fn fork_served(socket: &Path, image: &Image, overlay: &Path) -> Result<()> {
+    let mut server = Connection::open(socket)?;
+    let path = image.canonical()?;
+    let disks = server.call("disk.list", json!({}))?;
+    let mut disks = disks.as_array().into_iter().flatten();
+    let found = disks.find(|disk| disk["path"].as_str().is_some_and(|at| Path::new(at) == path));
+    let Some(disk) = found else {
+        bail!("{}: the server at {} does not have it open", path.display(), socket.display())
+    };
+    let overlay = std::path::absolute(overlay)?;
+    let fork = json!({ "disks": [{ "disk": disk["disk"], "overlay": overlay }] });
+    let done = server.call("disk.fork", fork)?;
+    print_pause(done["pause-us"].as_u64().unwrap_or_default())
 }
 
 impl Image {
@@ -260,13 +297,17 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
     let options = ImageOptions { locking, ..options };
     // The tables are all that is needed.
     let opened = open_without_backing(&named.path, options).await;
-    Ok(opened.map_err(|error| match error.kind() {
+    Ok(opened.map_err(with_hint)?)
+}
+
+fn with_hint(error: blockhouse_core::Error) -> blockhouse_core::Error {
+    match error.kind() {
         ErrorKind::Locked => error.hint(
             "if that is 'blockhouse serve --control SOCKET', name its socket here with --control \
              SOCKET; else stop that program first",
         ),
         _ => error,
-    })?)
+    }
 }
 
 fn print_list(snapshots: &[Listed], style: &ListStyle) -> Result<()> {

@@ -32,6 +32,7 @@ const CHANGING: &[&str] = &[
     "disk.set",
     "disk.resize",
     "disk.refresh",
+    "disk.fork",
     "export.add",
     "export.remove",
     "limit.set",

@@ -32,6 +32,16 @@ pub enum Event {
         #[serde(skip_serializing_if = "Option::is_none")]
         error: Option<String>,
     },
+    /// A disk goes on in an overlay over what it was.
+    #[serde(rename = "disk.forked")]
+    DiskForked {
+        /// Its name.
+        disk: String,
+        /// The path of the image that it was.
+        layer: String,
+        /// The path of the image in which it goes on.
+        overlay: String,
+    },
     /// A disk has another size.
     #[serde(rename = "disk.resized")]
     DiskResized {
@@ -230,7 +240,7 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 23] = [
+    pub const NAMES: [&str; 24] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
@@ -254,6 +264,7 @@ impl Event {
         "backup.ended",
         "backup.failed",
         "event.lost",
+        "disk.forked",
     ];
 
     /// Its name.
@@ -282,6 +293,7 @@ impl Event {
             Self::BackupEnded { .. } => 20,
             Self::BackupFailed { .. } => 21,
             Self::Lost { .. } => 22,
+            Self::DiskForked { .. } => 23,
         };
         Self::NAMES[index]
     }

@@ -82,17 +82,18 @@ pub use disk::{
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
-    AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, HandedFile, HandedOverDisk,
-    IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey, Locking,
-    NOT_KEPT, PendingChanges, QemuName, RemoteBacking, Room, Secrets, SideFile, StateUse,
-    VOUCHER_RENEWAL, behind_links, change_key_slots, changed_since, check_apart, check_apart_from,
-    check_new_name, check_raw_backing, create, create_as, escape_uri, exists, forget_moved,
-    format_by_name, format_for_new, is_address, is_device, is_foreign_address, keep_state,
-    keeps_its_place, make_missing_sidecar, make_sidecar, note_data_file, open, open_base,
-    open_created, open_for_commit, open_for_repair, open_handed_over, open_locked, open_metadata,
-    open_snapshot, open_storage, open_to_look, open_without_backing, part_of, plain_backing,
-    probe_nameless, record_moved, remove_created, remove_unused_sidecar, rename_durable,
-    rename_finished, replay_state, start_recording, stop_recording,
+    AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, ForkOf, Forked, HandedFile,
+    HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
+    Locking, NOT_KEPT, NewChild, PendingChanges, QemuName, RemoteBacking, Room, Secrets, SideFile,
+    StateUse, VOUCHER_RENEWAL, behind_links, change_key_slots, changed_since, check_apart,
+    check_apart_from, check_new_name, check_raw_backing, create, create_as, escape_uri, exists,
+    forget_moved, fork, fork_image, format_by_name, format_for_new, is_address, is_device,
+    is_foreign_address, is_forked, keep_state, keeps_its_place, make_missing_sidecar, make_sidecar,
+    note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,
+    open_handed_over, open_locked, open_metadata, open_snapshot, open_storage, open_to_look,
+    open_without_backing, part_of, plain_backing, probe_nameless, record_forked, record_moved,
+    remove_created, remove_unused_sidecar, rename_durable, rename_finished, replay_state,
+    start_recording, stop_recording,
 };
 pub use options::{
     Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, OnFull, Options,

@@ -46,6 +46,10 @@ fn type_alone(line: &str) {
     let asks = line.contains("--control control") || line.starts_with("blockhouse ctl control");
     let serve = "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock' --limit iops=9999,group=slow";
     let server = match () {
+        // Its disk has no bitmaps.
+        () if line.contains(" fork ") => {
+            Some(Serving::start(&folder, "blockhouse serve disk.img --control control"))
+        }
         () if asks => Some(Serving::start(&folder, serve)),
         () if line.starts_with("blockhouse top") => {
             Some(Serving::start(&folder, "blockhouse serve disk.qcow2 --metrics unix:metrics"))

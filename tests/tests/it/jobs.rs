@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
-use blockhouse_tests::nbd::{Address, Client};
+use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, seeded, tool};
 use fastrand::Rng;
 use rustix::process::{Pid, Signal, kill_process};
@@ -39,6 +39,7 @@ pub(crate) struct Writer {
     /// The number in each block; 0 for zeros.
     blocks: Vec<u64>,
     next: u64,
+    history: Vec<(usize, u64)>,
 }
 
 pub(crate) fn content(number: u64) -> Vec<u8> {
@@ -57,14 +58,26 @@ impl Writer {
 
     /// On a disk that has these numbers in its blocks.
     pub(crate) fn on(address: &Address, blocks: Vec<u64>, random: Rng) -> Self {
+        Self::on_export(address, "", blocks, random)
+    }
+
+    /// The same, of the export of this name.
+    pub(crate) fn on_export(
+        address: &Address,
+        export: &str,
+        blocks: Vec<u64>,
+        random: Rng,
+    ) -> Self {
         let next = blocks.iter().max().map_or(1, |last| last + 1);
-        Self { client: Client::open(address), random, blocks, next }
+        let client = Greeted::new(address).go(export, Framing::Simple);
+        Self { client, random, blocks, next, history: Vec::new() }
     }
 
     pub(crate) fn write(&mut self, index: usize) {
         let error = self.client.write(index as u64 * BLOCK, &content(self.next), 0);
         assert_eq!(error, 0, "a write must not fail");
         self.blocks[index] = self.next;
+        self.history.push((index, self.next));
         self.next += 1;
     }
 
@@ -82,6 +95,11 @@ impl Writer {
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
         self.blocks.iter().flat_map(|number| content(*number)).collect()
+    }
+
+    /// Which number was written to which block, in this order.
+    pub(crate) fn history(&self) -> Vec<(usize, u64)> {
+        self.history.clone()
     }
 
     /// The numbers in its blocks.

@@ -30,6 +30,7 @@ mod first_steps;
 mod foreign_formats;
 mod foreign_servers;
 mod foreign_tools;
+mod fork;
 mod full_host;
 mod full_host_qcow2;
 mod habits;

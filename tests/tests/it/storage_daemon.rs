@@ -300,6 +300,7 @@ fn images_name_others_and_have_keys_by_objects() {
     let over = folder.join("over");
     qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", str(&base), str(&over)])
         .success();
+    std::fs::copy(&over, folder.join("alone")).expect("room");
     std::fs::write(&key, "secret").expect("room");
     let object = format!("secret,id=k,file={}", str(&key));
     let encrypted = folder.join("luks");
@@ -325,8 +326,12 @@ fn images_name_others_and_have_keys_by_objects() {
         "qcow2,node-name=o,file.driver=file,file.filename=DIR/over",
         "--blockdev",
         "luks,node-name=l,key-secret=k,file.driver=file,file.filename=DIR/luks",
+        "--blockdev",
+        r#"{"driver":"qcow2","node-name":"alone","backing":null,"file":{"driver":"file","filename":"DIR/alone"}}"#,
         "--nbd-server",
         &format!("addr.type=unix,addr.path={}", str(&nbd)),
+        "--export",
+        "nbd,id=a,node-name=alone",
         "--export",
         "nbd,id=o,node-name=o",
         "--export",
@@ -336,6 +341,7 @@ fn images_name_others_and_have_keys_by_objects() {
     wait_until("it listens", || nbd.exists());
     let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
     assert_eq!(connect("o").read(0, 512), Ok(vec![5; 512]));
+    assert_eq!(connect("alone").read(0, 512), Ok(vec![0; 512]));
     assert_eq!(connect("l").size(), MIB);
     // An export of another server.
     let more = scratch.socket("more");

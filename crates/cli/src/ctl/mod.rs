@@ -5,6 +5,7 @@
 
 mod backup;
 mod bitmap;
+mod fork;
 mod params;
 mod tables;
 
@@ -16,6 +17,7 @@ use bitmap::BitmapAction;
 use blockhouse_daemon::control::{Connection, RpcError};
 use blockhouse_daemon::limit_options::LimitOptions;
 use blockhouse_daemon::size::{self, NewSize};
+use fork::Fork;
 use params::{absolute, absolute_image, add_given};
 use serde_json::{Map, Value, json};
 
@@ -126,6 +128,8 @@ enum Action {
         #[command(subcommand)]
         action: SnapshotAction,
     },
+    /// Have disks go on in new qcow2 files over what they are at one moment, and make other disks over that.
+    Fork(Fork),
     /// List, add, remove and change the persistent bitmaps of a disk, which tell what has changed since.
     Bitmap {
         #[command(subcommand)]
@@ -427,6 +431,7 @@ impl Action {
                 ("limit.set", json!({ "group": group, "limits": limits }))
             }
             Self::Snapshot { action } => action.request(),
+            Self::Fork(fork) => ("disk.fork", fork.params()?),
             Self::Bitmap { action } => action.request(),
             Self::Backup { action } => action.request()?,
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),

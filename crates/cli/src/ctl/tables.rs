@@ -81,6 +81,7 @@ pub fn show(method: &str, result: &Value) -> String {
         | "bitmap.merge" => {
             format!("writes were held off for {} us", text(&result["pause-us"]))
         }
+        "disk.fork" => forked(result),
         "disk.open" => exports(result),
         "export.add" => format!("ready {}", text(&result["export"])),
         "disk.resize" => {
@@ -139,6 +140,21 @@ fn jobs(result: &Value) -> String {
     let heading =
         ["JOB", "KIND", "DISK", "STATUS", "COPIED", "REMAINING", "RATE", "TARGET", "ERROR"];
     table(heading, result, row)
+}
+
+/// What was forked: a line for each disk, then the pause.
+fn forked(result: &Value) -> String {
+    let disks = result["disks"].as_array().into_iter().flatten();
+    let line = |disk: &Value| {
+        let [name, overlay, layer] = ["disk", "overlay", "layer"].map(|key| text(&disk[key]));
+        match disk["overlay"].is_null() {
+            true => format!("{name}: {layer} is read-only, and stays"),
+            false => format!("{name}: {overlay} over {layer}"),
+        }
+    };
+    let mut lines: Vec<_> = disks.map(line).collect();
+    lines.push(format!("writes were held off for {} us", text(&result["pause-us"])));
+    lines.join("\n")
 }
 
 /// The name of a backup, and a line for each address where its disks are served.

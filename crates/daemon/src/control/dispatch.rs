@@ -17,7 +17,7 @@ use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
 use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
-use super::{backups, bitmaps, jobs};
+use super::{backups, bitmaps, forks, jobs};
 use crate::control_socket::Answers;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -69,6 +69,7 @@ pub(crate) async fn call(
             let Refreshed { size, held } = running.refresh(&disk).await?;
             result(RefreshResult { size, held })
         }
+        "disk.fork" => forks::fork(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
             let ExportAddParams { disk, export, read_only } = params(given)?;

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Listed;
 use super::backup_methods::{BackupBeginParams, BackupInfo, BackupParams};
 use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
+use super::fork_methods::{ForkParams, ForkResult};
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -380,6 +381,11 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "disk.resize",
         "Gives a disk another size, and tells its guests.",
         of::<ResizeParams, ResizeResult>,
+    ),
+    (
+        "disk.fork",
+        "Has disks go on in overlays over what they are at one moment, and makes other disks over that.",
+        of::<ForkParams, ForkResult>,
     ),
     ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),

@@ -7,7 +7,7 @@
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
-//!   of backups
+//!   of backups; `fork_methods` and `forks`: that of forks
 //! - `snapshots`: what both protocols ask about them
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
@@ -18,6 +18,8 @@ mod bitmap_methods;
 mod bitmaps;
 mod client;
 mod dispatch;
+mod fork_methods;
+mod forks;
 mod gate;
 mod job_methods;
 mod jobs;

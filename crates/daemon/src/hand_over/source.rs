@@ -175,6 +175,7 @@ fn check_jobs(service: &Service) -> Result<()> {
             disk.name()
         );
     }
+    check_layers(service)?;
     match service.running().jobs().find_running() {
         None => Ok(()),
         Some(job) => bail!(
@@ -186,6 +187,26 @@ fn check_jobs(service: &Service) -> Result<()> {
             job.name
         ),
     }
+}
+
+/// Refuses where a fork has left a layer that could not be made durable, or that several disks stand on: its locks are those of one open
+/// file, which two disks of another process would give back one after the other.
+fn check_layers(service: &Service) -> Result<()> {
+    for disk in service.running().disks() {
+        if disk.disk.has_unstable_layer() {
+            bail!(
+                "what the disk {:?} stands on since its fork is not durable, and cannot be handed over; stop this server and start the new one",
+                disk.name()
+            );
+        }
+        if disk.disk.shares_layers() {
+            bail!(
+                "the disk {:?} stands on a layer that another disk stands on as well, and cannot be handed over; close one of them first",
+                disk.name()
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Refuses where a backup goes on: what its disks were is known to this process alone.
@@ -420,10 +441,10 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
             running.name()
         )
     })?;
-    for file in chain {
+    for (path, file) in chain {
         let open = file.open_files();
         files.push(File {
-            path: blockhouse_core::Storage::name(file).to_owned(),
+            path: path.display().to_string(),
             has_tail: open.tail.is_some(),
             has_flushed: open.flushed.is_some(),
         });

@@ -11,7 +11,10 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
-use blockhouse_disk::{ImageDisk, StateUse, forget_moved, keep_state, open_base, record_moved};
+use blockhouse_disk::{
+    ImageDisk, StateUse, forget_moved, is_forked, keep_state, open_base, record_forked,
+    record_moved,
+};
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
 
 use super::{JobSetup, RunningJob, run_job};
@@ -124,8 +127,13 @@ async fn commit(
     // Another server has no place for a record.
     let overlay = disk.file().map(|file| PathBuf::from(file.name()));
     let (kept, name) = (overlay.clone(), job.name.clone());
+    let layer = PathBuf::from(base.name());
+    let was_forked = is_forked(&layer);
     let forget = move || {
-        let forgotten = kept.iter().try_for_each(|image| forget_moved(image));
+        let forgotten = kept.iter().try_for_each(|image| {
+            forget_moved(image)?;
+            if was_forked { record_forked(&layer, image) } else { Ok(()) }
+        });
         forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
     };
     let target = Arc::clone(&base);
@@ -133,6 +141,11 @@ async fn commit(
         let (base, overlay, state) = (Arc::clone(&target), overlay.clone(), state.clone());
         Box::pin(async move {
             base.settle().await?;
+            // The base may be the layer of the fork that the overlay was made in: it is the disk again. First, because two
+            // records that name each other would leave no disk.
+            if overlay.is_some() {
+                forget_moved(Path::new(base.name()))?;
+            }
             overlay.iter().try_for_each(|image| record_moved(image, base.name()))?;
             // Before a guest changes it: what is answered from then on outlives the process as before.
             keep_state(&base, &PathBuf::from(base.name()), &state);

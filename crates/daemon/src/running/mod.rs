@@ -8,6 +8,7 @@ mod backups;
 mod devices;
 mod disks;
 mod export;
+mod forks;
 mod limits;
 mod nbd_sockets;
 mod recording;
@@ -20,6 +21,7 @@ use std::slice;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_core::WriteCache;
 use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, StateUse};
 use blockhouse_engine::{EngineReport, Handle, HostFile, IoPoll};
 use blockhouse_nbd::{ExportBitmap, Server, SocketPermissions};
@@ -46,6 +48,7 @@ pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;
 pub(crate) use disks::{ClaimedDisk, Refreshed};
 pub(crate) use export::{ExportAddress, RunningExport};
+pub(crate) use forks::{ChildSetup, ForkReport, ForkSetup, ForkedFiles};
 pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
 pub(crate) use reload::Reloaded;
 pub(crate) use ublk_devices::RunningUblk;
@@ -142,13 +145,17 @@ impl RunningDisk {
             return self.moved.clone();
         }
         let is_cached = self.disk.file().is_some_and(uses_page_cache);
+        // An overlay of a device without a write cache makes every write durable.
+        let is_durable = self.disk.capabilities().write_cache == WriteCache::None;
+        let is_overlay = is_durable && self.disk.backing_file().is_some();
+        let with_sync = |cache: CacheMode| if is_overlay { cache.write_through() } else { cache };
         Some(Moved {
             path: PathBuf::from(self.disk.image_name()),
             format: self.disk.image_format_name().parse().ok()?,
             // A target that cannot be opened around the page cache goes through it.
             cache: match self.setup.cache {
-                CacheMode::None if is_cached => CacheMode::Writeback,
-                cache => cache,
+                CacheMode::None if is_cached => with_sync(CacheMode::Writeback),
+                cache => with_sync(cache),
             },
         })
     }

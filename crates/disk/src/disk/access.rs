@@ -42,9 +42,9 @@ impl<S: Storage> Disk<S> {
             return Ok(());
         }
         // So that little is left to flush while changes are held off.
-        self.begin_use().format().flush(SyncMode::Full).await?;
+        self.begin_use().layer().flush(SyncMode::Full).await?;
         let _quiesced = self.quiesce().await?;
-        self.format().flush(SyncMode::Full).await?;
+        self.layer().flush(SyncMode::Full).await?;
         self.protection.set(true);
         Ok(())
     }

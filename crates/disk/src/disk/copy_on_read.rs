@@ -16,7 +16,7 @@ use crate::write::Writer;
 
 impl<S: Storage> Disk<S> {
     /// Whether what is read now is to be copied.
-    pub(super) fn copies_on_read(&self) -> bool {
+    pub(crate) fn copies_on_read(&self) -> bool {
         self.options().copy_on_read
             && self.layer().backing_layer().is_some()
             && self.access() == Access::ReadWrite

@@ -115,6 +115,19 @@ impl<S: Storage> Disk<S> {
         let tops = self.replaced().map(|disk| disk.own_layer()).chain([self.layer()]);
         tops.flat_map(Layer::opened_layers).filter(move |layer| !is_used(layer))
     }
+
+    /// As [`former_layers`](Self::former_layers), without those that another disk stands on.
+    pub(crate) fn left_layers(&self) -> impl Iterator<Item = &Layer<S>> {
+        let is_shared = |layer: &Layer<S>| {
+            let mut tops = self.replaced().map(|disk| disk.own_layer()).chain([self.layer()]);
+            // Whoever stands on an image needs all that is behind it.
+            tops.any(|top| {
+                let mut behind = top.opened_layers().skip_while(|one| one.stands() <= 1);
+                behind.any(|one| std::ptr::eq(one, layer))
+            })
+        };
+        self.former_layers().filter(move |layer| !is_shared(layer))
+    }
 }
 
 /// An image and those of its backing files.

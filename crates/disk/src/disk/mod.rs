@@ -7,6 +7,7 @@
 //! - `block_sizes`: the blocks that the disk announces
 //! - `copy_on_read`: reads that copy from its backing file.
 //! - `detach`: independent of its backing file.
+//! - `fork`: a disk over the image of another one.
 //! - `resize`: longer and shorter disks.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
@@ -28,6 +29,7 @@ mod current_image;
 mod detach;
 mod earlier_counts;
 mod failures;
+mod fork;
 mod held_changes;
 mod hold;
 mod image_use;
@@ -468,6 +470,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<(BlockStatus, u64)> {
         self.check_has_status(range)?;
         let image = self.begin_use();
+        cache.begin(image.layer());
         image.layer().block_status(range, cache, 0).await
     }
 
@@ -505,6 +508,7 @@ impl<S: Storage> Disk<S> {
     ) -> Result<MapEntry> {
         self.check_inside(range)?;
         let image = self.begin_use();
+        cache.begin(image.layer());
         image.layer().map_entry(range, cache).await
     }
 
@@ -555,6 +559,7 @@ impl<S: Storage> Disk<S> {
         // Not `self.format()`: where the image was replaced, that is its successor's.
         let format = self.writer.layer().format();
         let (image, data) = (format.storage(), format.data());
+        let layers = self.flush_layers().await;
         image.begin_close();
         data.begin_close();
         let closed = format.close().await;
@@ -566,7 +571,7 @@ impl<S: Storage> Disk<S> {
             true => Ok(()),
             false => data.close().await,
         };
-        closed.and(image_closed).and(data_closed).and(self.close_base().await)
+        closed.and(image_closed).and(data_closed).and(self.close_base().await).and(layers)
     }
 
     /// Begins a change of the image, once none of the whole image is made.

@@ -113,8 +113,8 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 
     /// Puts the image of `successor` in the place of this disk's: all requests go to it from now on, also those that
-    /// wait for the end of this. `successor` has everything that the disk has, durably, and nothing else uses it or is
-    /// going to. The disk is not quiesced any more when this returns.
+    /// wait for the end of this. `successor` has everything that the disk has, durably, or is [over](Disk::over) its image, and
+    /// nothing else uses it or is going to. The disk is not quiesced any more when this returns.
     ///
     /// # Errors
     /// As [`Disk::check_successor`]; nothing has changed then.
@@ -147,7 +147,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
 
 /// An image that no request goes to any more.
 #[must_use = "close the image that is replaced"]
-pub struct ReplacedImage<'a, S: Storage>(&'a Disk<S>);
+pub struct ReplacedImage<'a, S: Storage>(pub(super) &'a Disk<S>);
 
 impl<S: Storage> ReplacedImage<'_, S> {
     /// Waits for what is in flight on it, where its storage gives something back. Makes everything of it durable, as

@@ -149,7 +149,7 @@ impl<S: Storage> Disk<S> {
                 self.submit_discard(range, &sync).await?;
                 (turn.end(), sync)
             }
-            Request::Flush => return self.begin_use().format().flush(SyncMode::Data).await,
+            Request::Flush => return self.begin_use().layer().flush(SyncMode::Data).await,
             Request::Prefetch { range } => {
                 self.check_inside(range)?;
                 if self.copies_on_read() {

@@ -48,7 +48,7 @@ impl<S: Storage> BackingChain<S> {
     fn of(image: &Layer<S>) -> Option<Self> {
         let mut layers: Vec<Arc<Layer<S>>> = Vec::new();
         let mut layer = image;
-        while let Some(backing) = layer.backing.get() {
+        while let Some(backing) = layer.backing.get().filter(|_| !layer.is_detached()) {
             if backing.access != Access::ReadOnly {
                 return None;
             }

@@ -33,11 +33,21 @@ pub enum BlockStatus {
 /// after it was made may be missing from later answers.
 #[derive(Debug, Default)]
 pub struct BlockStatusCache {
+    /// The address of the image that it is of: another one may take its place during a walk.
+    image: usize,
     /// By depth: the disk itself is the first.
     layers: Vec<HostRuns>,
 }
 
 impl BlockStatusCache {
+    /// Forgets what it has of another image. An image that was replaced stays in memory, so its address is no other one's.
+    pub(crate) fn begin<S: Storage>(&mut self, image: &Layer<S>) {
+        let image = std::ptr::from_ref(image).addr();
+        if std::mem::replace(&mut self.image, image) != image {
+            self.layers.clear();
+        }
+    }
+
     /// The runs of the layer at a depth.
     pub(crate) fn layer(&mut self, depth: usize) -> &mut HostRuns {
         if self.layers.len() <= depth {

@@ -7,6 +7,7 @@
 //! - `backing_reads`: which reads of backing files are in flight; `waits` tells of them.
 //! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what is remembered of that.
 //! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
+//! - `unstable`: images behind this one with writes that no flush has covered.
 //! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all layers.
 
 mod backing_chain;
@@ -19,9 +20,10 @@ mod map_entry;
 mod read;
 mod skip_table;
 mod unaligned;
+mod unstable;
 mod waits;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, Extent, Result, Storage};
@@ -59,6 +61,12 @@ pub(crate) struct Layer<S: Storage> {
     is_detached: AtomicBool,
     /// Whether all changes claim their range.
     claims_all: AtomicBool,
+    /// Whether nothing that was written to it here may be lost, if others stand on it.
+    is_stable: AtomicBool,
+    /// Whether all behind it are stable.
+    is_behind_stable: AtomicBool,
+    /// How many layers have it as their backing file.
+    stands: AtomicUsize,
     /// The image's backing files, if they are many.
     chain: OnceLock<Option<BackingChain<S>>>,
     /// Whether the chain may be used: it is read from here, and as it was opened.
@@ -77,6 +85,19 @@ pub(crate) struct Layer<S: Storage> {
 struct Backing<S: Storage> {
     layer: Arc<Layer<S>>,
     access: Access,
+}
+
+impl<S: Storage> Backing<S> {
+    fn new(layer: Arc<Layer<S>>, access: Access) -> Self {
+        layer.stands.fetch_add(1, Ordering::SeqCst);
+        Self { layer, access }
+    }
+}
+
+impl<S: Storage> Drop for Backing<S> {
+    fn drop(&mut self) {
+        self.layer.stands.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl<S: Storage> Layer<S> {
@@ -104,6 +125,9 @@ impl<S: Storage> Layer<S> {
             successor: OnceLock::new(),
             is_detached: AtomicBool::new(false),
             claims_all: AtomicBool::new(false),
+            is_stable: AtomicBool::new(true),
+            is_behind_stable: AtomicBool::new(true),
+            stands: AtomicUsize::new(0),
             chain: OnceLock::new(),
             remembers_chain: AtomicBool::new(true),
             backing_reads: BackingReads::default(),
@@ -137,7 +161,7 @@ impl<S: Storage> Layer<S> {
         // Its chain is a part of this one's.
         layer.remembers_chain.store(false, Ordering::Release);
         // A second one would change what was read already.
-        let _ = self.backing.set(Backing { layer, access });
+        let _ = self.backing.set(Backing::new(layer, access));
     }
 
     /// Reads what the image leaves to its backing file through `backing` from now on, another opening of the same file,

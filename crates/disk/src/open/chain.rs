@@ -13,7 +13,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{FileKind, HostFile};
@@ -22,33 +21,30 @@ use blockhouse_storage::{Concat, ImageStorage, Location};
 
 use super::allowed_paths::{FindError, Folder, NameUse, Namer};
 use super::create::format_by_name;
+use super::disk_over::disk_over;
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
 use super::image_options::{BackingUse, ImageOptions, Locking, RemoteBacking, StateUse};
-use super::lock::{Locked, lock, lock_in_place_of};
-use super::moved_record::check_not_moved;
+use super::left_layer::restore_layer;
+use super::lock::{lock, lock_in_place_of};
+use super::moved_record::{check_not_moved, check_not_moved_but_to};
 use super::open_location::{
     Identity, identity_of, is_address, is_foreign_address, open_file, open_location, part_of_file,
 };
-use super::partial_block::has_small_clusters;
-use super::probe_check::check_not_probed;
 use super::qemu_name::{plain_backing, whole_backing};
 use super::restore::Restore;
 use super::same_bytes::{check_apart_from, files_of_layer};
 use super::sidecar::{RawImage, RawVolume, Route, route};
 use super::unlock::{WithoutKey, unlocked};
-use crate::disk::{Disk, EarlierWrites};
+use crate::disk::EarlierWrites;
 use crate::options::Access;
 use crate::tools::check_not_marked;
 
 /// How many files a chain may have.
-const MAX_FILES: usize = 200;
+pub(super) const MAX_FILES: usize = 200;
 
 /// How many names of a chain a message has room for at either end.
 const NAMED: usize = 2;
-
-/// How long a server may take to answer a request while an image is opened.
-const OPEN_TIME: Duration = Duration::from_secs(30);
 
 /// What an image names, in messages.
 const BACKING_FILE: &str = "backing file";
@@ -344,6 +340,10 @@ pub async fn open_base(
             layer.name(),
         );
     }
+    if layer.stands() > 1 {
+        let what = "is the layer of other disks of this server as well, which it would spoil";
+        return refuse(ErrorKind::Unsupported, what, layer.name());
+    }
     let identity = disk.file().map(identity_of).transpose()?;
     let mut chain = Chain::from_image(path, identity, Files::Host)?;
     let backing = &*whole_backing(backing, chain.last())?;
@@ -358,7 +358,7 @@ pub async fn open_base(
         return refuse(ErrorKind::InvalidInput, what, &path.to_string_lossy());
     }
     if let (Some(file), Some(reader)) = (storage.as_file(), reader) {
-        check_not_moved(&path)?;
+        check_not_moved_but_to(&path, chain.last_path())?;
         if behind.locking == Locking::Held {
             lock_in_place_of(file, reader)?;
         }
@@ -399,52 +399,6 @@ pub async fn open_for_repair(path: &Path, options: ImageOptions) -> Result<Image
             Ok(open_location(&mut Files::Host, path, &options).await?.0)
         }
     }
-}
-
-/// The disk over an image's file, and what is to be done when it has its data file and its backing file.
-pub(super) async fn disk_over(
-    mut storage: ImageStorage,
-    path: &Path,
-    options: &ImageOptions,
-    earlier: EarlierWrites,
-    snapshot: Option<&str>,
-) -> Result<(ImageDisk, Restore)> {
-    let restore = match storage.as_file() {
-        Some(file) => {
-            let locked = match options.locking {
-                Locking::Held => lock(file, options.access)?,
-                Locking::None => Locked::No,
-            };
-            Restore::begin(file, path, options, locked)?
-        }
-        None => Restore::of_remote(),
-    };
-    storage.set_answer_time(Some(OPEN_TIME));
-    let disk_options = options.of_disk();
-    let format = options.format.unwrap_or_else(|| match &storage {
-        // What is put together of several files has no name that says anything.
-        ImageStorage::Concat(_) => ImageFormat::Raw,
-        _ => format_by_name(path),
-    });
-    // A caller that names the format means it.
-    if options.format.is_none() {
-        check_not_probed(&storage, path, format).await?;
-    }
-    if let ImageStorage::File(file) = &mut storage
-        && format == ImageFormat::Qcow2
-        && options.access == Access::ReadWrite
-        && has_small_clusters(file, path, options).await?
-    {
-        restore.stamp_change();
-        file.fill_last_block()?;
-    }
-    let disk = match snapshot {
-        None => {
-            Disk::open_with_state(storage, format, disk_options, earlier, restore.found()).await?
-        }
-        Some(name) => Disk::open_snapshot(storage, format, disk_options, name).await?,
-    };
-    Ok((disk, restore))
 }
 
 /// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
@@ -551,6 +505,9 @@ impl Chain {
             named.map_err(|error| self.failed(error))?;
         // Before it is locked: in a loop the lock would be held by ourselves.
         self.enter(path.clone(), identity, folder)?;
+        if matches!(self.source, Files::Host) && options.access == Access::ReadWrite {
+            Box::pin(restore_layer(&storage, &path, &behind)).await?;
+        }
         let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| self.failed(error.into()))?;
         let next = self.with_data(next, &behind).await?;

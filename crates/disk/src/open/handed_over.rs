@@ -6,14 +6,16 @@
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFiles};
 use blockhouse_storage::{ImageStorage, Location};
 
+use super::allowed_paths::Folder;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, StateUse};
+use super::qemu_name::plain_backing;
 use super::restore::FutureState;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -82,22 +84,41 @@ impl Files {
 }
 
 impl ImageDisk {
-    /// The files that it has open, in the order in which [`open_handed_over`](super::open_handed_over) wants them: of
-    /// each image of the chain, from the top, the image and its data file, or the files that hold its data.
+    /// The files that it has open, in the order in which [`open_handed_over`](super::open_handed_over) wants them, and the paths that it
+    /// finds in the images: of each image of the chain, from the top, the image and its data file, or the files that hold its data. A layer
+    /// that a fork has left was opened by another path, mostly.
     ///
     /// # Errors
     /// `Unsupported` where another server has one of the images: its connections cannot be handed over.
-    pub fn chain_files(&self) -> Result<Vec<&HostFile>> {
-        let mut storages = Vec::new();
+    pub fn chain_files(&self) -> Result<Vec<(PathBuf, &HostFile)>> {
+        let mut all = Vec::new();
+        let mut path = PathBuf::from(self.name());
         for layer in self.layers() {
             let (image, data) = (layer.format().storage(), layer.format().data());
-            storages.push(image.storage());
-            if !std::ptr::eq(image, data) {
-                storages.push(data.storage());
+            let is_as_opened = Path::new(layer.name()) == path;
+            let folder = Folder::of_handed_over(&path);
+            for file in files_of_storage(image.storage())? {
+                let is_image = file.name() == layer.name();
+                all.push((if is_image { path.clone() } else { file.name().into() }, file));
             }
+            if !std::ptr::eq(image, data) {
+                let named = layer.format().data_file().filter(|_| !is_as_opened);
+                for file in files_of_storage(data.storage())? {
+                    let name = named.map(|named| folder.join(&named.name));
+                    all.push((name.unwrap_or_else(|| file.name().into()), file));
+                }
+            }
+            let behind = layer.backing_layer().map(|behind| PathBuf::from(behind.name()));
+            let named = layer.format().backing_file();
+            let named = named.and_then(|named| plain_backing(named, layer.name()).ok());
+            path = match (named, behind) {
+                (Some((named, _)), Some(_)) if !Location::is_remote(&named.name) => {
+                    folder.join(&named.name)
+                }
+                (_, behind) => behind.unwrap_or_default(),
+            };
         }
-        let files = storages.into_iter().map(files_of_storage).collect::<Result<Vec<_>>>()?;
-        Ok(files.concat())
+        Ok(all)
     }
 
     /// Brings the image to a state in which another process can open it, with everything that was answered: metadata
@@ -175,7 +196,7 @@ impl HandedOverDisk {
     /// in force. The state file is this process's, too. There is no way back: what goes wrong is logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { disk, state } = self;
-        disk.chain_files().into_iter().flatten().for_each(HostFile::own_locks);
+        disk.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
         let format = disk.format();
         for (storage, errno) in [format.storage(), format.data()].into_iter().zip(failures) {
             storage.note_earlier_writes();
@@ -210,11 +231,11 @@ mod tests {
 
     fn files_of(disk: &ImageDisk) -> Vec<HandedFile> {
         let copy = |file: BorrowedFd<'_>| file.try_clone_to_owned().unwrap();
-        let hand = |file: &HostFile| {
+        let hand = |(path, file): (PathBuf, &HostFile)| {
             let OpenFiles { file: open, tail, flushed } = file.open_files();
             let files =
                 OpenFiles { file: copy(open), tail: tail.map(copy), flushed: flushed.map(copy) };
-            HandedFile { path: file.name().to_owned(), files }
+            HandedFile { path: path.display().to_string(), files }
         };
         disk.chain_files().unwrap().into_iter().map(hand).collect()
     }

@@ -56,7 +56,7 @@ impl ImageDisk {
     /// servers. No read may be in flight there.
     pub fn release_detached(&self) {
         self.unlock_former();
-        let layers = self.layer().opened_layers().skip(1);
+        let layers = self.layer().opened_layers().skip(1).take_while(|layer| layer.stands() <= 1);
         for layer in layers.take_while(|_| self.layer().is_detached()) {
             layer.format().storage().storage().disconnect();
         }
@@ -65,7 +65,7 @@ impl ImageDisk {
     /// Gives the locks back that are held on images that were [replaced](crate::QuiescedDisk::switch_to) or
     /// [detached](Self::detach_backing): other programs may use them again.
     pub fn unlock_former(&self) {
-        let files = self.former_layers().flat_map(|layer| {
+        let files = self.left_layers().flat_map(|layer| {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())
         });

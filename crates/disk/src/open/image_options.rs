@@ -46,6 +46,16 @@ impl CacheMode {
         }
     }
 
+    /// The same with every write durable.
+    #[must_use]
+    pub fn write_through(self) -> Self {
+        match self {
+            Self::None => Self::Directsync,
+            Self::Writeback => Self::Writethrough,
+            Self::Writethrough | Self::Directsync | Self::Unsafe => self,
+        }
+    }
+
     pub(super) fn page_cache(self) -> PageCache {
         match self {
             Self::None | Self::Directsync => PageCache::Bypassed,

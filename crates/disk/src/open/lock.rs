@@ -12,7 +12,8 @@ use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{
-    HostFile, OpenMode, PageCache, is_byte_locked, lock_byte_shared, wait_until_released,
+    HostFile, OpenMode, PageCache, is_byte_locked, lock_byte_shared, unlock_byte,
+    wait_until_released,
 };
 
 use super::same_bytes::check_alone;
@@ -132,6 +133,17 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
         lock(reader, Access::ReadOnly)?;
     }
     locked.map(drop)
+}
+
+/// Makes the lock of a writer that of a reader, at no moment of which another program could begin to write.
+pub(super) fn become_reader(file: &HostFile) {
+    for permission in [Permission::Write, Permission::Resize] {
+        if let Err(error) = unlock_byte(file.descriptor(), permission.used())
+            && !is_without_locks(&error)
+        {
+            tracing::warn!("{}: cannot let others read it: {error}", file.name());
+        }
+    }
 }
 
 /// Whether another open of the file holds the lock of a writer; also where that cannot be found out.

@@ -9,11 +9,14 @@ mod allowed_paths;
 mod chain;
 mod changed_since;
 mod create;
+mod disk_over;
 mod durable_rename;
+mod fork;
 mod handed_over;
 mod image_disk;
 mod image_options;
 mod key_slots;
+mod left_layer;
 mod lock;
 mod make_sidecar;
 mod moved_record;
@@ -43,6 +46,7 @@ pub use create::{
     is_device, keeps_its_place, open_created, part_of, remove_created, rename_finished,
 };
 pub use durable_rename::{IfExists, rename_durable};
+pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};
 pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
 pub use image_disk::ImageDisk;
 pub use image_options::{
@@ -51,7 +55,7 @@ pub use image_options::{
 pub use key_slots::{KeySlotChange, LastKey, change_key_slots};
 pub use lock::open_locked;
 pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
-pub use moved_record::{forget_moved, record_moved};
+pub use moved_record::{forget_moved, is_forked, record_forked, record_moved};
 pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::{check_raw_backing, probe_nameless};
 pub use qemu_name::{QemuName, escape as escape_uri, plain_backing};

@@ -20,6 +20,9 @@ use super::durable_rename::{IfExists, rename_durable, sync_folder};
 /// The first line of a record.
 const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 
+/// The last line of the record of a fork.
+const FORK: &str = "\nfork";
+
 /// The most bytes of a record that are read.
 const MAX_RECORD: u64 = 4096;
 
@@ -28,8 +31,11 @@ enum Found {
     Nothing,
     /// No record: it is left alone.
     Foreign,
-    /// The successor's name.
-    Record(String),
+    /// The successor's name, and whether its image is one over this one (a fork).
+    Record {
+        successor: String,
+        is_fork: bool,
+    },
 }
 
 /// The path of an image's record. A symbolic link has that of its file, whichever name the file is opened by.
@@ -58,8 +64,12 @@ fn find(record: &Path) -> io::Result<Found> {
     let mut text = Vec::new();
     file.take(MAX_RECORD).read_to_end(&mut text)?;
     Ok(match text.strip_prefix(MAGIC) {
-        Some(successor) => {
-            Found::Record(String::from_utf8_lossy(successor).trim_end().escape_debug().to_string())
+        Some(text) => {
+            let text = String::from_utf8_lossy(text);
+            let text = text.trim_end();
+            let forked = text.strip_suffix(FORK);
+            let successor = forked.unwrap_or(text).escape_debug().to_string();
+            Found::Record { successor, is_fork: forked.is_some() }
         }
         None => Found::Foreign,
     })
@@ -70,11 +80,43 @@ fn find(record: &Path) -> io::Result<Found> {
 /// # Errors
 /// One that names the record: the host refuses; `InvalidInput` where another file has its name.
 pub fn record_moved(image: &Path, successor: &str) -> Result<()> {
+    write_record(image, successor)
+}
+
+/// Notes durably that the disk of an image goes on in `overlay`, which reads from this image what it does not have.
+///
+/// # Errors
+/// As [`record_moved`].
+pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
+    let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
+    write_record(image, &format!("{}{FORK}", overlay.display()))
+}
+
+/// Whether a record says that an image was forked.
+pub fn is_forked(image: &Path) -> bool {
+    forked_to(image).is_ok_and(|to| to.is_some())
+}
+
+/// The overlay in which the disk of an image goes on, if it was forked.
+///
+/// # Errors
+/// The host's.
+pub(super) fn forked_to(image: &Path) -> Result<Option<String>> {
+    let record = record_of(image);
+    let found = find(&record)
+        .map_err(|error| Error::host("cannot read", error).on(&record.to_string_lossy()))?;
+    Ok(match found {
+        Found::Record { successor, is_fork: true } => Some(successor),
+        _ => None,
+    })
+}
+
+fn write_record(image: &Path, successor: &str) -> Result<()> {
     let record = record_of(image);
     let failed = |error| Error::host("cannot write", error).on(&record.to_string_lossy());
     let if_exists = match find(&record).map_err(failed)? {
         Found::Nothing => IfExists::Fail,
-        Found::Record(_) => IfExists::Replace,
+        Found::Record { .. } => IfExists::Replace,
         Found::Foreign => {
             let what = "has the name of a record that the disk was moved, but is not one";
             return Err(Error::new(ErrorKind::InvalidInput, what)
@@ -109,10 +151,23 @@ pub fn forget_moved(image: &Path) -> Result<()> {
         |what| move |error| Error::host(what, error).on(&record_of(image).to_string_lossy());
     match find(&record).map_err(failed("cannot read"))? {
         Found::Nothing | Found::Foreign => Ok(()),
-        Found::Record(_) => {
+        Found::Record { .. } => {
             remove_file(&record).map_err(failed("cannot remove"))?;
             sync_folder(&record)
         }
+    }
+}
+
+/// As [`check_not_moved`], for an image that the disk of `overlay` is to be committed into: it may have been forked to that.
+///
+/// # Errors
+/// As there.
+pub(super) fn check_not_moved_but_to(image: &Path, overlay: &Path) -> Result<()> {
+    let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
+    let is_it = |to: String| *to == *overlay.display().to_string().escape_debug().to_string();
+    match forked_to(image)?.is_some_and(is_it) {
+        true => Ok(()),
+        false => check_not_moved(image),
     }
 }
 
@@ -127,8 +182,15 @@ pub(super) fn check_not_moved(image: &Path) -> Result<()> {
             .on(&record.to_string_lossy())
             .hint("it may say that the image's disk was moved: let this user read it")
     })?;
-    let Found::Record(successor) = found else { return Ok(()) };
+    let Found::Record { successor, is_fork } = found else { return Ok(()) };
     let record = record.display();
+    if is_fork {
+        let what = format!("its disk was forked and goes on in '{successor}'");
+        let error = Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy());
+        return Err(error.hint(format!(
+            "use '{successor}'; only where neither that nor another image over this one is needed, remove {record} and use this image"
+        )));
+    }
     let what = format!("its disk was moved to '{successor}', or a server ended while it was");
     Err(Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy()).hint(format!(
         "use '{successor}' if it opens; if it says that it is not complete, remove {record} and use this image"

@@ -17,8 +17,8 @@ use blockhouse_core::{Error, ErrorKind, Result, SyncMode};
 use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 
-use super::chain::disk_over;
 use super::create::remove_created;
+use super::disk_over::disk_over;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::make_sidecar::{make_sidecar, remove_sidecar};

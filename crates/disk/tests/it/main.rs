@@ -14,6 +14,7 @@ mod crashed;
 mod detect_zeroes;
 mod durability;
 mod flush;
+mod forks;
 mod held_changes;
 mod metrics;
 mod model;

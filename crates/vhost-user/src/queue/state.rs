@@ -7,9 +7,7 @@ use std::task::{Context, Waker};
 use blockhouse_core::{
     Durability, Error, ErrorKind, InFlight, Request, Result, Storage, WriteCache, errno,
 };
-use blockhouse_core::{Durability, Error, InFlight, Storage, WriteCache, errno};
 use blockhouse_disk::{Access, Disk, PartyHold};
-use blockhouse_disk::{Disk, PartyHold};
 use blockhouse_engine::PollSource;
 
 use super::command::StopMode;

@@ -1,0 +1,232 @@
+//! Forks: disks go on in overlays, and others begin over what they were.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{
+    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, fork,
+};
+
+use super::{Running, RunningDisk};
+use crate::claims::Name;
+use crate::events::Event;
+use crate::open::image_options;
+use crate::setup::DiskSetup;
+
+/// A disk that is to be forked.
+#[derive(Clone, Debug)]
+pub(crate) struct ForkSetup {
+    /// Its name.
+    pub(crate) disk: String,
+    /// Where it goes on; `None`: beside its image.
+    pub(crate) overlay: Option<PathBuf>,
+    /// What begins over what it was.
+    pub(crate) children: Vec<ChildSetup>,
+}
+
+/// An image that begins over what a disk was.
+#[derive(Clone, Debug)]
+pub(crate) struct ChildSetup {
+    /// Where.
+    pub(crate) path: PathBuf,
+    /// The disk that it becomes; `None`: it stays a file.
+    pub(crate) name: Option<String>,
+}
+
+/// What a fork did.
+pub(crate) struct ForkReport {
+    /// For how long changes were held off.
+    pub(crate) pause: Duration,
+    /// The disks, in their order.
+    pub(crate) disks: Vec<ForkedFiles>,
+}
+
+/// The files of a disk that was forked.
+pub(crate) struct ForkedFiles {
+    /// Its name.
+    pub(crate) disk: String,
+    /// What it was.
+    pub(crate) layer: PathBuf,
+    /// In what it goes on, if in anything else.
+    pub(crate) overlay: Option<PathBuf>,
+    /// What began over the layer.
+    pub(crate) children: Vec<PathBuf>,
+}
+
+/// A number that a new file may have in its name, at most.
+const MAX_NUMBER: u32 = 100_000;
+
+impl Running {
+    /// Forks disks, all at one moment. When this returns the layers are durable, and other programs may read them.
+    ///
+    /// # Errors
+    /// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a file cannot be made. Nothing has
+    /// changed then. What a disk was cannot be made durable: then it is forked all the same.
+    pub(crate) async fn fork(&self, setups: Vec<ForkSetup>) -> Result<ForkReport> {
+        let children = setups.iter().flat_map(|setup| &setup.children);
+        let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
+        let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
+        let claimed: Vec<_> = claimed.map(Name::Disk).collect();
+        for (index, name) in claimed.iter().enumerate() {
+            if let (true, Name::Disk(name)) = (claimed[..index].contains(name), name) {
+                bail!("the disk {name:?} is named twice");
+            }
+        }
+        let _claim = self.claims.claim(claimed).await;
+        if let Some(name) = names.iter().find(|name| self.find(name).is_some()) {
+            bail!("a disk is called {name:?} already; choose another name");
+        }
+        let disks = setups.iter().map(|setup| self.disk(&setup.disk));
+        let disks = disks.collect::<Result<Vec<_>>>()?;
+        let plans = disks.iter().zip(&setups).map(|(disk, setup)| self.plan(disk, setup));
+        let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
+        let report = self.take_in(&disks, &setups, forked, pause).await;
+        for ForkedFiles { disk, layer, overlay, .. } in &report.1.disks {
+            let Some(overlay) = overlay else { continue };
+            let (disk, layer, overlay) =
+                (disk.clone(), layer.display().to_string(), overlay.display().to_string());
+            tracing::info!(
+                "{disk}: goes on in {overlay} over {layer}; changes were held off for {:?}",
+                report.1.pause
+            );
+            self.events.tell(Event::DiskForked { disk, layer, overlay });
+        }
+        report.0.map(|()| report.1)
+    }
+
+    /// How a disk is forked.
+    fn plan<'a>(&self, disk: &'a RunningDisk, setup: &ForkSetup) -> Result<ForkOf<'a>> {
+        self.check_free(disk.name())?;
+        if disk.setup.snapshot.is_some() {
+            bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
+        }
+        let overlay = match (&setup.overlay, disk.setup.access) {
+            (Some(_), Access::ReadOnly) => bail!(
+                "the disk {:?} is read-only, and goes on as it is: leave the overlay out, and name children",
+                disk.name()
+            ),
+            (None, Access::ReadOnly) if setup.children.is_empty() => {
+                bail!("the disk {:?} is read-only: name children", disk.name())
+            }
+            (None, Access::ReadOnly) => None,
+            (Some(path), Access::ReadWrite) => Some(path.clone()),
+            (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
+        };
+        let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
+        let written = DiskSetup { access: Access::ReadWrite, cache, ..disk.setup.clone() };
+        let options = image_options(&written, &self.state_use(&written)?)?;
+        let child = |child: &ChildSetup| {
+            let opened = child.name.is_some().then(|| options.clone());
+            NewChild { path: child.path.clone(), opened }
+        };
+        let children: Vec<_> = setup.children.iter().map(child).collect();
+        let paths = children.iter().map(|child| &child.path).chain(&overlay);
+        paths.into_iter().try_for_each(|path| self.sandbox().check(path))?;
+        Ok(ForkOf { disk: &disk.disk, options, overlay, children })
+    }
+
+    /// Has the children served that are to be, and makes the layers durable.
+    async fn take_in(
+        &self,
+        disks: &[Arc<RunningDisk>],
+        setups: &[ForkSetup],
+        mut forked: Vec<Forked<'_>>,
+        pause: Pause,
+    ) -> (Result<()>, ForkReport) {
+        let mut report = ForkReport { pause: pause.length, disks: Vec::new() };
+        for ((disk, setup), forked) in disks.iter().zip(setups).zip(&mut forked) {
+            let children = std::mem::take(&mut forked.children);
+            let paths = children.iter().map(|(path, _)| path.clone()).collect();
+            forked.overlay.iter().for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
+            for ((path, opened), child) in children.into_iter().zip(&setup.children) {
+                tell_if_not_free(&path, &forked.layer);
+                if let (Some(opened), Some(name)) = (opened, &child.name) {
+                    self.take_in_child(disk, path, name, opened);
+                }
+            }
+            report.disks.push(ForkedFiles {
+                disk: setup.disk.clone(),
+                layer: forked.layer.clone(),
+                overlay: forked.overlay.clone(),
+                children: paths,
+            });
+        }
+        let mut settled = Ok(());
+        for (forked, setup) in forked.iter().zip(setups) {
+            let outcome = forked.settle().await.with_context(|| {
+                format!("the disk {:?} was forked, but what it was is not durable", setup.disk)
+            });
+            settled = settled.and(outcome);
+        }
+        (settled, report)
+    }
+
+    fn take_in_child(&self, of: &RunningDisk, path: PathBuf, name: &str, opened: ImageDisk) {
+        let (format, bitmaps) = (Some(ImageFormat::Qcow2), Vec::new());
+        let setup = DiskSetup {
+            name: name.to_owned(),
+            path,
+            format,
+            access: Access::ReadWrite,
+            create: None,
+            copy_on_read: false,
+            prefetch: None,
+            bitmaps,
+            throttle: None,
+            ..of.setup.clone()
+        };
+        self.adopt(setup, Arc::new(opened), None);
+        self.events.tell(Event::DiskOpened { disk: name.to_owned() });
+    }
+}
+
+/// Tells of an image that its layer can be opened behind only where that is allowed.
+fn tell_if_not_free(image: &Path, layer: &Path) {
+    use std::os::unix::ffi::OsStrExt;
+    if !AllowedPaths::is_free_to_name(image, layer.as_os_str().as_bytes()) {
+        tracing::warn!(
+            "{}: stands on {}, which is not below its folder: it is opened with --allow-path only",
+            image.display(),
+            layer.display()
+        );
+    }
+}
+
+/// A new name beside an image: `disk.1.qcow2` for disk.img, and `disk.2.qcow2` for that.
+fn next_name(image: &Path) -> Result<PathBuf> {
+    let stem = image.file_stem().unwrap_or_default().to_string_lossy();
+    let (stem, number) = match stem.rsplit_once('.') {
+        Some((stem, number)) => match number.parse::<u32>() {
+            Ok(number) => (stem.to_owned(), number),
+            Err(_) => (format!("{stem}.{number}"), 0),
+        },
+        None => (stem.into_owned(), 0),
+    };
+    let next =
+        (number.saturating_add(1)..MAX_NUMBER).map(|number| format!("{stem}.{number}.qcow2"));
+    let mut next = next.map(|name| image.with_file_name(name));
+    let free = next.find(|path| std::fs::symlink_metadata(path).is_err());
+    free.with_context(|| format!("{}: no name beside it is free; name an overlay", image.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlays_are_numbered() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let name = |image: &str| {
+            let path = next_name(&folder.path().join(image)).expect("a free name");
+            path.file_name().expect("a name").to_string_lossy().into_owned()
+        };
+        assert_eq!(name("disk.img"), "disk.1.qcow2");
+        assert_eq!(name("disk"), "disk.1.qcow2");
+        assert_eq!(name("my.disk.img"), "my.disk.1.qcow2");
+        assert_eq!(name("disk.1.qcow2"), "disk.2.qcow2");
+        std::fs::write(folder.path().join("disk.2.qcow2"), "").expect("a file");
+        assert_eq!(name("disk.1.qcow2"), "disk.3.qcow2");
+    }
+}

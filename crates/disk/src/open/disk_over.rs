@@ -1,0 +1,67 @@
+//! The disk over the file of one image, locked, and what an earlier process left of it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use blockhouse_core::Result;
+use blockhouse_format::ImageFormat;
+use blockhouse_storage::ImageStorage;
+
+use super::create::format_by_name;
+use super::image_disk::ImageDisk;
+use super::image_options::{ImageOptions, Locking};
+use super::lock::{Locked, lock};
+use super::partial_block::has_small_clusters;
+use super::probe_check::check_not_probed;
+use super::restore::Restore;
+use crate::disk::{Disk, EarlierWrites};
+use crate::options::Access;
+
+/// How long a server may take to answer a request while an image is opened.
+const OPEN_TIME: Duration = Duration::from_secs(30);
+
+/// The disk over an image's file, and what is to be done when it has its data file and its backing file.
+pub(super) async fn disk_over(
+    mut storage: ImageStorage,
+    path: &Path,
+    options: &ImageOptions,
+    earlier: EarlierWrites,
+    snapshot: Option<&str>,
+) -> Result<(ImageDisk, Restore)> {
+    let restore = match storage.as_file() {
+        Some(file) => {
+            let locked = match options.locking {
+                Locking::Held => lock(file, options.access)?,
+                Locking::None => Locked::No,
+            };
+            Restore::begin(file, path, options, locked)?
+        }
+        None => Restore::of_remote(),
+    };
+    storage.set_answer_time(Some(OPEN_TIME));
+    let disk_options = options.of_disk();
+    let format = options.format.unwrap_or_else(|| match &storage {
+        // What is put together of several files has no name that says anything.
+        ImageStorage::Concat(_) => ImageFormat::Raw,
+        _ => format_by_name(path),
+    });
+    // A caller that names the format means it.
+    if options.format.is_none() {
+        check_not_probed(&storage, path, format).await?;
+    }
+    if let ImageStorage::File(file) = &mut storage
+        && format == ImageFormat::Qcow2
+        && options.access == Access::ReadWrite
+        && has_small_clusters(file, path, options).await?
+    {
+        restore.stamp_change();
+        file.fill_last_block()?;
+    }
+    let disk = match snapshot {
+        None => {
+            Disk::open_with_state(storage, format, disk_options, earlier, restore.found()).await?
+        }
+        Some(name) => Disk::open_snapshot(storage, format, disk_options, name).await?,
+    };
+    Ok((disk, restore))
+}

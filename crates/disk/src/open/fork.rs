@@ -1,0 +1,518 @@
+//! Forks of disks that are in use, and of images that nobody has open: see *Forks* in README.md of the crate.
+//!
+//! Guarantees: what a disk was at the moment is its layer, and what it and its children read; a kill or a loss of power at any step leaves
+//! the disk as it was or in its overlay, and the record beside its layer says which. Where a fork fails before the moment, the disk goes
+//! on as before and nothing is left of it.
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress, WriteCache};
+use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
+use blockhouse_format::qcow2::{self, CreateOptions};
+use blockhouse_format::{Backing, ImageFormat};
+use blockhouse_storage::ImageStorage;
+
+use super::allowed_paths::AllowedPaths;
+use super::chain::{MAX_FILES, open};
+use super::create::{check_new_name, create_as, open_created, part_of, remove_created};
+use super::disk_over::disk_over;
+use super::durable_rename::{IfExists, rename_durable};
+use super::image_disk::ImageDisk;
+use super::image_options::{CacheMode, ImageOptions};
+use super::lock::become_reader;
+use super::moved_record::{forget_moved, record_forked};
+use super::open_location::{identity_of, is_address};
+use crate::disk::{EarlierWrites, ReplacedImage};
+use crate::options::Access;
+use crate::snapshots::Pause;
+
+type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
+
+/// An overlay that is to be made.
+#[derive(Clone, Debug)]
+pub struct NewChild {
+    /// Where. Nothing is there yet.
+    pub path: PathBuf,
+    /// How it is opened at once; `None`: it is left as a file.
+    pub opened: Option<ImageOptions>,
+}
+
+/// What a fork is to make of one disk.
+pub struct ForkOf<'a> {
+    /// The disk, which is in use.
+    pub disk: &'a ImageDisk,
+    /// How it was opened.
+    pub options: ImageOptions,
+    /// Where its overlay is to be; `None` for a disk that is open for reading only, which goes on as it is.
+    pub overlay: Option<PathBuf>,
+    /// Its children.
+    pub children: Vec<NewChild>,
+}
+
+/// A disk after its fork.
+pub struct Forked<'a> {
+    /// The canonical path of the layer.
+    pub layer: PathBuf,
+    /// That of the overlay, with which the disk goes on, if it has one.
+    pub overlay: Option<PathBuf>,
+    /// Its children: where each is, and its disk if it was to be opened.
+    pub children: Vec<(PathBuf, Option<ImageDisk>)>,
+    replaced: Option<Replaced<'a>>,
+}
+
+impl Forked<'_> {
+    /// Makes the layer durable, and lets other programs read it from then on. Guests go on meanwhile.
+    ///
+    /// # Errors
+    /// What the storage answers: it stays locked, and flushes of what stands on it fail as well.
+    pub async fn settle(&self) -> Result<()> {
+        let Some(replaced) = &self.replaced else { return Ok(()) };
+        replaced.close_as_layer().await?;
+        replaced.layer().format().storage().storage().files().into_iter().for_each(become_reader);
+        Ok(())
+    }
+}
+
+/// The steps of one disk's fork that were taken.
+struct Steps<'a> {
+    fork: ForkOf<'a>,
+    layer: PathBuf,
+    backing: Backing,
+    overlay: Option<Arc<ImageDisk>>,
+    is_recorded: bool,
+    children: Vec<(PathBuf, Option<ImageDisk>)>,
+}
+
+/// Forks disks at one moment; for how long their changes were held off. The layers are to be [settled](Forked::settle). Needs the loop
+/// of the current thread.
+///
+/// # Errors
+/// One that names the disk or file: it cannot be forked, has another size than its guest's, exists already; `Io` where changes in
+/// flight take too long; the host's. All disks go on as before then, and no file is left.
+pub async fn fork(forks: Vec<ForkOf<'_>>) -> Result<(Vec<Forked<'_>>, Pause)> {
+    let mut steps = Vec::with_capacity(forks.len());
+    for fork in forks {
+        steps.push(Steps::new(fork).await?);
+    }
+    match take(&mut steps).await {
+        Ok((replaced, pause)) => {
+            let forked = steps.into_iter().zip(replaced);
+            Ok((forked.map(|(steps, replaced)| steps.forked(replaced)).collect(), pause))
+        }
+        Err(error) => {
+            for steps in steps {
+                steps.undo().await;
+            }
+            Err(error)
+        }
+    }
+}
+
+async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
+    for steps in &mut *all {
+        steps.make_overlay().await?;
+        steps.make_children().await?;
+    }
+    // From the first record on no failure leaves a child whose layer goes on being changed, but where it is undone.
+    for steps in &mut *all {
+        steps.record()?;
+    }
+    for steps in &mut *all {
+        steps.name_children().await?;
+    }
+    let began = Instant::now();
+    let mut quiesced = Vec::with_capacity(all.len());
+    for steps in &*all {
+        let disk = steps.fork.disk;
+        let Some(overlay) = &steps.overlay else {
+            quiesced.push(None);
+            continue;
+        };
+        quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
+        // It may have become read-only or longer meanwhile.
+        disk.check_access(0)?;
+        disk.check_successor(overlay)?;
+    }
+    // Nothing of it can fail: it was checked.
+    let switched = quiesced
+        .into_iter()
+        .map(|one| one.map(|(quiesced, overlay)| quiesced.switch_to(overlay)).transpose());
+    let switched = switched.collect::<Result<Vec<_>>>()?;
+    Ok((switched, Pause { length: began.elapsed() }))
+}
+
+impl<'a> Steps<'a> {
+    async fn new(mut fork: ForkOf<'a>) -> Result<Self> {
+        if fork.overlay.is_some() {
+            check_goes_on(fork.disk).await?;
+        }
+        let layer = check_forkable(fork.disk, fork.overlay.is_some())?;
+        fork.overlay = fork.overlay.as_deref().map(whole_path).transpose()?;
+        for child in &mut fork.children {
+            child.path = whole_path(&child.path)?;
+        }
+        let format = fork.disk.image_format_name();
+        let backing = Backing { name: Vec::new(), format: Some(format.to_owned()) };
+        let (overlay, children) = (None, Vec::new());
+        Ok(Self { fork, layer, backing, overlay, is_recorded: false, children })
+    }
+
+    /// The layer, as an image at this path names it.
+    fn backing_of(&self, path: &Path) -> Backing {
+        let is_beside = path.parent() == self.layer.parent();
+        let name = self.layer.file_name().filter(|_| is_beside);
+        let name = name.unwrap_or(self.layer.as_os_str()).as_bytes().to_vec();
+        // A name with a colon would be taken for an address.
+        let name = match is_beside && is_address(&name) {
+            true => [b"./", &name[..]].concat(),
+            false => name,
+        };
+        Backing { name, ..self.backing.clone() }
+    }
+
+    async fn make_overlay(&mut self) -> Result<()> {
+        let Some(path) = self.fork.overlay.clone() else { return Ok(()) };
+        let part = self.make(&path).await?;
+        let named = rename_durable(&part, &path, IfExists::Fail);
+        if named.is_err() {
+            remove_created(&part).await;
+        }
+        named?;
+        let opened = self.open_over(&path, &self.fork.options).await;
+        match opened {
+            Ok(disk) => self.overlay = Some(Arc::new(disk)),
+            Err(error) => {
+                remove_created(&path).await;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    async fn make_children(&mut self) -> Result<()> {
+        for index in 0..self.fork.children.len() {
+            let path = self.fork.children[index].path.clone();
+            let part = self.make(&path).await?;
+            self.children.push((part, None));
+        }
+        Ok(())
+    }
+
+    /// Makes an overlay durably under another name than `path`: which.
+    async fn make(&self, path: &Path) -> Result<PathBuf> {
+        check_new_name(path)?;
+        if fs::symlink_metadata(path).is_ok() {
+            let what = "exists already, and is left alone";
+            let error = Error::new(ErrorKind::InvalidInput, what).on(&path.to_string_lossy());
+            return Err(error.hint("choose another name"));
+        }
+        let part = part_of(path);
+        create_as(&part, 0, ImageFormat::Raw, NewFile::default()).await?;
+        let filled = async {
+            let storage = open_created(&part).await?;
+            let size = self.fork.disk.size();
+            let backing = Some(self.backing_of(path));
+            let options = CreateOptions { backing, ..CreateOptions::new(size) };
+            qcow2::create_with(&storage, None, &options, &ToolProgress::default()).await?;
+            storage.flush(SyncMode::Full).await
+        };
+        let filled = filled.await;
+        if filled.is_err() {
+            remove_created(&part).await;
+        }
+        filled.map(|()| part)
+    }
+
+    /// Opens an overlay that was made, over the image that the disk has now.
+    async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<ImageDisk> {
+        let mut options = overlay_options(options);
+        if self.fork.disk.capabilities().write_cache == WriteCache::None {
+            // The guest was told that it needs no flush.
+            options.cache = options.cache.write_through();
+        }
+        let (mode, cache) = (options.open_mode(), options.cache.page_cache());
+        let file = match HostFile::open(path, mode, cache) {
+            // A file system without direct I/O.
+            Err(error)
+                if options.cache == CacheMode::None
+                    && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
+            {
+                HostFile::open(path, mode, PageCache::Used)?
+            }
+            opened => opened?,
+        };
+        let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
+        let (disk, restore) = opened?;
+        disk.format().check_backing(self.fork.disk.format())?;
+        disk.end_opening(false);
+        restore.finish(disk.over(self.fork.disk)).await
+    }
+
+    fn record(&mut self) -> Result<()> {
+        let Some(overlay) = &self.fork.overlay else { return Ok(()) };
+        // Where it fails it may have been written all the same.
+        self.is_recorded = true;
+        record_forked(&self.layer, overlay)
+    }
+
+    async fn name_children(&mut self) -> Result<()> {
+        for index in 0..self.children.len() {
+            let NewChild { path, opened } = self.fork.children[index].clone();
+            rename_durable(&self.children[index].0, &path, IfExists::Fail)?;
+            self.children[index].0.clone_from(&path);
+            if let Some(options) = opened {
+                self.children[index].1 = Some(self.open_over(&path, &options).await?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves the disk as it was. What cannot be removed is told.
+    async fn undo(self) {
+        for (path, disk) in self.children {
+            close_unused(disk.as_ref()).await;
+            drop(disk);
+            remove_created(&path).await;
+        }
+        if self.is_recorded
+            && let Err(error) = forget_moved(&self.layer)
+        {
+            // Then the overlay is needed: whoever opens the image is led to it.
+            tracing::error!("{error}; its overlay stays");
+            close_unused(self.overlay.as_deref()).await;
+            return;
+        }
+        if let (Some(overlay), Some(path)) = (self.overlay, self.fork.overlay) {
+            close_unused(Some(&overlay)).await;
+            drop(overlay);
+            remove_created(&path).await;
+        }
+    }
+
+    fn forked(self, replaced: Option<Replaced<'a>>) -> Forked<'a> {
+        let (layer, overlay) = (self.layer, self.fork.overlay);
+        Forked { layer, overlay, children: self.children, replaced }
+    }
+}
+
+/// Closes an overlay that nothing was written to, so that no state of it is left.
+async fn close_unused(disk: Option<&ImageDisk>) {
+    if let Some(disk) = disk
+        && let Err(error) = disk.close_alone().await
+    {
+        tracing::warn!("{error}");
+    }
+}
+
+/// Forks an image that nobody has open: its disk is `overlay` from then on, durably.
+///
+/// # Errors
+/// As [`fork`], and those of opening it for writing.
+pub async fn fork_image(image: &Path, options: ImageOptions, overlay: &Path) -> Result<()> {
+    let disk = open(image, options.clone()).await?;
+    let overlay = Some(overlay.to_owned());
+    let fork = ForkOf { disk: &disk, options, overlay, children: Vec::new() };
+    let mut steps = Steps::new(fork).await?;
+    let made = async {
+        steps.make_overlay().await?;
+        steps.record()
+    };
+    if let Err(error) = made.await {
+        steps.undo().await;
+        return Err(error);
+    }
+    if let Some(overlay) = steps.overlay.take() {
+        overlay.close_alone().await?;
+    }
+    disk.close().await
+}
+
+/// How an overlay is opened of a disk that was opened so.
+fn overlay_options(options: &ImageOptions) -> ImageOptions {
+    ImageOptions {
+        format: Some(ImageFormat::Qcow2),
+        access: Access::ReadWrite,
+        copy_on_read: false,
+        allowed_paths: AllowedPaths::default(),
+        ..options.clone()
+    }
+}
+
+/// Refuses a disk that cannot go on in an overlay.
+async fn check_goes_on(disk: &ImageDisk) -> Result<()> {
+    let refuse = |what: &str, hint: &'static str| {
+        let error = Error::new(ErrorKind::Unsupported, what.to_owned());
+        Err(error.on(disk.image_name()).hint(hint))
+    };
+    disk.check_access(0)?;
+    disk.check_stays()?;
+    let has_bitmaps =
+        disk.image_format_name() == "qcow2" && !disk.bitmaps().list().await?.is_empty();
+    if disk.has_sidecar() || has_bitmaps {
+        let what = "has bitmaps, which would not record what is written to its overlay";
+        return refuse(what, "remove them first, and make a full backup after the fork");
+    }
+    if disk.data_file().is_some() {
+        let what = "keeps its data in another file, and is not forked";
+        return refuse(what, "mirror the disk to an image that stands alone");
+    }
+    if disk.copies_on_read() {
+        let what = "copies on read, which its overlay would not";
+        return refuse(what, "stream it first ('blockhouse ctl SOCKET stream')");
+    }
+    if disk.base().is_some() {
+        let what = "its backing file is open for writing since a commit that did not complete";
+        return refuse(what, "commit it again and complete that");
+    }
+    Ok(())
+}
+
+/// The canonical path of the image of a disk over which others can be. `goes_on`: so does the disk.
+fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
+    let name = disk.image_name().to_owned();
+    let refuse = |kind, what: &str, hint: &'static str| {
+        Err(Error::new(kind, what.to_owned()).on(&name).hint(hint))
+    };
+    if !goes_on && disk.opened_access() == Access::ReadWrite {
+        let what = "is open for writing, and would change what others are over";
+        return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
+    }
+    let Some(file) = disk.file() else {
+        let what = "is no file or device of this host, and is not forked";
+        return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");
+    };
+    if disk.has_encrypted_layer() {
+        let what = "is encrypted, and an overlay of it would not be";
+        return refuse(ErrorKind::Unsupported, what, "take an internal snapshot (qcow2)");
+    }
+    if disk.layers().count() >= MAX_FILES - 1 {
+        let what = format!("its chain has {} files, and none may have more", MAX_FILES - 1);
+        return refuse(ErrorKind::InvalidInput, &what, "shorten it (commit or stream)");
+    }
+    let path = Path::new(&name).canonicalize();
+    let path = path.map_err(|error| Error::host("cannot find", error).on(&name))?;
+    let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used)?;
+    if identity_of(&found)? != identity_of(file)? {
+        let what = "is another file than the one that is in use, which had its path";
+        return refuse(ErrorKind::InvalidInput, what, "give the image its name back");
+    }
+    Ok(path)
+}
+
+/// The path of a new file whose folder is canonical: the same as long as nothing is renamed.
+fn whole_path(path: &Path) -> Result<PathBuf> {
+    let failed =
+        |error| Error::host("cannot find the folder of", error).on(&path.to_string_lossy());
+    let Some(name) = path.file_name() else {
+        let what = "is no name of a file";
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(&path.to_string_lossy()));
+    };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    Ok(folder.unwrap_or(Path::new(".")).canonicalize().map_err(failed)?.join(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{Buffer, Durability, Request};
+    use blockhouse_engine::{EngineChoice, EventLoop};
+
+    use super::super::create::create;
+    use super::*;
+    use crate::open::StateUse;
+    use crate::state::StateDir;
+
+    const SIZE: u64 = 1 << 20;
+
+    async fn write(disk: &ImageDisk, offset: u64, byte: u8) {
+        let mut buffer = Buffer::new(4096);
+        buffer.bytes_mut().fill(byte);
+        let (from, durability) = (buffer.lend(), Durability::None);
+        disk.submit(Request::Write { offset, from, durability }).await.unwrap();
+    }
+
+    async fn byte_at(disk: &ImageDisk, offset: u64) -> u8 {
+        let mut buffer = Buffer::new(4096);
+        disk.submit(Request::Read { offset, into: buffer.lend() }).await.unwrap();
+        assert!(buffer.bytes().iter().all(|byte| *byte == buffer.bytes()[0]));
+        buffer.bytes()[0]
+    }
+
+    /// A disk of a folder, with state, and how it was opened.
+    async fn disk_in(folder: &Path, format: ImageFormat) -> (ImageDisk, ImageOptions, PathBuf) {
+        let path = folder.join("disk");
+        create(&path, SIZE, format).await.unwrap();
+        let dir = StateDir::create(&folder.join("state")).unwrap();
+        let (format, state) = (Some(format), StateUse::Keep(dir));
+        let options = ImageOptions { format, state, ..ImageOptions::default() };
+        (open(&path, options.clone()).await.unwrap(), options, path)
+    }
+
+    fn plan<'a>(disk: &'a ImageDisk, options: &ImageOptions, folder: &Path) -> ForkOf<'a> {
+        let child = NewChild { path: folder.join("child"), opened: Some(options.clone()) };
+        let overlay = Some(folder.join("over"));
+        ForkOf { disk, options: options.clone(), overlay, children: vec![child] }
+    }
+
+    fn of_qcow2(options: &ImageOptions) -> ImageOptions {
+        ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() }
+    }
+
+    #[test]
+    fn a_death_before_the_layer_is_settled_loses_nothing() {
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
+                // The state is on tmpfs.
+                let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+                let folder = folder.path();
+                let (disk, options, path) = disk_in(folder, format).await;
+                write(&disk, 0, 1).await;
+                let (mut forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
+                let child = forked[0].children.remove(0).1.unwrap();
+                write(&disk, 65536, 2).await;
+                write(&child, 65536, 3).await;
+                assert!(disk.has_unstable_layer() && child.has_unstable_layer());
+                // As a process that is killed leaves them: neither the layer nor the overlays are closed.
+                drop(forked);
+                drop((disk, child));
+                let refused = open(&path, options.clone()).await.err().expect("it was forked");
+                assert!(refused.to_string().contains("goes on in"), "{refused}");
+                for (name, byte) in [("over", 2), ("child", 3)] {
+                    let disk = open(&folder.join(name), of_qcow2(&options)).await.unwrap();
+                    assert_eq!([byte_at(&disk, 0).await, byte_at(&disk, 65536).await], [1, byte]);
+                    disk.close().await.unwrap();
+                }
+                assert_eq!(fs::read_dir(folder.join("state")).unwrap().count(), 0);
+            }
+        });
+    }
+
+    #[test]
+    fn a_flush_covers_the_layer_until_it_is_settled() {
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
+                let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+                let folder = folder.path();
+                let (disk, options, _) = disk_in(folder, format).await;
+                disk.flush().await.unwrap();
+                write(&disk, 0, 1).await;
+                let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
+                let child = forked[0].children[0].1.as_ref().unwrap();
+                // Both count what the layer, which they share, is asked for.
+                write(&disk, 0, 2).await;
+                let before = disk.stats().flushes_issued;
+                child.flush().await.unwrap();
+                assert!(disk.stats().flushes_issued > before, "a child's flush covers the layer");
+                forked[0].settle().await.unwrap();
+                assert!(!disk.has_unstable_layer());
+                let settled = child.stats().flushes_issued;
+                write(&disk, 4096, 2).await;
+                disk.flush().await.unwrap();
+                assert_eq!(child.stats().flushes_issued, settled);
+            }
+        });
+    }
+}

@@ -1,0 +1,47 @@
+//! A layer that a fork has left, when what stands on it is opened for writing and the server of the fork has died.
+//!
+//! Guarantee: the layer has what that server had answered before the fork, durably. Reason: the server may have died before it had
+//! settled the layer. No other opening brings it there, because the record refuses to open the layer itself for writing.
+
+use std::path::Path;
+
+use blockhouse_core::{Result, Storage, SyncMode};
+use blockhouse_engine::HostFile;
+use blockhouse_storage::ImageStorage;
+
+use super::disk_over::disk_over;
+use super::image_options::{ImageOptions, StateUse};
+use super::lock::is_being_written;
+use super::moved_record::forked_to;
+use super::restore::find_state;
+use crate::disk::EarlierWrites;
+use crate::options::Access;
+
+/// Brings to a layer what its server left, and makes it durable. Nothing becomes of other backing files. It is open for reading,
+/// by these options, and not locked yet.
+///
+/// # Errors
+/// The host's; as opening it for writing: another program uses it.
+pub(super) async fn restore_layer(
+    layer: &ImageStorage,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<()> {
+    let Some(file) = layer.as_file() else { return Ok(()) };
+    if forked_to(path)?.is_none() || is_being_written(file) {
+        return Ok(());
+    }
+    let dir = options.state.directory();
+    // Also one without changes: it may tell of a flush that failed.
+    if find_state(file, dir)?.is_some() {
+        let state = StateUse::Replay(dir.cloned());
+        let options = ImageOptions { access: Access::ReadWrite, state, ..options.clone() };
+        let (mode, cache) = (options.open_mode(), options.cache.page_cache());
+        let file = HostFile::open_found(file.descriptor(), path, mode, cache)?;
+        let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
+        let (disk, restore) = opened?;
+        restore.finish(disk).await?.close().await?;
+    }
+    // What it had written may be in the page cache alone, and flushes of what stands on it do not reach there.
+    file.flush(SyncMode::Data).await
+}

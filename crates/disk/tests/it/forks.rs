@@ -1,0 +1,286 @@
+//! Forks beside a flat array, and with crashes at every operation: what a disk and its children read is what was written, what was flushed
+//! survives whichever file has it, and a flush covers the layers.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockhouse_core::{
+    Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Storage, SyncMode, Unmap,
+    WriteCache,
+};
+use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_format::qcow2::{self, CreateOptions};
+use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
+
+use crate::common::crash_points::at_every_operation;
+use crate::common::span;
+
+const SECTOR: u64 = 512;
+const SIZE: usize = 96 * SECTOR as usize;
+const BACKING: &[u8] = b"below";
+
+fn plain() -> Config {
+    Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
+}
+
+fn options(access: Access) -> Options {
+    Options { access, ..Options::default() }
+}
+
+/// A new overlay for a disk over images of this format.
+async fn overlay(
+    storage: &SimDisk,
+    format: ImageFormat,
+    cluster_size: u64,
+) -> Result<Disk<SimDisk>> {
+    let backing = Backing { name: BACKING.to_vec(), format: Some(format.as_str().to_owned()) };
+    let made =
+        CreateOptions { backing: Some(backing), cluster_size, ..CreateOptions::new(SIZE as u64) };
+    qcow2::create(storage, &made).await?;
+    storage.flush(SyncMode::Full).await?;
+    // Where the layer has no write cache, its overlay makes every write durable.
+    let durability = match storage.capabilities().write_cache {
+        WriteCache::None => Durability::Data,
+        WriteCache::Volatile => Durability::None,
+    };
+    let options = Options { durability, ..Options::default() };
+    Disk::open(storage.clone(), ImageFormat::Qcow2, options).await
+}
+
+async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
+    let mut buffer = Buffer::new(SIZE);
+    disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await?;
+    Ok(buffer.bytes().to_vec())
+}
+
+/// What may be read of each byte after a crash: what was durable, and what was written since.
+#[derive(Clone, Default)]
+struct Promise {
+    durable: Vec<u8>,
+    /// Each change since, with its range.
+    later: Vec<(std::ops::Range<usize>, u8)>,
+}
+
+impl Promise {
+    fn new() -> Self {
+        Self { durable: vec![0; SIZE], later: Vec::new() }
+    }
+
+    fn now(&self) -> Vec<u8> {
+        let mut now = self.durable.clone();
+        self.later.iter().for_each(|(range, byte)| now[range.clone()].fill(*byte));
+        now
+    }
+
+    fn flushed(&mut self, count: usize) {
+        for (range, byte) in self.later.drain(..count) {
+            self.durable[range].fill(byte);
+        }
+    }
+
+    fn check(&self, found: &[u8]) -> Result<(), String> {
+        let sector = SECTOR as usize;
+        for start in (0..SIZE).step_by(sector) {
+            let of = start..start + sector;
+            if found[of.clone()] == self.durable[of.clone()] {
+                continue;
+            }
+            let later: Vec<_> =
+                self.later.iter().filter(|(range, _)| range.contains(&start)).collect();
+            let is_kept = |at: usize| {
+                found[at] == self.durable[at] || later.iter().any(|(_, byte)| *byte == found[at])
+            };
+            if let Some(at) = of.into_iter().find(|at| !is_kept(*at)) {
+                let (byte, durable) = (found[at], self.durable[at]);
+                return Err(format!("byte {at} is {byte}, and was durable as {durable}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+async fn change(disk: &Disk<SimDisk>, promise: &RefCell<Promise>, random: &mut Rng) -> Result<()> {
+    let sectors = SIZE as u64 / SECTOR;
+    let start = random.u64(..sectors);
+    let length = random.u64(1..=24).min(sectors - start) * SECTOR;
+    let offset = start * SECTOR;
+    let byte = if random.u8(..4) == 0 { 0 } else { random.u8(1..) };
+    let range = offset as usize..(offset + length) as usize;
+    let is_durable = random.u8(..4) == 0;
+    let durability = if is_durable { Durability::Data } else { Durability::None };
+    promise.borrow_mut().later.push((range.clone(), byte));
+    if byte == 0 {
+        let (range, unmap, fallback) = (span(offset, length), Unmap::Allowed, Fallback::Allowed);
+        disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await?;
+    } else {
+        let mut buffer = Buffer::new(length as usize);
+        buffer.bytes_mut().fill(byte);
+        disk.submit(Request::Write { offset, from: buffer.lend(), durability }).await?;
+    }
+    if is_durable {
+        // The others are what they were; what these bytes were before cannot come back.
+        let mut promise = promise.borrow_mut();
+        promise.durable[range.clone()].fill(byte);
+        let outside = |(later, one): (std::ops::Range<usize>, u8)| {
+            let before = later.start..later.end.min(range.start).max(later.start);
+            let after = later.start.max(range.end).min(later.end)..later.end;
+            [(before, one), (after, one)]
+        };
+        let later = std::mem::take(&mut promise.later);
+        promise.later =
+            later.into_iter().flat_map(outside).filter(|(range, _)| !range.is_empty()).collect();
+    }
+    Ok(())
+}
+
+async fn flush(disk: &Disk<SimDisk>, promise: &RefCell<Promise>) -> Result<()> {
+    let count = promise.borrow().later.len();
+    disk.flush().await?;
+    promise.borrow_mut().flushed(count);
+    Ok(())
+}
+
+/// Some changes and flushes; the disk reads as it should.
+async fn go_on(disk: &Disk<SimDisk>, promise: &RefCell<Promise>, random: &mut Rng) -> Result<()> {
+    for _ in 0..random.usize(1..6) {
+        match random.u8(..5) {
+            0 => flush(disk, promise).await?,
+            1 => assert!(read(disk).await? == promise.borrow().now(), "it reads something else"),
+            _ => change(disk, promise, random).await?,
+        }
+    }
+    Ok(())
+}
+
+/// The disks, the first one the lowest layer, and the last one a child over the second.
+struct Files {
+    storages: [SimDisk; 4],
+    format: ImageFormat,
+    cluster_size: u64,
+}
+
+/// How far the fork is.
+#[derive(Clone, Copy, Default)]
+struct Progress {
+    /// The overlays that are durable and named by a record.
+    recorded: usize,
+    has_child: bool,
+}
+
+/// Forks a disk twice while it is used, with a child of the second one's layer.
+async fn use_disk(
+    files: Rc<Files>,
+    promises: Rc<[RefCell<Promise>; 2]>,
+    progress: Rc<RefCell<Progress>>,
+    mut random: Rng,
+) -> Result<()> {
+    let [layer, first, second, child] = &files.storages;
+    let lowest = match files.format {
+        ImageFormat::Raw => Disk::raw(layer.clone(), Options::default())?,
+        format => Disk::open(layer.clone(), format, Options::default()).await?,
+    };
+    let disk = Arc::new(lowest);
+    let ours = &promises[0];
+    go_on(&disk, ours, &mut random).await?;
+    let over = Arc::new(overlay(first, files.format, files.cluster_size).await?.over(&disk));
+    progress.borrow_mut().recorded = 1;
+    go_on(&disk, ours, &mut random).await?;
+    let replaced = disk.quiesced().await?.switch_to(over)?;
+    go_on(&disk, ours, &mut random).await?;
+    if random.bool() {
+        replaced.close_as_layer().await?;
+    }
+    go_on(&disk, ours, &mut random).await?;
+    let of_qcow2 = ImageFormat::Qcow2;
+    let over = Arc::new(overlay(second, of_qcow2, files.cluster_size).await?.over(&disk));
+    progress.borrow_mut().recorded = 2;
+    let other = Arc::new(overlay(child, of_qcow2, files.cluster_size).await?.over(&disk));
+    let second_layer = disk.quiesced().await?.switch_to(over)?;
+    promises[1].replace(ours.borrow().clone());
+    progress.borrow_mut().has_child = true;
+    for _ in 0..3 {
+        go_on(&disk, ours, &mut random).await?;
+        go_on(&other, &promises[1], &mut random).await?;
+    }
+    second_layer.close_as_layer().await?;
+    go_on(&disk, ours, &mut random).await?;
+    go_on(&other, &promises[1], &mut random).await?;
+    flush(&disk, ours).await?;
+    flush(&other, &promises[1]).await?;
+    other.close().await?;
+    disk.close().await
+}
+
+/// What the last of these images reads over the others.
+fn recover(images: Vec<(Vec<u8>, ImageFormat)>) -> Result<Vec<u8>, String> {
+    let sim = Sim::new(0);
+    let storages: Vec<_> = images
+        .into_iter()
+        .map(|(image, format)| (SimDisk::new(&sim, plain(), image), format))
+        .collect();
+    let read = sim.block_on(async move {
+        let mut disk: Option<Arc<Disk<SimDisk>>> = None;
+        for (storage, format) in storages {
+            let image = Disk::open(storage, format, options(Access::ReadOnly)).await?;
+            disk = Some(Arc::new(match disk {
+                Some(below) => image.with_backing(below),
+                None => image,
+            }));
+        }
+        read(&disk.expect("an image")).await
+    });
+    read.map_err(|error| error.to_string())
+}
+
+fn fork(seed: u64) -> Result<Report, String> {
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_prng();
+    let config = Config::random(&mut random);
+    let block = u64::from(config.alignment.offset);
+    let format = if random.bool() { ImageFormat::Raw } else { ImageFormat::Qcow2 };
+    let bytes = if format == ImageFormat::Raw { SIZE } else { 0 };
+    let storages: [SimDisk; 4] = std::array::from_fn(|index| {
+        let content = vec![0; if index == 0 { bytes } else { 0 }];
+        SimDisk::new(&sim, config.clone(), content)
+    });
+    let cluster_size = [512, 4096, 16_384][random.usize(..3)].max(block);
+    if format == ImageFormat::Qcow2 {
+        let layer = storages[0].clone();
+        let made = CreateOptions { cluster_size, ..CreateOptions::new(SIZE as u64) };
+        sim.block_on(async move { qcow2::create(&layer, &made).await })
+            .map_err(|error| error.to_string())?;
+    }
+    let files = Rc::new(Files { storages, format, cluster_size });
+    let promises: Rc<[RefCell<Promise>; 2]> =
+        Rc::new([RefCell::new(Promise::new()), RefCell::new(Promise::new())]);
+    let progress = Rc::new(RefCell::new(Progress::default()));
+    let work =
+        use_disk(Rc::clone(&files), Rc::clone(&promises), Rc::clone(&progress), random.fork());
+    let task = sim.spawn(work);
+    let crashed = |random: &mut Rng| files.storages.each_ref().map(|storage| storage.crash(random));
+    let mut crash = || {
+        let Progress { recorded, has_child } = *progress.borrow();
+        let [layer, first, second, child] = crashed(&mut random);
+        let of = |image| (image, ImageFormat::Qcow2);
+        let mut images = vec![(layer, files.format), of(first), of(second)];
+        images.truncate(recorded + 1);
+        promises[0].borrow().check(&recover(images.clone())?)?;
+        if has_child {
+            images[2] = of(child);
+            promises[1].borrow().check(&recover(images)?)?;
+        }
+        Ok(())
+    };
+    let disks = files.storages.each_ref();
+    let (outcome, crashes) = at_every_operation(&sim, &disks, &task, &mut crash)?;
+    outcome.map_err(|error| error.to_string())?;
+    crash()?;
+    Ok(Report { crashes, ..Report::default() })
+}
+
+#[test]
+fn crash_at_every_point_of_forks() {
+    let report = for_seeds(env!("CARGO_PKG_NAME"), "crash_at_every_point_of_forks", 20, fork);
+    eprintln!("{report:?}");
+}

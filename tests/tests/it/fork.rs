@@ -1,0 +1,471 @@
+//! Forks of disks that clients write to: the clients notice nothing, each child is what its disk was at the moment, and whatever is
+//! killed, what is served again is the disk.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::nbd::{Address, Framing, Greeted};
+use blockhouse_tests::typed::{Folder, Serving, commands};
+use blockhouse_tests::{Scratch, Serve, Server, seeded};
+use fastrand::Rng;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::jobs::{BLOCK, FAILED, SIZE, Writer, beside, content, ctl, serve, wait_for};
+
+const JOBS: &str = include_str!("../../../docs/jobs.md");
+
+/// A new image of the usual size.
+fn image(scratch: &Scratch, name: &str) -> PathBuf {
+    let path = scratch.path(name);
+    command(&["create", str(&path), &SIZE.to_string()]).success();
+    path
+}
+
+fn bytes_of(blocks: &[u64]) -> Vec<u8> {
+    blocks.iter().flat_map(|number| content(*number)).collect()
+}
+
+/// Whether the disk of an image is this, as QEMU reads it, and QEMU finds the image in order.
+fn check_file(scratch: &Scratch, path: &Path, blocks: &[u64]) {
+    let expected = scratch.image_of("expected", &bytes_of(blocks));
+    let words = ["compare", "-f", "qcow2", "-F", "raw", str(path), expected.str()];
+    qemu_img(&words).success();
+    qemu_img(&["check", "-f", "qcow2", str(path)]).success();
+}
+
+/// What a chain says of itself to QEMU: the paths from the top, with their formats.
+fn chain(path: &Path) -> Vec<(String, String)> {
+    let info = qemu_img(&["info", "--backing-chain", "--output=json", str(path)]).success();
+    let info: Value = serde_json::from_str(&info.stdout).expect("JSON");
+    let text = |value: &Value| value.as_str().expect("text").to_owned();
+    let images = info.as_array().expect("a list").iter();
+    images.map(|image| (text(&image["filename"]), text(&image["format"]))).collect()
+}
+
+fn path_of(control: &mut Control, disk: &str) -> String {
+    let disks = control.get("disk.list", json!({}));
+    let found = disks.as_array().into_iter().flatten().find(|one| one["disk"] == disk);
+    found.expect("it is open")["path"].as_str().expect("text").to_owned()
+}
+
+/// A server of the disk of an image, whose client has written to half of it.
+fn written(scratch: &Scratch, image: &Path, random: Rng) -> (Server, Control, Writer) {
+    let (server, control) = serve(scratch, image);
+    let writer = Writer::new(&server.address(), random);
+    (server, control, writer)
+}
+
+#[test]
+fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
+    let mut random = seeded();
+    for name in ["disk.img", "disk.qcow2"] {
+        let scratch = Scratch::new();
+        let path = image(&scratch, name);
+        let (server, mut control, mut writer) = written(&scratch, &path, random.fork());
+        let before = writer.blocks();
+        let [over, kid, file] =
+            ["over.qcow2", "kid.qcow2", "file.qcow2"].map(|one| scratch.path(one));
+        let child = format!("kid={}", kid.display());
+        let words =
+            ["fork", name, "--overlay", str(&over), "--child", &child, "--child-file", str(&file)];
+        let said = ctl(&scratch, &words).success().stdout;
+        assert!(said.contains("writes were held off for"), "{said}");
+        assert_eq!(path_of(&mut control, name), str(&over));
+        // QEMU has the child that is a file while the disk goes on.
+        beside(&mut writer, || check_file(&scratch, &file, &before));
+        // The other one is a disk of this server, which has its own changes.
+        let uri = format!("nbd+unix:///kid?socket={}", scratch.socket("kid").display());
+        ctl(&scratch, &["export", "kid", &uri]).success();
+        let address = Address::Unix(scratch.socket("kid"));
+        let mut other = Writer::on_export(&address, "kid", before.clone(), random.fork());
+        other.check();
+        beside(&mut writer, || (0..200).for_each(|index| other.write(index * 7)));
+        other.check();
+        writer.check();
+        assert_eq!(other.client.flush(), 0);
+        // A second fork, from which on the first overlay is a layer, too; its name is chosen.
+        ctl(&scratch, &["fork", name]).success();
+        let second = PathBuf::from(path_of(&mut control, name));
+        assert_eq!(second, scratch.path("over.1.qcow2"));
+        beside(&mut writer, || ());
+        writer.check();
+        let (ours, others) = (writer.blocks(), other.blocks());
+        drop((writer, other, control));
+        server.stop();
+        check_file(&scratch, &second, &ours);
+        check_file(&scratch, &kid, &others);
+        check_file(&scratch, &file, &before);
+        let format = if name == "disk.img" { "raw" } else { "qcow2" };
+        let formats: Vec<_> = chain(&second).into_iter().map(|(_, format)| format).collect();
+        assert_eq!(formats, ["qcow2", "qcow2", format]);
+        // The old command line does not serve what is not the disk any more.
+        command(&["serve", str(&path)]).failure("goes on in");
+        command(&["serve", str(&over)]).failure("over.1.qcow2");
+        let server = Serve::new(&scratch, &second).start();
+        Writer::on(&server.address(), ours, random.fork()).check();
+        server.stop();
+    }
+}
+
+#[test]
+fn a_child_is_what_the_disk_was_at_one_moment_of_its_writes() {
+    let mut random = seeded();
+    for name in ["disk.img", "disk.qcow2"] {
+        let scratch = Scratch::new();
+        let path = image(&scratch, name);
+        let (server, _control, mut writer) = written(&scratch, &path, random.fork());
+        let files: Vec<_> =
+            (0..8).map(|number| scratch.path(&format!("file{number}.qcow2"))).collect();
+        beside(&mut writer, || {
+            for file in &files {
+                ctl(&scratch, &["fork", name, "--child-file", str(file)]).success();
+            }
+        });
+        writer.check();
+        let (history, _) = (writer.history(), drop(writer));
+        server.stop();
+        for file in &files {
+            let found = scratch.path("found.raw");
+            qemu_img(&["convert", "-f", "qcow2", "-O", "raw", str(file), str(&found)]).success();
+            let found = std::fs::read(&found).expect("a file");
+            let number = |block: &[u8]| u64::from_be_bytes(block[..8].try_into().expect("8 bytes"));
+            let numbers: Vec<_> = found.chunks(BLOCK as usize).map(number).collect();
+            let last = *numbers.iter().max().expect("blocks");
+            // One client writes one block after the other.
+            let mut expected = vec![0; numbers.len()];
+            let until = history.iter().take_while(|(_, number)| *number <= last);
+            until.for_each(|(index, number)| expected[*index] = *number);
+            assert!(numbers == expected, "{}: no moment of the disk", file.display());
+            assert!(found == bytes_of(&expected), "{}: a block is torn", file.display());
+        }
+    }
+}
+
+#[test]
+fn several_disks_are_forked_at_one_moment() {
+    let scratch = Scratch::new();
+    let names = ["a.img", "b.qcow2"];
+    let paths = names.map(|name| image(&scratch, name));
+    let control = scratch.socket("control");
+    let socket = scratch.socket("all");
+    let serve = Serve::bare(&scratch, &paths[0]).also(&paths[1]);
+    let server = serve
+        .export(&format!("nbd+unix:///?socket={}", socket.display()))
+        .option("--control", &control)
+        .start();
+    let address = Address::Unix(socket);
+    let mut control = Control::connect(&control);
+    let disks: Vec<_> = control
+        .get("disk.list", json!({}))
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|disk| disk["disk"].as_str().expect("text").to_owned())
+        .collect();
+    let mut clients = disks
+        .iter()
+        .map(|disk| Greeted::new(&address).go(disk, Framing::Simple))
+        .collect::<Vec<_>>();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let files = [scratch.path("fa.qcow2"), scratch.path("fb.qcow2")];
+    std::thread::scope(|scope| {
+        // First the one disk, then the other: the second never has what the first has not.
+        let writing = scope.spawn(|| {
+            let mut number = 0;
+            while !stop.load(std::sync::atomic::Ordering::SeqCst) {
+                number += 1;
+                for client in &mut clients {
+                    assert_eq!(client.write(0, &content(number), 0), 0);
+                }
+            }
+            number
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        for round in 0..5 {
+            let fork = |index: usize| {
+                let file = format!("{}.{round}", files[index].display());
+                json!({ "disk": disks[index], "children": [{ "path": file }] })
+            };
+            control.get("disk.fork", json!({ "disks": [fork(1), fork(0)] }));
+        }
+        stop.store(true, std::sync::atomic::Ordering::SeqCst);
+        assert!(writing.join().expect("the clients go on") > 5);
+    });
+    drop((clients, control));
+    server.stop();
+    for round in 0..5 {
+        let [a, b] = files.each_ref().map(|file| {
+            let (file, raw) = (format!("{}.{round}", file.display()), scratch.path("raw"));
+            qemu_img(&["convert", "-f", "qcow2", "-O", "raw", &file, str(&raw)]).success();
+            let bytes = std::fs::read(&raw).expect("a file");
+            u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"))
+        });
+        assert!(a == b || a == b + 1, "round {round}: {a} and {b}");
+    }
+}
+
+#[test]
+fn after_a_kill_what_is_served_again_is_the_disk() {
+    let mut random = seeded();
+    let mut forked = 0;
+    for round in 0..24 {
+        let scratch = Scratch::new();
+        let name = ["disk.img", "disk.qcow2"][round % 2];
+        let path = image(&scratch, name);
+        let (server, mut control, mut writer) = written(&scratch, &path, random.fork());
+        let (over, file) = (scratch.path("over.qcow2"), scratch.path("file.qcow2"));
+        let params =
+            json!({ "disks": [{ "disk": name, "overlay": over, "children": [{ "path": file }] }] });
+        let call = json!({ "jsonrpc": "2.0", "id": 1, "method": "disk.fork", "params": params });
+        control.send(call.to_string().as_bytes()).expect("the server listens");
+        let began = std::time::Instant::now();
+        let until = Duration::from_micros(random.u64(..60_000));
+        // No flush: what is answered outlives the process all the same.
+        while began.elapsed() < until {
+            writer.write(random.usize(..(SIZE / BLOCK) as usize));
+        }
+        server.signal(Signal::KILL);
+        drop((server, control));
+        let blocks = writer.blocks();
+        drop(writer);
+        let disk = match scratch.path(&format!("{name}.moved")).exists() {
+            true => {
+                command(&["serve", str(&path)]).failure("goes on in");
+                forked += 1;
+                &over
+            }
+            false => &path,
+        };
+        let server = Serve::new(&scratch, disk).start();
+        let mut writer = Writer::on(&server.address(), blocks, random.fork());
+        writer.check();
+        beside(&mut writer, || ());
+        writer.check();
+        drop(writer);
+        server.stop();
+        if file.exists() && disk == &over {
+            qemu_img(&["check", "-f", "qcow2", str(&file)]).success();
+        }
+    }
+    eprintln!("{forked} of 24 were killed after the record");
+}
+
+#[test]
+fn a_server_is_upgraded_after_a_fork() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "disk.qcow2");
+    let (server, mut control, mut writer) = written(&scratch, &path, seeded());
+    ctl(&scratch, &["fork", "disk.qcow2"]).success();
+    ctl(
+        &scratch,
+        &["fork", "disk.qcow2", "--child", &format!("kid={}", scratch.path("kid.qcow2").display())],
+    )
+    .success();
+    let socket = scratch.socket("control");
+    command(&["upgrade", "--control", str(&socket)]).failure("stands on a layer");
+    control.get("disk.close", json!({ "disk": "kid" }));
+    drop(control);
+    beside(&mut writer, || {
+        let said = blockhouse_tests::upgrade::upgrade(&socket, &[]).success();
+        assert!(said.stdout.contains("process"), "{}", said.stdout);
+    });
+    writer.check();
+    let mut control = Control::connect(&socket);
+    assert_eq!(path_of(&mut control, "disk.qcow2"), str(&scratch.path("disk.2.qcow2")));
+    // It can be forked again.
+    ctl(&scratch, &["fork", "disk.qcow2"]).success();
+    beside(&mut writer, || ());
+    writer.check();
+    drop((writer, control, server));
+}
+
+#[test]
+fn a_commit_makes_the_layer_the_disk_again() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "disk.img");
+    let (server, mut control, mut writer) = written(&scratch, &path, seeded());
+    let over = scratch.path("over.qcow2");
+    let child = format!("kid={}", scratch.path("kid.qcow2").display());
+    ctl(&scratch, &["fork", "disk.img", "--overlay", str(&over), "--child", &child]).success();
+    beside(&mut writer, || ());
+    let commit = json!({ "kind": "commit", "disk": "disk.img", "job": "c" });
+    control.refused("job.start", commit.clone(), FAILED, &["layer of other disks"]);
+    control.get("disk.close", json!({ "disk": "kid" }));
+    beside(&mut writer, || {
+        control.get("job.start", commit);
+        wait_for(&mut control, "c", "ready");
+        command(&["serve", str(&path), "--nbd", "nbd://127.0.0.1:0"]).failure("goes on in");
+        ctl(&scratch, &["job", "c", "complete"]).success();
+    });
+    writer.check();
+    assert_eq!(path_of(&mut control, "disk.img"), str(&path));
+    let blocks = writer.blocks();
+    drop((writer, control));
+    server.stop();
+    command(&["serve", str(&over)]).failure("was moved to");
+    let server = Serve::new(&scratch, &path).start();
+    Writer::on(&server.address(), blocks, seeded()).check();
+    server.stop();
+}
+
+#[test]
+fn an_external_snapshot_is_taken_of_an_image_and_of_a_served_one() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "disk.img");
+    let (over, second) = (scratch.path("over.qcow2"), scratch.path("second.qcow2"));
+    let snapshot = |more: &[&str]| command(&[&["snapshot", "create"], more].concat());
+    snapshot(&["--external", str(&over), str(&path)]).success();
+    command(&["serve", str(&path)]).failure("goes on in");
+    let (server, mut control) = serve(&scratch, &over);
+    let mut writer = Writer::new(&server.address(), seeded());
+    let before = writer.blocks();
+    let socket = scratch.socket("control");
+    snapshot(&["--control", str(&socket), "--external", str(&second), str(&over)]).success();
+    assert_eq!(path_of(&mut control, "over.qcow2"), str(&second));
+    beside(&mut writer, || ());
+    let blocks = writer.blocks();
+    drop((writer, control));
+    server.stop();
+    check_file(&scratch, &over, &before);
+    check_file(&scratch, &second, &blocks);
+    snapshot(&["--external", str(&scratch.path("third.qcow2")), str(&over)]).failure("goes on in");
+    snapshot(&[str(&path)]).failure("NAME");
+}
+
+#[test]
+fn many_disks_are_over_one_read_only_image_that_is_open_once() {
+    const CHILDREN: usize = 100;
+    let scratch = Scratch::new();
+    let path = image(&scratch, "base.qcow2");
+    let (server, control) = serve(&scratch, &path);
+    let writer = Writer::new(&server.address(), seeded());
+    let blocks = writer.blocks();
+    drop((writer, control));
+    server.stop();
+    let socket = scratch.socket("control");
+    let server =
+        Serve::new(&scratch, &path).flag("--read-only").option("--control", &socket).start();
+    let mut control = Control::connect(&socket);
+    let open_files = || {
+        let all = std::fs::read_dir(format!("/proc/{}/fd", server.pid().as_raw_nonzero()))
+            .expect("a process");
+        all.filter_map(|one| std::fs::read_link(one.expect("a descriptor").path()).ok())
+            .collect::<Vec<_>>()
+    };
+    let of_base = |files: &[PathBuf]| files.iter().filter(|file| **file == path).count();
+    let (before, memory) = (open_files(), server.resident_memory());
+    let child = |number: usize| json!({ "name": format!("k{number}"), "path": scratch.path(&format!("k{number}.qcow2")) });
+    let children: Vec<_> = (0..CHILDREN).map(child).collect();
+    let began = std::time::Instant::now();
+    let done = control
+        .get("disk.fork", json!({ "disks": [{ "disk": "base.qcow2", "children": children }] }));
+    let files = open_files();
+    eprintln!(
+        "{CHILDREN} children in {:?}, {} descriptors and {} KiB more",
+        began.elapsed(),
+        files.len() - before.len(),
+        (server.resident_memory() - memory) >> 10
+    );
+    assert_eq!(done["disks"][0].get("overlay"), None);
+    assert_eq!(of_base(&files), of_base(&before), "the base is opened once");
+    let more = files.len() - before.len();
+    assert!(more <= 3 * CHILDREN + 8, "{more} descriptors");
+    for number in [0, CHILDREN - 1] {
+        let (name, place) = (format!("k{number}"), scratch.socket(&format!("k{number}")));
+        let uri = format!("nbd+unix:///{name}?socket={}", place.display());
+        control.get("export.add", json!({ "disk": name, "export": uri }));
+        let mut writer = Writer::on_export(&Address::Unix(place), &name, blocks.clone(), seeded());
+        writer.check();
+        (0..200).for_each(|index| writer.write(index * 3));
+        writer.check();
+    }
+    let refused = json!({ "disks": [{ "disk": "base.qcow2", "overlay": scratch.path("o"), "children": [] }] });
+    control.refused("disk.fork", refused, FAILED, &["read-only"]);
+    drop(control);
+    server.stop();
+    check_file(&scratch, &scratch.path("k1.qcow2"), &blocks);
+    check_file(&scratch, &path, &blocks);
+}
+
+#[test]
+fn what_cannot_be_forked_is_refused_and_leaves_nothing() {
+    let scratch = Scratch::new();
+    let path = image(&scratch, "disk.qcow2");
+    let (server, mut control) = serve(&scratch, &path);
+    let mut writer = Writer::new(&server.address(), seeded());
+    let files = || {
+        let entries = std::fs::read_dir(path.parent().expect("a folder")).expect("a folder");
+        let mut names: Vec<_> = entries.map(|entry| entry.expect("a file").file_name()).collect();
+        names.sort();
+        names
+    };
+    let taken = image(&scratch, "taken.qcow2");
+    let read_only = image(&scratch, "read-only.img");
+    control.get("disk.open", json!({ "path": read_only, "read-only": true }));
+    let before = files();
+    let new = scratch.path("new.qcow2");
+    let of = |disk: &str, overlay: &Path, children: Value| json!({ "disks": [{ "disk": disk, "overlay": overlay, "children": children }] });
+    let child = json!([{ "path": taken }]);
+    for (params, words) in [
+        (of("none", &new, json!([])), "no disk is called"),
+        (of("disk.qcow2", &taken, json!([])), "exists already"),
+        (of("disk.qcow2", &new, child), "exists already"),
+        (of("disk.qcow2", &new, json!([{ "path": new }])), "exists already"),
+        (
+            of("disk.qcow2", &new, json!([{ "path": scratch.path("k"), "name": "disk.qcow2" }])),
+            "named twice",
+        ),
+        (
+            of("disk.qcow2", &new, json!([{ "path": scratch.path("k"), "name": "read-only.img" }])),
+            "is called",
+        ),
+        (of("disk.qcow2", &scratch.path("no/such/file"), json!([])), "folder"),
+        (of("read-only.img", &new, json!([])), "read-only"),
+    ] {
+        beside(&mut writer, || control.refused("disk.fork", params, FAILED, &[words]));
+        assert_eq!(files(), before, "{words}");
+    }
+    control.get("bitmap.add", json!({ "disk": "disk.qcow2", "name": "b" }));
+    control.refused("disk.fork", of("disk.qcow2", &new, json!([])), FAILED, &["has bitmaps"]);
+    control.get("bitmap.remove", json!({ "disk": "disk.qcow2", "name": "b" }));
+    let target = scratch.path("target.img");
+    control.get(
+        "job.start",
+        json!({ "kind": "mirror", "disk": "disk.qcow2", "target": target, "job": "m" }),
+    );
+    control.refused("disk.fork", of("disk.qcow2", &new, json!([])), FAILED, &["the job"]);
+    control.get("job.cancel", json!({ "job": "m" }));
+    wait_for(&mut control, "m", "cancelled");
+    assert_eq!(path_of(&mut control, "disk.qcow2"), str(&path));
+    beside(&mut writer, || ());
+    writer.check();
+    drop((writer, control));
+    server.stop();
+    assert_eq!(files(), before);
+}
+
+#[test]
+fn a_second_machine_gets_its_disk_as_typed() {
+    let (_, section) = JOBS.split_once("## Forks").expect("a section");
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let folder = Folder::new();
+    let mut serving = None;
+    let lines = commands(section, "");
+    assert!(lines.len() > 5, "{lines:?}");
+    for line in lines {
+        match line.starts_with("blockhouse serve") {
+            true => serving = Some(Serving::start(&folder, line)),
+            false => _ = folder.run(line),
+        }
+        if line.contains(" export ") {
+            assert!(folder.path("try.sock").exists(), "a second machine can start");
+        }
+    }
+    serving.expect("a server").stop();
+    assert!(folder.path("disk.1.qcow2").exists() && !folder.path("try.qcow2").exists());
+    Serving::start(&folder, "blockhouse serve disk.1.qcow2 --nbd 'nbd+unix:///?socket=again.sock'")
+        .stop();
+}
