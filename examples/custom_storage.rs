@@ -19,7 +19,7 @@ use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, FuaCost,
     GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
 };
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 use blockhouse_nbd::uri::{NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, bind_private};
@@ -154,8 +154,15 @@ fn main() -> Result<(), Box<dyn StdError>> {
     let disk = Arc::new(Disk::raw(PatternStorage::new(), Options::default())?);
     let exports = Exports::new();
     let (name, description) = ("pattern".to_owned(), "each 8 bytes hold their offset".to_owned());
-    let bitmaps = Vec::new();
-    exports.add(Export { name: name.clone(), description, disk: Arc::clone(&disk), bitmaps })?;
+    let (bitmaps, access) = (Vec::new(), Access::ReadWrite);
+    let (disk_of_export, name_of_export) = (Arc::clone(&disk), name.clone());
+    exports.add(Export {
+        name: name_of_export,
+        description,
+        disk: disk_of_export,
+        bitmaps,
+        access,
+    })?;
 
     // One loop accepts and serves; with several, connections are spread over them.
     let server_loop = LoopThread::start("nbd".into(), EngineChoice::Auto, |_| ())?;

@@ -15,7 +15,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockhouse_disk::{ImageOptions, open};
+use blockhouse_disk::{Access, ImageOptions, open};
 use blockhouse_engine::{EngineChoice, LoopThread};
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 
@@ -40,6 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         queues: LOOPS,
         loops: loops.iter().map(|one| one.handle().clone()).collect(),
         memory: RegisteredMemory::Off,
+        access: Access::ReadWrite,
     });
     // The messages of front-ends are handled on a further thread, which `start` creates.
     let server = Server::start(device, UnixListener::bind(socket)?.into())?;

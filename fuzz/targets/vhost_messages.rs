@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use blockhouse_disk::{Disk, Options};
+use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle};
 use blockhouse_fuzz::front_end::{FileKind, Message};
 use blockhouse_fuzz::in_bounded_memory;
@@ -69,6 +69,7 @@ impl Fixture {
             queues: 4,
             loops: vec![self.ended_loop.clone()],
             memory: RegisteredMemory::Off,
+            access: Access::ReadWrite,
         }))
     }
 

@@ -26,7 +26,22 @@ impl Qmp {
     /// When there is none.
     #[track_caller]
     pub fn greet(socket: &Path) -> Self {
-        let stream = UnixStream::connect(socket).expect("the server listens");
+        Self::greet_over(UnixStream::connect(socket).expect("the server listens"))
+    }
+
+    /// Over a connection that a server has made.
+    ///
+    /// # Panics
+    /// When it does not greet.
+    #[track_caller]
+    pub fn over(stream: UnixStream) -> Self {
+        let mut qmp = Self::greet_over(stream);
+        assert_eq!(qmp.ask(r#"{"execute":"qmp_capabilities"}"#), json!({ "return": {} }));
+        qmp
+    }
+
+    #[track_caller]
+    fn greet_over(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(LONG)).expect("a socket");
         let (stream, events) = (BufReader::new(stream), Vec::new());
         let mut qmp = Self { stream, greeting: Value::Null, events };

@@ -13,6 +13,10 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Preallocation, Switch};
 
 use crate::create_options::{self, Setting};
+use key_slots::KeySlotOption;
+
+mod key_slots;
+
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, TargetCacheArgs};
 use crate::output;
@@ -27,6 +31,9 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
+    /// Also lose the last key of an encrypted image, or the key of a slot in use.
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     target_cache: TargetCacheArgs,
     #[command(flatten)]
@@ -48,6 +55,9 @@ Options that change in place:
                                       which become unallocated, or are written where there is a backing file
   lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew
   size=SIZE                           a larger disk, as 'blockhouse resize' makes it
+Key slots of encrypted images, in LUKS containers as well (there without 'encrypt.'); keys are named by --object:
+  encrypt.state=active                add a key: encrypt.new-secret=ID[,encrypt.keyslot=N][,encrypt.iter-time=MS]
+  encrypt.state=inactive              erase it: encrypt.keyslot=N, or encrypt.old-secret=ID in all slots
 The others need another image ('blockhouse convert -o OPTION=VALUE IMAGE NEW') or another command
 ('blockhouse rebase' for the backing file).";
 
@@ -65,15 +75,18 @@ enum Change {
     Size(u64),
     /// An option of new images, too.
     Setting(Setting),
+    /// An option of key slots, and its value.
+    KeySlot(KeySlotOption, String),
 }
 
 fn parse(text: &str) -> Result<Changes, String> {
     if matches!(text, "help" | "?") {
         return Ok(Changes::Help);
     }
-    let change = |part: String| match part.strip_prefix("size=") {
-        Some(bytes) => size::parse(bytes).map(Change::Size),
-        None => create_options::parse_one(&part).map(Change::Setting),
+    let change = |part: String| match (part.strip_prefix("size="), key_slots::option(&part)) {
+        (Some(bytes), _) => size::parse(bytes).map(Change::Size),
+        (None, Some((option, value))) => Ok(Change::KeySlot(option, value)),
+        (None, None) => create_options::parse_one(&part).map(Change::Setting),
     };
     create_options::split(text)
         .into_iter()
@@ -101,8 +114,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     // There is one write at the end, and no telling how far it is.
     let work = || {
-        event_loop
-            .block_on(async { change(&open_without_backing(&path, options).await?, changes).await })
+        event_loop.block_on(async {
+            let disk = open_without_backing(&path, options).await?;
+            match key_slots::change(&changes)? {
+                Some(change) => {
+                    key_slots::run(&disk, arguments.open.keys(), change, arguments.force).await
+                }
+                None => change(&disk, changes).await,
+            }
+        })
     };
     progress.beside(|| (0, 1), work)
 }
@@ -121,6 +141,7 @@ async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
                 amendments.lazy_refcounts = Some(switch);
             }
             Change::Setting(other) => check_same(disk, &features, &other)?,
+            Change::KeySlot(..) => bail!("{}: say encrypt.state=active or inactive", disk.name()),
         }
     }
     if let Some(size) = size.filter(|&size| size != disk.size()) {

@@ -26,6 +26,7 @@ use crate::create::{create_qcow2, format_of_new, wrong_usage};
 use crate::open_args::OpenArgs;
 use crate::phases::Phases;
 use crate::progress::{Progress, ProgressArgs};
+use crate::side_file_args::SideFileArgs;
 
 /// Requests in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
@@ -64,6 +65,8 @@ pub struct Arguments {
     resume: bool,
     #[command(flatten)]
     progress: ProgressArgs,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     #[command(flatten)]
     open: OpenArgs,
     /// The disk to copy: an image that no program changes, or an export of an NBD server, as 'ctl backup begin' makes them.
@@ -104,7 +107,9 @@ impl Arguments {
             }
             (true, true) | (false, false) => {}
         }
-        let source = open(&self.source, self.open.read_only(self.source_format)?).await?;
+        let options = self.open.read_only(self.source_format)?;
+        let options = ImageOptions { side_file: self.side_file.side_file(), ..options };
+        let source = open(&self.source, options).await?;
         tell_of_sectors(&source);
         let source = Arc::new(source);
         let target = match &self.incremental {

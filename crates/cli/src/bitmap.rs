@@ -18,6 +18,7 @@ use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
+use crate::side_file_args::SideFileArgs;
 use blockhouse_daemon::size;
 
 /// Arguments of `bitmap`.
@@ -236,6 +237,8 @@ struct ImageAccess {
     #[command(flatten)]
     image_opts: ImageOptsArgs,
     #[command(flatten)]
+    side_file: SideFileArgs,
+    #[command(flatten)]
     open: OpenArgs,
 }
 
@@ -323,7 +326,8 @@ impl Image {
     async fn remove_unused_sidecar(&self, disk: &ImageDisk) -> Result<()> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
-        Ok(remove_unused_sidecar(disk, &named.path).await?)
+        let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
+        Ok(remove_unused_sidecar(disk, &named.path, &options).await?)
     }
 
     fn options(
@@ -333,10 +337,11 @@ impl Image {
         locking: Locking,
     ) -> Result<ImageOptions> {
         let open = &self.access.open;
-        Ok(match access {
-            Access::ReadOnly => ImageOptions { locking, ..open.look_only(format)? },
-            Access::ReadWrite => ImageOptions { locking, ..open.read_write(format)? },
-        })
+        let options = match access {
+            Access::ReadOnly => open.look_only(format)?,
+            Access::ReadWrite => open.read_write(format)?,
+        };
+        Ok(ImageOptions { locking, side_file: self.access.side_file.side_file(), ..options })
     }
 }
 
@@ -361,7 +366,7 @@ pub fn value_of(bitmap: &Bitmap) -> Value {
 }
 
 fn as_json(bitmaps: &[Bitmap]) -> String {
-    format!("{:#}", Value::Array(bitmaps.iter().map(value_of).collect()))
+    output::pretty(&Value::Array(bitmaps.iter().map(value_of).collect()))
 }
 
 /// As a table; nothing where there are none.

@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 
 use blockhouse_core::{Error, ErrorKind};
 
+use crate::storage_daemon;
 use crate::version::VERSION;
 
 /// The version of QEMU's tools whose words and options these are.
@@ -24,6 +25,8 @@ pub enum Tool {
     Nbd,
     /// Only its version is printed.
     Io,
+    /// The server that clients of QMP tell what to serve.
+    StorageDaemon,
 }
 
 impl Tool {
@@ -33,6 +36,7 @@ impl Tool {
             "qemu-img" => Self::Img,
             "qemu-nbd" => Self::Nbd,
             "qemu-io" => Self::Io,
+            storage_daemon::NAME => Self::StorageDaemon,
             _ => return None,
         })
     }
@@ -42,11 +46,12 @@ impl Tool {
             Self::Img => "qemu-img",
             Self::Nbd => "qemu-nbd",
             Self::Io => "qemu-io",
+            Self::StorageDaemon => storage_daemon::NAME,
         }
     }
 
     /// The output of `--version`, in QEMU's form.
-    fn version(self) -> String {
+    pub fn version(self) -> String {
         let word = if self == Self::Nbd { "" } else { "version " };
         format!("{} {word}{QEMU_VERSION} (blockhouse {VERSION})", self.as_str())
     }
@@ -87,9 +92,19 @@ fn is_check(words: &[OsString]) -> bool {
     false
 }
 
+/// Whether the words have this one, the name of a command.
+pub fn has_word(command: &str) -> bool {
+    words().iter().any(|word| word == command)
+}
+
 /// The name that lines on standard error begin with.
 pub fn own_name() -> &'static str {
-    tool().map_or("blockhouse", Tool::as_str)
+    let is_daemon = || std::env::args_os().nth(1).is_some_and(|word| word == storage_daemon::NAME);
+    match tool() {
+        Some(tool) => tool.as_str(),
+        None if is_daemon() => storage_daemon::NAME,
+        None => "blockhouse",
+    }
 }
 
 /// The words of the command line as if under our own name: qemu-nbd is `serve`.
@@ -99,6 +114,9 @@ pub fn words() -> Vec<OsString> {
         // Its -v keeps it in the foreground, where it is anyway, and says nothing.
         words.retain(|word| word != "-v" && word != "--verbose");
         words.insert(1, "serve".into());
+    }
+    if tool() == Some(Tool::StorageDaemon) && !words.is_empty() {
+        words.insert(1, storage_daemon::NAME.into());
     }
     words
 }
@@ -122,7 +140,19 @@ pub struct QemuWords {
 pub fn qemu_words(error: &anyhow::Error) -> Option<QemuWords> {
     tool()?;
     let error: &Error = error.chain().find_map(|cause| cause.downcast_ref())?;
-    words_of(error, is_to_write(error.path()?))
+    let path = error.path()?;
+    let mut said = words_of(error, is_to_write(path))?;
+    // QEMU says the options as they were typed.
+    let typed = words().into_iter().filter_map(|word| word.into_string().ok());
+    let options = typed
+        .into_iter()
+        .find(|word| word.split(',').any(|part| part.strip_prefix("file.filename=") == Some(path)));
+    if let Some(options) = options {
+        let (before, after) =
+            (format!("Could not open '{path}'"), format!("Could not open '{options}'"));
+        said.text = said.text.replacen(&before, &after, 1);
+    }
+    Some(said)
 }
 
 /// Whether the command would change the image of this name.
@@ -141,10 +171,27 @@ const SAME: &[(&str, &str)] = &[
     ("is no VDI image", "Image not in VDI format"),
     ("no sparse extent of a VMDK", "invalid VMDK image descriptor"),
     ("not a LUKS container", "Volume is not in LUKS format"),
-    ("needs the unknown feature", "Unsupported qcow2 feature(s)"),
+    ("does not say where its keys are", "Missing CRYPTO header for crypt method 2"),
     ("entries exceeds 32 MiB", "Image is too big"),
     ("1 needed", "L1 table is too small"),
 ];
+
+/// What QEMU says of features that are not known: their names in the image, and the bits of those without.
+fn unknown_features(text: &str) -> Option<String> {
+    let (_, list) = text.split_once("needs the unknown feature")?;
+    let list = list.trim_start_matches('s').split(" at offset").next()?;
+    let (mut names, mut nameless) = (Vec::new(), 0_u64);
+    for one in list.split(", ") {
+        match one.trim().split_once(" ('") {
+            Some((_, name)) => names.push(name.trim_end_matches("')").to_owned()),
+            None => nameless |= 1 << one.trim().parse::<u32>().ok().filter(|&bit| bit < 64)?,
+        }
+    }
+    if nameless != 0 {
+        names.push(format!("Unknown incompatible feature: {nameless:x}"));
+    }
+    Some(format!("Unsupported qcow2 feature(s): {}", names.join(", ")))
+}
 
 /// Our words for why no image is made, and those of qemu-img.
 const CREATION: &[(&str, &str)] = &[
@@ -170,6 +217,9 @@ fn words_of(error: &Error, to_write: bool) -> Option<QemuWords> {
     let exact = |text| Some(QemuWords { text, is_exact: true });
     if let Some(words) = of_creation(&text) {
         return exact(format!("{name}: {words}"));
+    }
+    if let Some(features) = unknown_features(&text) {
+        return exact(format!("Could not open '{name}': {features}"));
     }
     let why = match error.kind() {
         ErrorKind::Locked => {
@@ -214,6 +264,7 @@ mod tests {
             ("blockhouse-qemu-img", Some(Tool::Img)),
             ("./qemu-nbd", Some(Tool::Nbd)),
             ("qemu-io", Some(Tool::Io)),
+            ("qemu-storage-daemon", Some(Tool::StorageDaemon)),
             ("blockhouse", None),
             ("qemu-img-old", None),
         ] {
@@ -221,6 +272,18 @@ mod tests {
         }
         assert!(Tool::Img.version().starts_with("qemu-img version 10.0"));
         assert!(Tool::Nbd.version().starts_with("qemu-nbd 10.0"));
+    }
+
+    #[test]
+    fn unknown_features_have_their_names_or_bits() {
+        let words = unknown_features(
+            "a: the image needs the unknown features 61, 62 ('x'), 63 at offset 72",
+        );
+        let expected =
+            "Unsupported qcow2 feature(s): x, Unknown incompatible feature: a000000000000000";
+        assert_eq!(words.as_deref(), Some(expected));
+        let words = unknown_features("a: the image needs the unknown feature 5 ('y') at offset 72");
+        assert_eq!(words.as_deref(), Some("Unsupported qcow2 feature(s): y"));
     }
 
     #[test]

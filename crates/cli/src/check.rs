@@ -17,6 +17,7 @@ use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with}
 use serde_json::json;
 
 use crate::called_as;
+use crate::check_words;
 use crate::create::wrong_usage;
 use crate::image_args::ImageArgs;
 use crate::image_opts::Named;
@@ -97,8 +98,14 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         }
     };
     let found = repaired.as_ref().map_or(&report, |repaired| &repaired.found);
-    for problem in &found.problems {
-        output::tell(&format!("blockhouse: {name}: {problem}"));
+    if called_as::is_qemu_img() {
+        check_words::lines(found, arguments.repair.is_some())
+            .iter()
+            .for_each(|line| output::tell(line));
+    } else {
+        for problem in &found.problems {
+            output::tell(&format!("blockhouse: {name}: {problem}"));
+        }
     }
     for fault in repaired.iter().flat_map(|repaired| &repaired.snapshots) {
         output::tell(&format!("blockhouse: {name}: SNAPSHOT TABLE REPAIRED: {fault}"));
@@ -168,7 +175,15 @@ struct FixCounts {
 
 impl FixCounts {
     fn of(repaired: &RepairReport) -> Self {
-        Self { corruptions: repaired.corruptions_fixed(), leaks: repaired.leaks_fixed() }
+        let corruptions = repaired.corruptions_fixed();
+        // qemu-img finds those when the refcounts are right.
+        let follow =
+            if called_as::is_qemu_img() && repaired.left.corruptions == 0 && corruptions > 0 {
+                repaired.found.flags_to_follow
+            } else {
+                0
+            };
+        Self { corruptions: corruptions + follow, leaks: repaired.leaks_fixed() }
     }
 }
 
@@ -272,5 +287,5 @@ fn as_json(
     if let Some(pending) = pending {
         value["blockhouse"] = json!({ "missing-changes": missing_as_json(pending) });
     }
-    format!("{value:#}")
+    output::pretty(&value)
 }

@@ -68,11 +68,12 @@ pub struct Arguments {
 
 impl Arguments {
     async fn open(&self, image: &Path, format: Option<ImageFormat>) -> Result<ImageDisk> {
-        let Named { path, format, part, is_shared, .. } =
+        let Named { path, format, part, is_shared, backing_use, .. } =
             self.image_opts.resolve_to_read(image, format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
-        let options = ImageOptions { locking, part, ..self.open.read_image(&path, format)? };
+        let options =
+            ImageOptions { locking, part, backing_use, ..self.open.read_image(&path, format)? };
         Ok(open(&path, self.source_cache.apply(options)).await?)
     }
 }
@@ -203,5 +204,5 @@ fn as_json(difference: Difference, sizes: [u64; 2]) -> String {
     if let Some(offset) = offset {
         value["offset"] = Value::from(offset);
     }
-    format!("{value:#}")
+    output::pretty(&value)
 }

@@ -12,8 +12,8 @@ use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, IfExists, ImageDisk,
-    ImageFormat, ImageOptions, Locking, OnFull, StateUse, TargetContent, check_apart,
+    Access, AllowedPaths, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, IfExists,
+    ImageDisk, ImageFormat, ImageOptions, Locking, OnFull, StateUse, TargetContent, check_apart,
     check_new_name, exists, is_device, keeps_its_place, open, open_for_repair, open_locked,
     open_without_backing, part_of, remove_created, rename_finished,
 };
@@ -21,6 +21,7 @@ use blockhouse_engine::{HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
 use blockhouse_storage::Location;
 
+use crate::called_as;
 use crate::create::{
     create_luks, create_qcow2, create_raw, format_of_new, key_time, luks_header, wrong_usage,
 };
@@ -393,6 +394,9 @@ impl TargetSpec<'_> {
         let path = self.path;
         let disk = self.open_target(path).await?;
         self.check_apart(&disk)?;
+        if disk.size() < self.size && called_as::is_qemu_img() {
+            bail!("output file is smaller than input file");
+        }
         if disk.size() < self.size {
             bail!(
                 "{}: has {} bytes, and the source {}; use a larger device or image",
@@ -465,6 +469,8 @@ impl TargetSpec<'_> {
             remote_backing: self.open.remote_backing(),
             secrets: self.open.secrets()?,
             part: None,
+            backing_use: BackingUse::Followed,
+            side_file: None,
         };
         match self.is_overlay() {
             true => open(path, options).await,

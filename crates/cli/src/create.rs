@@ -13,9 +13,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
-    QemuName, StateUse, behind_links, check_raw_backing, create as create_file, create_as, exists,
-    format_for_new, is_address, is_device, note_data_file, open_created, open_without_backing,
-    part_of, plain_backing, remove_created, rename_finished,
+    QemuName, StateUse, behind_links, check_raw_backing, create_as, exists, format_for_new,
+    is_address, is_device, note_data_file, open_created, open_without_backing, part_of,
+    plain_backing, remove_created, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::Preallocation;
@@ -338,7 +338,7 @@ pub async fn create_raw(
     progress: &ToolProgress,
 ) -> Result<()> {
     create_as(image, size, ImageFormat::Raw, file).await?;
-    let Some(mode) = mode else { return Ok(()) };
+    let Some(mode) = mode else { return allocate_first_block(image, size) };
     let finish = async {
         let storage = open_created(image).await?;
         check_room(&storage, size).await?;
@@ -348,6 +348,33 @@ pub async fn create_raw(
         storage.close().await
     };
     Ok(or_removed(image, finish.await).await?)
+}
+
+/// Under the name qemu-img the file of an image without data ends with its L1 table, as there, and not with a cluster.
+fn cut_behind_l1(image: &Path) -> std::io::Result<()> {
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(image)?;
+    let mut header = [0; 48];
+    std::os::unix::fs::FileExt::read_exact_at(&file, &mut header, 0)?;
+    let field = |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().unwrap_or_default());
+    let (cluster, entries) = (1_u64 << (field(16) & 31), field(36) >> 32);
+    let end = field(40) + entries * 8;
+    match file.metadata()?.len() == end.next_multiple_of(cluster) {
+        true => file.set_len(end),
+        false => Ok(()),
+    }
+}
+
+/// Under the name qemu-img a new file has its first block, as there: programs find out by it what alignment O_DIRECT
+/// needs.
+fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
+    const BLOCK: usize = 4096;
+    if !called_as::is_qemu_img() || !image.is_file() {
+        return Ok(());
+    }
+    let zeros = vec![0; BLOCK.min(usize::try_from(size).unwrap_or(BLOCK))];
+    let file = std::fs::OpenOptions::new().write(true).open(image);
+    let written = file.and_then(|mut file| std::io::Write::write_all(&mut file, &zeros));
+    written.with_context(|| format!("{}: cannot write its first block", image.display()))
 }
 
 /// Makes a new qcow2 image, and says so if it names what commands open only when they are told to. `progress` tells of
@@ -384,6 +411,10 @@ async fn make_qcow2(
     let data_path = options.data_file.as_ref().map(|file| resolve_relative(image, &file.name));
     let filled = fill_qcow2(image, data_path.as_deref(), options, progress).await;
     or_removed(image, filled).await?;
+    if called_as::is_qemu_img() && image.is_file() {
+        cut_behind_l1(image)
+            .with_context(|| format!("{}: cannot set its length", image.display()))?;
+    }
     if let Some(backing) = &options.backing {
         tell_if_not_free(image, &backing.name, "backing file");
     }
@@ -419,7 +450,9 @@ async fn fill_qcow2(
         qcow2::create_with(&storage, None, options, progress).await?;
         return storage.close().await;
     };
-    create_file(path, 0, ImageFormat::Raw).await?;
+    // qemu-img makes both files anew.
+    let is_in_place = called_as::is_qemu_img() && path.is_file();
+    create_as(path, 0, ImageFormat::Raw, NewFile { is_in_place, ..NewFile::default() }).await?;
     let finish = async {
         let data = open_created(path).await?;
         check_room(&data, space).await?;

@@ -338,6 +338,7 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
             Setting::EncryptIterTime(given) => time = *given,
             Setting::KeySecret(_) | Setting::UsualLuks => {}
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
+            Setting::Preallocation(Preallocation::Off) => {}
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
             _ => {
                 return Err(

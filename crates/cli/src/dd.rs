@@ -125,11 +125,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         );
     };
     let progress = Progress::start(arguments.progress)?;
-    let Named { path: source, format, part, is_shared, .. } =
+    let Named { path: source, format, part, is_shared, backing_use, .. } =
         arguments.image_opts.resolve_to_read(source, arguments.formats.source_format)?;
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, part, ..arguments.open.read_image(&source, format)? };
+    let options =
+        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&source, format)? };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open(&source, options))?;
     let part = operands.part_of(source.size()).unwrap_or_else(|| {

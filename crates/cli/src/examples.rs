@@ -29,6 +29,19 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "qemu-storage-daemon",
+        &[
+            example(
+                "Serve an image to NBD clients",
+                "blockhouse qemu-storage-daemon --blockdev file,node-name=d,filename=disk.img --nbd-server addr.type=unix,addr.path=disk.sock --export nbd,id=e,node-name=d",
+            ),
+            example(
+                "Take commands of QMP at a socket",
+                "blockhouse qemu-storage-daemon --chardev socket,id=c,path=qmp.sock,server=on --monitor c",
+            ),
+        ],
+    ),
+    (
         "bench",
         &[
             example("The gain of FUA in this folder", "blockhouse bench fua"),

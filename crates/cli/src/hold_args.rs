@@ -1,5 +1,6 @@
 //! The options of writes that find no room, of `serve` and `ctl open`.
 
+use blockhouse_daemon::threshold::Threshold;
 use blockhouse_disk::OnFull;
 
 /// What becomes of writes that find no room on the host.
@@ -15,6 +16,10 @@ pub struct HoldArgs {
     /// With --on-full hold: for how many seconds a write is held before it fails with ENOSPC. Left out: 300.
     #[arg(long, value_name = "N")]
     pub hold_seconds: Option<u32>,
+    /// Tell when less than this is left on the host, or on the device that a qcow2 image is on: bytes (10G), or a part of all
+    /// (10%). The event disk.threshold, and a line in the log, once for each crossing; before writes are held or fail.
+    #[arg(long, value_name = "BYTES|PERCENT", value_parser = str::parse::<Threshold>)]
+    pub threshold: Option<Threshold>,
 }
 
 impl HoldArgs {

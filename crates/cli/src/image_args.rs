@@ -9,6 +9,7 @@ use anyhow::Result;
 use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking, QemuName, is_address};
 use blockhouse_storage::Location;
 
+use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -78,12 +79,12 @@ impl ImageArgs {
     /// # Errors
     /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].
     pub fn read_only(&self) -> Result<(PathBuf, ImageOptions)> {
-        let Named { path, format, part, is_shared, .. } =
+        let Named { path, format, part, is_shared, backing_use, .. } =
             self.image_opts.resolve_to_read(&self.image, self.format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
         let options = self.open.read_image(&path, format)?;
-        Ok((path, ImageOptions { locking, part, ..options }))
+        Ok((path, ImageOptions { locking, part, backing_use, ..options }))
     }
 
     /// As [`read_only`](Self::read_only), for a command that only looks at it.
@@ -125,7 +126,10 @@ pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
              --allow-path '{folder}'"
         )
     };
-    output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
+    // A program that reads standard error takes it for an error.
+    if called_as::tool().is_none() {
+        output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
+    }
     true
 }
 

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 pub use blockhouse_disk::escape_uri as escape;
-use blockhouse_disk::{ImageFormat, QemuName};
+use blockhouse_disk::{BackingUse, ImageFormat, QemuName};
 
 /// The option that all commands have that open one image.
 #[derive(clap::Args, Clone, Copy)]
@@ -52,11 +52,26 @@ impl ImageOptsArgs {
         }
     }
 
+    /// As [`resolve_to_serve`](Self::resolve_to_serve), of an image with its backing file.
+    ///
+    /// # Errors
+    /// As there; its backing file is to be left out.
+    pub fn resolve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+        let named = self.resolve_to_serve(image, format)?;
+        if named.backing_use == BackingUse::LeftOut {
+            bail!(
+                "{}: an image without its backing file (backing: null) is only read or served",
+                image.display()
+            );
+        }
+        Ok(named)
+    }
+
     /// As [`resolve_to_read`](Self::resolve_to_read), of a whole file.
     ///
     /// # Errors
     /// As there; a part of a file is named.
-    pub fn resolve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+    pub fn resolve_to_serve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_read(image, format)?;
         if named.part.is_some() {
             bail!(
@@ -82,7 +97,8 @@ impl ImageOptsArgs {
             None => {
                 let path = image.to_owned();
                 let (part, is_shared, is_read_only) = (None, false, false);
-                return Ok(Named { path, format, part, is_shared, is_read_only });
+                let backing_use = BackingUse::Followed;
+                return Ok(Named { path, format, part, is_shared, is_read_only, backing_use });
             }
         };
         let named = named.map_err(|why| anyhow!("{}: {why}", image.display()))?;

@@ -65,6 +65,8 @@ struct Facts {
     virtual_size: u64,
     /// In bytes; `None` where another server has the image.
     actual_size: Option<u64>,
+    /// Bytes of room that are left for what is written to the disk, where that is known.
+    room_left: Option<u64>,
     /// Bytes of the file or device itself; `None` where another server has it.
     file_size: Option<u64>,
     encryption: Option<Encryption>,
@@ -103,8 +105,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     output::print(&match (arguments.image.is_json(), &*facts) {
         (false, facts) => facts.iter().map(as_text).collect::<Vec<_>>().join("\n\n"),
-        (true, [facts]) if !arguments.backing_chain => format!("{:#}", as_json(facts)),
-        (true, facts) => format!("{:#}", Value::Array(facts.iter().map(as_json).collect())),
+        (true, [facts]) if !arguments.backing_chain => output::pretty(&as_json(facts)),
+        (true, facts) => output::pretty(&Value::Array(facts.iter().map(as_json).collect())),
     })
 }
 
@@ -164,6 +166,7 @@ fn facts_of(
         limits: None,
         virtual_size: disk.size(),
         actual_size,
+        room_left: event_loop.block_on(disk.room_left()).ok().flatten().map(|room| room.left),
         file_size: disk.file().map(|_| size_of(&image)).transpose()?,
         encryption: event_loop.block_on(disk.read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
@@ -334,6 +337,9 @@ fn as_json(facts: &Facts) -> Value {
     });
     if let Some(actual_size) = actual_size {
         value["actual-size"] = (*actual_size).into();
+    }
+    if let Some(left) = facts.room_left {
+        value["blockhouse"]["room-left"] = left.into();
     }
     if let Some(limits) = &facts.limits {
         value["limits"] = limits.clone();

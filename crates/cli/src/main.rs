@@ -18,6 +18,7 @@ mod bitmap;
 mod block_size_args;
 mod called_as;
 mod check;
+mod check_words;
 mod commit;
 mod compare;
 mod convert;
@@ -53,8 +54,10 @@ mod resize;
 mod restore;
 mod secret_object;
 mod serve;
+mod side_file_args;
 mod snapshot;
 mod snapshot_list;
+mod storage_daemon;
 mod top;
 mod upgrade;
 mod version;
@@ -155,6 +158,8 @@ enum Command {
     Upgrade(Deferred<upgrade::Arguments>),
     /// Store a machine's state in a snapshot, or get it out again.
     Vmstate(Deferred<vmstate::Arguments>),
+    /// Serve what options and commands of QEMU's storage daemon ask for.
+    QemuStorageDaemon(Deferred<storage_daemon::Arguments>),
 }
 
 /// The whole definition of the command line, in groups and with examples.
@@ -202,7 +207,7 @@ fn main() -> ExitCode {
         Err(help) => help.exit(),
     };
     let delivery = match arguments.command {
-        Command::Serve(_) => Delivery::Queued,
+        Command::Serve(_) | Command::QemuStorageDaemon(_) => Delivery::Queued,
         _ => Delivery::Direct,
     };
     let is_verbose = arguments.verbose > 0;
@@ -236,6 +241,7 @@ fn main() -> ExitCode {
         Command::Top(Deferred(top)) => top::run(&top).map(done),
         Command::Upgrade(Deferred(upgrade)) => upgrade::run(upgrade).map(done),
         Command::Vmstate(Deferred(vmstate)) => vmstate::run(vmstate).map(done),
+        Command::QemuStorageDaemon(Deferred(arguments)) => storage_daemon::run(&arguments),
     };
     finish(result)
 }

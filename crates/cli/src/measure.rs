@@ -21,7 +21,7 @@ use serde_json::json;
 
 use crate::convert::parse_snapshot;
 use crate::create::{key_time, wrong_usage};
-use crate::create_options::{self, Settings};
+use crate::create_options::{self, Setting, Settings};
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
@@ -101,6 +101,11 @@ pub fn run(arguments: Arguments) -> Result<()> {
             qcow2(&arguments, options)?
         }
         ImageFormat::Luks => {
+            // A container is as long as its disk, whenever it takes its space.
+            let settings: Vec<_> = settings
+                .into_iter()
+                .filter(|setting| !matches!(setting, Setting::Preallocation(_)))
+                .collect();
             create_options::luks(&settings).unwrap_or_else(|why| wrong_usage(&why));
             raw(&arguments)?.behind(NewLuks::LENGTH as u64)
         }
@@ -154,11 +159,12 @@ fn with_image<T>(
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
 ) -> Result<T> {
     let Some(image) = &arguments.image else { wrong_usage("which image to copy is missing") };
-    let Named { path, format, part, is_shared, .. } =
+    let Named { path, format, part, is_shared, backing_use, .. } =
         arguments.image_opts.resolve_to_read(image, arguments.format)?;
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, part, ..arguments.open.read_image(&path, format)? };
+    let options =
+        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let disk = match &arguments.snapshot {
             None => open(&path, options).await?,
@@ -205,7 +211,7 @@ fn as_json(figures: &Figures) -> String {
     if let Some(bitmaps) = figures.bitmaps {
         value["bitmaps"] = bitmaps.into();
     }
-    format!("{value:#}")
+    output::pretty(&value)
 }
 
 fn as_text(figures: &Figures) -> String {

@@ -7,8 +7,9 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use blockhouse_daemon::setup::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, ImageOptions,
-    KeyFiles, Locking, OnFull, RemoteBacking, Secrets, StateDir, StateUse, probe_nameless,
+    Access, AllowedPaths, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat,
+    ImageOptions, KeyFiles, Locking, OnFull, RemoteBacking, Secrets, StateDir, StateUse,
+    probe_nameless,
 };
 
 use crate::secret_object::{self, SecretObject};
@@ -84,17 +85,23 @@ impl KeyArgs {
     /// # Errors
     /// There is none of this name, or no key at all; as [`KeyFiles::read`].
     pub fn create_header(&self, name: Option<&str>, time: Duration) -> Result<Vec<u8>> {
-        let index = match name {
-            None => 0,
-            Some(name) => {
-                let index = self.object.iter().position(|object| object.id == name);
-                let missing = || {
-                    format!("there is no secret '{name}'; say --object secret,id={name},file=FILE")
-                };
-                self.key_file.len() + index.with_context(missing)?
+        let index = name.map_or(Ok(0), |name| self.index_of(name))?;
+        Ok(self.secrets()?.create_header(index, time)?)
+    }
+
+    /// Which of the keys has this name.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn index_of(&self, name: &str) -> Result<usize> {
+        let index = self.object.iter().position(|object| object.id == name);
+        let missing = || match called_as::is_qemu_img() {
+            true => format!("No secret with id '{name}'"),
+            false => {
+                format!("there is no secret '{name}'; say --object secret,id={name},file=FILE")
             }
         };
-        Ok(self.secrets()?.create_header(index, time)?)
+        Ok(self.key_file.len() + index.with_context(missing)?)
     }
 
     /// The keys.
@@ -253,6 +260,8 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         remote_backing: RemoteBacking::Refused,
         secrets: Secrets::default(),
         part: None,
+        backing_use: BackingUse::Followed,
+        side_file: None,
     }
 }
 

@@ -71,7 +71,12 @@ const USAGE: &[(&str, &str)] = &[
 /// The words of qemu-img for wrong usage. Only under its name.
 pub fn of_usage(text: &str) -> Option<&'static str> {
     let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
-    if called_as::is_qemu_img() { words.next() } else { None }
+    if !called_as::is_qemu_img() {
+        return None;
+    }
+    // 'create' has a line of its own.
+    let is_of_convert = text.contains("is not guessed; add -F") && called_as::has_word("convert");
+    words.next().or(is_of_convert.then_some("Use of backing file requires explicit backing format"))
 }
 
 #[cfg(test)]

@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_core::{ErrorKind, ToolProgress};
 use blockhouse_disk::{
-    Access, Backing, ImageDisk, ImageFormat, ImageOptions, QemuName, check_raw_backing,
+    Access, Backing, Compress, ImageDisk, ImageFormat, ImageOptions, QemuName, check_raw_backing,
     is_foreign_address, open, open_without_backing, plain_backing, prepare_rebase,
     set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
+use crate::called_as;
 use crate::create::wrong_usage;
 use crate::image_args::{resolve_relative, tell_if_not_free};
 use crate::image_opts::{ImageOptsArgs, Named};
@@ -45,8 +46,8 @@ pub struct Arguments {
     /// As qemu-img has it: an image that is changed is locked all the same.
     #[arg(short = 'U', hide = true)]
     force_share: bool,
-    /// As qemu-img has it: what is copied is not compressed.
-    #[arg(short = 'c', hide = true)]
+    /// Compress the whole clusters that are copied, where that saves something.
+    #[arg(short, long)]
     compress: bool,
     #[command(flatten)]
     source_cache: SourceCacheArgs,
@@ -108,6 +109,10 @@ impl Arguments {
         let backing = self.backing.clone().filter(|name| !name.is_empty());
         let new = match (backing, self.backing_format.clone()) {
             (Some(name), Some(format)) => (name, format),
+            (Some(name), None) if called_as::is_qemu_img() => bail!(
+                "Could not change the backing file to '{}': backing format must be specified",
+                name.display()
+            ),
             (Some(name), None) => bail!(
                 "the format of the backing file '{}' is not guessed; say -F raw or -F qcow2",
                 name.display()
@@ -136,11 +141,24 @@ impl Arguments {
         let options = self.open.read_write(self.format)?;
         let (disk, behind) = event_loop.block_on(async {
             let disk = open(&self.image, self.target_cache.apply(options.clone())).await?;
+            if self.compress && disk.compression().is_none() {
+                match called_as::is_qemu_img() {
+                    true => bail!("Compression not supported for this file format"),
+                    false => bail!(
+                        "{}: {} images have no compressed clusters; leave --compress out",
+                        disk.name(),
+                        disk.format_name()
+                    ),
+                }
+            }
             let behind = open_new(&self.image, new, self.source_cache.apply(options)).await?;
             anyhow::Ok((disk, behind))
         })?;
         let progress = ToolProgress::default();
-        let work = || Ok(event_loop.block_on(prepare_rebase(&disk, behind.as_ref(), &progress))?);
+        let compress = if self.compress { Compress::Clusters } else { Compress::Nothing };
+        let work = || {
+            Ok(event_loop.block_on(prepare_rebase(&disk, behind.as_ref(), compress, &progress))?)
+        };
         shown.beside(|| progress.get(), work)?;
         Ok(disk)
     }

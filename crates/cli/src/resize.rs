@@ -78,6 +78,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })?;
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
+    if size < old && arguments.preallocation != Space::Later {
+        match called_as::is_qemu_img() {
+            true => bail!("Preallocation can only be used for growing images"),
+            false => bail!(
+                "{}: space is taken where a disk becomes longer; leave --preallocation out",
+                disk.name()
+            ),
+        }
+    }
     event_loop.block_on(resize(&disk, size, arguments.shrink))?;
     if let Space::Now(mode) = arguments.preallocation
         && size > old

@@ -68,6 +68,16 @@ pub enum Request {
     },
 }
 
+impl Request {
+    /// Whether it changes what the disk reads as.
+    pub fn is_change(&self) -> bool {
+        match self {
+            Self::Write { .. } | Self::WriteZeroes { .. } | Self::Discard { .. } => true,
+            Self::Read { .. } | Self::Flush | Self::Prefetch { .. } => false,
+        }
+    }
+}
+
 /// Whether a zero write may give space back to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmap {

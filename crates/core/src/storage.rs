@@ -127,7 +127,8 @@ pub trait Storage: 'static {
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
     /// When the storage was changed for the last time, by whatever program, since the Unix epoch: by a clock that no program
-    /// can set for it. No change that begins after the return has this time. `None` where nothing tells.
+    /// can set for it. No change that begins after the return has this time. `None` where nothing tells. Of a block device it is no
+    /// time, but says how much was written to it.
     ///
     /// # Errors
     /// The host's.

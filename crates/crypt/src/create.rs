@@ -55,7 +55,7 @@ fn build(secret: &Secret, time: Duration) -> std::io::Result<Vec<u8>> {
 }
 
 /// How many iterations of a secret take so long here.
-fn iterations_for(secret: &Secret, time: Duration) -> u32 {
+pub(crate) fn iterations_for(secret: &Secret, time: Duration) -> u32 {
     let mut key = [0; NewLuks::KEY];
     let start = Instant::now();
     hash::pbkdf2(NewLuks::HASH, secret.bytes(), &[0; 32], SAMPLE, &mut key);
@@ -65,13 +65,13 @@ fn iterations_for(secret: &Secret, time: Duration) -> u32 {
     ((time.as_secs_f64() / each) as u32).clamp(MIN_ITERATIONS, MAX_ITERATIONS)
 }
 
-fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     fill_random(&mut bytes)?;
     Ok(bytes)
 }
 
-fn fill_random(mut bytes: &mut [u8]) -> std::io::Result<()> {
+pub(crate) fn fill_random(mut bytes: &mut [u8]) -> std::io::Result<()> {
     while !bytes.is_empty() {
         let count =
             match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {

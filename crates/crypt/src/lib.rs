@@ -16,6 +16,7 @@ mod cipher;
 mod create;
 mod hash;
 mod kdf;
+mod key_slots;
 mod secret;
 mod stripes;
 mod unlock;
@@ -23,5 +24,6 @@ mod xts;
 
 pub use cipher::SectorCipher;
 pub use create::create_header;
+pub use key_slots::{new_slot, slot_wipe, slots_of};
 pub use secret::{MAX_SECRET, Secret};
 pub use unlock::unlock;

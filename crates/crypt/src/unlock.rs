@@ -38,7 +38,7 @@ pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Re
 }
 
 /// The disk's key, if the secret opens the slot.
-fn open_slot(
+pub(crate) fn open_slot(
     work: &mut Work,
     slot: &LuksSlotKey,
     area: &[u8],

@@ -197,6 +197,7 @@ impl Config {
             ),
             control: server.control.map(|TextOf(control)| control),
             qmp: server.qmp.map(|TextOf(qmp)| qmp),
+            storage_daemon: None,
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),
             user,
@@ -232,7 +233,7 @@ fn addresses(disks: &[ConfiguredDisk]) -> Addresses {
                     all.ublk.push(UblkSetup { id: Some(*id), disk: image });
                 }
                 ExportAddress::Nbd(uri) => {
-                    let offer = Offer { name: uri.export.clone(), image };
+                    let offer = Offer::new(uri.export.clone(), image);
                     match all.nbd.iter_mut().find(|(address, _)| *address == uri.address) {
                         Some((_, offers)) => offers.push(offer),
                         None => all.nbd.push((uri.address.clone(), vec![offer])),

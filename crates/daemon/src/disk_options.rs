@@ -4,8 +4,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
-    RemoteBacking, is_address,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
+    OnFull, RemoteBacking, SideFile, is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use schemars::JsonSchema;
@@ -14,6 +14,7 @@ use serde::Deserialize;
 use crate::limit_options::LimitOptions;
 use crate::setup::DiskSetup;
 use crate::text_fields::{Size, some_size, some_text, text};
+use crate::threshold::Threshold;
 
 /// A disk to be opened.
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
@@ -60,6 +61,11 @@ pub struct DiskOptions {
     pub on_full: OnFullName,
     /// With on-full hold: for how many seconds each waits at most, before it fails. Left out: 300.
     pub hold_seconds: Option<u32>,
+    /// How little room may be left on the host before the event disk.threshold tells: bytes, as a text like "10G", or "10%" of
+    /// all. Left out: nothing is told.
+    #[serde(default, deserialize_with = "some_text")]
+    #[schemars(with = "Option<String>")]
+    pub threshold: Option<Threshold>,
     /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
     #[serde(default)]
     pub copy_on_read: bool,
@@ -94,6 +100,12 @@ pub struct DiskOptions {
     /// Persistent bitmaps of the image that NBD clients may ask for (qemu:dirty-bitmap:NAME), by their names.
     #[serde(default)]
     pub bitmaps: Vec<String>,
+    /// Where the bitmaps of a raw image are: a file, or a folder with one named after the image, by its absolute path. Left out:
+    /// beside the image.
+    pub bitmaps_in: Option<PathBuf>,
+    /// Whether these bitmaps are used also where nothing tells whether somebody else has written to the image.
+    #[serde(default)]
+    pub trust_bitmaps: bool,
     /// How many operations and bytes a second it may have. Left out: no limits.
     #[serde(default)]
     pub limits: LimitOptions,
@@ -162,7 +174,10 @@ impl DiskOptions {
             check_absolute(&self.path)?;
         }
         let named = self.allow_paths.iter().chain(&self.key_files).chain(&self.passphrase_files);
-        named.into_iter().try_for_each(|path| check_absolute(path))?;
+        named.chain(&self.bitmaps_in).try_for_each(|path| check_absolute(path))?;
+        if self.trust_bitmaps && self.bitmaps_in.is_none() {
+            return Err("trust-bitmaps needs bitmaps-in".into());
+        }
         let by_file = || self.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = self.name.clone().or_else(by_file).filter(|name| !name.is_empty());
         let name = name.ok_or("the disk has no name, and its path names no file")?;
@@ -205,17 +220,23 @@ impl DiskOptions {
                 self.discard_granularity,
             )?,
             on_full: OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)?,
+            threshold: self.threshold,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create.map(|size| size.next_multiple_of(512)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
             no_references: self.no_references,
+            backing_use: BackingUse::Followed,
             keys: KeyFiles {
                 keys: self.key_files.clone(),
                 passphrases: self.passphrase_files.clone(),
             },
             bitmaps: self.bitmaps.clone(),
+            side_file: self
+                .bitmaps_in
+                .clone()
+                .map(|path| SideFile { path, is_alone: self.trust_bitmaps }),
             throttle: self.limits.throttle()?,
             remote_backing: match self.allow_remote {
                 true => RemoteBacking::Allowed,
@@ -312,6 +333,8 @@ mod tests {
             (r#"{"path":"/a","on-full":"hold","hold-seconds":0}"#, "holds nothing"),
             (r#"{"path":"/a","hold-seconds":5}"#, "needs on-full hold"),
             (r#"{"path":"/a","on-full":"stop"}"#, "stop"),
+            (r#"{"path":"/a","bitmaps-in":"b"}"#, "whole path"),
+            (r#"{"path":"/a","trust-bitmaps":true}"#, "needs bitmaps-in"),
             (r#"{"path":"/a","read_only":true}"#, "unknown field"),
         ] {
             let error = options(json).expect_err(json);

@@ -76,6 +76,17 @@ pub enum Event {
         /// How many failed so since this was last told.
         count: u64,
     },
+    /// The host has less room for what the disk's guest writes than its threshold. Told once for each crossing, before writes are
+    /// held or fail.
+    #[serde(rename = "disk.threshold")]
+    DiskThreshold {
+        /// The name of the disk.
+        disk: String,
+        /// How many bytes are left.
+        left: u64,
+        /// The threshold: bytes, or a part of all room there is (10%).
+        threshold: String,
+    },
     /// Writes are held, because the host has no room for them, until there is some. Told once, however many there are.
     #[serde(rename = "disk.held")]
     DiskHeld {
@@ -229,12 +240,13 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 23] = [
+    pub const NAMES: [&str; 24] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
         "disk.error",
         "disk.no-space",
+        "disk.threshold",
         "disk.held",
         "disk.released",
         "disk.flush-failed",
@@ -263,24 +275,25 @@ impl Event {
             Self::DiskResized { .. } => 2,
             Self::DiskError { .. } => 3,
             Self::NoSpace { .. } => 4,
-            Self::DiskHeld { .. } => 5,
-            Self::DiskReleased { .. } => 6,
-            Self::FlushFailed { .. } => 7,
-            Self::BitmapLost { .. } => 8,
-            Self::ExportAdded { .. } => 9,
-            Self::ExportRemoved { .. } => 10,
-            Self::ClientCame { .. } => 11,
-            Self::ClientLeft { .. } => 12,
-            Self::JobStarted { .. } => 13,
-            Self::JobReady { .. } => 14,
-            Self::JobPostponed { .. } => 15,
-            Self::JobEnded { .. } => 16,
-            Self::JobFailed { .. } => 17,
-            Self::BackupBegan { .. } => 18,
-            Self::BackupEnded { .. } => 19,
-            Self::BackupFailed { .. } => 20,
-            Self::Lost { .. } => 21,
-            Self::DiskForked { .. } => 22,
+            Self::DiskThreshold { .. } => 5,
+            Self::DiskHeld { .. } => 6,
+            Self::DiskReleased { .. } => 7,
+            Self::FlushFailed { .. } => 8,
+            Self::BitmapLost { .. } => 9,
+            Self::ExportAdded { .. } => 10,
+            Self::ExportRemoved { .. } => 11,
+            Self::ClientCame { .. } => 12,
+            Self::ClientLeft { .. } => 13,
+            Self::JobStarted { .. } => 14,
+            Self::JobReady { .. } => 15,
+            Self::JobPostponed { .. } => 16,
+            Self::JobEnded { .. } => 17,
+            Self::JobFailed { .. } => 18,
+            Self::BackupBegan { .. } => 19,
+            Self::BackupEnded { .. } => 20,
+            Self::BackupFailed { .. } => 21,
+            Self::Lost { .. } => 22,
+            Self::DiskForked { .. } => 23,
         };
         Self::NAMES[index]
     }

@@ -60,6 +60,7 @@ mod stopping_notice;
 #[doc(hidden)]
 pub mod strangers;
 mod text_fields;
+pub mod threshold;
 mod tls;
 pub mod tls_options;
 pub mod ublk;

@@ -6,6 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
+use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_storage::Location;
 
@@ -16,6 +17,15 @@ pub struct Offer {
     pub name: String,
     /// The place of the image on the command line, from 0.
     pub image: usize,
+    /// Whether clients may change it, where it may be changed.
+    pub access: Access,
+}
+
+impl Offer {
+    /// An image that clients may change, where it may be changed.
+    pub fn new(name: String, image: usize) -> Self {
+        Self { name, image, access: Access::ReadWrite }
+    }
 }
 
 /// The images and what they are called.
@@ -68,14 +78,14 @@ impl Offers {
                  image, in their order"
             ));
         }
-        Ok(names.into_iter().enumerate().map(|(image, name)| Offer { name, image }).collect())
+        Ok(names.into_iter().enumerate().map(|(image, name)| Offer::new(name, image)).collect())
     }
 
     /// The image that the name of a URI means: an only image whatever the name, of several the one that
     /// is called so, or else the one whose file is called so but for its extension.
     fn named(&self, name: &str) -> Result<Offer, String> {
         if self.images.len() == 1 {
-            return Ok(Offer { name: name.into(), image: 0 });
+            return Ok(Offer::new(name.into(), 0));
         }
         let all = self.all()?;
         let is_stem = |offer: &&Offer| {
@@ -89,7 +99,7 @@ impl Offers {
             _ => None,
         };
         match (exact.or(only_stem), &stems[..]) {
-            (Some(offer), _) => Ok(Offer { name: name.into(), image: offer.image }),
+            (Some(offer), _) => Ok(Offer::new(name.into(), offer.image)),
             (None, []) => Err(format!(
                 "no image is called '{name}'; a URI's name says which image it serves: {}",
                 list(all.iter())
@@ -257,7 +267,7 @@ mod tests {
     #[test]
     fn an_image_that_no_socket_offers_is_refused() {
         let offers = offers(&["a.img", "b.img"], &[]).expect("two images");
-        let offered = [Offer { name: "a".into(), image: 0 }];
+        let offered = [Offer::new("a".into(), 0)];
         let error = offers.check_all_offered(offered.iter()).expect_err("one is missing");
         assert!(error.starts_with("b.img: ") && error.contains("nbd+unix:///b.img?"), "{error}");
         assert_eq!(offers.check_all_offered(offers.all().expect("names").iter()), Ok(()));

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use blockhouse_core::{ByteRange, Error, ErrorKind};
 use blockhouse_disk::{
     Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create,
-    exists, format_for_new, open, open_snapshot,
+    exists, format_for_new, make_missing_sidecar, open, open_snapshot,
 };
 use futures_util::stream::{self, StreamExt};
 
@@ -86,6 +86,8 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         remote_backing: disk.remote_backing,
         secrets: disk.keys.read()?,
         part: None,
+        backing_use: disk.backing_use,
+        side_file: disk.side_file.clone(),
     })
 }
 
@@ -103,6 +105,18 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
         let by_name = || format_for_new(path).map_err(refused);
         let format = options.format.map_or_else(by_name, Ok)?;
         create(path, size, format).await?;
+    }
+    if options.side_file.is_some() && !setup.is_read_only() {
+        match make_missing_sidecar(path, &options).await {
+            // The guest does not pay for a bitmap.
+            Err(error) if matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io) => {
+                tracing::warn!(
+                    "{}: there is no place for its bitmaps, so its changes are not recorded: {error}",
+                    path.display()
+                );
+            }
+            made => made?,
+        }
     }
     let opened = match &setup.snapshot {
         None => open(path, options).await,

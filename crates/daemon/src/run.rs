@@ -26,7 +26,7 @@ use crate::launcher::{LaunchRules, Launcher};
 use crate::metrics::StartTime;
 use crate::open::{open_all, state_use};
 use crate::pid_file::PidFile;
-use crate::qmp::Qmp;
+use crate::qmp::{self, Qmp};
 use crate::running::OpenedDisk;
 use crate::sandbox::{self, SandboxReport};
 use crate::service::Service;
@@ -143,13 +143,13 @@ impl LoopsAside {
         };
         let has_prefetch = setup.disks.iter().any(|disk| disk.prefetch.is_some());
         // A configuration may have others when it is read again.
-        let is_asked = setup.control.is_some() || setup.qmp.is_some();
+        let is_asked = setup.control.is_some() || setup.has_qmp();
         let has_jobs = has_prefetch || is_asked || setup.config.is_some();
         Ok(Self {
             control: start(setup.control.is_some())?,
             jobs: start(has_jobs)?,
             metrics: start(setup.metrics.is_some())?,
-            qmp: start(setup.qmp.is_some())?,
+            qmp: start(setup.has_qmp())?,
             reloads: start(setup.config.is_some())?,
         })
     }
@@ -176,15 +176,13 @@ impl Opened {
         &self,
         setup: &Setup,
         launcher: &Launcher,
-        others: [Option<&BoundSocket>; 2],
+        others: &[BoundSocket],
     ) -> Result<SandboxReport> {
         let bound = self.sockets.iter().map(|socket| &socket.bound);
         let bound = bound.chain(self.devices.iter().map(|(device, _)| &device.bound));
         let opened = sandbox::Opened {
             devices: self.devices.len(),
-            sockets: sandbox::socket_files(
-                bound.chain(&self.control).chain(others.into_iter().flatten()),
-            ),
+            sockets: sandbox::socket_files(bound.chain(&self.control).chain(others)),
         };
         let sandbox = sandbox::enter(setup, &self.workers, &opened)?;
         launcher.tell(launch_rules(setup, &sandbox));
@@ -241,8 +239,10 @@ fn start(
         kept_sockets::bind(&Address::Unix(control.path.clone()), control.permissions)
     };
     let control = setup.control.as_ref().map(bind).transpose()?;
-    let qmp = setup.qmp.as_ref().map(Qmp::bind).transpose()?;
+    let mut others = Qmp::bind_all(setup)?;
     let metrics = setup.metrics.as_ref().map(|address| address.bind()).transpose()?;
+    let qmp_count = others.len();
+    others.extend(metrics);
     kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
@@ -250,21 +250,30 @@ fn start(
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
-    let pid_file = write_pid(setup).inspect_err(|_| close_all(&workers, &disks))?;
+    // That of a storage daemon tells that its commands are carried out.
+    let is_daemon = setup.storage_daemon.is_some();
+    let pid_file = if is_daemon { Ok(None) } else { write_pid(setup) };
+    let pid_file = pid_file.inspect_err(|_| close_all(&workers, &disks))?;
     let disks = setup.disks.iter().cloned().zip(disks);
     let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
     let (configured, since) = (None, StartTime::now());
     let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
-    let sandbox = opened.confine(setup, launcher, [metrics.as_ref(), qmp.as_ref()]);
+    let sandbox = opened.confine(setup, launcher, &others);
     let sandbox = sandbox.inspect_err(|_| {
         let disks: Vec<_> = opened.disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
         close_all(&opened.workers, &disks);
     })?;
     let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
-    if let (Some(bound), Some(own), Some(socket)) = (qmp, qmp_loop, &setup.qmp) {
-        service.add_qmp(bound, own, socket.answers.clone());
+    let metrics = others.split_off(qmp_count).pop();
+    if let Some(own) = qmp_loop
+        && let Err(error) = service.add_qmp(qmp::Served::new(setup, others)?, own)
+    {
+        // The error that counts is the first one.
+        let _ = service.end();
+        return Err(error);
     }
+    let pid_file = if is_daemon { write_pid(setup)? } else { pid_file };
     if let (Some(bound), Some(own)) = (metrics, metrics_loop) {
         service.add_metrics(bound, own);
     }
@@ -319,7 +328,7 @@ fn take_over(
     // Before the sandbox, in which their files cannot be opened.
     let ublk = ublk::take_over(ublk, &workers, &images);
     let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
-    let sandbox = opened.confine(setup, launcher, [None; 2])?;
+    let sandbox = opened.confine(setup, launcher, &[])?;
     let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
     service.add_qmp_when_free(setup, qmp_loop);
@@ -393,7 +402,8 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
         return Ok(sockets.map_err(WrongUsage)?);
     }
     let has_devices = !setup.devices.is_empty() || !setup.ublk.is_empty();
-    if setup.nbd.is_empty() && !has_devices && setup.config.is_none() {
+    let is_filled_later = setup.config.is_some() || setup.storage_daemon.is_some();
+    if setup.nbd.is_empty() && !has_devices && !is_filled_later {
         return Ok(vec![sockets::at_default(&setup.disks[0].path, setup.permissions, all()?)?]);
     }
     sockets::bind_uris(setup.nbd.clone(), setup.permissions, setup.tls.as_ref())

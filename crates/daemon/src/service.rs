@@ -15,10 +15,11 @@ use crate::events::Subscription;
 use crate::finishing::{Finishing, close_all};
 use crate::hand_over::requests::UpgradeRequests;
 use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
-use crate::qmp::Qmp;
+use crate::offers::Offer;
+use crate::qmp::{self, Qmp};
 use crate::running::{
-    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningUblk,
-    ServedSocket,
+    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningExport,
+    RunningUblk, ServedSocket, SocketOffer,
 };
 use crate::sandbox::SandboxReport;
 use crate::service_manager;
@@ -62,7 +63,11 @@ impl Service {
         let disks = adopt_all(&running, disks)?;
         for ListenSocket { bound, security, offers, connections } in sockets {
             let offers = offers.into_iter();
-            let offers = offers.map(|offer| (offer.name, Arc::clone(&disks[offer.image])));
+            let offers = offers.map(|offer| SocketOffer {
+                name: offer.name,
+                disk: Arc::clone(&disks[offer.image]),
+                access: offer.access,
+            });
             running.serve_socket(bound, security, offers.collect(), connections)?;
         }
         Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
@@ -115,9 +120,14 @@ impl Service {
         Ok(())
     }
 
-    /// Serves QMP at a listening socket: the commands that call only methods of `answers`.
-    pub(crate) fn add_qmp(&mut self, bound: BoundSocket, workers: Workers, answers: Answers) {
-        self.qmp = Some(Qmp::start(bound, workers, Arc::clone(&self.running), answers));
+    /// Serves QMP, when the first commands of it are carried out.
+    ///
+    /// # Errors
+    /// That of the first command that fails.
+    pub(crate) fn add_qmp(&mut self, served: qmp::Served, workers: Workers) -> Result<()> {
+        let (qmp, outcome) = Qmp::start(served, workers, Arc::clone(&self.running));
+        self.qmp = Some(qmp);
+        outcome
     }
 
     /// As [`add_qmp`](Self::add_qmp), once the process that another one goes on for has ended.
@@ -170,12 +180,15 @@ impl Service {
         self.running.sockets()
     }
 
-    /// The exports at a socket: names, and places of disks.
-    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<(String, usize)> {
+    /// The exports at a socket: images are places of disks.
+    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<Offer> {
         let disks = self.disks();
         let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
         let exports = self.running.exports_at(socket).into_iter();
-        exports.filter_map(|(name, disk)| Some((name, place(&disk)?))).collect()
+        let offer = |(name, export): (String, RunningExport)| {
+            Some(Offer { name, image: place(&export.disk)?, access: export.access })
+        };
+        exports.filter_map(offer).collect()
     }
 
     /// The control socket.
@@ -245,7 +258,7 @@ impl Service {
             tracing::info!("engine {report}");
         }
         let exports = self.running.exports();
-        let line = |export: &crate::running::RunningExport| match is_verbose {
+        let line = |export: &RunningExport| match is_verbose {
             false => format!("ready {}", export.address),
             true => {
                 let disk = self.running.find(&export.disk).map(|disk| Arc::clone(&disk.disk));

@@ -3,20 +3,23 @@
 //! It opens nothing and binds nothing: [`run()`](crate::run()) does.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles, OnFull,
-    RemoteBacking,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
+    OnFull, RemoteBacking, SideFile,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
 use blockhouse_vhost_user::RegisteredMemory;
+use serde_json::{Map, Value};
 
 use crate::control_socket::ControlSocket;
 use crate::limit_options::DiskThrottle;
 use crate::metrics::MetricsAddress;
 use crate::offers::{Offer, Offers};
+use crate::threshold::Threshold;
 use crate::user_options::UserIds;
 use crate::workers::LoopOptions;
 
@@ -53,6 +56,8 @@ pub struct Setup {
     pub control: Option<ControlSocket>,
     /// The socket of QEMU's monitor protocol. It answers the commands that call only these methods.
     pub qmp: Option<ControlSocket>,
+    /// What a storage daemon begins with, where the process is one.
+    pub storage_daemon: Option<StorageDaemon>,
     /// The file that names the process while it serves.
     pub pid_file: Option<PathBuf>,
     /// Where the metrics are served.
@@ -81,8 +86,45 @@ impl Setup {
     /// Whether the control socket, or that of QMP, answers methods that change something.
     pub(crate) fn is_controlled(&self) -> bool {
         let mut sockets = self.control.iter().chain(&self.qmp);
-        sockets.any(|socket| socket.answers.has_changes())
+        sockets.any(|socket| socket.answers.has_changes()) || self.storage_daemon.is_some()
     }
+
+    /// The sockets of QMP.
+    pub(crate) fn qmp_sockets(&self) -> impl Iterator<Item = &ControlSocket> {
+        let of_daemon = self.storage_daemon.iter().flat_map(|daemon| &daemon.sockets);
+        self.qmp.iter().chain(of_daemon)
+    }
+
+    /// Whether commands of QMP are carried out.
+    pub(crate) fn has_qmp(&self) -> bool {
+        self.qmp.is_some() || self.storage_daemon.is_some()
+    }
+}
+
+/// What a storage daemon begins with: commands of QMP, and who gives more of them.
+#[derive(Debug, Default)]
+pub struct StorageDaemon {
+    /// The commands, in their order. The first one that fails ends the server.
+    pub commands: Vec<FirstCommand>,
+    /// Listening sockets of clients.
+    pub sockets: Vec<ControlSocket>,
+    /// Clients.
+    pub connections: Vec<OwnedFd>,
+    /// The object of the commands that has the certificates or keys of the server's TLS.
+    pub tls_object: Option<String>,
+}
+
+/// A command of QMP that is carried out before the server is ready.
+#[derive(Clone, Debug)]
+pub struct FirstCommand {
+    /// The words of the command line that ask for it.
+    pub said: String,
+    /// Its name.
+    pub name: &'static str,
+    /// Its arguments.
+    pub arguments: Map<String, Value>,
+    /// Whether these are words: switches and numbers as text.
+    pub are_words: bool,
 }
 
 /// A block device of this host that is to be served.
@@ -138,6 +180,8 @@ pub struct DiskSetup {
     pub block_sizes: BlockSizes,
     /// What becomes of changes that find no room.
     pub on_full: OnFull,
+    /// How little room is left when that is told.
+    pub threshold: Option<Threshold>,
     /// Whether what is read from its backing file becomes its own.
     pub copy_on_read: bool,
     /// Whether a stream begins by itself, which copies so many bytes a second; 0: as many as there is room for.
@@ -152,18 +196,23 @@ pub struct DiskSetup {
     pub remote_backing: RemoteBacking,
     /// Whether no name in the image is followed.
     pub no_references: bool,
+    /// Whether its backing file is read.
+    pub backing_use: BackingUse,
     /// The keys of its encrypted images.
     pub keys: KeyFiles,
     /// The bitmaps that its NBD clients may ask for, by their names.
     pub bitmaps: Vec<String>,
+    /// Where its bitmaps are, if it is raw and they are not beside it.
+    pub side_file: Option<SideFile>,
     /// How many operations and bytes a second it may have.
     pub throttle: Option<DiskThrottle>,
 }
 
 impl DiskSetup {
-    /// Whether a disk that is open as this one says need not be opened anew for `other`: they differ in limits at most.
+    /// Whether a disk that is open as this one says need not be opened anew for `other`: they differ in limits and thresholds at most.
     pub(crate) fn opens_like(&self, other: &Self) -> bool {
-        let without_limits = |setup: &Self| Self { throttle: None, ..setup.clone() };
+        let without_limits =
+            |setup: &Self| Self { throttle: None, threshold: None, ..setup.clone() };
         without_limits(self) == without_limits(other)
     }
 

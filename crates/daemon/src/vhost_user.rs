@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_disk::Access;
 use blockhouse_engine::{Engine, EngineReport};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
@@ -18,6 +19,8 @@ pub struct DeviceSocket {
     pub bound: BoundSocket,
     /// The front-end that has paused in another process.
     pub frontend: Option<PreparedFrontend>,
+    /// Whether guests may change the disk, where that may be changed.
+    pub access: Access,
 }
 
 /// A listening socket of front-ends, and the place of its disk.
@@ -35,7 +38,7 @@ pub struct ServedDevice {
 pub fn listen(setup: &Setup) -> Result<Vec<DeviceOfDisk>> {
     let listen = |(path, disk): &(PathBuf, usize)| {
         let bound = kept_sockets::bind(&Address::Unix(path.clone()), setup.permissions)?;
-        Ok((DeviceSocket { bound, frontend: None }, *disk))
+        Ok((DeviceSocket { bound, frontend: None, access: Access::ReadWrite }, *disk))
     };
     setup.devices.iter().map(listen).collect()
 }

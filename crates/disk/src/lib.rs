@@ -77,18 +77,19 @@ pub use blockhouse_format::{
 pub use dirty_map::DirtyMap;
 pub use disk::{
     Disk, EarlierCounts, FailedRequest, FailureObserver, HoldChange, HoldObserver, LayerInfo,
-    PopulatingGuard, QuiescedDisk, ReplacedImage,
+    PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
 };
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
-    AllowedPaths, CacheMode, CommitChain, FilePart, ForkOf, Forked, HandedFile, HandedOverDisk,
-    IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, Locking, NOT_KEPT, NewChild,
-    PendingChanges, QemuName, RemoteBacking, Secrets, StateUse, VOUCHER_RENEWAL, behind_links,
-    changed_since, check_apart, check_apart_from, check_new_name, check_raw_backing, create,
-    create_as, escape_uri, exists, forget_moved, fork, fork_image, format_by_name, format_for_new,
-    is_address, is_device, is_foreign_address, is_forked, keep_state, keeps_its_place,
-    make_sidecar, note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,
+    AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, ForkOf, Forked, HandedFile,
+    HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
+    Locking, NOT_KEPT, NewChild, PendingChanges, QemuName, RemoteBacking, Room, Secrets, SideFile,
+    StateUse, VOUCHER_RENEWAL, behind_links, change_key_slots, changed_since, check_apart,
+    check_apart_from, check_new_name, check_raw_backing, create, create_as, escape_uri, exists,
+    forget_moved, fork, fork_image, format_by_name, format_for_new, is_address, is_device,
+    is_foreign_address, is_forked, keep_state, keeps_its_place, make_missing_sidecar, make_sidecar,
+    note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,
     open_handed_over, open_locked, open_metadata, open_snapshot, open_storage, open_to_look,
     open_without_backing, part_of, plain_backing, probe_nameless, record_forked, record_moved,
     remove_created, remove_unused_sidecar, rename_durable, rename_finished, replay_state,
@@ -109,7 +110,7 @@ pub use throttle::{
     ThrottleStats,
 };
 pub use tools::{
-    AfterCommit, CompareJob, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
     STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked, commit_overlay,
     copy_stream, first_status_difference, mark_incomplete, prepare_rebase, set_backing_file,
     take_space,

@@ -102,7 +102,7 @@ pub use fixed_files::FixedFiles;
 pub use guest_memory::{
     GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
 };
-pub use host_file::{HostFile, NewFile, OpenFiles, OpenMode, PageCache};
+pub use host_file::{DeviceWrites, HostFile, NewFile, OpenFiles, OpenMode, PageCache};
 pub use io_poll::{IoPoll, check_io_poll};
 pub use local_time::{DateTime, local_time};
 pub use locked::{Locked, LockedBytes};

@@ -61,7 +61,9 @@ impl<S: Storage> Format<S> {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {
                 let what = format!("a {} image has no bitmaps", self.name());
                 let hint = match self {
-                    Self::Raw(_) => "'bitmap add' gives a raw file a place for them",
+                    Self::Raw(_) => {
+                        "'bitmap add' gives a raw file a place for them, --bitmaps FILE any raw volume"
+                    }
                     _ => "bitmaps need a qcow2 image or a raw file",
                 };
                 let error = Error::new(ErrorKind::Unsupported, what).on(self.storage().name());

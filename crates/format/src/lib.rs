@@ -50,7 +50,7 @@ pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};
 pub use luks::{
     Encryption, Luks, LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey,
-    NewLuks, create as create_luks,
+    NewLuks, NewLuksSlot, create as create_luks,
 };
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};

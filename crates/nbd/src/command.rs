@@ -70,6 +70,13 @@ pub enum Command {
 }
 
 impl Command {
+    /// Whether it changes what the export reads as.
+    pub fn is_change(&self) -> bool {
+        matches!(self, Self::Write { .. } | Self::WriteZeroes { .. } | Self::Trim { .. })
+    }
+}
+
+impl Command {
     /// What it is measured as.
     pub fn operation(&self) -> Operation {
         match self {

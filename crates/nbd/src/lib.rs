@@ -8,7 +8,7 @@
 //! use std::os::unix::net::UnixStream;
 //! use std::sync::Arc;
 //!
-//! use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+//! use blockhouse_disk::{Access, ImageFormat, ImageOptions, create, open};
 //! use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 //! use blockhouse_nbd::{Export, Exports, Limits, Server, bind_private};
 //!
@@ -22,7 +22,8 @@
 //!
 //! let exports = Exports::new();
 //! let (name, description) = ("disk".to_owned(), String::new());
-//! exports.add(Export { name, description, disk: Arc::clone(&disk), bitmaps: Vec::new() })?;
+//! let (bitmaps, access) = (Vec::new(), Access::ReadWrite);
+//! exports.add(Export { name, description, disk: Arc::clone(&disk), bitmaps, access })?;
 //! let bound = bind_private(&path)?;
 //! let listener = Listener::new(bound.socket)?;
 //! let server = Server::new(Limits::default());

@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use blockhouse_core::Storage;
-use blockhouse_disk::Disk;
+use blockhouse_disk::{Access, Disk};
 use blockhouse_engine::{Handle, peer_process};
 use parking_lot::Mutex;
 
@@ -24,6 +24,8 @@ pub struct Export<S: Storage> {
     pub loops: Vec<Handle>,
     /// Whether guests' memory is registered with their rings.
     pub memory: RegisteredMemory,
+    /// Whether guests may change the disk, where that may be changed.
+    pub access: Access,
 }
 
 impl<S: Storage> Export<S> {

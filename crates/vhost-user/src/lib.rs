@@ -8,7 +8,7 @@
 //! use std::os::unix::net::UnixListener;
 //! use std::sync::Arc;
 //!
-//! use blockhouse_disk::{ImageFormat, ImageOptions, create, open};
+//! use blockhouse_disk::{Access, ImageFormat, ImageOptions, create, open};
 //! use blockhouse_engine::{EngineChoice, LoopThread};
 //! use blockhouse_vhost_user::{Device, Export, RegisteredMemory, Server};
 //!
@@ -26,6 +26,7 @@
 //!     queues: 1,
 //!     loops: vec![queue_loop.handle().clone()],
 //!     memory: RegisteredMemory::Off,
+//!     access: Access::ReadWrite,
 //! });
 //! let server = Server::start(device, UnixListener::bind(&socket)?.into())?;
 //! // Now a virtual machine can be started with a vhost-user-blk device at this socket.

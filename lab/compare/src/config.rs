@@ -48,6 +48,9 @@ pub struct Options {
     /// Measure what busy-polling brings and costs where a client pauses between its requests, beside qemu-nbd
     #[arg(long)]
     pub gaps: bool,
+    /// Compare with qemu-img how images of the shapes that clouds publish are converted, in --dir; the copies have to be equal
+    #[arg(long)]
+    pub images: bool,
     /// Compare reads over TLS, by nbdcopy, with qemu-nbd
     #[arg(long)]
     pub tls: bool,

@@ -12,6 +12,7 @@
 //! - [`growth`]: what becomes of a figure when something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`tls`]: reads over TLS
+//! - [`cloud_images`]: images of clouds' shapes, converted
 //! - [`remote`]: storage on another server
 //! - [`plain_server`]: a server in C that has only what it must, as a limit
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
@@ -22,6 +23,7 @@
 
 mod backup;
 mod caching;
+mod cloud_images;
 mod config;
 mod fio;
 mod gaps;
@@ -104,6 +106,9 @@ fn compare(options: &Options) -> Result<()> {
         return remote::run(&workspace, options, given);
     }
     apt::require(apt::FOR_COMPARISON)?;
+    if options.images {
+        return cloud_images::run(&workspace, options);
+    }
     if options.backup {
         return backup::run(&workspace, options);
     }

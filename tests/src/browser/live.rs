@@ -70,6 +70,8 @@ impl LivePage {
             page.call(domain, json!({}));
         }
         page.call("Page.navigate", json!({ "url": url }));
+        // The answer comes before the document.
+        page.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'");
         Ok(page)
     }
 

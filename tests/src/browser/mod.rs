@@ -30,6 +30,17 @@ pub const PHONE: u32 = 390;
 /// That of a window on a desk.
 pub const DESK: u32 = 1200;
 
+/// A page that shows what is on a terminal's screen: its text with SGR sequences.
+pub fn terminal_page(screen: &str) -> String {
+    let screen = serde_json::to_string(screen).expect("text").replace('<', "\\u003c");
+    include_str!("terminal.html").replace("SCREEN", &screen)
+}
+
+/// The folder for pictures, if somebody wants them.
+pub fn pictures() -> Option<PathBuf> {
+    std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from)
+}
+
 /// The page of a file, shown in a frame of some width.
 pub struct Browser {
     width: u32,

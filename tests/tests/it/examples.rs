@@ -73,8 +73,9 @@ fn each_example_works_as_typed() {
         let examples = commands(text, "blockhouse ");
         assert!(!examples.is_empty(), "blockhouse {path}: no example");
         // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job, or another host:
-        // jobs.rs and commits.rs; a backup: backups.rs; or go on until Ctrl-C.
-        let is_elsewhere = ["attach", "detach"].contains(&path)
+        // jobs.rs and commits.rs; a backup: backups.rs; or go on until Ctrl-C; or say nothing when they are ready:
+        // storage_daemon.rs.
+        let is_elsewhere = ["attach", "detach", "qemu-storage-daemon"].contains(&path)
             || path.starts_with("vmstate")
             || path.starts_with("ctl job ")
             || [

@@ -10,6 +10,7 @@ use blockhouse_tests::guest::{Guest, IN, LONG, OUT, content};
 use blockhouse_tests::image_tool::{command as command_line, qemu_img, str};
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::{Client, Request, command, errno, flag};
+use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
     Cache, FileSystem, Image, LoopDevice, Scratch, Serve, Server, SmallHost, eventually, need,
     require,
@@ -337,6 +338,142 @@ fn a_guest_of_vhost_user_waits_for_room() {
     assert_eq!(guest.read(0, block), content(block + 1));
     drop(guest);
     server.stop();
+}
+
+/// A guest's device of a disk that is full, with a write that waits.
+struct HeldGuest {
+    scratch: Scratch,
+    file: Image,
+    device: LoopDevice,
+    server: Server,
+    guest: Guest,
+    /// The block of the held write, whose content is one more.
+    block: u64,
+}
+
+impl HeldGuest {
+    fn serve(scratch: &Scratch, device: &LoopDevice) -> Server {
+        let serve = Serve::bare(scratch, device.path()).option("--format", "qcow2");
+        let serve = serve.option("--vhost-user-blk", scratch.socket("vu"));
+        let serve = serve.option("--control", scratch.socket("control"));
+        serve.option("--name", "disk").option("--on-full", "hold").start()
+    }
+
+    fn new() -> Result<Self, String> {
+        let scratch = Scratch::new();
+        let file = scratch.image_of("backing", &vec![STALE; MIB as usize]);
+        let device = LoopDevice::over(&file, &[])?;
+        command_line(&["create", "-f", "qcow2", str(device.path()), "1G"]).success();
+        let server = Self::serve(&scratch, &device);
+        let mut guest = Guest::connect(&scratch.socket("vu"), Options::default());
+        guest.driver.track().expect("requests in flight are tracked");
+        let mut control = Control::connect(&scratch.socket("control"));
+        let mut block = 0;
+        loop {
+            let before = completed(&mut control);
+            guest.fill(0, 0, block + 1);
+            guest.post(0, 0, OUT, block);
+            if is_held(&mut control, before) {
+                break;
+            }
+            assert_eq!(guest.finish(0, LONG), Some(0));
+            block += CLUSTER / 4096;
+        }
+        Ok(Self { scratch, file, device, server, guest, block })
+    }
+}
+
+#[test]
+fn a_guest_that_is_stopped_waits_for_no_room() {
+    let mut held = require!(HeldGuest::new());
+    let start = Instant::now();
+    held.guest.driver.stop_queue(0).expect("it stops");
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    // It was answered, and what comes later is held again.
+    held.guest.driver.start_queue(0).expect("it starts");
+    assert_eq!(held.guest.outcome(0, LONG), Some((0, 1)), "the write that was held has failed");
+    let mut control = Control::connect(&held.scratch.socket("control"));
+    assert_eq!(self::held(&mut control), 0);
+    let before = completed(&mut control);
+    held.guest.post(0, 0, OUT, held.block);
+    assert!(is_held(&mut control, before));
+    held.device.lengthen(held.file.path(), &vec![STALE; MIB as usize]);
+    assert_eq!(held.guest.finish(0, LONG), Some(0));
+    assert_eq!(held.guest.read(0, held.block), content(held.block + 1));
+    drop(held.guest);
+    held.server.stop();
+}
+
+#[test]
+fn a_held_write_of_a_guest_outlives_its_server() {
+    let mut held = require!(HeldGuest::new());
+    held.server.signal(Signal::KILL);
+    held.server.wait(LONG);
+    let mut server = HeldGuest::serve(&held.scratch, &held.device);
+    held.guest.driver.reconnect(&held.scratch.socket("vu")).expect("the server is there again");
+    let mut control = Control::connect(&held.scratch.socket("control"));
+    assert!(eventually(LONG, || self::held(&mut control) == 1), "it is carried out again");
+    held.device.lengthen(held.file.path(), &vec![STALE; MIB as usize]);
+    assert_eq!(held.guest.finish(0, LONG), Some(0));
+    for block in (0..=held.block).step_by(CLUSTER as usize / 4096) {
+        assert_eq!(held.guest.read(0, block), content(block + 1), "{block}");
+    }
+    drop(held.guest);
+    server.signal(Signal::TERM);
+    server.wait(LONG);
+    qemu_img(&["check", "-f", "qcow2", str(held.device.path())]).success();
+}
+
+#[test]
+fn a_guest_that_is_gone_leaves_no_write_that_waits() {
+    let held = require!(HeldGuest::new());
+    drop(held.guest);
+    let mut control = Control::connect(&held.scratch.socket("control"));
+    assert!(eventually(Duration::from_secs(10), || self::held(&mut control) == 0));
+    let mut guest = Guest::connect(&held.scratch.socket("vu"), Options::default());
+    assert_eq!(guest.read(0, 0), content(1));
+    drop(guest);
+    held.server.stop();
+}
+
+#[test]
+fn a_kill_beside_a_held_write_loses_nothing_that_was_answered() {
+    let mut held = require!(Held::new(&[]));
+    let mut client = Client::open(&held.server.address());
+    let number = held.fill(&mut client, 0);
+    held.server.signal(Signal::KILL);
+    held.server.wait(LONG);
+    held.lengthen(8 * MIB);
+    let serve = Serve::new(&held.scratch, held.device.path()).option("--format", "qcow2");
+    held.server = serve.start();
+    let mut client = Client::open(&held.server.address());
+    for written in 0..number {
+        assert_eq!(client.read(written * MIB, MIB), Ok(piece(written)), "{written}");
+    }
+    // What was not answered is there in part, or not.
+    let bytes = client.read(number * MIB, MIB).expect("it can be read");
+    let is_either = |byte: &u8| *byte == 0 || *byte == number as u8 + 1;
+    assert!(bytes.iter().all(is_either));
+    client.disconnect();
+    held.stop();
+}
+
+#[test]
+fn an_upgrade_beside_a_held_write_is_refused_and_disturbs_nothing() {
+    let mut held = require!(Held::new(&[]));
+    let socket = held.scratch.socket("control");
+    let mut client = Client::open(&held.server.address());
+    let number = held.fill(&mut client, 0);
+    let refused = upgrade(&socket, &[]).failure("wait for room");
+    assert!(refused.stderr.contains("make room"), "{}", refused.stderr);
+    assert_eq!(held.held(), 1);
+    held.lengthen(8 * MIB);
+    assert_eq!(client.receive().expect("an answer").1.error, 0);
+    upgrade(&socket, &[]).success();
+    assert_eq!(client.read(number * MIB, MIB), Ok(piece(number)));
+    client.disconnect();
+    Servers(&held.scratch).stop();
+    qemu_img(&["check", "-f", "qcow2", str(held.device.path())]).success();
 }
 
 #[test]

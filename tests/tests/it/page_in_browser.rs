@@ -2,14 +2,13 @@
 //!
 //! With `BLOCKHOUSE_PICTURES=FOLDER` in the environment its pictures are written there.
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use blockhouse_tests::browser::{LivePage, Theme};
-use blockhouse_tests::image_tool::str;
-use blockhouse_tests::nbd::Client;
-use blockhouse_tests::{Scratch, Serve, Server, eventually, require};
+use blockhouse_tests::browser::{LivePage, Theme, pictures};
+use blockhouse_tests::image_tool::{command, str};
+use blockhouse_tests::nbd::{Client, errno};
+use blockhouse_tests::{LoopDevice, Scratch, Serve, Server, eventually, need, require};
 
 use crate::jobs::ctl;
 
@@ -42,7 +41,7 @@ fn url(server: &Server) -> String {
 
 /// All widths and themes: nothing is cut, everything can be read.
 fn look(page: &mut LivePage, name: &str) {
-    let pictures = std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from);
+    let pictures = pictures();
     for width in WIDTHS {
         for theme in [Theme::Light, Theme::Dark] {
             page.resize(width, theme);
@@ -137,5 +136,41 @@ fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
     for complaint in page.complaints() {
         assert!(complaint.contains("net::ERR_"), "{complaint}");
     }
+    server.stop();
+}
+
+/// Writes wait for room on a full device, and fail when their time is over.
+#[test]
+fn the_page_shows_what_waits_for_room_and_what_failed() {
+    require!(need::root());
+    let scratch = Scratch::new();
+    let file = scratch.image("backing", 4 << 20);
+    let device = require!(LoopDevice::over(&file, &[]));
+    command(&["create", "-f", "qcow2", str(device.path()), "1G"]).success();
+    let server = Serve::new(&scratch, device.path())
+        .option("--format", "qcow2")
+        .option("--name", "volume")
+        .option("--metrics", "127.0.0.1:0")
+        .option("--on-full", "hold")
+        .option("--hold-seconds", "20")
+        .start();
+    let mut page = require!(LivePage::open(&scratch, &url(&server)));
+    page.wait_for("document.getElementById('state').className === 'live'");
+    let mut client = Client::open(&server.address());
+    std::thread::scope(|scope| {
+        let refused = scope.spawn(|| {
+            (0..8)
+                .map(|part| client.write(part << 20, &[1; 1 << 20], 0))
+                .find(|answer| *answer != 0)
+        });
+        page.wait_for(
+            "document.querySelector('#disks .format')?.textContent.includes('1 wait for room') === true",
+        );
+        look(&mut page, "held");
+        page.wait_for("document.getElementById('events').textContent.includes('disk.held')");
+        page.wait_for("document.querySelector('#totals .bad')?.textContent > 0");
+        look(&mut page, "error");
+        assert_eq!(refused.join().expect("an answer"), Some(errno::ENOSPC));
+    });
     server.stop();
 }

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::guest::{Guest, LONG, OUT};
-use blockhouse_tests::image_tool::{qemu_img, str};
-use blockhouse_tests::nbd::Client;
+use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
@@ -68,6 +68,39 @@ fn writes_are_refused_until_it_is_writable_again() {
         assert_eq!(client.read(0, 4096), Ok(vec![9; 4096]));
         server.stop();
     }
+}
+
+#[test]
+fn an_export_is_read_only_beside_one_that_is_not() {
+    let scratch = Scratch::new();
+    let (server, mut control) = serve(&scratch, "disk.img");
+    let (vu, nbd) = (scratch.socket("vu"), scratch.socket("nbd"));
+    let uri = format!("nbd+unix:///ro?socket={}", str(&nbd));
+    for export in [uri.as_str(), str(&vu)] {
+        let socket = scratch.socket("control");
+        let added = ["ctl", str(&socket), "export", "--read-only", "disk.img"];
+        command(&[&added[..], &[export]].concat()).success();
+    }
+    let mut writer = Client::open(&server.address());
+    let mut reader = Greeted::new(&Address::Unix(nbd)).go("ro", Framing::Extended);
+    let flags = writer.flags() & READ_ONLY_FLAG;
+    assert_eq!((flags, reader.flags() & READ_ONLY_FLAG), (0, READ_ONLY_FLAG));
+    assert_eq!(writer.write(0, &[7; 4096], 0), 0);
+    assert_eq!(reader.write(0, &[8; 4096], 0), EPERM);
+    assert_eq!(reader.flush(), 0);
+    assert_eq!(reader.read(0, 4096), Ok(vec![7; 4096]));
+    let mut guest = Guest::connect(&vu, Options::default());
+    let features = guest.driver.features();
+    assert_ne!(features & VIRTIO_BLK_RO, 0);
+    assert_eq!(features & (VIRTIO_BLK_DISCARD | VIRTIO_BLK_WRITE_ZEROES), 0);
+    guest.post(0, 0, OUT, 0);
+    assert_eq!(guest.outcome(0, LONG), Some((0, 1)), "VIRTIO_BLK_S_IOERR");
+    let exports = control.get("export.list", json!({}));
+    let told: Vec<_> = (0..3).map(|index| exports[index]["read-only"] == true).collect();
+    assert_eq!(told, [false, true, true]);
+    let table = command(&["ctl", str(&scratch.socket("control")), "exports"]).success();
+    assert_eq!(table.stdout.matches("(read-only)").count(), 2, "{}", table.stdout);
+    server.stop();
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use blockhouse_tests::browser::{LivePage, Theme, pictures, terminal_page};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
     Outcome, Scratch, Serve, Server, blockhouse, eventually, need, require, run, tool,
@@ -61,9 +62,14 @@ struct Tmux<'a> {
 impl<'a> Tmux<'a> {
     fn start(scratch: &'a Scratch, line: &str) -> Self {
         let tmux = Self { socket: scratch.socket("tmux"), scratch };
-        tmux.run(&["-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "30", line])
+        let size = ["-x", "120", "-y", "30"];
+        tmux.run(&[&["-f", "/dev/null", "new-session", "-d"], &size[..], &[line]].concat())
             .success();
         tmux
+    }
+
+    fn resize(&self, columns: usize) {
+        self.run(&["resize-window", "-x", &columns.to_string(), "-y", "30"]).success();
     }
 
     fn run(&self, words: &[&str]) -> Outcome {
@@ -127,4 +133,68 @@ fn in_a_terminal_it_is_live_and_leaves_no_trace() {
     tmux.press("q");
     tmux.wait_for("after 0");
     assert!(tmux.screen().contains("before"), "the terminal is as before");
+}
+
+/// The rows of two disks whose names differ at their ends.
+fn rows(screen: &str) -> Option<[Vec<String>; 2]> {
+    let row = |name: &str| {
+        let line = screen.lines().find(|line| line.contains(name) && !line.contains("requests"))?;
+        Some(line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    };
+    Some([row("customer-a-data")?, row("customer-a-root")?])
+}
+
+#[test]
+fn in_small_terminals_columns_go_and_names_and_digits_stay() {
+    require!(need::tools(&["tmux"]));
+    let scratch = Scratch::new();
+    let socket = scratch.socket("metrics");
+    let images =
+        ["customer-a-root.img", "customer-a-data.img"].map(|name| scratch.image(name, 16 << 20));
+    let server = Serve::new(&scratch, images[0].path())
+        .also(images[1].path())
+        .option("--metrics", format!("unix:{}", socket.display()))
+        .start();
+    let line = format!("{} top --interval 0.2 {}", blockhouse().display(), socket.display());
+    let tmux = Tmux::start(&scratch, &line);
+    tmux.wait_for("2 disks");
+    let mut client = Client::open(&server.address());
+    let is_busy = || {
+        assert_eq!(client.write(1 << 20, &[1; 64 << 10], 0), 0);
+        // A rate, not that of the first moment.
+        rows(&tmux.screen())
+            .is_some_and(|[_, root]| root.iter().any(|word| word.ends_with('M')) && root[4] != "0")
+    };
+    assert!(eventually(LIMIT, is_busy), "no load:\n{}", tmux.screen());
+    tmux.press("p");
+    tmux.wait_for("PAUSED");
+    let wide = rows(&tmux.screen()).expect("two disks");
+    for columns in [120, 80, 60] {
+        tmux.resize(columns);
+        // The terminal cuts what it shows already, until it is drawn anew: each figure is one of the wide screen then.
+        let is_whole = |(row, wide): (&Vec<String>, &Vec<String>)| {
+            row.len() > 4 && row.iter().all(|word| wide.contains(word))
+        };
+        let is_drawn = || {
+            let screen = tmux.screen();
+            let longest = screen.lines().map(|line| line.trim_end().chars().count()).max();
+            let shown = rows(&screen).filter(|_| longest <= Some(columns));
+            shown.is_some_and(|shown| shown.iter().zip(&wide).all(is_whole))
+        };
+        assert!(eventually(LIMIT, is_drawn), "{columns} columns of {wide:?}:\n{}", tmux.screen());
+        if let Some(folder) = pictures() {
+            let screen = tmux.run(&["capture-pane", "-e", "-p"]).stdout;
+            let file = scratch.path("screen.html");
+            std::fs::write(&file, terminal_page(&screen)).expect("scratch folders can be written");
+            let mut page =
+                require!(LivePage::open(&scratch, &format!("file://{}", file.display())));
+            page.resize(columns as u32 * 9 + 16, Theme::Dark);
+            page.wait_for("document.querySelectorAll('span').length > 10");
+            std::fs::write(folder.join(format!("top-{columns}.png")), page.picture())
+                .expect("a folder");
+        }
+    }
+    tmux.press("q");
+    client.disconnect();
+    server.stop();
 }

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 const EPERM: u32 = 1;
+const VIRTIO_BLK_RO: u64 = 1 << 5;
 const LONG: Duration = Duration::from_secs(60);
 
 fn uri(name: &str, socket: &Path) -> String {
@@ -63,8 +64,16 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         control.get("disk.open", json!({ "path": scratch.path(name), "limits": limits }));
     }
     control.get("export.add", json!({ "disk": "second.qcow2", "export": uri("s", &nbd) }));
+    let (vu_ro, only) = (scratch.socket("vu-ro"), uri("ro", &nbd));
+    let add_read_only = |control: &mut Control, export: &str| {
+        let params = json!({ "disk": "second.qcow2", "export": export, "read-only": true });
+        control.get("export.add", params);
+    };
+    add_read_only(&mut control, &only);
     control.get("export.add", json!({ "disk": "third.qcow2", "export": tcp }));
     control.get("export.add", json!({ "disk": "second.qcow2", "export": str(&vu) }));
+    add_read_only(&mut control, str(&vu_ro));
+    let mut reader = open(&nbd, "ro");
     // What the command line asks for is gone.
     control.get("disk.close", json!({ "disk": "first", "force": true }));
     let mut client = open(&nbd, "s");
@@ -79,6 +88,10 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         assert_eq!(listed(&mut control), before, "upgrade {round}");
         assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]), "the same connection");
         guest.write(0, 16, 4 + round);
+        assert_eq!(reader.write(0, &[1; 512], 0), EPERM, "upgrade {round}");
+        assert_eq!(open(&nbd, "ro").write(0, &[1; 512], 0), EPERM, "upgrade {round}");
+        let later = Guest::connect(&vu_ro, Options::default());
+        assert_ne!(later.driver.features() & VIRTIO_BLK_RO, 0);
         assert_eq!(open(&nbd, "s").read(0, 4096), Ok(vec![7; 4096]), "a new one");
     }
     // What is read-only can be made writable, and a group has all its members.
@@ -89,8 +102,10 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     assert_eq!([&limits[0]["limits"], &limits[1]["limits"]], [&of_group, &of_group]);
     // What was closed can be opened again, and what was opened closed.
     control.get("disk.open", json!({ "path": first.path() }));
-    drop(client);
-    control.get("export.remove", json!({ "export": uri("s", &nbd) }));
+    drop((client, reader));
+    for export in [uri("s", &nbd), only] {
+        control.get("export.remove", json!({ "export": export }));
+    }
     assert!(!nbd.exists());
     servers.stop();
     drop(server);

@@ -247,10 +247,11 @@ pub(super) async fn open_sources(arguments: &Arguments) -> Result<Vec<Arc<ImageD
 
 async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> {
     let Arguments { formats, snapshot, .. } = arguments;
-    let Named { path, format, part, is_shared, .. } =
+    let Named { path, format, part, is_shared, backing_use, .. } =
         arguments.image_opts.resolve_to_read(source, formats.source_format)?;
     let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
-    let options = ImageOptions { locking, part, ..arguments.open.read_image(&path, format)? };
+    let options =
+        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
     let options = arguments.source_cache.apply(options);
     let opened = match snapshot {
         None => open(&path, options).await,

@@ -24,6 +24,7 @@ use serde_json::{Map, Value, json};
 use crate::block_size_args::BlockSizeArgs;
 use crate::hold_args::HoldArgs;
 use crate::output;
+use crate::side_file_args::SideFileArgs;
 
 /// Arguments of `ctl`.
 #[derive(clap::Args)]
@@ -59,6 +60,9 @@ enum Action {
         disk: String,
         /// An NBD URI, or the path of a vhost-user-blk socket.
         address: String,
+        /// Refuse all changes by way of this export, whoever else may change the disk.
+        #[arg(long, short)]
+        read_only: bool,
     },
     /// Serve a disk at an address no longer: its clients end.
     Unexport {
@@ -72,6 +76,13 @@ enum Action {
         /// on: changes are refused, once those in flight are done and durable; off: they are allowed again.
         #[arg(default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
         switch: bool,
+    },
+    /// Tell when less room than this is left for a disk on the host (serve --threshold).
+    Threshold {
+        /// The disk's name.
+        disk: String,
+        /// Bytes (10G), a part of all room there is (10%), or off.
+        threshold: String,
     },
     /// Give a disk another size, and tell its guests.
     Resize {
@@ -197,6 +208,8 @@ struct Open {
     block_sizes: BlockSizeArgs,
     #[command(flatten)]
     hold: HoldArgs,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
@@ -389,13 +402,21 @@ impl Action {
             Self::Exports => ("export.list", json!({})),
             Self::Open(open) => ("disk.open", open.params()?),
             Self::Close { disk, force } => ("disk.close", json!({ "disk": disk, "force": force })),
-            Self::Export { disk, address } => {
+            Self::Export { disk, address, read_only } => {
                 tell_of_kind(&address);
-                ("export.add", json!({ "disk": disk, "export": absolute_export(&address)? }))
+                let mut params = json!({ "disk": disk, "export": absolute_export(&address)? });
+                // Older servers do not know it.
+                if read_only {
+                    params["read-only"] = true.into();
+                }
+                ("export.add", params)
             }
             Self::Unexport { address } => ("export.remove", json!({ "export": address })),
             Self::ReadOnly { disk, switch } => {
                 ("disk.set", json!({ "disk": disk, "read-only": switch }))
+            }
+            Self::Threshold { disk, threshold } => {
+                ("disk.set", json!({ "disk": disk, "threshold": threshold }))
             }
             Self::Resize { disk, size, shrink } => {
                 let size = new_size(server, &disk, size)?;
@@ -508,6 +529,8 @@ impl Stream {
 impl Open {
     fn params(self) -> Result<Value> {
         let exports = self.exports.iter().map(|export| absolute_export(export));
+        let bitmaps_in = self.side_file.bitmaps.as_deref().map(absolute).transpose()?;
+        let bitmaps_in = bitmaps_in.map(|path| path.to_string_lossy().into_owned());
         let mut params = json!({
             "path": absolute_image(&self.path)?,
             "read-only": self.read_only,
@@ -525,6 +548,9 @@ impl Open {
             ("discard-granularity", self.block_sizes.discard_granularity.map(Value::from)),
             ("on-full", self.hold.on_full.map(Value::from)),
             ("hold-seconds", self.hold.hold_seconds.map(Value::from)),
+            ("threshold", self.hold.threshold.map(|threshold| threshold.to_string().into())),
+            ("bitmaps-in", bitmaps_in.map(Value::from)),
+            ("trust-bitmaps", self.side_file.trust_bitmaps.then(|| true.into())),
             ("copy-on-read", self.copy_on_read.then(|| true.into())),
             ("prefetch", self.prefetch.map(Value::from)),
             ("snapshot", self.snapshot.map(Value::from)),

@@ -40,7 +40,10 @@ pub fn show(method: &str, result: &Value) -> String {
             let row = |export: &Value| {
                 let clients = export["clients"].as_u64();
                 let clients = clients.map_or_else(|| "-".into(), |count| count.to_string());
-                [text(&export["disk"]), text(&export["kind"]), clients, text(&export["export"])]
+                let is_read_only = export["read-only"] == true;
+                let read_only = if is_read_only { " (read-only)" } else { "" };
+                let address = format!("{}{read_only}", text(&export["export"]));
+                [text(&export["disk"]), text(&export["kind"]), clients, address]
             };
             table(["DISK", "KIND", "CLIENTS", "EXPORT"], result, row)
         }

@@ -19,7 +19,7 @@ use blockhouse_daemon::size;
 use blockhouse_daemon::socket_options::{self, SocketMode};
 use blockhouse_daemon::ublk;
 use blockhouse_daemon::user_options::{self, GroupName, UserName};
-use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageFormat};
+use blockhouse_disk::{Access, BackingUse, CacheMode, DetectZeroes, Discard, ImageFormat};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -31,9 +31,10 @@ use crate::hold_args::HoldArgs;
 use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
+use crate::side_file_args::SideFileArgs;
 
 /// What the configuration says in place of the command line.
-const OTHER_OPTIONS: [&str; 49] = [
+const OTHER_OPTIONS: [&str; 52] = [
     "images",
     "format",
     "create",
@@ -69,6 +70,8 @@ const OTHER_OPTIONS: [&str; 49] = [
     "read_only",
     "snapshot",
     "bitmap",
+    "bitmaps",
+    "trust_bitmaps",
     "discard",
     "detect_zeroes",
     "logical_block_size",
@@ -76,6 +79,7 @@ const OTHER_OPTIONS: [&str; 49] = [
     "discard_granularity",
     "on_full",
     "hold_seconds",
+    "threshold",
     "copy_on_read",
     "prefetch",
     "allow_path",
@@ -92,6 +96,9 @@ pub struct Arguments {
     /// after its file unless --name says otherwise.
     #[arg(required_unless_present = "config", value_name = "IMAGE")]
     images: Vec<PathBuf>,
+    /// Whether the backing file is read: options of the image say it.
+    #[arg(skip)]
+    backing_use: BackingUse,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or nbds+unix://. May be
     /// repeated. Left out, a Unix socket named after the image, in a folder of this user.
     ///
@@ -179,6 +186,8 @@ pub struct Arguments {
     /// asked. docs/backup.md says how a backup gets a point in time.
     #[arg(long, short = 'B', value_name = "NAME")]
     bitmap: Vec<String>,
+    #[command(flatten)]
+    side_file: SideFileArgs,
     #[command(flatten)]
     tls: TlsArgs,
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
@@ -399,10 +408,11 @@ impl Arguments {
             self.limits.push(limits::parse(&limit).unwrap_or_else(|why| refuse(&why)));
         }
         for image in &mut self.images {
-            let named = self.habits.image_opts.resolve(image, self.format);
+            let named = self.habits.image_opts.resolve_to_serve(image, self.format);
             let named = named.unwrap_or_else(|why| refuse(&why.to_string()));
             *image = named.path;
             self.format = named.format;
+            self.backing_use = named.backing_use;
         }
     }
 
@@ -476,6 +486,7 @@ impl Arguments {
             permissions: socket_options::permissions(self.socket_mode, self.socket_group),
             control: self.control.clone(),
             qmp: self.qmp.clone(),
+            storage_daemon: None,
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
             user: user_options::ids(self.user, self.group).unwrap_or_else(|why| refuse(&why)),
@@ -527,6 +538,7 @@ impl Arguments {
             detect_zeroes: self.detect_zeroes,
             block_sizes: self.block_sizes.sizes().unwrap_or_else(|why| refuse(&why)),
             on_full: self.hold.on_full().unwrap_or_else(|why| refuse(&why)),
+            threshold: self.hold.threshold,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),
@@ -534,8 +546,10 @@ impl Arguments {
             allow_paths: self.references.allow.allow_path.clone(),
             remote_backing: self.references.allow.remote_backing(),
             no_references: self.references.no_references,
+            backing_use: self.backing_use,
             keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),
+            side_file: self.side_file.side_file(),
             throttle,
         }
     }

@@ -23,6 +23,7 @@ use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
 use crate::running::{ExportAddress, Refreshed, Reloaded, Running, RunningDisk, RunningExport};
+use crate::threshold::Threshold;
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
 /// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.
@@ -47,9 +48,15 @@ pub(crate) async fn call(
             result(Done {})
         }
         "disk.set" => {
-            let DiskSetParams { disk, read_only } = params(given)?;
-            let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-            running.set_access(&disk, access).await?;
+            let DiskSetParams { disk, read_only, threshold } = params(given)?;
+            let threshold = threshold.map(|text| threshold_of(&text)).transpose()?;
+            if let Some(read_only) = read_only {
+                let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+                running.set_access(&disk, access).await?;
+            }
+            if let Some(threshold) = threshold {
+                running.set_threshold(&disk, threshold).await?;
+            }
             result(Done {})
         }
         "disk.resize" => {
@@ -65,8 +72,9 @@ pub(crate) async fn call(
         "disk.fork" => forks::fork(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export } = params(given)?;
-            let export = running.add_export(&disk, address(&export)?).await?.to_string();
+            let ExportAddParams { disk, export, read_only } = params(given)?;
+            let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+            let export = running.add_export(&disk, address(&export)?, access).await?.to_string();
             result(ExportParams { export })
         }
         "export.remove" => {
@@ -182,10 +190,20 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         cache: disk.setup.cache.as_str().to_owned(),
         snapshot: disk.setup.snapshot.clone(),
         exports: of(disk.name()),
+        room_left: disk.disk.room_left_now(),
+        threshold: disk.threshold().map(|threshold| threshold.to_string()),
         held: Some(disk.disk.held_requests()).filter(|&held| held > 0),
         waits: disk.disk.backing_wait().map(|wait| wait.to_string()),
     };
     running.disks().into_iter().map(info).collect()
+}
+
+/// A threshold, or none.
+fn threshold_of(text: &str) -> Result<Option<Threshold>, Failure> {
+    match text {
+        "off" => Ok(None),
+        text => text.parse().map(Some).map_err(|why: String| invalid(format!("threshold: {why}"))),
+    }
 }
 
 fn exports(running: &Running) -> Vec<ExportInfo> {
@@ -196,6 +214,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
             ExportAddress::Ublk(_) => "ublk",
         },
         clients: running.clients(&export),
+        read_only: (export.access == Access::ReadOnly).then_some(true),
         export: export.address.to_string(),
         disk: export.disk,
     };

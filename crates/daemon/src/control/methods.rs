@@ -86,6 +86,12 @@ pub struct DiskInfo {
     pub snapshot: Option<String>,
     /// Where it is served.
     pub exports: Vec<String>,
+    /// How many bytes of room the host has left for what its guest writes, where that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub room_left: Option<u64>,
+    /// How little room is left when that is told: bytes, or a part of all (10%).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threshold: Option<String>,
     /// How many requests are held because the host has no room for them, if there are any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held: Option<u64>,
@@ -122,8 +128,11 @@ pub struct CloseParams {
 pub struct DiskSetParams {
     /// Its name.
     pub disk: String,
-    /// Whether all changes are refused from now on, until this is set again or the disk is closed.
-    pub read_only: bool,
+    /// Whether all changes are refused from now on, until this is set again or the disk is closed. Left out: as it is.
+    pub read_only: Option<bool>,
+    /// How little room may be left before that is told from now on: bytes, as a text like "10G", "10%" of all, or "off". Left
+    /// out: as it is.
+    pub threshold: Option<String>,
 }
 
 /// A new size.
@@ -161,12 +170,15 @@ pub struct RefreshResult {
 
 /// An export to be added.
 #[derive(Debug, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct ExportAddParams {
     /// The name of the disk.
     pub disk: String,
     /// The URI of an NBD export, or the absolute path of a vhost-user-blk socket.
     pub export: String,
+    /// Whether its clients may not change the disk, whoever else may.
+    #[serde(default)]
+    pub read_only: bool,
 }
 
 /// An export.
@@ -190,6 +202,9 @@ pub struct ExportInfo {
     /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
+    /// True where its clients may not change the disk, whoever else may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
 }
 
 /// A snapshot of a disk.

@@ -17,7 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{HandedFile, HandedOverDisk, RemoteBacking, StateUse, open_handed_over};
+use blockhouse_disk::{
+    Access, HandedFile, HandedOverDisk, RemoteBacking, StateUse, open_handed_over,
+};
 use blockhouse_engine::{DeviceCommands, OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
@@ -99,6 +101,7 @@ struct OfferedDisk {
 struct OfferedDevice {
     socket: Handed<Listening>,
     disk: usize,
+    access: Access,
 }
 
 impl OfferedDevice {
@@ -204,8 +207,11 @@ pub fn read_offer(socket: OwnedFd) -> Result<()> {
 fn listen_socket(
     (handed, connections): (Handed<Socket>, Vec<(Stream, PausedSession)>),
 ) -> ListenSocket {
-    let (Socket { address, has_file: _, needs_tls, exports }, descriptor, file) = handed;
-    let offers = exports.into_iter().map(|(name, image)| ExportOffer { name, image });
+    let (Socket { address, has_file: _, needs_tls, exports, read_only }, descriptor, file) = handed;
+    let offers = exports.into_iter().map(|(name, image)| {
+        let access = access(read_only.contains(&name));
+        ExportOffer { name, image, access }
+    });
     ListenSocket {
         bound: bound(address, descriptor, file),
         security: if needs_tls { Security::Tls } else { Security::Plain },
@@ -215,9 +221,13 @@ fn listen_socket(
 }
 
 fn device_socket(
-    (OfferedDevice { socket, disk }, frontend): (OfferedDevice, Option<PreparedFrontend>),
+    (OfferedDevice { socket, disk, access }, frontend): (OfferedDevice, Option<PreparedFrontend>),
 ) -> DeviceOfDisk {
-    (DeviceSocket { bound: listening(socket), frontend }, disk)
+    (DeviceSocket { bound: listening(socket), frontend, access }, disk)
+}
+
+fn access(is_read_only: bool) -> Access {
+    if is_read_only { Access::ReadOnly } else { Access::ReadWrite }
 }
 
 fn listening((listening, socket, file): Handed<Listening>) -> BoundSocket {
@@ -264,9 +274,9 @@ impl Offered {
             let file = take(listening.has_file)?;
             Ok::<_, anyhow::Error>((listening, descriptor, file))
         };
-        let device = |Device { socket, disk }| {
+        let device = |Device { socket, disk, read_only }| {
             check_disk(disk)?;
-            Ok(OfferedDevice { socket: listening(socket)?, disk })
+            Ok(OfferedDevice { socket: listening(socket)?, disk, access: access(read_only) })
         };
         let devices = offer.devices.into_iter().map(device).collect::<Result<_>>()?;
         let ublk = |Ublk { id, disk, image }| {

@@ -12,7 +12,8 @@
 //!
 //! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with one byte of any
 //! value. Then the JSON, then the bytes. The header is the same in all versions, so that each can refuse another. A
-//! change of anything else is another version: fields are never ignored and have no defaults. A test holds the
+//! change of anything else is another version, but for a field that is left out unless it says something: a program that
+//! does not know it refuses the offer, because fields are never ignored. A test holds the
 //! frames of each version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps; version 3 had no description
 //! of disks, so that a destination could serve only what its command line names, and no counters; version 4 no ublk devices.
 //!
@@ -93,6 +94,9 @@ pub struct Socket {
     pub needs_tls: bool,
     /// What its clients find: names, and the places of disks.
     pub exports: Vec<(String, usize)>,
+    /// The names of those that are read-only.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub read_only: Vec<String>,
 }
 
 /// A vhost-user-blk device.
@@ -103,6 +107,9 @@ pub struct Device {
     pub socket: Listening,
     /// The place of its disk.
     pub disk: usize,
+    /// Whether its guests may not change the disk.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub read_only: bool,
 }
 
 /// A block device of this host, by the kernel's ublk driver.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_disk::Access;
 use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
@@ -90,6 +91,7 @@ pub fn hand_over(
     };
     check_keys(service)?;
     check_jobs(service)?;
+    check_held(service)?;
     check_backups(service)?;
     let (disks, sockets, devices) = (service.disks(), service.sockets(), service.devices());
     let (offer, descriptors) = offer_of(service, &disks, &sockets, &devices)?;
@@ -143,6 +145,19 @@ fn check_keys(service: &Service) -> Result<()> {
         None => Ok(()),
         Some(disk) => bail!(
             "the disk {:?} is encrypted, and its key is not handed over; stop this server and start the new one",
+            disk.setup.name
+        ),
+    }
+}
+
+/// Refuses where a disk's writes wait for room: they could not complete while clients wait.
+fn check_held(service: &Service) -> Result<()> {
+    let held = |disk: &Arc<RunningDisk>| disk.disk.held_requests();
+    match service.disks().iter().find(|disk| held(disk) > 0) {
+        None => Ok(()),
+        Some(disk) => bail!(
+            "{} requests of the disk {:?} wait for room on the host; make room, and upgrade when they are done",
+            held(disk),
             disk.setup.name
         ),
     }
@@ -360,11 +375,14 @@ fn offer_of<'a>(
     for socket in sockets {
         descriptors.push(socket.listener().as_fd());
         descriptors.extend(socket.file().map(AsFd::as_fd));
+        let exports = service.exports_at(socket);
+        let read_only = exports.iter().filter(|export| export.access == Access::ReadOnly);
         listening.push(Socket {
             address: socket.address().into(),
             has_file: socket.file().is_some(),
             needs_tls: socket.security() == Security::Tls,
-            exports: service.exports_at(socket),
+            read_only: read_only.map(|export| export.name.clone()).collect(),
+            exports: exports.into_iter().map(|export| (export.name, export.image)).collect(),
         });
     }
     let mut guests = Vec::new();
@@ -376,7 +394,8 @@ fn offer_of<'a>(
         let disk = disks.iter().position(|disk| disk.name() == device.disk());
         let disk = disk.context("a device's disk is no longer open")?;
         let socket = Listening { address, has_file: served.file().is_some() };
-        guests.push(Device { socket, disk });
+        let read_only = device.access() == Access::ReadOnly;
+        guests.push(Device { socket, disk, read_only });
     }
     let ublk = service.ublk_devices();
     let ublk = ublk.iter().map(|device| {
@@ -434,7 +453,7 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
         descriptors.extend(open.flushed);
     }
     let record = Disk {
-        opened: Opened::from(&running.setup),
+        opened: Opened::from(&running.setup_now()),
         moved: running.moved().as_ref().map(MovedTo::from),
         is_protected: disk.access() != disk.opened_access(),
         limits: running.throttle().as_ref().map(Limits::from),

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    AllowedPaths, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking, OnFull,
-    StateUse, check_new_name, create, mark_incomplete, open_without_backing, rename_durable,
+    AllowedPaths, BackingUse, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
+    OnFull, StateUse, check_new_name, create, mark_incomplete, open_without_backing,
+    rename_durable,
 };
 use blockhouse_storage::Location;
 
@@ -138,6 +139,8 @@ async fn open_existing(
         remote_backing: source.remote_backing,
         secrets: source.keys.read()?,
         part: None,
+        backing_use: BackingUse::Followed,
+        side_file: None,
     };
     match open_without_backing(path, options.clone()).await {
         Err(error)

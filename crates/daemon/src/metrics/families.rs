@@ -62,6 +62,7 @@ families! {
     ALLOCATED: Gauge "blockhouse_disk_allocated_bytes" DISK, "The space that the image takes on the host.";
     IN_FLIGHT: Gauge "blockhouse_disk_requests_in_flight" DISK, "Requests in flight: the depth of the disk's queue.";
     HELD: Gauge "blockhouse_held_requests" DISK, "Requests that are held because the host has no room for what they write (serve --on-full hold).";
+    ROOM: Gauge "blockhouse_room_left_bytes" DISK, "The room that the host has left for what the guest writes: on the device of a qcow2 image, or in the file system.";
     WAIT: Gauge "blockhouse_disk_wait_seconds" &["disk", "file"], "Seconds since the oldest read of a backing file began that has not been answered; absent while there is none.";
     CLIENTS: Gauge "blockhouse_clients" &["disk", "export"], "Clients of the disk: NBD connections, vhost-user front-ends, and the kernel for each ublk device.";
     CONNECTIONS: Counter "blockhouse_client_connections_total" &["disk", "export"], "Clients that there were so far.";

@@ -127,6 +127,9 @@ impl Gathered {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
         self.add(&families::HELD, &[name], disk.held_requests());
+        if let Some(left) = disk.room_left_now() {
+            self.add(&families::ROOM, &[name], left);
+        }
         if let Some(wait) = disk.backing_wait() {
             self.add(&families::WAIT, &[name, wait.file()], wait.seconds());
         }

@@ -10,12 +10,32 @@ pub(super) struct Arguments {
     given: Map<String, Value>,
     /// What the names in errors begin with.
     path: String,
+    /// Whether values are words of a command line, which are numbers and switches only where such are wanted.
+    are_words: bool,
+    /// Whether they are those of an option.
+    is_option: bool,
 }
 
 impl Arguments {
     /// Those of a command.
     pub(super) fn new(given: Map<String, Value>) -> Self {
-        Self { given, path: String::new() }
+        Self { given, path: String::new(), are_words: false, is_option: false }
+    }
+
+    /// Those of a command, as an option of a command line has them; `are_words`: `on` and `off`, and numbers as text.
+    pub(super) fn of_option(given: Map<String, Value>, are_words: bool) -> Self {
+        Self { are_words, is_option: true, ..Self::new(given) }
+    }
+
+    /// The member of an address that has its parts: in an option these are members of the address itself.
+    pub(super) fn parts_of_address(self) -> Result<Self, QmpError> {
+        let mut address = self;
+        if address.is_option {
+            return Ok(address);
+        }
+        let parts = address.object("data")?;
+        address.end()?;
+        Ok(parts)
     }
 
     fn taken<T>(
@@ -55,13 +75,24 @@ impl Arguments {
 
     /// Whether something holds; `otherwise` where it is left out.
     pub(super) fn flag(&mut self, name: &str, otherwise: bool) -> Result<bool, QmpError> {
+        if self.are_words {
+            let Some(word) = self.some_text(name)? else { return Ok(otherwise) };
+            let path = &self.path;
+            return switch(&word).ok_or_else(|| {
+                QmpError::generic(format!("Parameter '{path}{name}' expects 'on' or 'off'"))
+            });
+        }
         let flag = self.taken(name, "boolean", |value| value.as_bool())?;
         Ok(flag.unwrap_or(otherwise))
     }
 
     /// A number that may be left out.
     pub(super) fn some_integer(&mut self, name: &str) -> Result<Option<i64>, QmpError> {
+        let are_words = self.are_words;
         self.taken(name, "integer", |value| {
+            if let Some(word) = value.as_str().filter(|_| are_words) {
+                return word.parse().ok();
+            }
             // QEMU takes whole numbers in any form.
             let double = value
                 .as_f64()
@@ -104,7 +135,9 @@ impl Arguments {
             Value::Object(object) => Some(object),
             _ => None,
         })?;
-        Ok(object.map(|given| Self { given, path: format!("{}{name}.", self.path) }))
+        let path = format!("{}{name}.", self.path);
+        let Self { are_words, is_option, .. } = *self;
+        Ok(object.map(|given| Self { given, path, are_words, is_option }))
     }
 
     /// An object.
@@ -124,7 +157,9 @@ impl Arguments {
     /// An object that is element `index` of the list `name`.
     pub(super) fn element(name: &str, index: usize, value: Value) -> Result<Self, QmpError> {
         match value {
-            Value::Object(given) => Ok(Self { given, path: format!("{name}[{index}].") }),
+            Value::Object(given) => {
+                Ok(Self { path: format!("{name}[{index}]."), ..Self::new(given) })
+            }
             _ => Err(QmpError::generic(format!(
                 "Invalid parameter type for '{name}[{index}]', expected: object"
             ))),
@@ -160,17 +195,27 @@ impl Arguments {
     /// Takes an argument that has no meaning here, and refuses any value of it but these.
     pub(super) fn only(&mut self, name: &str, values: &[Value], why: &str) -> Result<(), QmpError> {
         match self.given.remove(name) {
-            Some(value) if !values.contains(&value) => Err(QmpError::generic(format!(
-                "Parameter '{}{name}' is not possible here: {why}",
-                self.path
-            ))),
+            Some(value) if !values.contains(&self.typed(value.clone())) => Err(QmpError::generic(
+                format!("Parameter '{}{name}' is not possible here: {why}", self.path),
+            )),
             _ => Ok(()),
         }
+    }
+
+    /// A value of any type: a word that is a switch is one.
+    fn typed(&self, value: Value) -> Value {
+        let switch = value.as_str().filter(|_| self.are_words).and_then(switch);
+        switch.map_or(value, Value::Bool)
     }
 
     /// Gives a text back, for who takes it after this.
     pub(super) fn put_back(&mut self, name: &str, text: &str) {
         self.given.insert(name.to_owned(), text.into());
+    }
+
+    /// All that nobody has taken yet.
+    pub(super) fn rest(&mut self) -> Map<String, Value> {
+        std::mem::take(&mut self.given)
     }
 
     /// All were taken.
@@ -181,5 +226,14 @@ impl Arguments {
             }
             None => Ok(()),
         }
+    }
+}
+
+/// The words of QEMU's command line for a switch.
+fn switch(word: &str) -> Option<bool> {
+    match word {
+        "on" | "yes" | "true" | "y" => Some(true),
+        "off" | "no" | "false" | "n" => Some(false),
+        _ => None,
     }
 }

@@ -5,18 +5,24 @@
 
 use std::rc::Rc;
 
+use blockhouse_disk::QemuName;
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::exports::is_well_formed;
+use super::filters;
+use super::objects::key_file;
 use super::state::FileNode;
 
-/// QEMU's drivers: those of files, those of formats that are opened here, and all others.
-const FILES: [&str; 2] = ["file", "host_device"];
-const FORMATS: [&str; 6] = ["raw", "qcow2", "vdi", "vhdx", "vmdk", "vpc"];
-const OTHERS: [&str; 31] = [
+/// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
+const FILES: [&str; 3] = ["file", "host_device", NBD];
+const NBD: &str = "nbd";
+const FORMATS: [&str; 7] = ["raw", "qcow2", "luks", "vdi", "vhdx", "vmdk", "vpc"];
+/// A node that puts limits on a disk.
+const THROTTLE: &str = "throttle";
+const OTHERS: [&str; 28] = [
     "blkdebug",
     "blklogwrites",
     "blkreplay",
@@ -34,8 +40,6 @@ const OTHERS: [&str; 31] = [
     "http",
     "https",
     "iscsi",
-    "luks",
-    "nbd",
     "nfs",
     "null-aio",
     "null-co",
@@ -47,16 +51,15 @@ const OTHERS: [&str; 31] = [
     "quorum",
     "rbd",
     "ssh",
-    "throttle",
 ];
 
 /// Characters of a node's name, at most.
 const MAX_NAME: usize = 31;
 
 /// A node that is asked for.
-struct Asked {
+pub(super) struct Asked {
     driver: &'static str,
-    name: Option<String>,
+    pub(super) name: Option<String>,
     is_read_only: bool,
     /// The host's cache, where it is said.
     cache: Option<&'static str>,
@@ -66,8 +69,9 @@ struct Asked {
 
 impl Asked {
     /// Takes what all nodes may have.
-    fn take(given: &mut Arguments) -> Result<Self, QmpError> {
-        let all: Vec<_> = FILES.iter().chain(&FORMATS).chain(&OTHERS).copied().collect();
+    pub(super) fn take(given: &mut Arguments) -> Result<Self, QmpError> {
+        let all = FILES.iter().chain(&FORMATS).chain(&[THROTTLE]).chain(&OTHERS);
+        let all: Vec<_> = all.copied().collect();
         let driver = given.needed_word("driver", &all)?;
         if OTHERS.contains(&driver) {
             return Err(QmpError::generic(format!("Driver '{driver}' is not possible here")));
@@ -76,6 +80,7 @@ impl Asked {
         let is_read_only = given.flag("read-only", false)?;
         // A hint, for a file that cannot be written to.
         given.flag("auto-read-only", false)?;
+        given.only("active", &[json!(true)], "all nodes are active")?;
         given.only("force-share", &[json!(false)], "images are locked")?;
         let cache = match given.some_object("cache")? {
             Some(mut cache) => {
@@ -96,15 +101,31 @@ impl Asked {
         Ok(Self { driver, name, is_read_only, cache, discard, detect_zeroes })
     }
 
-    /// Takes what nodes of files have, and nothing else. The file's name.
-    fn end_file(mut given: Arguments) -> Result<String, QmpError> {
+    /// Whether it is one that puts limits on a disk.
+    pub(super) fn is_throttle(&self) -> bool {
+        self.driver == THROTTLE
+    }
+
+    /// Takes what nodes of files have, and nothing else. The file's name, or the URI of an export.
+    fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
+        if self.driver == NBD {
+            let mut options = given.rest();
+            options.insert("driver".into(), NBD.into());
+            let named = QemuName::of(&format!("json:{}", Value::from(options)));
+            let wrong = |why| QmpError::generic(format!("Could not open the export: {why}"));
+            let named = named.unwrap_or_else(|| Err("it has no name".into())).map_err(wrong)?;
+            return Ok(named.path.to_string_lossy().into_owned());
+        }
         let filename = given.text("filename")?;
         // How operations are done is said by --engine.
         given.word("aio", &["threads", "native", "io_uring"])?;
         given.only("locking", &[json!("auto"), json!("on")], "images are locked")?;
         given.flag("drop-cache", true)?;
         given.end()?;
-        Ok(filename)
+        check_file(&filename)?;
+        // An image is known by its whole path.
+        let path = std::path::absolute(&filename).ok();
+        Ok(path.and_then(|path| path.to_str().map(ToOwned::to_owned)).unwrap_or(filename))
     }
 
     /// The parameters of `disk.open`. What this node leaves open is as the node below says.
@@ -129,18 +150,57 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     let needed = || QmpError::generic("'node-name' must be specified for the root node");
     let name = asked.name.clone().ok_or_else(needed)?;
     check_name(context, &name)?;
-    match FILES.contains(&asked.driver) {
-        true => {
-            let path = Asked::end_file(given)?;
-            check_file(&path)?;
-            let params = asked.params(&name, &path, None);
+    open_node(context, given, asked, &name).await?;
+    Ok(json!({}))
+}
+
+/// Adds a node of a name, with what is below it.
+pub(super) async fn open_node(
+    context: &Rc<Context>,
+    given: Arguments,
+    asked: Asked,
+    name: &str,
+) -> Result<(), QmpError> {
+    match asked.driver {
+        THROTTLE => Box::pin(filters::add_throttle(context, given, name)).await,
+        driver if FILES.contains(&driver) => {
+            let path = asked.end_file(given)?;
+            let params = open_params(context, asked.params(name, &path, None));
             context.call("disk.open", params.clone()).await?;
             let node = FileNode { path, params, user: None, is_implicit: false };
-            context.state.borrow_mut().files.insert(name, node);
+            context.state.borrow_mut().files.insert(name.to_owned(), node);
+            Ok(())
         }
-        false => add_format(context, given, asked, &name).await?,
+        _ => add_format(context, given, asked, name).await,
     }
-    Ok(json!({}))
+}
+
+/// With what the image may name: as QEMU, a storage daemon opens whatever that is.
+fn open_params(context: &Context, mut params: Value) -> Value {
+    if context.follows_names {
+        params["allow-paths"] = json!(["/"]);
+        params["allow-remote"] = true.into();
+    }
+    params
+}
+
+/// The keys of an encrypted image.
+fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<Value, QmpError> {
+    let secret = match driver {
+        "luks" => given.some_text("key-secret")?,
+        "qcow2" => match given.some_object("encrypt")? {
+            Some(mut encrypt) => {
+                encrypt.needed_word("format", &["luks"])?;
+                let secret = encrypt.text("key-secret")?;
+                encrypt.end()?;
+                Some(secret)
+            }
+            None => None,
+        },
+        _ => None,
+    };
+    let files = secret.map(|id| key_file(context, &id)).transpose()?;
+    Ok(files.into_iter().map(|path| json!(path)).collect())
 }
 
 async fn add_format(
@@ -150,20 +210,21 @@ async fn add_format(
     name: &str,
 ) -> Result<(), QmpError> {
     given.only("backing", &[], "backing files are opened as the image names them")?;
+    let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;
-        let path = Asked::end_file(file)?;
         given.end()?;
         below.name.iter().try_for_each(|name| check_name(context, name))?;
         if !FILES.contains(&below.driver) {
             let why = format!("Driver '{}' is not possible below another one here", below.driver);
             return Err(QmpError::generic(why));
         }
-        check_file(&path)?;
-        let params = asked.params(name, &path, Some(&below));
+        let path = below.end_file(file)?;
+        let mut params = open_params(context, asked.params(name, &path, Some(&below)));
+        params["key-files"] = keys;
         context.call("disk.open", params).await?;
         if let Some(below_name) = below.name.clone() {
-            let params = below.params(&below_name, &path, None);
+            let params = open_params(context, below.params(&below_name, &path, None));
             let user = Some(name.to_owned());
             let node = FileNode { path, params, user, is_implicit: true };
             context.state.borrow_mut().files.insert(below_name, node);
@@ -179,19 +240,20 @@ async fn add_format(
             "Node '{below}' is no file without another node on it, and is not possible below '{name}'"
         )));
     };
-    put_on(context, asked, name, &below, node).await
+    put_on(context, (asked, keys), name, &below, node).await
 }
 
 /// Puts a format's node on a file's one.
 async fn put_on(
     context: &Context,
-    asked: Asked,
+    (asked, keys): (Asked, Value),
     name: &str,
     below: &str,
     node: FileNode,
 ) -> Result<(), QmpError> {
     context.call("disk.close", json!({ "disk": below })).await?;
-    let mut params = asked.params(name, &node.path, Some(&asked));
+    let mut params = open_params(context, asked.params(name, &node.path, Some(&asked)));
+    params["key-files"] = keys;
     if asked.cache.is_none() {
         params["cache"] = node.params["cache"].clone();
     }
@@ -212,14 +274,16 @@ async fn reopen(context: &Context, name: &str, node: &FileNode) {
     }
 }
 
-fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
+pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
     if !is_well_formed(name) {
         return Err(QmpError::generic(format!("Invalid node-name: '{name}'")));
     }
     if name.len() > MAX_NAME {
         return Err(QmpError::generic("Node name too long"));
     }
-    let is_file = context.state.borrow().files.contains_key(name);
+    let state = context.state.borrow();
+    let is_file = state.files.contains_key(name) || state.filters.contains_key(name);
+    drop(state);
     match is_file || context.disk(name).is_ok() {
         true => Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'"))),
         false => Ok(()),
@@ -252,14 +316,43 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     if context.disk(&name).is_err() {
         return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
     }
+    let filter = context.state.borrow().filters.get(&name).cloned();
+    if let Some(filter) = filter {
+        check_unexported(context, &name)?;
+        filters::delete(context, &name, &filter).await?;
+        return Ok(json!({}));
+    }
+    if let Some(user) = context.state.borrow().filter_on(&name) {
+        return Err(QmpError::generic(format!(
+            "Node '{name}' is busy: node is used as 'file' of '{user}'"
+        )));
+    }
+    close(context, &name).await?;
+    Ok(json!({}))
+}
+
+/// Refuses to remove a filter with exports: they are those of its disk.
+fn check_unexported(context: &Context, name: &str) -> Result<(), QmpError> {
+    let state = context.state.borrow();
+    match state.exports.iter().find(|export| export.node == name) {
+        Some(export) => Err(QmpError::generic(format!(
+            "Node '{name}' is busy: node is used by the export '{}'",
+            export.id
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Closes a disk. A node of its file that has a name stays.
+pub(super) async fn close(context: &Context, name: &str) -> Result<(), QmpError> {
     context.call("disk.close", json!({ "disk": name })).await?;
     let below = {
         let mut state = context.state.borrow_mut();
-        state.files.remove(&name);
-        state.take_back_file(&name)
+        state.files.remove(name);
+        state.take_back_file(name)
     };
     if let Some((below, node)) = below {
         reopen(context, &below, &node).await;
     }
-    Ok(json!({}))
+    Ok(())
 }

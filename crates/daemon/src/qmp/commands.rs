@@ -11,7 +11,10 @@ use signal_hook::low_level::raise;
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
-use super::{bitmaps, blockdev, exports, jobs, node_list, nodes, query, snapshots, transaction};
+use super::{
+    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, query, schema, snapshots,
+    transaction,
+};
 use crate::control_socket::Answers;
 
 /// The command that comes first.
@@ -34,6 +37,17 @@ type Run = for<'a> fn(&'a Rc<Context>, Arguments) -> LocalBoxFuture<'a, Returned
 /// The command of this name, if this socket has it.
 pub(super) fn find(answers: &Answers, name: &str) -> Option<&'static Command> {
     COMMANDS.iter().find(|command| command.name == name && is_there(answers, command))
+}
+
+/// Whether this socket has a command of this name.
+pub(super) fn is_command(answers: &Answers, name: &str) -> bool {
+    find(answers, name).is_some()
+}
+
+/// The names of all commands.
+#[cfg(test)]
+pub(super) fn all_commands() -> impl Iterator<Item = &'static str> {
+    COMMANDS.iter().map(|command| command.name)
 }
 
 /// Whether a socket that answers some methods has a command.
@@ -59,12 +73,15 @@ const COMMANDS: &[Command] = &[
     command!("qmp_capabilities", [], query_commands),
     command!("query-version", [], query_version),
     command!("query-commands", [], query_commands),
+    command!("query-qmp-schema", [], schema::query),
     command!("quit", [EVERYTHING], quit),
     command!("query-named-block-nodes", ["disk.list", "limit.get", "bitmap.list", "snapshot.list"], node_list::nodes),
     command!("query-block", [], query::devices),
     command!("query-blockstats", ["disk.stats"], query::stats),
-    command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
-    command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
+    command!("blockdev-add", ["disk.open", "disk.close", "limit.set"], blockdev::add),
+    command!("blockdev-del", ["disk.open", "disk.close", "limit.set"], blockdev::delete),
+    command!("object-add", ["disk.open", "limit.set"], objects::add),
+    command!("object-del", ["disk.open", "limit.set"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),
@@ -109,9 +126,10 @@ async fn query_commands(context: &Rc<Context>, arguments: Arguments) -> Returned
     arguments.end().map(|()| names(&context.answers))
 }
 
-/// Ends the server as a signal does.
-async fn quit(_: &Rc<Context>, arguments: Arguments) -> Returned {
+/// Ends the server as a signal does. Jobs end first, so that clients are told.
+async fn quit(context: &Rc<Context>, arguments: Arguments) -> Returned {
     arguments.end()?;
+    jobs::cancel_all(context).await;
     // The main thread waits for signals. It fails for no signal that exists.
     let _ = raise(SIGTERM);
     Ok(json!({}))
@@ -149,7 +167,8 @@ mod tests {
             told.contains(&"query-named-block-nodes") && find(&Answers::Reading, "quit").is_none()
         );
         assert!(
-            find(&Answers::All, "quit").is_some() && find(&Answers::All, "object-add").is_none()
+            find(&Answers::All, "quit").is_some()
+                && find(&Answers::All, "blockdev-mirror").is_none()
         );
     }
 }

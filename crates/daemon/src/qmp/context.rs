@@ -24,6 +24,10 @@ pub(super) struct Context {
     pub(super) running: Arc<Running>,
     /// The methods of the control socket that commands may call.
     pub(super) answers: Answers,
+    /// The object of the command line that has the server's TLS.
+    pub(super) tls_object: Option<String>,
+    /// Whether images may name any file and server, as in QEMU.
+    pub(super) follows_names: bool,
     /// What QMP knows beside what runs.
     pub(super) state: RefCell<State>,
     /// Who is told of events.
@@ -53,6 +57,9 @@ impl Context {
             return Ok(node.to_owned());
         }
         let state = self.state.borrow();
+        if let Some(filter) = state.filters.get(node) {
+            return Ok(filter.disk.clone());
+        }
         match state.user_of(node).filter(|disk| self.running.find(disk).is_some()) {
             Some(disk) => Err(QmpError::generic(format!(
                 "Node '{node}' is the file below '{disk}', and is not used without it: use '{disk}'"

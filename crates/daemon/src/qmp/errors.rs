@@ -43,6 +43,11 @@ impl QmpError {
         Self::generic(format!("Cannot find device='{device}' nor node-name='{node}'"))
     }
 
+    /// The line for people.
+    pub(super) fn desc(&self) -> &str {
+        &self.desc
+    }
+
     /// The member `error` of an answer.
     pub(super) fn to_json(&self) -> Value {
         let class = match self.class {

@@ -1,6 +1,6 @@
 //! Exports, and the address of the NBD server that QEMU has one of.
 //!
-//! An export is as writable as its disk here: one that is to be read-only needs a disk that is.
+//! An export that is not to be writable is read-only, whoever else may change its disk.
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::state::NamedExport;
+use super::objects::{check_thread, check_tls};
+use super::state::{NamedExport, NbdServer};
 use crate::running::ExportAddress;
 
 /// `query-block-exports`.
@@ -23,7 +24,7 @@ pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
     let told = exports.as_array().into_iter().flatten().map(|export| {
         json!({
             "id": state.id_of(text_of(export, "export")),
-            "node-name": export["disk"],
+            "node-name": state.node_of(text_of(export, "export"), text_of(export, "disk")),
             "type": export["kind"],
             "shutting-down": false,
         })
@@ -42,8 +43,12 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     let node = given.text("node-name")?;
     let is_writable = given.flag("writable", false)?;
     given.only("writethrough", &[json!(false)], "the disk's cache mode says it")?;
-    given.only("iothread", &[], "--workers has the threads of all exports")?;
+    if let Some(thread) = given.some_text("iothread")? {
+        check_thread(context, &thread)?;
+    }
     given.flag("fixed-iothread", false)?;
+    // No node is inactive.
+    given.flag("allow-inactive", false)?;
     match kind {
         "nbd" => {
             let name = given.some_text("name")?.unwrap_or_else(|| node.clone());
@@ -64,7 +69,8 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             let disk = context.disk_of("", &node)?;
             check_access(context, &disk, is_writable)?;
             check_block_size(context, &disk, block)?;
-            serve(context, id, &disk, path).await
+            let named = NamedExport { id, address: path, node };
+            serve(context, named, &disk, is_writable).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
     }
@@ -95,24 +101,26 @@ struct NbdExport {
 impl NbdExport {
     async fn add(self, context: &Context, bitmaps: Vec<Value>) -> Returned {
         let Self { id, node: (device, node), name, is_writable } = self;
-        let address = server(context)?;
+        let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
         let disk = context.disk_of(&device, &node)?;
         check_access(context, &disk, is_writable)?;
         bitmaps.iter().try_for_each(|bitmap| check_bitmap(context, &disk, bitmap))?;
-        let uri = NbdUri { security: Security::Plain, address, export: name };
+        let security = if tls.is_some() { Security::Tls } else { Security::Plain };
+        let uri = NbdUri { security, address, export: name };
         let taken = context.running.exports().into_iter();
         let text = uri.to_string();
         if taken.map(|export| export.address.to_string()).any(|address| address == text) {
             let why = format!("NBD server already has export named '{}'", uri.export);
             return Err(QmpError::generic(why));
         }
-        serve(context, id, &disk, text).await
+        let named = NamedExport { id, address: text, node };
+        serve(context, named, &disk, is_writable).await
     }
 }
 
 /// Where the NBD server is.
-fn server(context: &Context) -> Result<Address, QmpError> {
+fn server(context: &Context) -> Result<NbdServer, QmpError> {
     let server = context.state.borrow().nbd_server.clone();
     server.ok_or_else(|| QmpError::generic("NBD server not running"))
 }
@@ -137,10 +145,6 @@ fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), 
     let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     match (disk.disk.access(), is_writable) {
         (Access::ReadOnly, true) => Err(QmpError::generic("Block node is read-only")),
-        (Access::ReadWrite, false) => Err(QmpError::generic(format!(
-            "an export is as writable as its node here: set 'writable' to true, or make '{}' read-only",
-            disk.name()
-        ))),
         _ => Ok(()),
     }
 }
@@ -170,17 +174,18 @@ fn check_bitmap(context: &Context, disk: &str, bitmap: &Value) -> Result<(), Qmp
     }
 }
 
-async fn serve(context: &Context, id: String, disk: &str, address: String) -> Returned {
-    let params = json!({ "disk": disk, "export": address });
+async fn serve(context: &Context, named: NamedExport, disk: &str, is_writable: bool) -> Returned {
+    let id = named.id.clone();
+    let params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
     // Before another client can take the id.
-    context.state.borrow_mut().exports.push(NamedExport { id: id.clone(), address });
+    context.state.borrow_mut().exports.push(named);
     let added = context.call("export.add", params).await;
     let mut state = context.state.borrow_mut();
     let added = added.inspect_err(|_| state.exports.retain(|export| export.id != id))?;
     let address = text_of(&added, "export").to_owned();
     // The port where port 0 was asked for.
     if let (Some(server), Ok(uri)) = (&mut state.nbd_server, address.parse::<NbdUri>()) {
-        *server = uri.address;
+        server.address = uri.address;
     }
     let mut exports = state.exports.iter_mut();
     exports
@@ -221,12 +226,13 @@ async fn remove(context: &Context, id: String, mut given: Arguments) -> Returned
 
 /// `nbd-server-start`: says where. The socket is there with the first export.
 pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let mut addr = given.object("addr")?;
-    let address = address(&mut addr)?;
-    let why = "'serve --limit' has the limits of all clients, and TLS is that of 'serve --tls'";
+    let addr = given.object("addr")?;
+    let address = address(addr)?;
+    let why = "'serve --limit' and 'serve --tls-allow' say that of all clients";
     given.only("max-connections", &[json!(0)], why)?;
     given.only("handshake-max-seconds", &[], why)?;
-    given.only("tls-creds", &[], why)?;
+    let tls = given.some_text("tls-creds")?;
+    tls.iter().try_for_each(|id| check_tls(context, id))?;
     given.only("tls-authz", &[], why)?;
     given.end()?;
     let mut state = context.state.borrow_mut();
@@ -243,15 +249,14 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
         let uri = NbdUri { security: Security::Plain, address, export: String::new() };
         return Err(QmpError::generic(format!("{uri}: Address already in use")));
     }
-    state.nbd_server = Some(address);
+    state.nbd_server = Some(NbdServer { address, tls });
     Ok(json!({}))
 }
 
 /// The address that a `SocketAddressLegacy` is.
-fn address(given: &mut Arguments) -> Result<Address, QmpError> {
+fn address(mut given: Arguments) -> Result<Address, QmpError> {
     let kind = given.needed_word("type", &["inet", "unix", "vsock", "fd"])?;
-    let mut data = given.object("data")?;
-    given.end()?;
+    let mut data = given.parts_of_address()?;
     let address = match kind {
         "inet" => {
             let (host, port) = (data.text("host")?, data.text("port")?);
@@ -289,7 +294,7 @@ fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> 
 /// `nbd-server-stop`: its exports end, and their clients.
 pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Returned {
     given.end()?;
-    let address = server(context)?;
+    let address = server(context)?.address;
     let is_there = |export: &str| export.parse::<NbdUri>().is_ok_and(|uri| uri.address == address);
     let exports = context.call("export.list", json!({})).await?;
     for export in exports.as_array().into_iter().flatten() {

@@ -1,8 +1,9 @@
 //! Jobs. Those of QEMU that wait to be finalized are not possible: all finalize themselves.
 
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
-use blockhouse_engine::spawn_detached;
+use blockhouse_engine::{sleep, spawn_detached};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
@@ -237,6 +238,25 @@ async fn end(context: &Context, job: &Job) -> Returned {
     job.check("cancel", &["running", "paused", "ready"])?;
     context.call("job.cancel", json!({ "job": job.name() })).await?;
     Ok(json!({}))
+}
+
+/// How long the end of jobs is waited for before the server ends, and how often it is looked at.
+const MAX_END: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Ends all jobs without their results.
+pub(super) async fn cancel_all(context: &Context) {
+    for job in list(context).await.unwrap_or_default() {
+        // It may have ended.
+        let _ = end(context, &job).await;
+    }
+    let begin = Instant::now();
+    let is_running = |job: &Job| job.status() != "concluded";
+    while begin.elapsed() < MAX_END
+        && list(context).await.is_ok_and(|jobs| jobs.iter().any(is_running))
+    {
+        sleep(LOOK).await;
+    }
 }
 
 /// `job-complete`.

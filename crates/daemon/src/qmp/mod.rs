@@ -7,7 +7,7 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are; `query`, `node_list`, `nodes`, `blockdev`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev`, `filters`, `objects`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
@@ -19,11 +19,14 @@ mod context;
 mod errors;
 mod events;
 mod exports;
+mod filters;
 mod jobs;
 mod node_list;
 mod nodes;
+mod objects;
 mod query;
 mod reader;
+mod schema;
 mod server;
 mod session;
 mod snapshots;
@@ -31,4 +34,5 @@ mod state;
 mod tokens;
 mod transaction;
 
-pub(crate) use server::Qmp;
+pub(crate) use reader::read_all;
+pub(crate) use server::{Qmp, Served};

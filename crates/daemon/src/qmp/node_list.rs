@@ -38,6 +38,9 @@ pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Return
             if !is_file {
                 nodes.push(format_node(context, disk, &running, is_flat).await?);
             }
+            if let Some(filter) = context.state.borrow().filter_on(name) {
+                nodes.push(filter_node(disk, &running, filter));
+            }
             let below = context.state.borrow().file_of(name);
             nodes.push(protocol_node(disk, &running, if is_file { name } else { &below }));
         }
@@ -188,6 +191,14 @@ fn backing_image(running: &RunningDisk, depth: usize) -> Value {
     image
 }
 
+/// A filter on a disk.
+fn filter_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
+    let mut node = frame(disk, running, "throttle");
+    node["node-name"] = name.into();
+    node["image"] = image_of(&running.path(), "throttle", running.disk.size(), None);
+    node
+}
+
 /// The file of a disk.
 fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let found = running.path().metadata().ok();
@@ -202,7 +213,10 @@ fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
     let size = length.unwrap_or(running.disk.size());
     let mut image = image_of(&running.path(), driver, size, None);
-    image["format-specific"] = json!({ "type": driver, "data": {} });
+    if driver != "nbd" {
+        // As QEMU calls it for devices, too.
+        image["format-specific"] = json!({ "type": "file", "data": {} });
+    }
     add_space(&mut image, running);
     node["image"] = image;
     node

@@ -96,6 +96,19 @@ impl Reader {
     }
 }
 
+/// All messages in bytes that come in pieces.
+pub(crate) fn read_all<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Message> {
+    let (mut reader, mut messages) = (Reader::default(), Vec::new());
+    for mut piece in pieces {
+        while !piece.is_empty() {
+            let taken = reader.take(piece);
+            piece = &piece[taken..];
+            messages.extend(std::iter::from_fn(|| reader.next()));
+        }
+    }
+    messages
+}
+
 /// The value that tokens are.
 fn parse(tokens: &mut VecDeque<Token>) -> Result<Value, String> {
     let value = parse_value(tokens)?;

@@ -3,25 +3,30 @@
 //! A socket is not handed over in an upgrade: its clients end, and connect to the process that goes on as soon as that
 //! listens. So what they know of the server is never older than the server.
 
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use blockhouse_engine::{Listener, Submission, sleep};
+use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use futures_channel::oneshot;
 use futures_util::FutureExt;
-use futures_util::future::{Either, join, select};
+use futures_util::future::{Either, join_all, join3, select};
 
+use super::arguments::Arguments;
+use super::commands;
 use super::context::{Context, Stopped};
-use super::events::forward;
+use super::events::{catch_up, forward};
 use super::session::serve_client;
 use crate::control::{Gate, accept_clients};
 use crate::control_socket::{Answers, ControlSocket};
 use crate::kept_sockets;
 use crate::running::Running;
+use crate::setup::{FirstCommand, Setup};
 use crate::workers::Workers;
 
 /// The delay after an address was in use.
@@ -35,27 +40,68 @@ pub(crate) struct Qmp {
     gate: Arc<Gate>,
 }
 
-/// A socket that listens, or will.
-type Bound = std::pin::Pin<Box<dyn Future<Output = Option<BoundSocket>>>>;
+/// Who is served.
+pub(crate) struct Served {
+    /// Listening sockets.
+    pub(crate) bound: Vec<BoundSocket>,
+    /// Clients that are connected already.
+    pub(crate) connections: Vec<OwnedFd>,
+    /// The methods that commands may call.
+    pub(crate) answers: Answers,
+    /// The object that has the server's TLS.
+    pub(crate) tls_object: Option<String>,
+    /// Commands that are carried out before any client is served; where it is a storage daemon.
+    pub(crate) first: Option<Vec<FirstCommand>>,
+}
+
+impl Served {
+    /// The clients of a server with this setup, at sockets that listen.
+    pub(crate) fn new(setup: &Setup, bound: Vec<BoundSocket>) -> Result<Self> {
+        let answers = setup.qmp.as_ref().map(|socket| socket.answers.clone()).unwrap_or_default();
+        let daemon = setup.storage_daemon.as_ref();
+        let connections = daemon.iter().flat_map(|daemon| &daemon.connections);
+        let connections = connections.map(OwnedFd::try_clone).collect::<Result<_, _>>()?;
+        Ok(Self {
+            bound,
+            connections,
+            answers,
+            tls_object: daemon.and_then(|daemon| daemon.tls_object.clone()),
+            first: daemon.map(|daemon| daemon.commands.clone()),
+        })
+    }
+}
+
+/// Who is served, once that is known.
+type Later = std::pin::Pin<Box<dyn Future<Output = Option<Served>>>>;
 
 impl Qmp {
-    /// Listens at a socket.
+    /// Listens at the sockets of a setup.
     ///
     /// # Errors
-    /// The address is in use or cannot be had.
-    pub(crate) fn bind(socket: &ControlSocket) -> Result<BoundSocket> {
+    /// An address is in use or cannot be had.
+    pub(crate) fn bind_all(setup: &Setup) -> Result<Vec<BoundSocket>> {
+        setup.qmp_sockets().map(Self::bind).collect()
+    }
+
+    fn bind(socket: &ControlSocket) -> Result<BoundSocket> {
         let bound = kept_sockets::bind(&Address::Unix(socket.path.clone()), socket.permissions);
         bound.with_context(|| format!("--qmp {}", socket.path.display()))
     }
 
-    /// Serves a socket: the commands that need no methods but those of `answers`.
+    /// Carries the first commands out, and serves clients.
+    ///
+    /// # Errors
+    /// That of the first command that fails.
     pub(crate) fn start(
-        bound: BoundSocket,
+        served: Served,
         workers: Workers,
         running: Arc<Running>,
-        answers: Answers,
-    ) -> Self {
-        Self::start_at(workers, running, answers, move |_| async move { Some(bound) }.boxed_local())
+    ) -> (Self, Result<()>) {
+        let (told, outcome) = std::sync::mpsc::channel();
+        let later = move |_| async move { Some(served) }.boxed_local();
+        let qmp = Self::start_at(workers, running, Some(told), later);
+        // The loop may have ended with the process.
+        (qmp, outcome.recv().unwrap_or(Ok(())))
     }
 
     /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
@@ -64,8 +110,8 @@ impl Qmp {
         workers: Workers,
         running: Arc<Running>,
     ) -> Self {
-        let answers = socket.answers.clone();
-        Self::start_at(workers, running, answers, move |stopped| {
+        Self::start_at(workers, running, None, move |stopped| {
+            let answers = socket.answers.clone();
             let free = async move {
                 loop {
                     match Self::bind(&socket) {
@@ -76,39 +122,56 @@ impl Qmp {
                     sleep(RETRY_DELAY).await;
                 }
             };
-            let bound = async move {
+            let served = async move {
                 match select(free.boxed_local(), stopped).await {
-                    Either::Left((bound, _)) => Some(bound),
+                    Either::Left((bound, _)) => Some(Served {
+                        bound: vec![bound],
+                        connections: Vec::new(),
+                        answers,
+                        tls_object: None,
+                        first: None,
+                    }),
                     Either::Right(_) => None,
                 }
             };
-            bound.boxed_local()
+            served.boxed_local()
         })
     }
 
     fn start_at(
         workers: Workers,
         running: Arc<Running>,
-        answers: Answers,
-        bind: impl FnOnce(Stopped) -> Bound + Send + 'static,
+        told: Option<Sender<Result<()>>>,
+        later: impl FnOnce(Stopped) -> Later + Send + 'static,
     ) -> Self {
         let (stop, stopped) = oneshot::channel();
         let gate = Arc::new(Gate::default());
         let own = Arc::clone(&gate);
         let over = workers.first().spawn(move || async move {
             let stopped = stopped.shared();
-            let Some(bound) = bind(stopped.clone()).await else { return };
+            let Some(served) = later(stopped.clone()).await else { return };
+            let Served { bound, connections, answers, tls_object, first } = served;
             let happening = running.events().subscribe();
             let context = Rc::new(Context {
                 running,
                 answers,
+                tls_object,
+                follows_names: first.is_some(),
                 state: Default::default(),
                 events: Default::default(),
                 happening,
                 gate: own,
                 stopped,
             });
-            serve(bound, context).await;
+            let outcome = carry_out_first(&context, first.unwrap_or_default()).await;
+            let is_ready = outcome.is_ok();
+            // Nobody waits where another process has carried them out.
+            if let Some(told) = told {
+                let _ = told.send(outcome);
+            }
+            if is_ready {
+                serve(bound, connections, context).await;
+            }
         });
         Self { workers, stop, over, gate }
     }
@@ -128,24 +191,45 @@ impl Qmp {
     }
 }
 
-async fn serve(bound: BoundSocket, context: Rc<Context>) {
+/// Carries commands out, until one fails.
+async fn carry_out_first(context: &Rc<Context>, commands: Vec<FirstCommand>) -> Result<()> {
+    for FirstCommand { said, name, arguments, are_words } in commands {
+        let arguments = Arguments::of_option(arguments, are_words);
+        let command = commands::find(&context.answers, name).context("a command of no client")?;
+        let returned = (command.run)(context, arguments).await;
+        returned.map_err(|error| anyhow::anyhow!("{said}: {}", error.desc()))?;
+        catch_up(context);
+    }
+    Ok(())
+}
+
+async fn serve(bound: Vec<BoundSocket>, connections: Vec<OwnedFd>, context: Rc<Context>) {
+    let listening = join_all(bound.into_iter().map(|bound| listen(bound, Rc::clone(&context))));
+    let connected = join_all(connections.into_iter().map(|connection| {
+        let context = Rc::clone(&context);
+        async move {
+            match Stream::new(connection) {
+                Ok(stream) => serve_client(context, stream).await,
+                Err(error) => tracing::error!("a client of QMP is not served: {error}"),
+            }
+        }
+    }));
+    let forwarding = async {
+        select(Box::pin(forward(&context)), context.stopped.clone()).await;
+    };
+    join3(listening, connected, forwarding).await;
+}
+
+/// Serves the clients of a socket until the server ends.
+async fn listen(bound: BoundSocket, context: Rc<Context>) {
     let BoundSocket { socket, file, .. } = bound;
     let listener = match Listener::new(socket) {
         Ok(listener) => listener,
         Err(error) => return tracing::error!("QMP is not served: {error}"),
     };
-    let stopped = context.stopped.clone();
-    let serving = accept_clients(listener.clone(), stopped.clone(), |stream| {
-        serve_client(Rc::clone(&context), stream).boxed_local()
-    });
-    let serving = async {
-        serving.await;
-        // While it still listens: see `SocketFile`.
-        drop(file);
-    };
-    let forwarding = async {
-        select(Box::pin(forward(&context)), stopped.clone()).await;
-    };
-    join(serving, forwarding).await;
+    let serve = |stream| serve_client(Rc::clone(&context), stream).boxed_local();
+    accept_clients(listener.clone(), context.stopped.clone(), serve).await;
+    // While it still listens: see `SocketFile`.
+    drop(file);
     drop(listener);
 }

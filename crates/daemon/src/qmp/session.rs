@@ -9,6 +9,8 @@ use blockhouse_engine::Stream;
 use futures_channel::mpsc;
 use futures_util::future::{FutureExt, pending};
 use futures_util::stream::{StreamExt, unfold};
+use serde::Serialize;
+use serde_json::ser::{Formatter, Serializer};
 use serde_json::{Map, Value, json};
 
 use super::arguments::Arguments;
@@ -117,8 +119,63 @@ async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) ->
     }
 }
 
+/// JSON with the spaces that QEMU writes: some programs compare text.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W>(&mut self, writer: &mut W, is_first: bool) -> io::Result<()>
+    where
+        W: ?Sized + io::Write,
+    {
+        if is_first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W>(&mut self, writer: &mut W, is_first: bool) -> io::Result<()>
+    where
+        W: ?Sized + io::Write,
+    {
+        if is_first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W>(&mut self, writer: &mut W) -> io::Result<()>
+    where
+        W: ?Sized + io::Write,
+    {
+        writer.write_all(b": ")
+    }
+}
+
+/// An event with its members in QEMU's order.
+#[derive(Serialize)]
+struct Told<'a> {
+    timestamp: Moment<'a>,
+    event: &'a Value,
+    data: &'a Value,
+}
+
+#[derive(Serialize)]
+struct Moment<'a> {
+    seconds: &'a Value,
+    microseconds: &'a Value,
+}
+
+/// The event that a message is, if it is one.
+fn told(message: &Value) -> Option<Told<'_>> {
+    let event = message.get("event")?;
+    let (seconds, microseconds) =
+        (&message["timestamp"]["seconds"], &message["timestamp"]["microseconds"]);
+    let timestamp = Moment { seconds, microseconds };
+    Some(Told { timestamp, event, data: &message["data"] })
+}
+
 async fn send(writer: &LineWriter, value: &Value) -> io::Result<()> {
-    let mut text = serde_json::to_vec(value).expect("values are JSON");
+    let mut text = Vec::new();
+    let mut serializer = Serializer::with_formatter(&mut text, Spaced);
+    match told(value) {
+        Some(event) => event.serialize(&mut serializer),
+        None => value.serialize(&mut serializer),
+    }
+    .expect("values are JSON");
     // As QEMU ends lines.
     text.push(b'\r');
     writer.send(&text).await

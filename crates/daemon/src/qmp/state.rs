@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 use blockhouse_nbd::uri::Address;
 use serde_json::Value;
 
+use super::objects::Object;
+
 /// The end of the name of the node below a disk, where no client has given it another one.
 const PROTOCOL_SUFFIX: &str = "-file";
 
@@ -19,6 +21,8 @@ pub(super) struct NamedExport {
     pub(super) id: String,
     /// The export, as `export.list` has it.
     pub(super) address: String,
+    /// The node that it was asked for.
+    pub(super) node: String,
 }
 
 /// A node of a file that a client has added.
@@ -34,6 +38,26 @@ pub(super) struct FileNode {
     pub(super) is_implicit: bool,
 }
 
+/// A filter on a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Filter {
+    /// The disk.
+    pub(super) disk: String,
+    /// The throttle group whose limits it has.
+    pub(super) group: String,
+    /// Whether the disk goes with it.
+    pub(super) is_implicit: bool,
+}
+
+/// Where NBD clients are served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct NbdServer {
+    /// The address.
+    pub(super) address: Address,
+    /// The object that has its certificates or keys, where clients must use TLS.
+    pub(super) tls: Option<String>,
+}
+
 /// What becomes of a job by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct JobTraits {
@@ -47,11 +71,15 @@ pub(super) struct JobTraits {
 #[derive(Debug, Default)]
 pub(super) struct State {
     /// Where NBD clients are served, if a client has started that.
-    pub(super) nbd_server: Option<Address>,
+    pub(super) nbd_server: Option<NbdServer>,
     /// In the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
+    /// Filters, by name.
+    pub(super) filters: BTreeMap<String, Filter>,
+    /// Objects, by name.
+    pub(super) objects: BTreeMap<String, Object>,
     /// Of jobs that clients have started, by name.
     pub(super) jobs: BTreeMap<String, JobTraits>,
 }
@@ -61,6 +89,18 @@ impl State {
     pub(super) fn id_of(&self, address: &str) -> String {
         let named = self.exports.iter().find(|export| export.address == address);
         named.map_or_else(|| address.to_owned(), |export| export.id.clone())
+    }
+
+    /// The node of an export: the one that it was asked for, or that of its disk.
+    pub(super) fn node_of<'a>(&'a self, address: &str, disk: &'a str) -> &'a str {
+        let named = self.exports.iter().find(|export| export.address == address);
+        named.map_or(disk, |export| &export.node)
+    }
+
+    /// The filter on a disk.
+    pub(super) fn filter_on(&self, disk: &str) -> Option<&str> {
+        let mut filters = self.filters.iter();
+        filters.find(|(_, filter)| filter.disk == disk).map(|(name, _)| name.as_str())
     }
 
     /// The export of an id.

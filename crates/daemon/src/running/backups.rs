@@ -297,7 +297,7 @@ impl Running {
             let frozen = self.adopt_frozen(name, &source, &view).await?;
             let (Source { disk: source, since }, served) = (source, Arc::clone(&frozen));
             begun.disks.push(BackupDisk { source, frozen, since, view, scratch_limit });
-            self.serve(&served, address).await?;
+            self.serve(&served, address, Access::ReadWrite).await?;
         }
         Ok(pause)
     }
@@ -384,6 +384,8 @@ impl Running {
             create: None,
             snapshot: None,
             bitmaps: Vec::new(),
+            side_file: None,
+            threshold: None,
             throttle: None,
             ..source.setup.clone()
         };

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use anyhow::Result;
+use blockhouse_disk::Access;
 use blockhouse_engine::sleep;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::{Device, Export, FrontendEvent, FrontendObserver};
@@ -23,6 +24,7 @@ const RETRY: Duration = Duration::from_millis(1);
 /// A device that is served.
 pub(crate) struct RunningDevice {
     disk: String,
+    access: Access,
     served: ServedDevice,
     /// Front-ends that are connected.
     frontends: Arc<AtomicUsize>,
@@ -32,6 +34,11 @@ impl RunningDevice {
     /// The name of its disk.
     pub(crate) fn disk(&self) -> &str {
         &self.disk
+    }
+
+    /// Whether its guests may change the disk, where that may be changed.
+    pub(crate) fn access(&self) -> Access {
+        self.access
     }
 
     /// Ends it: what guests have in flight completes.
@@ -56,20 +63,21 @@ impl Running {
     /// # Errors
     /// No thread can be had for it.
     pub(crate) fn serve_device(&self, socket: DeviceSocket, disk: &RunningDisk) -> Result<()> {
+        let access = socket.access;
         let (name, loops) = (disk.name().to_owned(), self.loops.clone());
         // What the guest calls it: that has 20 bytes, too few for a path.
         let label = Path::new(&name).file_name().unwrap_or_default().to_string_lossy().into();
         let (queues, memory) = (self.options.queues, self.options.memory);
         let shared = Arc::clone(&disk.disk);
-        let export = Export { disk: shared, name: label, queues, loops, memory };
+        let export = Export { disk: shared, name: label, queues, loops, memory, access };
         let frontends = Arc::default();
         let observer = self.frontend_observer(&socket, Arc::clone(&frontends));
         let served = vhost_user::serve(socket, Device::observed(export, observer))?;
         let path = served.path().to_owned();
         let mut list = self.list.lock();
         let address = ExportAddress::VhostUser(path);
-        list.exports.push(RunningExport { address, disk: name.clone() });
-        list.devices.push(Arc::new(RunningDevice { disk: name, served, frontends }));
+        list.exports.push(RunningExport { address, disk: name.clone(), access });
+        list.devices.push(Arc::new(RunningDevice { disk: name, access, served, frontends }));
         Ok(())
     }
 
@@ -99,11 +107,16 @@ impl Running {
         self.list.lock().devices.clone()
     }
 
-    pub(super) async fn add_device(&self, path: PathBuf, disk: Arc<RunningDisk>) -> Result<()> {
+    pub(super) async fn add_device(
+        &self,
+        path: PathBuf,
+        disk: Arc<RunningDisk>,
+        access: Access,
+    ) -> Result<()> {
         let permissions = self.options.permissions;
         let bound =
             blocking::run(move || kept_sockets::bind(&Address::Unix(path), permissions)).await??;
-        self.serve_device(DeviceSocket { bound, frontend: None }, &disk)
+        self.serve_device(DeviceSocket { bound, frontend: None, access }, &disk)
     }
 
     /// Serves it no longer: what the guest has in flight completes.

@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, HoldChange, HoldObserver, ImageDisk};
 use blockhouse_engine::IoPoll;
 use blockhouse_nbd::ExportBitmap;
 use parking_lot::Mutex;
 
+use super::room::RoomWatch;
 use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
 use crate::claims::{Claim, Name};
 use crate::events::{Event, Events};
@@ -40,12 +42,13 @@ pub(crate) struct Refreshed {
 }
 
 /// Tells of the disk's changes that are held, in the log and to subscribers.
-fn tell_of_holding(disk: &str, events: &Events) -> HoldObserver {
+fn tell_of_holding(disk: &str, events: &Events, room: Arc<RoomWatch>) -> HoldObserver {
     let (disk, events) = (disk.to_owned(), events.clone());
     Box::new(move |change| {
         let disk = disk.clone();
         events.tell(match change {
             HoldChange::Held { message } => {
+                room.note_full();
                 tracing::warn!("{disk}: writes wait for room: {message}");
                 Event::DiskHeld { disk, message }
             }
@@ -85,7 +88,14 @@ impl Running {
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
         let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
-        disk.observe_failures(Box::new(move |failed| teller.tell(failed)));
+        let room = RoomWatch::new(&setup.name, &self.events);
+        let watch = Arc::clone(&room);
+        disk.observe_failures(Box::new(move |failed| {
+            if failed.error.kind() == ErrorKind::NoSpace {
+                watch.note_full();
+            }
+            teller.tell(failed);
+        }));
         let (name, events) = (setup.name.clone(), self.events.clone());
         disk.observe_bitmap_losses(Arc::new(move |bitmap, why| {
             tracing::error!(
@@ -94,10 +104,12 @@ impl Running {
             let (disk, bitmap, message) = (name.clone(), bitmap.to_owned(), why.to_string());
             events.tell(Event::BitmapLost { disk, bitmap, message });
         }));
-        disk.observe_holding(tell_of_holding(&setup.name, &self.events));
+        disk.observe_holding(tell_of_holding(&setup.name, &self.events, Arc::clone(&room)));
         self.keep_vouching(&disk);
         let group = Mutex::default();
-        let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, group });
+        let threshold = setup.threshold;
+        let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group });
+        self.watch_room(&disk, threshold);
         self.list.lock().disks.push(Arc::clone(&disk));
         disk
     }
@@ -145,6 +157,8 @@ impl Running {
         self.sandbox().check_image(&setup.path)?;
         // What the image names there could not be opened, and the kernel would not say why.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
+        let side_file = setup.side_file.iter().map(|side| &side.path);
+        side_file.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         setup.keys.paths().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
@@ -169,7 +183,7 @@ impl Running {
     ) -> Result<()> {
         self.limit_as_set_up(disk)?;
         for address in addresses {
-            self.serve(disk, address).await?;
+            self.serve(disk, address, Access::ReadWrite).await?;
         }
         Ok(())
     }
@@ -210,7 +224,8 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address. The address, with the real port where port 0 was asked for.
+    /// Serves a disk at an address, to clients that may change it or not. The address, with the real port where port 0 was
+    /// asked for.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be had.
@@ -218,11 +233,12 @@ impl Running {
         &self,
         disk: &str,
         address: ExportAddress,
+        access: Access,
     ) -> Result<ExportAddress> {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
         let _claim = self.claims.claim(names).await;
         let served = self.disk(disk)?;
-        self.serve(&served, address).await
+        self.serve(&served, address, access).await
     }
 
     /// Serves a disk, which is claimed like the socket.
@@ -230,16 +246,17 @@ impl Running {
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
+        access: Access,
     ) -> Result<ExportAddress> {
         if let Some(socket) = address.unix_socket() {
             self.sandbox().check(socket)?;
         }
         let served = Arc::clone(disk);
         let address = match address {
-            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served).await?),
+            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, access).await?),
             ExportAddress::VhostUser(path) => {
                 self.backups.check_not_frozen(disk.name())?;
-                self.add_device(path.clone(), served).await?;
+                self.add_device(path.clone(), served, access).await?;
                 ExportAddress::VhostUser(path)
             }
             ExportAddress::Ublk(_) => bail!(

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{NbdUri, Security};
 
 use crate::disk_options::check_absolute;
@@ -94,6 +95,8 @@ pub(crate) struct RunningExport {
     pub(crate) address: ExportAddress,
     /// The name of its disk.
     pub(crate) disk: String,
+    /// Whether its clients may change the disk, where that may be changed.
+    pub(crate) access: Access,
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod limits;
 mod nbd_sockets;
 mod recording;
 mod reload;
+mod room;
 mod ublk_devices;
 
 use std::path::{Path, PathBuf};
@@ -38,6 +39,7 @@ use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
 use crate::open::state_use;
 use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
+use crate::threshold::Threshold;
 use crate::tls::Tls;
 use crate::vhost_user::registered_memory;
 use backups::Backups;
@@ -46,8 +48,9 @@ pub(crate) use devices::RunningDevice;
 pub(crate) use disks::{ClaimedDisk, Refreshed};
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use forks::{ChildSetup, ForkReport, ForkSetup, ForkedFiles};
-pub(crate) use nbd_sockets::ServedSocket;
+pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
 pub(crate) use reload::Reloaded;
+use room::RoomWatch;
 pub(crate) use ublk_devices::RunningUblk;
 
 /// The parts that run.
@@ -109,6 +112,8 @@ pub(crate) struct RunningDisk {
     pub(crate) disk: Arc<ImageDisk>,
     /// The bitmaps that its NBD clients may ask for.
     bitmaps: Vec<ExportBitmap>,
+    /// How little room may be left.
+    room: Arc<RoomWatch>,
     /// The name of the group whose limits it shares. Changed where the list is locked.
     group: Mutex<Option<String>>,
 }
@@ -117,6 +122,16 @@ impl RunningDisk {
     /// What it is called.
     pub(crate) fn name(&self) -> &str {
         &self.setup.name
+    }
+
+    /// How it would be opened to be as it is now, but for its limits.
+    pub(crate) fn setup_now(&self) -> DiskSetup {
+        DiskSetup { threshold: self.threshold(), ..self.setup.clone() }
+    }
+
+    /// How little room may be left before that is told.
+    pub(crate) fn threshold(&self) -> Option<Threshold> {
+        self.room.threshold()
     }
 
     /// The canonical path of the image, or where it was moved since.
@@ -340,7 +355,7 @@ impl Running {
         let of = |disk: &Arc<RunningDisk>| {
             let exports = list.exports.iter().filter(|export| export.disk == disk.name());
             let addresses = exports.map(|export| export.address.clone()).collect();
-            let setup = DiskSetup { throttle: disk.throttle(), ..disk.setup.clone() };
+            let setup = DiskSetup { throttle: disk.throttle(), ..disk.setup_now() };
             ConfiguredDisk { setup, addresses }
         };
         list.configured = list.disks.iter().map(of).collect();

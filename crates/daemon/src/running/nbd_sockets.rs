@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_disk::Access;
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{
@@ -58,9 +59,19 @@ impl ServedSocket {
 }
 
 /// A disk under a name. It has no description: clients need not know where the image lies on the host.
-fn export(name: String, disk: &RunningDisk) -> Export<ImageStorage> {
-    let bitmaps = disk.bitmaps.clone();
-    Export { name, description: String::new(), disk: Arc::clone(&disk.disk), bitmaps }
+fn export(name: String, disk: &RunningDisk, access: Access) -> Export<ImageStorage> {
+    let (description, bitmaps) = (String::new(), disk.bitmaps.clone());
+    Export { name, description, disk: Arc::clone(&disk.disk), bitmaps, access }
+}
+
+/// A disk that a socket offers.
+pub(crate) struct SocketOffer {
+    /// The name of the export.
+    pub(crate) name: String,
+    /// The disk.
+    pub(crate) disk: Arc<RunningDisk>,
+    /// Whether clients may change it, where it may be changed.
+    pub(crate) access: Access,
 }
 
 /// Whether a socket's clients must use TLS.
@@ -83,12 +94,12 @@ impl Running {
         self.list.lock().sockets.clone()
     }
 
-    /// The exports at a socket: names, and disks.
-    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<(String, String)> {
+    /// The exports at a socket, with their names.
+    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<(String, RunningExport)> {
         let list = self.list.lock();
         let at_socket = list.exports.iter().filter_map(|export| match &export.address {
             ExportAddress::Nbd(uri) if uri.address == socket.address => {
-                Some((uri.export.clone(), export.disk.clone()))
+                Some((uri.export.clone(), export.clone()))
             }
             _ => None,
         });
@@ -105,7 +116,7 @@ impl Running {
         &self,
         bound: BoundSocket,
         security: Security,
-        offers: Vec<(String, Arc<RunningDisk>)>,
+        offers: Vec<SocketOffer>,
         connections: Vec<(Stream, PausedSession)>,
     ) -> Result<()> {
         let BoundSocket { socket, address, file } = bound;
@@ -115,18 +126,19 @@ impl Running {
         if let Some(tls) = tls {
             exports.set_tls(tls);
         }
-        for (name, disk) in &offers {
-            exports.add(export(name.clone(), disk))?;
+        for SocketOffer { name, disk, access } in &offers {
+            exports.add(export(name.clone(), disk, *access))?;
         }
         let listener = Listener::new(socket).context("cannot use the socket")?;
         // Tasks begin in the order in which they are spawned, and sockets are counted so.
         let mut list = self.list.lock();
         self.accept(listener.clone(), exports.clone(), connections);
-        for (name, disk) in offers {
+        for SocketOffer { name, disk, access } in offers {
             let address = NbdUri { security, address: address.clone(), export: name };
             list.exports.push(RunningExport {
                 address: ExportAddress::Nbd(address),
                 disk: disk.name().to_owned(),
+                access,
             });
         }
         let number = list.served_sockets;
@@ -174,7 +186,12 @@ impl Running {
     }
 
     /// Serves a disk to NBD clients, whose names are claimed. The URI, with the real port where port 0 was asked for.
-    pub(super) async fn add_nbd(&self, uri: NbdUri, disk: Arc<RunningDisk>) -> Result<NbdUri> {
+    pub(super) async fn add_nbd(
+        &self,
+        uri: NbdUri,
+        disk: Arc<RunningDisk>,
+        access: Access,
+    ) -> Result<NbdUri> {
         {
             let mut list = self.list.lock();
             if let Some(socket) = list.socket(&uri.address) {
@@ -184,9 +201,9 @@ impl Running {
                     );
                 }
                 let uri = NbdUri { security: socket.security, ..uri };
-                socket.exports.add(export(uri.export.clone(), &disk))?;
+                socket.exports.add(export(uri.export.clone(), &disk, access))?;
                 let (address, disk) = (ExportAddress::Nbd(uri.clone()), disk.name().to_owned());
-                list.exports.push(RunningExport { address, disk });
+                list.exports.push(RunningExport { address, disk, access });
                 return Ok(uri);
             }
         }
@@ -200,7 +217,8 @@ impl Running {
             address: bound.address.clone(),
             export: export.clone(),
         };
-        self.serve_socket(bound, security, vec![(export, disk)], Vec::new())?;
+        let offer = SocketOffer { name: export, disk, access };
+        self.serve_socket(bound, security, vec![offer], Vec::new())?;
         Ok(uri)
     }
 

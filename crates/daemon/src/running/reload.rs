@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use blockhouse_disk::Access;
 
 use super::{ExportAddress, Running};
 use crate::claims::Name;
@@ -122,6 +123,10 @@ impl Running {
         self.add_exports(new, done).await;
         // What a request has changed stays, unless the file has changed, too.
         let before = old.map_or_else(|| open.throttle(), |old| old.setup.throttle.clone());
+        let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.setup.threshold);
+        if new.setup.threshold != before_threshold {
+            self.watch_room(&open, new.setup.threshold);
+        }
         if new.setup.throttle != before {
             match self.limit_disk(open.name(), new.setup.throttle.as_ref()).await {
                 Ok(()) => done.limited.push(open.name().to_owned()),
@@ -164,7 +169,7 @@ impl Running {
         let served = self.exports_of(name);
         let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
         for address in new.addresses.iter().filter(|address| !is_served(address)) {
-            match self.add_export(name, address.clone()).await {
+            match self.add_export(name, address.clone(), Access::ReadWrite).await {
                 Ok(address) => done.added.push(address.to_string()),
                 Err(error) => done.failed.push(format!("{name}: {error:#}")),
             }

@@ -6,6 +6,7 @@
 use std::sync::{Arc, Weak};
 
 use anyhow::Result;
+use blockhouse_disk::Access;
 use blockhouse_engine::spawn;
 use blockhouse_storage::ImageStorage;
 use blockhouse_ublk::Server;
@@ -49,7 +50,8 @@ impl Running {
         let server = device.start(removed)?;
         let disk = disk.name().to_owned();
         let mut list = self.list.lock();
-        list.exports.push(RunningExport { address: ExportAddress::Ublk(id), disk: disk.clone() });
+        let (address, access) = (ExportAddress::Ublk(id), Access::ReadWrite);
+        list.exports.push(RunningExport { address, disk: disk.clone(), access });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
         Ok(())
     }

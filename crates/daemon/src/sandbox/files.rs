@@ -154,10 +154,15 @@ impl FileRules {
             Ok(Location::File(path)) => Some(place_of_image(path)),
             _ => None,
         });
+        let side_files = setup.disks.iter().filter_map(|disk| disk.side_file.as_ref());
+        let side_files = side_files.map(|side| match side.path.is_dir() {
+            true => side.path.clone(),
+            false => parent(&side.path),
+        });
         let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
         let named = setup.sandbox_allow.iter().cloned();
         let sockets = sockets.iter().map(|socket| parent(socket));
-        for path in images.chain(allowed).chain(named).chain(sockets) {
+        for path in images.chain(side_files).chain(allowed).chain(named).chain(sockets) {
             self.add(path.clone(), changing() | AccessFs::IoctlDev);
             self.for_requests.extend(path.canonicalize());
         }

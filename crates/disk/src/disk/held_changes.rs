@@ -8,12 +8,15 @@
 //! more, because a flush has failed.
 
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Fallback, KeptVector, Request, Result, Storage, Unmap,
     errno,
 };
+
+use blockhouse_engine::current_party;
 
 use super::Disk;
 use super::hold::{HoldObserver, Wake};
@@ -73,6 +76,30 @@ impl What {
             }
             Self::Flush => Request::Flush,
         })
+    }
+}
+
+/// What is held of one party: a guest's queue, whose end must not wait for room.
+pub struct PartyHold<S: Storage> {
+    disk: Arc<Disk<S>>,
+    party: usize,
+}
+
+impl<S: Storage> PartyHold<S> {
+    /// That of the current party.
+    pub fn of_current(disk: &Arc<Disk<S>>) -> Self {
+        Self { disk: Arc::clone(disk), party: current_party() }
+    }
+
+    /// Its held changes fail with ENOSPC, and so does each later one that finds no room.
+    pub fn end(&self) {
+        self.disk.hold.end_party(self.party);
+    }
+}
+
+impl<S: Storage> Drop for PartyHold<S> {
+    fn drop(&mut self) {
+        self.disk.hold.forget_party(self.party);
     }
 }
 

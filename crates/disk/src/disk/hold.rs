@@ -5,7 +5,8 @@
 //!   once.
 //! - The observer is told when the first change is held, and when none is any more: once for each crossing, however many
 //!   changes wait.
-//! - Once holding has [ended](Hold::end), held changes fail, and so does each later one that finds no room.
+//! - Once holding has [ended](Hold::end), held changes fail, and so does each later one that finds no room; or only those of one
+//!   party, whose end must not wait for room ([`PartyHold`](super::held_changes::PartyHold)).
 //!
 //! Time passes on event loops only. Elsewhere, as in the simulator, a change is held until it is released.
 
@@ -16,7 +17,7 @@ use std::time::Duration;
 
 use blockhouse_core::metrics::{Timestamp, clock};
 use blockhouse_core::sync::Condvar;
-use blockhouse_engine::{has_timers, sleep};
+use blockhouse_engine::{current_party, has_timers, sleep};
 use futures_util::future::select;
 use parking_lot::Mutex;
 
@@ -62,6 +63,8 @@ struct State {
     releases: u64,
     last_look: Option<Timestamp>,
     has_ended: bool,
+    /// The parties whose changes are not held any more.
+    ended_parties: Vec<usize>,
 }
 
 /// Why a wait is over.
@@ -79,6 +82,8 @@ pub(super) struct HeldGuard<'a> {
     deadline: Timestamp,
     /// The number of releases before the change was tried.
     seen: u64,
+    /// Whose change it is.
+    party: usize,
     outcome: Outcome,
 }
 
@@ -117,6 +122,17 @@ impl Hold {
         self.changed.notify_all();
     }
 
+    /// Nothing of this party is held from now on.
+    pub(super) fn end_party(&self, party: usize) {
+        self.state.lock().ended_parties.push(party);
+        self.changed.notify_all();
+    }
+
+    /// The party has ended: another one may get its number.
+    pub(super) fn forget_party(&self, party: usize) {
+        self.state.lock().ended_parties.retain(|&one| one != party);
+    }
+
     /// Holds a change that found no room, for `limit` at most. `seen` is the number of [releases](Self::releases) before
     /// it was tried. `None` where nothing is held any more.
     pub(super) fn begin(
@@ -126,9 +142,10 @@ impl Hold {
         message: impl FnOnce() -> String,
     ) -> Option<HeldGuard<'_>> {
         let now = clock::read_now();
+        let party = current_party();
         let is_first = {
             let mut state = self.state.lock();
-            if state.has_ended {
+            if state.has_ended_for(party) {
                 return None;
             }
             state.held += 1;
@@ -143,7 +160,7 @@ impl Hold {
             self.tell(HoldChange::Held { message: message() });
         }
         let deadline = now + limit;
-        Some(HeldGuard { hold: self, deadline, seen, outcome: Outcome::Failed })
+        Some(HeldGuard { hold: self, deadline, seen, party, outcome: Outcome::Failed })
     }
 
     fn tell(&self, change: HoldChange) {
@@ -154,9 +171,19 @@ impl Hold {
 }
 
 impl State {
-    /// Whether a change goes on that has seen so many releases.
-    fn wake(&mut self, seen: &mut u64, deadline: Timestamp, now: Timestamp) -> Option<Wake> {
-        if self.has_ended || now >= deadline {
+    fn has_ended_for(&self, party: usize) -> bool {
+        self.has_ended || self.ended_parties.contains(&party)
+    }
+
+    /// Whether a change of `party` goes on that has seen so many releases.
+    fn wake(
+        &mut self,
+        seen: &mut u64,
+        party: usize,
+        deadline: Timestamp,
+        now: Timestamp,
+    ) -> Option<Wake> {
+        if self.has_ended_for(party) || now >= deadline {
             return Some(Wake::GiveUp);
         }
         let is_due = self.last_look.is_none_or(|last| now.since(last) >= LOOK);
@@ -185,7 +212,7 @@ impl HeldGuard<'_> {
             let next = {
                 let now = clock::read_now();
                 let mut state = self.hold.state.lock();
-                if let Some(wake) = state.wake(&mut self.seen, self.deadline, now) {
+                if let Some(wake) = state.wake(&mut self.seen, self.party, self.deadline, now) {
                     return wake;
                 }
                 state.next_look(self.deadline, now)
@@ -286,11 +313,24 @@ mod tests {
     }
 
     #[test]
+    fn a_party_ends_for_itself() {
+        let hold = Hold::default();
+        let mut guard = held(&hold);
+        hold.end_party(7);
+        assert_eq!(poll(&mut pin!(guard.wait())), None, "another party");
+        hold.end_party(0);
+        assert_eq!(poll(&mut pin!(guard.wait())), Some(Wake::GiveUp));
+        assert!(hold.begin(0, LIMIT, String::new).is_none());
+        hold.forget_party(0);
+        assert!(hold.begin(0, LIMIT, String::new).is_some(), "another one has its number");
+    }
+
+    #[test]
     fn one_change_looks_every_second_and_gives_up_at_its_limit() {
         let begin = clock::read_now();
         let mut state = State { last_look: Some(begin), ..State::default() };
         let (deadline, second) = (begin + 3 * LOOK, LOOK);
-        let mut wake = |time| state.wake(&mut 0, deadline, begin + time);
+        let mut wake = |time| state.wake(&mut 0, 0, deadline, begin + time);
         assert_eq!(wake(second / 2), None);
         assert_eq!(wake(second), Some(Wake::Retry));
         assert_eq!(wake(second), None, "another one has just looked");

@@ -70,6 +70,7 @@ use crate::write::Writer;
 pub use detach::PopulatingGuard;
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
+pub use held_changes::PartyHold;
 pub use hold::{HoldChange, HoldObserver};
 use image_use::ImageUses;
 use quiesce::Quiesce;

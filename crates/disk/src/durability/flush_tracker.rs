@@ -150,6 +150,14 @@ impl<S: Storage> FlushTracker<S> {
         self.failure.get()
     }
 
+    /// Begins to change a range.
+    fn begin_change(&self, range: ByteRange) -> OperationGuard<'_> {
+        if let Some(record) = self.record.get() {
+            record.count(range, self.storage.capabilities().alignment.offset.into());
+        }
+        self.begin_operation()
+    }
+
     fn begin_operation(&self) -> OperationGuard<'_> {
         let record = self.stamp();
         OperationGuard { detached_operations: &self.detached_operations, record }
@@ -181,8 +189,8 @@ impl<S: Storage> FlushTracker<S> {
         self.check_failure()?;
         // Declared first, dropped last: a running flush sees the failure or the detached operation.
         let _in_flight = self.fua_writes.enter();
-        let operation = self.begin_operation();
         let bytes = from.len() as u64;
+        let operation = self.begin_change(ByteRange::between(offset, offset.saturating_add(bytes)));
         let timer = self.stats.begin(HostOperation::WriteFua, content, bytes);
         let outcome = self.storage.write(offset, from, Durability::Data).await;
         timer.end(&outcome);
@@ -206,8 +214,8 @@ impl<S: Storage> FlushTracker<S> {
         from: IoVector,
         write_cache: WriteCache,
     ) -> Result<()> {
-        let operation = self.begin_operation();
         let bytes = from.len() as u64;
+        let operation = self.begin_change(ByteRange::between(offset, offset.saturating_add(bytes)));
         let timer = self.stats.begin(HostOperation::Write, content, bytes);
         let outcome = self.storage.write(offset, from, Durability::None).await;
         timer.end(&outcome);
@@ -327,7 +335,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     async fn zero_content(&self, content: Content, range: ByteRange, unmap: Unmap) -> Result<()> {
-        let operation = self.begin_operation();
+        let operation = self.begin_change(range);
         let timer = self.stats.begin(HostOperation::WriteZeroes, content, range.length());
         let outcome = self.storage.write_zeroes(range, unmap).await;
         timer.end(&outcome);
@@ -341,7 +349,7 @@ impl<S: Storage> FlushTracker<S> {
         range: ByteRange,
         held: IoVector,
     ) -> Result<()> {
-        let operation = self.begin_operation();
+        let operation = self.begin_change(range);
         let timer = self.stats.begin(HostOperation::PrepareZeroes, content, range.length());
         let outcome = self.storage.prepare_zeroes(range, held).await;
         timer.end(&outcome);
@@ -350,7 +358,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     async fn discard_content(&self, content: Content, range: ByteRange) -> Result<()> {
-        let operation = self.begin_operation();
+        let operation = self.begin_change(range);
         let timer = self.stats.begin(HostOperation::Discard, content, range.length());
         let outcome = self.storage.discard(range).await;
         timer.end(&outcome);

@@ -83,8 +83,14 @@ impl<S: Storage> Layer<S> {
         cache: &mut BlockStatusCache,
         depth: usize,
     ) -> Result<(ByteRange, MapEntryKind)> {
-        let (status, length) = self.block_status(range, cache, depth).await?;
         let host = range.offset();
+        // A last sector that the file has only a part of.
+        let stored = self.data().size().saturating_sub(host);
+        if stored == 0 {
+            return Ok((range, MapEntryKind::Zero { host: Some(host) }));
+        }
+        let (status, length) = self.block_status(range, cache, depth).await?;
+        let length = if status == BlockStatus::Data { length.min(stored) } else { length };
         let content = match status {
             BlockStatus::Data => MapEntryKind::Data { host },
             BlockStatus::Hole | BlockStatus::Zero => MapEntryKind::Zero { host: Some(host) },

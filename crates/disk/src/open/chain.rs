@@ -9,13 +9,13 @@
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::HostFile;
+use blockhouse_engine::{FileKind, HostFile};
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 use blockhouse_storage::{Concat, ImageStorage, Location};
 
@@ -24,7 +24,7 @@ use super::create::format_by_name;
 use super::disk_over::disk_over;
 use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
-use super::image_options::{ImageOptions, Locking, RemoteBacking, StateUse};
+use super::image_options::{BackingUse, ImageOptions, Locking, RemoteBacking, StateUse};
 use super::left_layer::restore_layer;
 use super::lock::{lock, lock_in_place_of};
 use super::moved_record::{check_not_moved, check_not_moved_but_to};
@@ -34,7 +34,7 @@ use super::open_location::{
 use super::qemu_name::{plain_backing, whole_backing};
 use super::restore::Restore;
 use super::same_bytes::{check_apart_from, files_of_layer};
-use super::sidecar::{Route, route};
+use super::sidecar::{RawImage, RawVolume, Route, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::EarlierWrites;
 use crate::options::Access;
@@ -167,14 +167,19 @@ async fn open_from(
     let disk = chain.with_data(disk, options).await?;
     let mut disk = unlocked(disk, &options.secrets, chain.without_key).await?;
     let mut above = Vec::new();
-    while let Some(backing) = disk.backing_file() {
+    if options.backing_use == BackingUse::LeftOut {
+        disk.format().set_backing_size(0);
+    }
+    while let Some(backing) =
+        disk.backing_file().filter(|_| options.backing_use == BackingUse::Followed)
+    {
         let next = chain.open_behind(backing, options).await?;
         disk.format().check_backing(next.format())?;
         above.push(std::mem::replace(&mut disk, next));
     }
     let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
     // Before anything tells later processes that the image is as it was.
-    route.confirm(&disk)?;
+    route.confirm(&disk).await?;
     if !is_handed_over {
         end_resize(&disk, &restore).await?;
     }
@@ -203,14 +208,18 @@ pub async fn open_without_backing(path: &Path, options: ImageOptions) -> Result<
     let disk = chain.with_data(disk, options).await?;
     let disk = unlocked(disk, &options.secrets, WithoutKey::StayLocked).await?;
     disk.end_opening(options.state.is_look());
-    route.confirm(&disk)?;
+    route.confirm(&disk).await?;
     end_resize(&disk, &restore).await?;
     restore.finish(disk).await
 }
 
 /// Ends what a process that died has begun: a raw image with a sidecar is as long as its disk.
 async fn end_resize(disk: &ImageDisk, restore: &Restore) -> Result<()> {
-    if !disk.format().is_longer_than_its_disk() || disk.opened_access() == Access::ReadOnly {
+    // A device has its length from elsewhere.
+    let is_file = disk.format().data().storage().as_file();
+    let is_file = is_file.is_some_and(|file| file.kind() == FileKind::Regular);
+    let is_longer = is_file && disk.format().is_longer_than_its_disk();
+    if !is_longer || disk.opened_access() == Access::ReadOnly {
         return Ok(());
     }
     // No other program's change, if this process dies as well.
@@ -412,7 +421,7 @@ struct Chain {
     /// Those that hold the images' data.
     data_files: Vec<Identity>,
     /// The raw image that the user named, if the first image is its sidecar: the one data file that no name leads to.
-    sidecars_image: Option<OwnedFd>,
+    sidecars_image: Option<RawImage>,
     /// The folder of the last image, from which its names are looked up.
     folder: Folder,
     /// Where they come from.
@@ -533,8 +542,8 @@ impl Chain {
             return Ok(Named { path, storage, identity, folder });
         }
         let (descriptor, folder) = match self.sidecars_image.take() {
-            Some(image) => (image, Folder::of_handed_over(&path)),
-            None => {
+            Some(RawImage::Named(image)) => (image, Folder::of_handed_over(&path)),
+            Some(RawImage::Volume(..)) | None => {
                 let last = self.last();
                 let found = options.allowed_paths.find(&self.folder, name, role, last, used)?;
                 (found.descriptor, found.folder)
@@ -551,12 +560,46 @@ impl Chain {
         if !disk.extent_files().is_empty() {
             return self.with_extents(disk, options).await;
         }
+        match self.sidecars_image.take() {
+            Some(RawImage::Volume(path, volume)) => {
+                return self.with_volume(disk, &path, volume, options);
+            }
+            image => self.sidecars_image = image,
+        }
         let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
         let file = disk.format().storage().storage().as_file();
         let file = file.map(HostFile::descriptor);
         let (storage, identity) = self.open_data(name, DATA_FILE, options, file).await?;
         // Known to those that follow, without being one of the images.
         self.data_files.extend(identity);
+        disk.with_data(storage)
+    }
+
+    /// A sidecar with the volume that it belongs to, which is locked as the sidecar is.
+    fn with_volume(
+        &mut self,
+        disk: ImageDisk,
+        path: &Path,
+        volume: RawVolume,
+        options: &ImageOptions,
+    ) -> Result<ImageDisk> {
+        let (mode, cache) = (options.open_mode(), options.cache.page_cache());
+        let storage = match volume {
+            RawVolume::Found(found) => {
+                HostFile::open_found(found.as_fd(), path, mode, cache)?.into()
+            }
+            RawVolume::Open(storage) => *storage,
+            RawVolume::HandedOver => open_file(&mut self.source, path, options)?.0.into(),
+        };
+        let identity = storage.as_file().map(identity_of).transpose()?;
+        if self.contains(identity) {
+            let what = "is the file of its own bitmaps";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(storage.name()));
+        }
+        self.data_files.extend(identity);
+        if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {
+            lock(file, options.access)?;
+        }
         disk.with_data(storage)
     }
 

@@ -23,6 +23,9 @@ pub async fn changed_since(name: &Path, disk: &ImageDisk, bitmap: &str) -> Resul
     let Location::Nbd { uri, reconnect } = Location::of(name)? else {
         return disk.bitmaps().copy(bitmap, least).await;
     };
+    if disk.has_sidecar() {
+        return disk.bitmaps().copy(bitmap, least).await;
+    }
     let told = NbdStorage::connect_for_bitmap(uri, reconnect, bitmap).await?;
     let map = DirtyMap::new(disk.size(), least.max(MIN_GRANULARITY))?;
     let mut rest = ByteRange::between(0, disk.size());

@@ -1,5 +1,6 @@
 //! How an image on the host is opened: format, access, cache mode, lock.
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use blockhouse_core::Durability;
@@ -158,6 +159,29 @@ pub struct ImageOptions {
     pub secrets: Secrets,
     /// The part of its file that the image is in, which is only read then.
     pub part: Option<FilePart>,
+    /// Whether its backing file is read.
+    pub backing_use: BackingUse,
+    /// Where the bitmaps of a raw image are, if not beside it.
+    pub side_file: Option<SideFile>,
+}
+
+/// What becomes of the backing file that an image names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackingUse {
+    /// It is opened.
+    #[default]
+    Followed,
+    /// It is left out: what the image does not have reads as zeros, and block status tells it from data.
+    LeftOut,
+}
+
+/// Where the bitmaps of a raw image or volume are that has no room for them, if that is not beside it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SideFile {
+    /// The file, or a folder in which it is named after the image.
+    pub path: PathBuf,
+    /// Whether nobody else writes to the volume, in the user's word: it counts where nothing tells otherwise.
+    pub is_alone: bool,
 }
 
 /// A part of a file: a disk in an archive.
@@ -213,7 +237,7 @@ impl ImageOptions {
 
 impl Default for ImageOptions {
     /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked,
-    /// no state, no allowed paths, no secrets.
+    /// no state, no allowed paths, no secrets, bitmaps beside it.
     fn default() -> Self {
         Self {
             format: None,
@@ -230,6 +254,8 @@ impl Default for ImageOptions {
             remote_backing: RemoteBacking::Refused,
             secrets: Secrets::default(),
             part: None,
+            backing_use: BackingUse::Followed,
+            side_file: None,
         }
     }
 }

@@ -3,22 +3,27 @@
 //! Guarantee: a crash leaves the whole of it or none. What it is made of has a name of its own until it is durable; what an
 //! earlier attempt left under that name is removed, while the image is locked.
 
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
-use blockhouse_engine::{HostFile, OpenMode, PageCache};
+use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::{self, Sidecar};
-use blockhouse_storage::Location;
+use blockhouse_storage::{ImageStorage, Location};
 
 use super::create::{create, format_by_name, part_of, remove_created, rename_finished};
 use super::durable_rename::{IfExists, keep_rights, sync_folder};
+use super::handed_over::Files;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
+use super::open_location::open_location;
 use super::restore::{Clock, clock_of};
-use super::sidecar::{Found, find, identity, is_file, open_found, sidecar_of};
+use super::sidecar::{
+    Found, RawImage, close_volume, find, identity, is_file, open_found, place_of,
+};
+use super::volume::Volume;
 use crate::options::Access;
 
 /// Makes the sidecar of a raw image, without bitmaps, durably, unless it has one that belongs to it: whether it made one.
@@ -26,44 +31,89 @@ use crate::options::Access;
 ///
 /// # Errors
 /// `InvalidInput` for a sidecar that does not belong to the image, and for an image that is not in whole sectors;
-/// `Unsupported` for one that is no file; `Locked`; the host's.
+/// `Unsupported` for one that is no file, where the user does not say where the sidecar is; `Locked`; the host's.
 pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<bool> {
-    let path = match (find(image, options).await?, Location::of(image)?) {
-        (Found::Belongs { .. }, _) => return Ok(false),
-        (Found::Strange(why), _) => return Err(why),
-        (Found::Nothing, Location::File(path)) => path,
-        (Found::Nothing, _) => return Ok(false),
-    };
-    if options.format.unwrap_or_else(|| format_by_name(&path)) != ImageFormat::Raw {
-        return Ok(false);
+    if !is_raw(image, options) {
+        return match &options.side_file {
+            // A folder is for those of several images that have none of their own.
+            Some(side) if !side.path.is_dir() => {
+                let what = "has no use for a file of bitmaps: only raw images have";
+                let error = Error::new(ErrorKind::InvalidInput, what);
+                Err(error.on(&image.display().to_string()).hint("leave --bitmaps out"))
+            }
+            _ => Ok(false),
+        };
     }
-    let disk = HostFile::open(&path, options.open_mode(), PageCache::Used)?;
-    if !is_file(&path) {
-        let what = "a raw image has bitmaps only where it is a file, and named by its own path";
+    match find(image, options).await? {
+        Found::Belongs { image: RawImage::Volume(_, volume), .. } => {
+            close_volume(volume).await?;
+            return Ok(false);
+        }
+        Found::Belongs { .. } => return Ok(false),
+        Found::Strange(why) => return Err(why),
+        Found::Nothing => {}
+    }
+    let volume = match Location::of(image)? {
+        Location::File(path) => open_to_lock(&path, options)?.into(),
+        _ if options.side_file.is_none() => return Ok(false),
+        _ => open_location(&mut Files::Host, image, options).await?.0,
+    };
+    let made = make_beside(image, &volume, options).await;
+    volume.close().await?;
+    made.map(|()| true)
+}
+
+/// As [`make_sidecar`], but only where there is no file in its place: of one that is there, opening the image says whether it is
+/// used.
+///
+/// # Errors
+/// As there.
+pub async fn make_missing_sidecar(image: &Path, options: &ImageOptions) -> Result<()> {
+    let is_there = is_raw(image, options) && place_of(image, options).symlink_metadata().is_ok();
+    if !is_there {
+        make_sidecar(image, options).await?;
+    }
+    Ok(())
+}
+
+fn is_raw(image: &Path, options: &ImageOptions) -> bool {
+    options.format.unwrap_or_else(|| format_by_name(image)) == ImageFormat::Raw
+}
+
+fn open_to_lock(path: &Path, options: &ImageOptions) -> Result<HostFile> {
+    let disk = HostFile::open(path, options.open_mode(), PageCache::Used)?;
+    if !is_file(path) && options.side_file.is_none() {
+        let what = "a raw image has bitmaps only where it is a file, and named by its own path, or --bitmaps says where they are";
         let error = Error::new(ErrorKind::Unsupported, what).on(disk.name());
         return Err(error.hint(
-            "name the file that a symbolic link leads to; a device needs a qcow2 image on it",
+            "name the file that a symbolic link leads to; of a device, a file for them: --bitmaps FILE",
         ));
     }
     if options.locking == Locking::Held {
         lock(&disk, Access::ReadWrite)?;
     }
-    if clock_of(&disk)? != Clock::ThisHost || disk.last_change().await?.is_none() {
+    Ok(disk)
+}
+
+async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions) -> Result<()> {
+    if let Some(file) = volume.as_file().filter(|file| file.kind() == FileKind::Regular)
+        && (clock_of(file)? != Clock::ThisHost || file.last_change().await?.is_none())
+    {
         let what = "its file system does not tell exactly when other programs have changed it";
-        let error = Error::new(ErrorKind::Unsupported, what).on(disk.name());
+        let error = Error::new(ErrorKind::Unsupported, what).on(file.name());
         return Err(error.hint("bitmaps of a raw image need that; use a qcow2 image"));
     }
-    let sidecar = sidecar_of(&path);
+    let sidecar = place_of(image, options);
     let part = part_of(&sidecar);
     if is_file(&part) {
         remove_created(&part).await;
     }
     create(&part, 0, ImageFormat::Raw).await?;
-    let finished = fill(&disk, &path, &part, &sidecar).await;
+    let finished = fill(volume, image, &part, &sidecar, options).await;
     if finished.is_err() {
         remove_created(&part).await;
     }
-    finished.map(|()| true)
+    finished
 }
 
 /// Removes the sidecar by which a raw image is open for writing and locked, if it has no bitmap: what it was made for has
@@ -71,33 +121,57 @@ pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<bool> 
 ///
 /// # Errors
 /// The host's.
-pub async fn remove_unused_sidecar(disk: &ImageDisk, image: &Path) -> Result<()> {
+pub async fn remove_unused_sidecar(
+    disk: &ImageDisk,
+    image: &Path,
+    options: &ImageOptions,
+) -> Result<()> {
     match disk.file().filter(|_| disk.has_sidecar()) {
-        Some(file) if disk.bitmaps().list().await?.is_empty() => remove_sidecar(image, file),
+        Some(file) if disk.bitmaps().list().await?.is_empty() => {
+            remove_sidecar(&place_of(image, options), file)
+        }
         _ => Ok(()),
     }
 }
 
-/// Removes the sidecar of an image, durably, which `file` is. Another file in its place stays.
+/// Removes the sidecar at this path, durably, which `file` is. Another file in its place stays.
 ///
 /// # Errors
 /// The host's.
-pub(super) fn remove_sidecar(image: &Path, file: &HostFile) -> Result<()> {
-    let sidecar = sidecar_of(image);
-    let (_, found) = open_found(&sidecar)?;
+pub(super) fn remove_sidecar(sidecar: &Path, file: &HostFile) -> Result<()> {
+    let (_, found) = open_found(sidecar)?;
     if identity(&found)? != identity(file)? {
         return Ok(());
     }
-    std::fs::remove_file(&sidecar)
+    std::fs::remove_file(sidecar)
         .map_err(|error| Error::host("cannot remove it", error).on(file.name()))?;
-    sync_folder(&sidecar)
+    sync_folder(sidecar)
 }
 
-async fn fill(disk: &HostFile, image: &Path, part: &Path, sidecar: &Path) -> Result<()> {
-    let name = image.file_name().unwrap_or_default().as_bytes().to_vec();
-    let made = Sidecar::create_options(disk.size(), name, identity(disk)?);
+/// How a sidecar names its image: beside it by the file's name, elsewhere by all that other programs need.
+fn name_of(image: &Path, options: &ImageOptions) -> Vec<u8> {
+    if options.side_file.is_none() {
+        return image.file_name().unwrap_or_default().as_bytes().to_vec();
+    }
+    let whole = match Location::of(image) {
+        Ok(Location::File(path)) => std::path::absolute(&path).unwrap_or(path),
+        _ => image.to_owned(),
+    };
+    whole.into_os_string().into_vec()
+}
+
+async fn fill(
+    volume: &ImageStorage,
+    image: &Path,
+    part: &Path,
+    sidecar: &Path,
+    options: &ImageOptions,
+) -> Result<()> {
+    let Volume { identity, size, .. } = Volume::of(volume).await?;
+    let made = Sidecar::create_options(size, name_of(image, options), identity);
     let storage = HostFile::open(part, OpenMode::ReadWrite, PageCache::Used)?;
-    qcow2::create_with(&storage, Some(disk), &made, &ToolProgress::default()).await?;
+    let storage = ImageStorage::from(storage);
+    qcow2::create_with(&storage, Some(volume), &made, &ToolProgress::default()).await?;
     // Users of the image may use its bitmaps.
     keep_rights(part, image)
         .map_err(|error| Error::host("cannot set its mode", error).on(storage.name()))?;

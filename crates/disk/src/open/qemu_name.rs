@@ -6,6 +6,8 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::IntoRawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
@@ -13,7 +15,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_format::{Backing, ImageFormat};
 use serde_json::Value;
 
-use super::image_options::FilePart;
+use super::image_options::{BackingUse, FilePart};
 
 /// The characters before an export's name in [`nbd_of`].
 const EXPORT: &str = ":exportname=";
@@ -31,6 +33,8 @@ pub struct QemuName {
     pub is_shared: bool,
     /// Whether it is not to be changed.
     pub is_read_only: bool,
+    /// Whether its backing file is left out.
+    pub backing_use: BackingUse,
 }
 
 impl QemuName {
@@ -52,6 +56,7 @@ impl QemuName {
             part: None,
             is_shared: false,
             is_read_only: false,
+            backing_use: BackingUse::Followed,
         }))
     }
 
@@ -139,6 +144,14 @@ impl Options {
         for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
             self.take(key);
         }
+        // JSON's null, and how it is written as an option.
+        let backing_use = match self.0.get("backing").map(String::as_str) {
+            Some("null" | "") => {
+                self.take("backing");
+                BackingUse::LeftOut
+            }
+            _ => BackingUse::Followed,
+        };
         if self.0.keys().any(|key| key == "header" || key.starts_with("header.")) {
             return Err(
                 "a LUKS header in another file is not read; cryptsetup opens such containers"
@@ -147,7 +160,9 @@ impl Options {
         }
         let (format, prefix) = match driver.as_deref() {
             // The bytes of the file or export themselves.
-            Some("file" | "host_device" | "nbd" | "rbd") => (Some(ImageFormat::Raw), ""),
+            Some("file" | "host_device" | "nbd" | "rbd" | "null-co") => {
+                (Some(ImageFormat::Raw), "")
+            }
             Some(name) => (Some(name.parse::<ImageFormat>()?), "file."),
             None => (None, "file."),
         };
@@ -180,6 +195,7 @@ impl Options {
             part,
             is_shared: locking.iter().any(|value| value == "off"),
             is_read_only: read_only.iter().any(|value| value == "on"),
+            backing_use,
         })
     }
 
@@ -210,6 +226,7 @@ impl Options {
             }
             (Some("nbd"), _) => self.nbd(prefix),
             (Some("rbd"), _) => self.rbd(prefix),
+            (Some("null-co"), None) => self.null(prefix),
             (Some(other @ ("file" | "host_device")), None) => {
                 Err(format!("the driver {other} needs {prefix}filename=PATH"))
             }
@@ -241,6 +258,26 @@ impl Options {
                 "the driver nbd needs {prefix}server.path=SOCKET, or {prefix}server.host=HOST"
             )),
         }
+    }
+
+    /// `size=SIZE,read-zeroes=on`: a disk of zeros, which is a file in memory that takes no space.
+    fn null(&mut self, prefix: &str) -> Result<PathBuf, String> {
+        const USUAL_SIZE: u64 = 1 << 30;
+        let size = match self.take(&format!("{prefix}size")) {
+            Some(text) => {
+                text.parse().map_err(|_| format!("'size={text}' is no number of bytes"))?
+            }
+            None => USUAL_SIZE,
+        };
+        if self.take(&format!("{prefix}read-zeroes")).as_deref() != Some("on") {
+            return Err("what is read of the driver null-co is not told; say read-zeroes=on".into());
+        }
+        let failed = |error: std::io::Error| format!("no memory for the driver null-co: {error}");
+        let file = rustix::fs::memfd_create("null-co", rustix::fs::MemfdFlags::CLOEXEC);
+        let file = File::from(file.map_err(|error| failed(error.into()))?);
+        file.set_len(size).map_err(failed)?;
+        // Open for as long as the process runs.
+        Ok(format!("/proc/self/fd/{}", file.into_raw_fd()).into())
     }
 
     /// `pool=POOL,image=IMAGE[,snapshot=NAME][,conf=FILE][,user=ID]`.
@@ -377,6 +414,18 @@ mod tests {
             assert_eq!(named.path, Path::new(r#"/it's "x""#), "{name}");
         }
         assert!(QemuName::of("json:{'driver':'raw").expect("a protocol").is_err());
+    }
+
+    #[test]
+    fn a_backing_file_is_left_out_by_null() {
+        let of = |backing: &str| {
+            let name = format!(r#"json:{{"driver":"qcow2","file":{{"filename":"a"}}{backing}}}"#);
+            QemuName::of(&name).expect("JSON")
+        };
+        let left_out = of(r#","backing":null"#).map(|named| named.backing_use);
+        assert_eq!(left_out, Ok(BackingUse::LeftOut));
+        assert_eq!(of("").map(|named| named.backing_use), Ok(BackingUse::Followed));
+        assert!(of(r#","backing":{"driver":"raw"}"#).is_err());
     }
 
     #[test]

@@ -1,24 +1,29 @@
-//! The sidecar of a raw image: `IMAGE.bitmaps` beside it, which has its persistent bitmaps.
+//! The sidecar of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside it or where the user says
+//! (`ImageOptions::side_file`).
 //!
 //! A raw image has no room for them. Its sidecar is a qcow2 image without data, whose data file is the raw image. A raw image that
-//! has one is opened through it, so all that holds for the bitmaps of qcow2 images holds for those of raw ones.
+//! has one is opened through it, so all that holds for the bitmaps of qcow2 images holds for those of raw ones. The raw image is
+//! a file, or where the user says where the sidecar is, also a block device, an image in Ceph or an export of another server: a
+//! *volume* (`volume`).
 //!
-//! Guarantee: a sidecar is used for the file that it was made for alone, and only if nothing has changed that without
-//! it. It *belongs* to an image where
+//! Guarantee: a sidecar is used for the volume that it was made for alone, and only if nothing has changed that without
+//! it. It *belongs* to a volume where
 //!
-//! - the image is the file that the sidecar was made for, by inode and birth, with the size that it
-//!   had, or the one that a process which died was giving it, or had given it before
-//!   (`DataFileMark::other_size`);
-//! - none of its bitmaps is enabled, or the image has the time of change (`ctime`, which no program can set) that the sidecar
-//!   noted when it was closed;
-//! - or the sidecar was not closed, because its server died: then the image was not changed after the last write that this
-//!   server noted in its state file; or the host has died with it, and what the server vouched for tells (`vouching`);
+//! - the volume is the one that the sidecar was made for, with the size that it had, or the one that a process which died was
+//!   giving it, or had given it before (`DataFileMark::other_size`);
+//! - none of its bitmaps is enabled, or the volume is as the sidecar noted when it was closed: by its time of change
+//!   (`ctime`, which no program can set), a device by the kernel's count of what was written to it;
+//! - or the sidecar was not closed, because its server died: then the volume was not changed after the last write that this
+//!   server noted in its state file, a device by no more than that server has sent; or the host has died with it, and what the
+//!   server vouched for tells (`vouching`);
+//! - or nothing tells whether the volume was changed, and the user says that nobody else writes to it;
 //! - the sidecar is owned by the image's owner, by this user or by root, and its file system has this host's clock.
 //!
-//! What is in doubt does not belong. Then the image is opened without bitmaps, and a warning says why. The time is looked at before
+//! What is in doubt does not belong. Then the image is opened without bitmaps, and a warning says why. The volume is looked at before
 //! the image is locked, and once more after, before anything tells later processes that the sidecar belongs ([`Route::confirm`]).
 //! The sidecar that was found is the one that is opened, whatever its path leads to by then. So is the image: the name of it in
-//! the sidecar was compared with the one that the user gave, and leads to no other file.
+//! the sidecar was compared with the one that the user gave, and leads to no other file; or what the user named is opened, whatever
+//! the sidecar names.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -28,10 +33,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{HostFile, OpenMode, PageCache};
+use blockhouse_engine::{DeviceWrites, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::Sidecar;
 use blockhouse_storage::{ImageStorage, Location};
+use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 
 use super::create::format_by_name;
@@ -40,7 +46,8 @@ use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
-use super::restore::{Clock, change_time, clock_of, find_state, identity_of, status_of};
+use super::restore::{find_state, identity_of, status_of};
+use super::volume::{Seen, Told, Volume, told_by_close};
 use super::vouching::is_vouched_for;
 use crate::options::Access;
 use crate::state::StateDir;
@@ -50,19 +57,63 @@ use crate::state::StateDir;
 /// is not noticed.
 const MAX_DELAY: Duration = Duration::from_millis(100);
 
-/// The path of an image's sidecar.
+/// What the name of a sidecar ends with.
+const SUFFIX: &str = ".bitmaps";
+
+/// The path of an image's sidecar that is beside it.
 pub(super) fn sidecar_of(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();
-    name.push(".bitmaps");
+    name.push(SUFFIX);
     name.into()
+}
+
+/// The path of the sidecar of an image that is opened so.
+pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
+    match &options.side_file {
+        None => sidecar_of(image),
+        Some(side) if side.path.is_dir() => side.path.join(name_in_folder(image)),
+        Some(side) => side.path.clone(),
+    }
+}
+
+/// How the sidecar of an image is called in a folder of sidecars: by its whole name, with `!` in place of `/`.
+fn name_in_folder(image: &Path) -> PathBuf {
+    let whole = match Location::of(image) {
+        Ok(Location::File(path)) => std::path::absolute(&path).unwrap_or(path),
+        _ => image.to_owned(),
+    };
+    let bytes = whole.as_os_str().as_bytes();
+    let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
+    let mut name: Vec<u8> =
+        bytes.iter().map(|&byte| if byte == b'/' { b'!' } else { byte }).collect();
+    name.extend_from_slice(SUFFIX.as_bytes());
+    OsStr::from_bytes(&name).into()
+}
+
+/// A raw image that was found, by which it is opened as the data of its sidecar.
+pub(super) enum RawImage {
+    /// The file that the sidecar names.
+    Named(OwnedFd),
+    /// What the user named, whatever the sidecar names: by this name in messages.
+    Volume(PathBuf, RawVolume),
+}
+
+/// Where a volume comes from.
+pub(super) enum RawVolume {
+    /// A file or device of this host, to be opened.
+    Found(OwnedFd),
+    /// It is open.
+    Open(Box<ImageStorage>),
+    /// Another process hands it over.
+    HandedOver,
 }
 
 /// Whether an image is opened through a sidecar.
 pub(super) enum Found {
-    /// It is not raw, no file, or has none.
+    /// It is not raw, or has none.
     Nothing,
-    /// Through this one, which is `file`. The image itself is `image`, and was changed for the last time at `seen`.
-    Belongs { sidecar: PathBuf, file: OwnedFd, image: OwnedFd, seen: Duration },
+    /// Through this one, which is `file`. The image itself is `image`, and was as in `seen`.
+    Belongs { sidecar: PathBuf, file: OwnedFd, image: RawImage, seen: Seen },
     /// It has one that is not used: why.
     Strange(Error),
 }
@@ -70,21 +121,27 @@ pub(super) enum Found {
 /// The sidecar of an image that is to be opened.
 ///
 /// # Errors
-/// The host's.
+/// The host's, or those of the server or cluster that has the image.
 pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> {
-    let Location::File(image) = Location::of(image)? else { return Ok(Found::Nothing) };
-    let format = options.format.unwrap_or_else(|| format_by_name(&image));
-    if format != ImageFormat::Raw {
+    let location = Location::of(image)?;
+    let format = options.format.unwrap_or_else(|| format_by_name(image));
+    if format != ImageFormat::Raw || options.part.is_some() {
         return Ok(Found::Nothing);
     }
-    if let Some(why) = behind_link(&image) {
+    let path = place_of(image, options);
+    let is_elsewhere = options.side_file.is_some();
+    if let (Location::File(image), false) = (&location, is_elsewhere)
+        && let Some(why) = behind_link(image)
+    {
         return Ok(Found::Strange(why));
     }
-    let path = sidecar_of(&image);
-    if !is_file(&image) || !is_file(&path) {
+    let is_there = match &location {
+        Location::File(image) if !is_elsewhere => is_file(image) && is_file(&path),
+        _ => is_elsewhere && is_file(&path),
+    };
+    if !is_there {
         return Ok(Found::Nothing);
     }
-    let (raw, disk) = open_found(&image)?;
     let (found, file) = match open_found(&path) {
         Ok(opened) => opened,
         Err(error) if options.access == Access::ReadOnly => {
@@ -96,14 +153,66 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
             return Err(error.hint(hint));
         }
     };
-    let seen = change_time(&status_of(&disk)?);
-    Ok(match check(&image, (&disk, seen), &file, options).await? {
-        None => Found::Belongs { sidecar: path, file: found, image: raw, seen },
-        Some(why) => Found::Strange(
-            unused(&format!("{}: {why}", path.display()))
-                .hint("remove that file, add a bitmap, and make a full backup"),
-        ),
-    })
+    let (raw, volume, owner) = open_volume(image, &location, options).await?;
+    let is_named = !is_elsewhere;
+    let checked = check(is_named.then_some(image), (&volume, owner), &file, options).await;
+    let why = match checked {
+        Ok(None) => {
+            let raw = match raw {
+                RawVolume::Found(file) if is_named => RawImage::Named(file),
+                raw => RawImage::Volume(image.to_owned(), raw),
+            };
+            return Ok(Found::Belongs {
+                sidecar: path,
+                file: found,
+                image: raw,
+                seen: volume.seen,
+            });
+        }
+        why => why,
+    };
+    close_volume(raw).await?;
+    let why = why?.unwrap_or_default();
+    Ok(Found::Strange(
+        unused(&format!("{}: {why}", path.display()))
+            .hint("remove that file, add a bitmap, and make a full backup"),
+    ))
+}
+
+/// Opens a volume, says what it is, and whose.
+async fn open_volume(
+    image: &Path,
+    location: &Location,
+    options: &ImageOptions,
+) -> Result<(RawVolume, Volume, Option<u32>)> {
+    match location {
+        Location::File(path) => {
+            // Where the sidecar is beside it, no link leads to it.
+            let path = match options.side_file {
+                None => Cow::Borrowed(path),
+                Some(_) => Cow::Owned(path.canonicalize().map_err(|error| {
+                    Error::host("cannot open", error).on(&path.display().to_string())
+                })?),
+            };
+            let (found, file) = open_found(&path)?;
+            let owner = status_of(&file)?.st_uid;
+            let volume = Volume::of_file(&file)?;
+            Ok((RawVolume::Found(found), volume, Some(owner)))
+        }
+        Location::Nbd { .. } | Location::Rbd(_) => {
+            let (storage, _) = open_location(&mut Files::Host, image, options).await?;
+            let volume = Volume::of(&storage).await?;
+            Ok((RawVolume::Open(Box::new(storage)), volume, None))
+        }
+    }
+}
+
+/// Closes a volume that is not used.
+pub(super) async fn close_volume(volume: RawVolume) -> Result<()> {
+    match volume {
+        RawVolume::Open(storage) => storage.close().await,
+        RawVolume::Found(_) | RawVolume::HandedOver => Ok(()),
+    }
 }
 
 /// Opens an image or its sidecar, which no symbolic link leads to: to be opened again, and for reading.
@@ -146,10 +255,10 @@ pub(super) struct Route<'a> {
 enum Through {
     /// The image's own file.
     Itself,
-    /// A sidecar that was found to belong to an image with this time of change.
-    Sidecar { file: OwnedFd, image: OwnedFd, seen: Duration },
-    /// One that another process has found to belong, and has open.
-    HandedOver,
+    /// A sidecar that was found to belong to an image, which was as in `seen`.
+    Sidecar { file: OwnedFd, image: Mutex<Option<RawImage>>, seen: Seen },
+    /// One that another process has found to belong, and has open: by this name, if the sidecar is not beside its image.
+    HandedOver(Option<PathBuf>),
 }
 
 /// # Errors
@@ -162,6 +271,7 @@ pub(super) async fn route<'a>(
     let (sidecar, through) = match files {
         Files::Host => match find(image, options).await? {
             Found::Belongs { sidecar, file, image, seen } => {
+                let image = Mutex::new(Some(image));
                 (Some(sidecar), Through::Sidecar { file, image, seen })
             }
             Found::Strange(why) => {
@@ -171,9 +281,10 @@ pub(super) async fn route<'a>(
             Found::Nothing => (None, Through::Itself),
         },
         Files::HandedOver(_) => {
-            let path = sidecar_of(image);
+            let path = place_of(image, options);
+            let name = options.side_file.is_some().then(|| image.to_owned());
             match files.is_next(&path) {
-                true => (Some(path), Through::HandedOver),
+                true => (Some(path), Through::HandedOver(name)),
                 false => (None, Through::Itself),
             }
         }
@@ -207,17 +318,18 @@ impl<'a> Route<'a> {
         Ok((file.into(), Some(identity)))
     }
 
-    /// The raw image that the user named, where a sidecar was found to belong to it. `disk` is what was opened, without a data
-    /// file.
+    /// The raw image that the user named, where a sidecar was found to belong to it, once. `disk` is what was opened, without a
+    /// data file.
     ///
     /// # Errors
     /// `InvalidInput` where a sidecar is opened for writing by its own name: nothing has found out whether it belongs to its
-    /// image. The host's.
-    pub(super) fn raw_image(&self, disk: &ImageDisk) -> Result<Option<OwnedFd>> {
+    /// image.
+    pub(super) fn raw_image(&self, disk: &ImageDisk) -> Result<Option<RawImage>> {
         match &self.through {
-            Through::Sidecar { image, .. } => image.try_clone().map(Some).map_err(|error| {
-                Error::host("cannot open the image that it belongs to", error).on(disk.name())
-            }),
+            Through::Sidecar { image, .. } => Ok(image.lock().take()),
+            Through::HandedOver(name) => {
+                Ok(name.as_ref().map(|name| RawImage::Volume(name.clone(), RawVolume::HandedOver)))
+            }
             Through::Itself
                 if self.options.access == Access::ReadWrite
                     && disk.format().sidecar_mark().is_some() =>
@@ -226,9 +338,9 @@ impl<'a> Route<'a> {
                     "holds the bitmaps of a raw image, and is changed together with it alone";
                 Err(Error::new(ErrorKind::InvalidInput, what)
                     .on(disk.name())
-                    .hint("name the raw image instead: the same path without '.bitmaps'"))
+                    .hint("name the raw image instead: the same path without '.bitmaps', or what --bitmaps goes with"))
             }
-            Through::Itself | Through::HandedOver => Ok(None),
+            Through::Itself => Ok(None),
         }
     }
 
@@ -236,39 +348,31 @@ impl<'a> Route<'a> {
     ///
     /// # Errors
     /// `InvalidInput` where another program has changed or replaced the image meanwhile. The host's.
-    pub(super) fn confirm(&self, disk: &ImageDisk) -> Result<()> {
+    pub(super) async fn confirm(&self, disk: &ImageDisk) -> Result<()> {
+        let Through::Sidecar { seen, .. } = &self.through else { return Ok(()) };
         let refuse = |what: &str| {
             let error = Error::new(ErrorKind::InvalidInput, what.to_owned());
             Err(error.on(disk.name()).hint("try again"))
         };
-        match (&self.through, disk.format().sidecar_mark()) {
-            (Through::Itself | Through::HandedOver, _) => Ok(()),
-            (Through::Sidecar { seen, .. }, Some(mark)) => {
-                let file = disk.format().data().storage().as_file();
-                let is_it = match file.filter(|_| disk.format().is_fully_allocated()) {
-                    Some(file) => {
-                        let is_unchanged = self.options.locking == Locking::None
-                            || change_time(&status_of(file)?) == *seen;
-                        is_unchanged && identity(file)? == mark.identity
-                    }
-                    None => false,
-                };
-                if is_it {
-                    return Ok(());
-                }
-                refuse("another program has changed the image while it was opened")
-            }
-            (Through::Sidecar { .. }, None) => {
-                refuse("another program has changed the file while it was opened")
-            }
+        let Some(mark) = disk.format().sidecar_mark() else {
+            return refuse("another program has changed the file while it was opened");
+        };
+        let is_it = disk.format().is_fully_allocated() && {
+            let volume = Volume::of(disk.format().data().storage()).await?;
+            let is_unchanged = self.options.locking == Locking::None || volume.seen == *seen;
+            is_unchanged && volume.identity == mark.identity
+        };
+        match is_it {
+            true => Ok(()),
+            false => refuse("another program has changed the image while it was opened"),
         }
     }
 }
 
-/// Why a sidecar does not belong to an image, which was changed for the last time at `changed`.
+/// Why a sidecar does not belong to a volume of this owner, whose file it names if it has a `name`.
 async fn check(
-    image: &Path,
-    (disk, changed): (&HostFile, Duration),
+    named: Option<&Path>,
+    (volume, owned_by): (&Volume, Option<u32>),
     file: &HostFile,
     options: &ImageOptions,
 ) -> Result<Option<String>> {
@@ -281,33 +385,59 @@ async fn check(
         Err(error) => return Err(error),
     };
     let owner = status_of(file)?.st_uid;
-    let owners = [status_of(disk)?.st_uid, rustix::process::geteuid().as_raw(), 0];
-    if !owners.contains(&owner) {
+    let owners = [owned_by, Some(rustix::process::geteuid().as_raw()), Some(0)];
+    if !owners.contains(&Some(owner)) {
         return Ok(Some("is owned by another user than the image".into()));
     }
-    let name = image.file_name().map(OsStr::as_bytes);
-    if name != Some(&sidecar.name) || identity(disk)? != sidecar.identity {
-        return Ok(Some("belongs to another file, or to one that was replaced".into()));
+    let has_name =
+        named.is_none_or(|image| image.file_name().map(OsStr::as_bytes) == Some(&sidecar.name));
+    if !has_name || volume.identity != sidecar.identity {
+        let what = match named {
+            Some(_) => "belongs to another file, or to one that was replaced",
+            None => "belongs to another volume, or to one that was replaced",
+        };
+        return Ok(Some(what.into()));
     }
-    if disk.size() != sidecar.size && Some(disk.size()) != sidecar.other_size {
-        let (size, wanted) = (disk.size(), sidecar.size);
+    if volume.size != sidecar.size && Some(volume.size) != sidecar.other_size {
+        let (size, wanted) = (volume.size, sidecar.size);
         return Ok(Some(format!("is of a disk of {wanted} bytes, and the image has {size}")));
     }
+    let is_alone = options.side_file.as_ref().is_some_and(|side| side.is_alone);
+    Ok(match told(&sidecar, volume.seen, file, options)? {
+        Told::Unchanged => None,
+        Told::Nothing if is_alone => None,
+        Told::Nothing if named.is_none() => Some(
+            "may lack changes: nothing tells whether the volume was changed without it \
+             (--trust-bitmaps says that nobody else writes to it)"
+                .into(),
+        ),
+        Told::Nothing | Told::Changed => Some(
+            "may lack changes: the image was changed without it, or nothing tells that it was not"
+                .into(),
+        ),
+    })
+}
+
+/// What is known of changes of a volume, which is as in `seen`, that its sidecar lacks.
+fn told(sidecar: &Sidecar, seen: Seen, file: &HostFile, options: &ImageOptions) -> Result<Told> {
+    if !sidecar.has_enabled {
+        return Ok(Told::Unchanged);
+    }
+    if !sidecar.is_live {
+        return Ok(told_by_close(sidecar.changed, seen));
+    }
     // A server that has the image open changes it, and records that.
-    let is_shared = options.locking == Locking::None && is_being_written(file);
-    let is_told = clock_of(disk)? == Clock::ThisHost;
-    let is_unchanged = match (sidecar.has_enabled, sidecar.is_live) {
-        (false, _) => true,
-        (true, false) => is_told && changed == sidecar.changed,
-        (true, true) => {
-            let is_left = || is_as_left(changed, file, options.state.directory());
-            is_shared || is_told && (is_left()? || is_vouched_for(changed, sidecar.voucher))
+    if options.locking == Locking::None && is_being_written(file) {
+        return Ok(Told::Unchanged);
+    }
+    let dir = options.state.directory();
+    Ok(match seen {
+        Seen::Time(changed) => {
+            Told::of(is_as_left(changed, file, dir)? || is_vouched_for(changed, sidecar.voucher))
         }
-    };
-    Ok((!is_unchanged).then(|| {
-        "may lack changes: the image was changed without it, or nothing tells that it was not"
-            .into()
-    }))
+        Seen::Writes(writes) => told_by_state(writes.as_secs(), file, dir)?,
+        Seen::Unknown => Told::Nothing,
+    })
 }
 
 /// Whether an image is as the server left it that died while it recorded changes, as far as its state file tells.
@@ -316,6 +446,15 @@ fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Res
         let last_write = Duration::from_nanos(state.page().last_data_write());
         changed <= last_write + MAX_DELAY
     }))
+}
+
+/// The same of a device: whether more was written to it than that server has sent.
+fn told_by_state(now: u64, file: &HostFile, dir: Option<&StateDir>) -> Result<Told> {
+    let sent = find_state(file, dir)?.map_or(0, |state| state.page().device_writes());
+    Ok(match sent != 0 && DeviceWrites::is_same_era(sent, now) {
+        true => Told::of(now <= sent),
+        false => Told::Nothing,
+    })
 }
 
 /// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.

@@ -23,7 +23,7 @@ use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::make_sidecar::{make_sidecar, remove_sidecar};
 use super::restore::Restore;
-use super::sidecar::{identity, open_found, sidecar_of};
+use super::sidecar::{identity, open_found, place_of};
 use crate::disk::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
@@ -63,7 +63,7 @@ pub async fn start_recording(
     let is_new = make_sidecar(image, &unlocked).await?;
     let recorded = record_beside(disk, served, image, options).await;
     if recorded.is_err() && is_new {
-        remove_created(&sidecar_of(image)).await;
+        remove_created(&place_of(image, options)).await;
     }
     recorded
 }
@@ -133,7 +133,7 @@ pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptio
     if let Err(error) = replaced.close().await {
         tracing::warn!("{error}");
     }
-    remove_sidecar(image, sidecar)
+    remove_sidecar(&place_of(image, options), sidecar)
 }
 
 fn identity_at(image: &Path) -> Result<[u8; 16]> {
@@ -147,7 +147,8 @@ async fn open_beside(
     image: &Path,
     options: &ImageOptions,
 ) -> Result<(ImageDisk, Restore)> {
-    let path = sidecar_of(image);
+    let path = place_of(image, options);
+    let is_beside = options.side_file.is_none();
     let options = ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() };
     let (found, _) = open_found(&path)?;
     let (mode, cache) = (options.open_mode(), options.cache.page_cache());
@@ -171,7 +172,10 @@ async fn open_beside(
     }
     // As the sidecar names it: so does the process that goes on with the image after an upgrade.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
-    let name = path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name));
+    let name = match is_beside {
+        true => path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name)),
+        false => image.to_owned(),
+    };
     let data = served.share(&name, mode)?;
     Ok((opened.with_data(data.into())?, restore))
 }

@@ -28,6 +28,11 @@ impl Secrets {
         self.0.is_empty()
     }
 
+    /// All of them.
+    pub(super) fn all(&self) -> &[Arc<Secret>] {
+        &self.0
+    }
+
     /// The header of LUKS for a new image, which the secret of this index opens in about `time`: see [`create_header`].
     ///
     /// # Errors

@@ -3,13 +3,15 @@
 //! - When the image was written to for the last time. A file that was modified later was changed by another
 //!   program, and the redo log does not fit it any more. The same of its data file, apart: the redo log is of the image alone, and the
 //!   bitmaps of a raw disk are of the data file (`open/sidecar`).
+//! - How many sectors were sent to the block device that is the data file, before they are sent: what the kernel counts beyond is
+//!   another program's.
 //! - The first failed flush. The kernel reports it once, so the next process would not hear of it.
 //!
 //! A write costs two reads of the coarse clock, which are no system calls, and a store for each tick of it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use blockhouse_core::Error;
+use blockhouse_core::{ByteRange, Error};
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -22,17 +24,25 @@ pub(crate) struct FlushRecord {
     file: TrackedFile,
     /// The last time that was stored, so that the page is written to once for each tick of the clock.
     stamped: AtomicU64,
+    /// Whether sectors are counted.
+    is_counting: AtomicBool,
 }
 
 impl FlushRecord {
     pub(crate) fn new(page: StatePage, file: TrackedFile) -> Self {
-        Self { page: Mutex::new(page), file, stamped: AtomicU64::new(0) }
+        let is_counting = AtomicBool::new(Self::counts(&page, file));
+        Self { page: Mutex::new(page), file, stamped: AtomicU64::new(0), is_counting }
+    }
+
+    fn counts(page: &StatePage, file: TrackedFile) -> bool {
+        file == TrackedFile::Data && page.device_writes() != 0
     }
 
     /// Goes on in another state file.
     pub(crate) fn move_to(&self, page: StatePage) {
         let last = self.stamped.load(Ordering::Relaxed).max(page.last_write_to(self.file));
         page.set_last_write_to(self.file, last);
+        self.is_counting.store(Self::counts(&page, self.file), Ordering::Relaxed);
         *self.page.lock() = page;
     }
 
@@ -43,6 +53,16 @@ impl FlushRecord {
             self.stamped.store(now, Ordering::Relaxed);
             self.page.lock().set_last_write_to(self.file, now);
         }
+    }
+
+    /// These bytes are about to be sent to the file, whose blocks have `block` bytes.
+    pub(crate) fn count(&self, range: ByteRange, block: u64) {
+        if !self.is_counting.load(Ordering::Relaxed) {
+            return;
+        }
+        let sectors = sectors_of(range, block);
+        let page = self.page.lock();
+        page.set_device_writes(page.device_writes().wrapping_add(sectors));
     }
 
     /// Keeps the failure of a flush, unless there is one already.
@@ -56,6 +76,16 @@ impl FlushRecord {
         let what = "a flush failed before the server's process ended";
         Some(Error::host(what, std::io::Error::from_raw_os_error(errno)))
     }
+}
+
+/// Sectors that the kernel counts when a range is written, at most: through its page cache (blocks of one byte) it writes whole
+/// pages.
+fn sectors_of(range: ByteRange, block: u64) -> u64 {
+    const SECTOR: u64 = 512;
+    const PAGE: u64 = 4096;
+    let block = if block < SECTOR { PAGE } else { block };
+    let (start, end) = (range.offset() / block, range.end().div_ceil(block));
+    (end - start) * block / SECTOR
 }
 
 /// The time by the clock of file systems, in nanoseconds since the Unix epoch.
@@ -85,6 +115,28 @@ mod tests {
         assert!(is_recent(page.last_data_write()));
         FlushRecord::new(page.clone(), TrackedFile::Image).stamp();
         assert!(is_recent(page.last_write()));
+    }
+
+    #[test]
+    fn sectors_are_counted_where_a_count_began() {
+        let page = StatePage::create(memory(512), &owner());
+        let range = ByteRange::between(1000, 1024);
+        FlushRecord::new(page.clone(), TrackedFile::Data).count(range, 1);
+        assert_eq!(page.device_writes(), 0, "nothing is counted");
+        page.set_device_writes(7 << 40);
+        let [image, data] = [TrackedFile::Image, TrackedFile::Data]
+            .map(|file| FlushRecord::new(page.clone(), file));
+        image.count(range, 512);
+        assert_eq!(page.device_writes(), 7 << 40, "the other file");
+        for (block, sectors) in [(512, 1), (1, 8), (4096, 8)] {
+            let before = page.device_writes();
+            data.count(range, block);
+            assert_eq!(page.device_writes() - before, sectors, "{block}");
+        }
+        let new = StatePage::create(memory(512), &owner());
+        data.move_to(new.clone());
+        data.count(range, 512);
+        assert_eq!(new.device_writes(), 0, "the new one counts nothing");
     }
 
     #[test]

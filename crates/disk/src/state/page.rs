@@ -32,6 +32,7 @@ const LAST_WRITE_WORD: usize = 7;
 const FAILURE_WORDS: [usize; 2] = [8, 9];
 const CLEAN_WORD: usize = 10;
 const LAST_DATA_WRITE_WORD: usize = 11;
+const DEVICE_WRITES_WORD: usize = 12;
 const MODIFIED_BEFORE_WORD: usize = 13;
 const OPENED_WORD: usize = 14;
 const PATH_LENGTH_WORD: usize = 15;
@@ -140,6 +141,17 @@ impl StatePage {
     pub(crate) fn raise_last_data_write(&self, nanoseconds: u64) {
         let last = self.last_data_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Data, last);
+    }
+
+    /// How much may have been written to the block device that is the data file, if nobody else has written to it: a word of
+    /// [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 where that is not counted.
+    pub(crate) fn device_writes(&self) -> u64 {
+        self.memory.load(DEVICE_WRITES_WORD)
+    }
+
+    /// Notes it.
+    pub(crate) fn set_device_writes(&self, word: u64) {
+        self.memory.store(DEVICE_WRITES_WORD, word);
     }
 
     /// When the file of the image had been modified before it was opened, by the clock of its file system; 0 where it

@@ -22,6 +22,6 @@ pub use compare::{CompareJob, first_status_difference};
 pub use convert::{CopyJob, CopyOptions, CopyProgress, TargetContent};
 pub use incomplete_mark::{MARK_BYTES, check_not_marked, mark_incomplete};
 pub use range_copy::RangeCopy;
-pub use rebase::{prepare_rebase, set_backing_file};
+pub use rebase::{Compress, prepare_rebase, set_backing_file};
 pub use stream_copy::{STREAM_PIECE, StreamOptions, copy_stream};
 pub use take_space::take_space;

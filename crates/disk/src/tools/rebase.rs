@@ -13,20 +13,31 @@ use super::chunks::{for_each_in_flight, make_zeros};
 use super::convert::read;
 use super::scan::{Chunk, StatusScan};
 use crate::disk::Disk;
+use crate::write::CompressResult;
 
 /// Bytes that are compared and copied as a whole where clusters are smaller.
 const MIN_UNIT: u64 = 64 << 10;
 /// Bytes of a chunk of the scan where clusters are smaller.
 const MIN_CHUNK: u64 = 1 << 20;
 
+/// How copied clusters are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compress {
+    /// As they are.
+    Nothing,
+    /// Whole ones compressed, where that saves something.
+    Clusters,
+}
+
 /// Copies into `disk` what it would read otherwise if `new` were its backing file; with `None`, what it
-/// would lose if it had none. Durable when it returns. No other request may be in flight.
+/// would lose if it had none. With [`Compress::Clusters`] the image has to have compressed clusters. Durable when it returns. No other request may be in flight.
 ///
 /// # Errors
 /// `ReadOnly`, or what a storage answered; the content is the same as before in any case.
 pub async fn prepare_rebase<S: Storage>(
     disk: &Disk<S>,
     new: Option<&Disk<S>>,
+    compress: Compress,
     progress: &ToolProgress,
 ) -> Result<()> {
     disk.check_access(0)?;
@@ -44,7 +55,7 @@ pub async fn prepare_rebase<S: Storage>(
     });
     for_each_in_flight(chunks, async |chunk: Chunk| {
         let end = chunk.range.end();
-        keep_chunk(disk, new, chunk).await?;
+        keep_chunk(disk, new, compress, chunk).await?;
         progress.reach(end);
         Ok(())
     })
@@ -64,7 +75,12 @@ pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backin
 }
 
 /// Copies of a chunk what the disk leaves to its backing file.
-async fn keep_chunk<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>, chunk: Chunk) -> Result<()> {
+async fn keep_chunk<S: Storage>(
+    disk: &Disk<S>,
+    new: Option<&Disk<S>>,
+    compress: Compress,
+    chunk: Chunk,
+) -> Result<()> {
     let mut rest = chunk.range;
     while !rest.is_empty() {
         let extent = disk.format().map(rest, Intent::Read).await?;
@@ -72,20 +88,29 @@ async fn keep_chunk<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>, chunk: Ch
         let part = chunk.part(extent.guest);
         let is_of_backing = matches!(extent.state, ExtentState::Hole | ExtentState::Backing);
         if is_of_backing && !part.data.is_empty() {
-            keep_part(disk, new, &part).await?;
+            keep_part(disk, new, compress, &part).await?;
         }
     }
     Ok(())
 }
 
-async fn keep_part<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>, part: &Chunk) -> Result<()> {
+async fn keep_part<S: Storage>(
+    disk: &Disk<S>,
+    new: Option<&Disk<S>>,
+    compress: Compress,
+    part: &Chunk,
+) -> Result<()> {
     let [mut old, mut other] = [(); 2].map(|()| Buffer::new(part.range.length() as usize));
     read(disk, part, &mut old).await?;
     match new {
         Some(new) => read(new, part, &mut other).await?,
         None => other.bytes_mut().fill(0),
     }
-    let unit = disk.cluster_size().unwrap_or(MIN_UNIT).max(MIN_UNIT);
+    let cluster = disk.cluster_size().unwrap_or(MIN_UNIT);
+    let unit = match compress {
+        Compress::Nothing => cluster.max(MIN_UNIT),
+        Compress::Clusters => cluster,
+    };
     let mut rest = part.range;
     while !rest.is_empty() {
         let range = rest.truncate(unit - rest.offset() % unit);
@@ -98,6 +123,15 @@ async fn keep_part<S: Storage>(disk: &Disk<S>, new: Option<&Disk<S>>, part: &Chu
         }
         if wanted.iter().all(|&byte| byte == 0) {
             make_zeros(disk, range).await?;
+            continue;
+        }
+        let is_whole = range.offset().is_multiple_of(cluster)
+            && (range.length() == cluster || range.end() == disk.size());
+        if compress == Compress::Clusters
+            && is_whole
+            && disk.write_compressed(range.offset(), wanted).await?
+                != CompressResult::Incompressible
+        {
             continue;
         }
         let mut copy = Buffer::new(wanted.len());

@@ -8,8 +8,8 @@ use blockhouse_core::{
     Alignment, Buffer, Durability, ErrorKind, Fallback, Fua, Request, Result, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    Access, AfterCommit, Amendments, Backing, Disk, ImageFormat, Options, amend, commit_overlay,
-    prepare_rebase, set_backing_file,
+    Access, AfterCommit, Amendments, Backing, Compress, Disk, ImageFormat, Options, amend,
+    commit_overlay, prepare_rebase, set_backing_file,
 };
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
@@ -197,7 +197,13 @@ fn rebase(seed: u64) -> Result<Report, String> {
         let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
         let disk = disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?));
         let new = Disk::raw(new, READ_ONLY)?;
-        prepare_rebase(&disk, backing.as_ref().map(|_| &new), &ToolProgress::default()).await?;
+        prepare_rebase(
+            &disk,
+            backing.as_ref().map(|_| &new),
+            Compress::Nothing,
+            &ToolProgress::default(),
+        )
+        .await?;
         set_backing_file(&disk, backing).await?;
         disk.close().await
     };

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Request, Result, ToolProgress};
 use blockhouse_disk::{
-    AfterCommit, CompareJob, CopyJob, CopyOptions, Disk, ImageFormat, Options, TargetContent,
-    commit_overlay, prepare_rebase,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, Disk, ImageFormat, Options,
+    TargetContent, commit_overlay, prepare_rebase,
 };
 use blockhouse_format::qcow2::{
     self, Backing, Compression, CreateOptions, Preallocation, Switch, Version,
@@ -405,7 +405,7 @@ fn holes_of_the_host_file_below_mapped_clusters_are_not_read() {
         assert_eq!(reads_and_questions(&other_file), (64 << 10, 3), "compare");
 
         let top = overlay(&inner, &one).await;
-        prepare_rebase(&top, Some(&other), &ToolProgress::default())
+        prepare_rebase(&top, Some(&other), Compress::Nothing, &ToolProgress::default())
             .await
             .expect("nothing fails here");
         assert_eq!(reads_and_questions(&one_file), (64 << 10, 3), "rebase");

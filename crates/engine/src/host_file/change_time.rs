@@ -4,6 +4,8 @@
 //! changes in one tick may have one time (kernels since 6.13 give the second a time of its own once the first was looked at).
 //! Hence this waits until the tick is over. A file system that keeps whole seconds (ext4 with small inodes) or has a clock that
 //! is ahead of this host's tells nothing.
+//!
+//! A block device has no such time. How much was written to it stands for one (`device_writes`).
 
 use std::time::Duration;
 
@@ -11,7 +13,7 @@ use blockhouse_core::{Error, Result};
 use rustix::fs::fstat;
 use rustix::time::{ClockId, clock_gettime};
 
-use super::{FileKind, HostFile};
+use super::{DeviceWrites, FileKind, HostFile};
 use crate::sleep::sleep;
 
 /// How long one wait is.
@@ -21,7 +23,7 @@ const MAX_PAUSES: usize = 50;
 
 pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {
     if file.kind == FileKind::BlockDevice {
-        return Ok(None);
+        return Ok(file.device_writes().map(DeviceWrites::to_time));
     }
     let status = fstat(&*file.file)
         .map_err(|error| Error::host("cannot examine", error.into()).on(&file.name))?;

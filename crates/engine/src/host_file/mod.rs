@@ -8,6 +8,7 @@
 //! (`capabilities`) is told for the engine of the loop that asks.
 
 mod change_time;
+mod device_writes;
 mod new_file;
 mod open;
 mod open_files;
@@ -33,7 +34,9 @@ use crate::operation::{Operation, Transfer, WriteThrough};
 use crate::probe::{self, FileKind};
 use crate::submit::submit;
 use crate::thread_pool::{MAX_THREADS, blocking};
+use device_writes::WriteCounter;
 
+pub use device_writes::DeviceWrites;
 pub use new_file::NewFile;
 pub use open::{OpenMode, PageCache};
 pub use open_files::OpenFiles;
@@ -61,6 +64,8 @@ pub struct HostFile {
     write_cache: WriteCache,
     /// What the kernel has refused so far. Support is found out per file, once.
     unsupported: Unsupported,
+    /// Of a block device: how much was written to it.
+    writes: Option<WriteCounter>,
 }
 
 #[derive(Default)]
@@ -78,6 +83,30 @@ impl HostFile {
     /// Whether it is a file or a device.
     pub fn kind(&self) -> FileKind {
         self.kind
+    }
+
+    /// The room in the file's file system: what this process may still take, which others may take first, and all that there is.
+    ///
+    /// # Errors
+    /// The host's.
+    pub async fn query_file_system(&self) -> Result<(u64, u64)> {
+        let found = written_zeros::file_system(&self.file).await;
+        found.map_err(|error| self.error("cannot find the free space", error))
+    }
+
+    /// The same at once: blocks where the file system does not answer.
+    ///
+    /// # Errors
+    /// The host's.
+    pub fn file_system_room(&self) -> Result<(u64, u64)> {
+        let found = written_zeros::room_of(&self.file);
+        found.map_err(|error| self.error("cannot find the free space", error))
+    }
+
+    /// How much was written to the block device by whoever on this host; `None` of a file, and where the kernel does not tell. Every
+    /// write that has completed is in it.
+    pub fn device_writes(&self) -> Option<DeviceWrites> {
+        self.writes.as_ref()?.read()
     }
 
     /// The open file, for locks and the like; not for data.

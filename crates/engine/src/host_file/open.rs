@@ -10,6 +10,7 @@ use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result, Storage};
 use rustix::fs::{Access, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::device_writes::WriteCounter;
 use super::new_file::NewFile;
 use super::{HostFile, OpenFiles, Unsupported};
 use crate::descriptors::DESCRIPTORS_HINT;
@@ -300,6 +301,11 @@ impl HostFile {
             None => open_for_flushes(&file, access, path, reopened.flushed),
         };
         let probe::Device { fua_cost, write_cache, .. } = device;
+        let writes = match kind {
+            FileKind::BlockDevice => rustix::fs::fstat(&*file).ok().map(|found| found.st_rdev),
+            FileKind::Regular => None,
+        };
+        let writes = writes.and_then(WriteCounter::of);
         Ok(Self {
             file,
             tail,
@@ -312,6 +318,7 @@ impl HostFile {
             fua_cost,
             write_cache,
             unsupported,
+            writes,
         })
     }
 }

@@ -44,9 +44,20 @@ pub(super) fn is_refusal(error: Errno) -> bool {
 
 /// What the file system has left for this user.
 pub(super) async fn free_space(file: &Arc<File>) -> Result<u64, Errno> {
+    file_system(file).await.map(|(left, _)| left)
+}
+
+/// What is left of the file's file system, and all that it has.
+pub(super) async fn file_system(file: &Arc<File>) -> Result<(u64, u64), Errno> {
     let file = Arc::clone(file);
-    let status = blocking(move || rustix::fs::fstatvfs(&*file)).await?;
-    Ok(status.f_bavail.saturating_mul(status.f_frsize))
+    blocking(move || room_of(&file)).await
+}
+
+/// The same at once.
+pub(super) fn room_of(file: &File) -> Result<(u64, u64), Errno> {
+    let status = rustix::fs::fstatvfs(file)?;
+    let bytes = |blocks: u64| blocks.saturating_mul(status.f_frsize);
+    Ok((bytes(status.f_bavail), bytes(status.f_blocks)))
 }
 
 #[cfg(test)]

@@ -92,6 +92,29 @@ fn slot(
     Ok(LuksSlot { number, key: Ok(key) })
 }
 
+/// The record of a key slot: where it is in the header, and its bytes. `area` is where its area begins, in bytes from the
+/// start of the header; `None` for one that is not in use.
+pub(super) fn slot_record(
+    number: u32,
+    area: u64,
+    stripes: u32,
+    key: Option<(u32, [u8; 32])>,
+) -> (usize, [u8; SLOT_LENGTH]) {
+    let mut record = [0; SLOT_LENGTH];
+    let mut put = |at: usize, field: &[u8]| record[at..at + field.len()].copy_from_slice(field);
+    put(0, &if key.is_some() { ENABLED } else { DISABLED }.to_be_bytes());
+    if let Some((iterations, salt)) = key {
+        put(4, &iterations.to_be_bytes());
+        put(8, &salt);
+    }
+    put(SLOT_AREA, &((area / SECTOR) as u32).to_be_bytes());
+    put(SLOT_AREA + 4, &stripes.to_be_bytes());
+    (FIRST_SLOT + number as usize * SLOT_LENGTH, record)
+}
+
+/// Where key slots end in a header: no area begins before.
+pub(super) const END_OF_SLOTS: u64 = (FIRST_SLOT + SLOTS * SLOT_LENGTH) as u64;
+
 /// A new header, with one key slot in use. AES-256-XTS with `plain64`, and SHA-256.
 pub struct NewLuks {
     /// The container's UUID, at most 39 bytes.

@@ -8,10 +8,13 @@
 //! of encrypted bytes. Headers are hostile input: at most 8 MiB are read, and every field is checked.
 
 mod header;
+mod key_slots;
 mod luks1;
 mod luks2;
 mod metadata;
 mod words;
+
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result,
@@ -20,6 +23,7 @@ use blockhouse_core::{
 
 pub use header::{LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey};
 
+pub use key_slots::NewLuksSlot;
 pub use luks1::NewLuks;
 
 use crate::{Abort, Access, aligned_read};
@@ -172,6 +176,11 @@ impl Encryption {
         Ok(Self { header, start: place.offset(), origin: 0 })
     }
 
+    /// Where the header begins in the image.
+    fn start(&self) -> u64 {
+        self.start
+    }
+
     /// The header with the keys.
     pub fn header(&self) -> &LuksHeader {
         &self.header
@@ -205,7 +214,7 @@ impl Encryption {
 pub struct Luks<S: Storage> {
     storage: S,
     header: LuksHeader,
-    size: u64,
+    size: AtomicU64,
 }
 
 impl<S: Storage> Luks<S> {
@@ -241,12 +250,12 @@ impl<S: Storage> Luks<S> {
                 "go through the page cache (--cache writeback), or open it with --read-only",
             ));
         }
-        Ok(Self { storage, header, size })
+        Ok(Self { storage, header, size: AtomicU64::new(size) })
     }
 
     /// Bytes of the disk, a multiple of the container's sectors.
     pub(crate) fn size(&self) -> u64 {
-        self.size
+        self.size.load(Ordering::Acquire)
     }
 
     /// The container.
@@ -289,12 +298,29 @@ impl<S: Storage> Luks<S> {
         Error::new(ErrorKind::Unsupported, what).on(self.storage.name())
     }
 
+    /// Makes the disk end elsewhere, with its file. A longer one reads as anything there, as that of a new container.
+    ///
+    /// # Errors
+    /// `Unsupported` where the header says how long the disk is; `InvalidInput` for a part of a sector; or what the
+    /// storage answers.
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
-        if size == self.size {
+        if size == self.size() {
             return Ok(());
         }
-        let what = "the size of a LUKS container cannot be changed";
-        let error = Error::new(ErrorKind::Unsupported, what).on(self.storage.name());
-        Err(error.hint("convert it to a new image, and make that longer"))
+        if self.header.payload_size.is_some() {
+            let what = "the size of a LUKS container whose header says it cannot be changed";
+            let error = Error::new(ErrorKind::Unsupported, what).on(self.storage.name());
+            return Err(error.hint("convert it to a new image, and make that longer"));
+        }
+        let sector = u64::from(self.header.sector_size);
+        let Some(end) =
+            self.header.payload.checked_add(size).filter(|_| size.is_multiple_of(sector))
+        else {
+            let what = format!("a disk of {size} bytes does not consist of sectors of {sector}");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage.name()));
+        };
+        self.storage.resize(end).await?;
+        self.size.store(size, Ordering::Release);
+        Ok(())
     }
 }

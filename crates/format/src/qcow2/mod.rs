@@ -28,6 +28,7 @@ mod check;
 mod layout;
 mod mapping;
 mod open;
+mod room;
 mod sidecar;
 mod tables;
 mod transaction;
@@ -44,7 +45,7 @@ use crate::{Abort, Intent, MetadataSync, Replay};
 
 pub use check::create::{CreateOptions, Preallocation, create, create_with};
 pub use check::repair::{REPAIR_PASSES, Repair, RepairReport, repair, repair_with};
-pub use check::report::CheckReport;
+pub use check::report::{CheckReport, Finding};
 pub use check::truncation::Truncation;
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};

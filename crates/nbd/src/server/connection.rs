@@ -129,6 +129,7 @@ impl<S: Storage> Connection<S> {
                 tls: tls.cloned(),
                 disk: Arc::clone(&export.disk),
                 bitmaps: export.bitmaps.clone(),
+                access: export.access,
                 options: paused.options.clone(),
                 pool: self.pool.clone(),
                 limits: self.limits.of_connection(),

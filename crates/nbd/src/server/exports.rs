@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
-use blockhouse_disk::Disk;
+use blockhouse_disk::{Access, Disk};
 use parking_lot::RwLock;
 
 use crate::bitmap::ExportBitmap;
@@ -31,6 +31,8 @@ pub struct Export<S: Storage> {
     pub disk: Arc<Disk<S>>,
     /// The bitmaps that clients may ask for: at most [`MAX_EXPORT_BITMAPS`], with names of at most 1023 bytes.
     pub bitmaps: Vec<ExportBitmap>,
+    /// Whether clients may change the disk, where that may be changed.
+    pub access: Access,
 }
 
 impl<S: Storage> Export<S> {
@@ -58,9 +60,10 @@ impl<S: Storage> Export<S> {
 
 impl<S: Storage> Clone for Export<S> {
     fn clone(&self) -> Self {
-        let Self { name, description, disk, bitmaps } = self;
+        let Self { name, description, disk, bitmaps, access } = self;
         let (name, description) = (name.clone(), description.clone());
-        Self { name, description, disk: Arc::clone(disk), bitmaps: bitmaps.clone() }
+        let (disk, bitmaps, access) = (Arc::clone(disk), bitmaps.clone(), *access);
+        Self { name, description, disk, bitmaps, access }
     }
 }
 
@@ -276,7 +279,10 @@ fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
         name: export.name.clone(),
         description: export.description.clone(),
         size: export.disk.size(),
-        access: export.disk.access(),
+        access: match export.access {
+            Access::ReadOnly => Access::ReadOnly,
+            Access::ReadWrite => disk.access(),
+        },
         smallest_block: if has_sectors { sector as u32 } else { 1 },
         preferred_block: preferred as u32,
         bitmaps: export.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use blockhouse_core::{Buffer, Error, ErrorKind, Request, Result, Storage};
-use blockhouse_disk::{ExportKind, Operation};
+use blockhouse_disk::{Access, ExportKind, Operation};
 use blockhouse_engine::spawn_detached;
 
 use super::block_status;
@@ -54,6 +54,10 @@ async fn execute<S: Storage>(
     command: &Command,
     payload: Option<Buffer>,
 ) -> Result<Reply> {
+    if state.access == Access::ReadOnly && command.is_change() {
+        let what = "a change by way of an export that is read-only";
+        return Err(Error::new(ErrorKind::ReadOnly, what));
+    }
     let request = match *command {
         Command::Read { offset, length } => return read(state, to, offset, length as usize).await,
         Command::BlockStatus { range, req_one } => {

@@ -28,7 +28,7 @@ use std::time::Duration;
 
 pub use activity::Activity;
 use blockhouse_core::{BufferPool, InFlightLimits, Result, Storage};
-use blockhouse_disk::Disk;
+use blockhouse_disk::{Access, Disk};
 use blockhouse_engine::{Stream, sleep, spawn};
 pub use byte_limit::ByteLimit;
 pub use end::End;
@@ -70,6 +70,8 @@ pub struct Session<S: Storage> {
     pub disk: Arc<Disk<S>>,
     /// The bitmaps that the export offers.
     pub bitmaps: Vec<ExportBitmap>,
+    /// Whether the client may change the disk.
+    pub access: Access,
     /// What the handshake agreed on.
     pub options: NegotiatedOptions,
     /// Where the memory of payloads comes from.
@@ -128,7 +130,8 @@ impl<S: Storage> Session<S> {
     /// # Errors
     /// ENOMEM where memory runs out.
     fn into_state(self, first: &[u8]) -> Result<(Rc<SessionState<S>>, Batch, Staging)> {
-        let Self { stream, tls, disk, bitmaps, options, pool, limits, byte_limit, activity } = self;
+        let Self { stream, tls, disk, bitmaps, access, options, .. } = self;
+        let Self { pool, limits, byte_limit, activity, .. } = self;
         let count = limits.in_flight.requests;
         let replies = ReplyQueue::new(&pool, options.framing, count)?;
         let batch = Batch::new(&pool, count)?;
@@ -140,6 +143,7 @@ impl<S: Storage> Session<S> {
             tls,
             disk,
             bitmaps,
+            access,
             options,
             pool,
             in_flight: Rc::new(in_flight),

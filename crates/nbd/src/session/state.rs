@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockhouse_core::{BufferPool, Storage};
-use blockhouse_disk::Disk;
+use blockhouse_disk::{Access, Disk};
 use blockhouse_engine::Stream;
 
 use super::failure::FailureLog;
@@ -27,6 +27,8 @@ pub struct SessionState<S: Storage> {
     pub disk: Arc<Disk<S>>,
     /// The bitmaps that the export offers.
     pub bitmaps: Vec<ExportBitmap>,
+    /// Whether the client may change the disk.
+    pub access: Access,
     /// What the handshake agreed on.
     pub options: NegotiatedOptions,
     /// Where the memory of payloads comes from.

@@ -67,6 +67,10 @@ impl Dial {
         &self.name
     }
 
+    pub(super) fn export_name(&self) -> &str {
+        &self.way.uri.export
+    }
+
     pub(super) fn export(&self) -> &Negotiated {
         &self.export
     }

@@ -150,6 +150,11 @@ impl NbdStorage {
         }
     }
 
+    /// The name of the export.
+    pub fn export_name(&self) -> &str {
+        self.dial.export_name()
+    }
+
     /// Whether the server refuses writes.
     pub fn is_read_only(&self) -> bool {
         self.has(TransmissionFlags::READ_ONLY)

@@ -47,6 +47,8 @@ const GROWTH: u64 = 64 << 20;
 /// An image in Ceph.
 pub struct RbdStorage {
     connection: Arc<Connection>,
+    /// The pool, and the namespace in it.
+    pool: String,
     size: AtomicU64,
     /// One change of the size or the snapshots at a time.
     resizing: async_lock::Mutex<()>,
@@ -66,9 +68,10 @@ impl RbdStorage {
     /// # Panics
     /// Outside of an event loop.
     pub async fn open(location: RbdLocation, access: RbdAccess) -> Result<Self> {
+        let pool = format!("{}/{}", location.pool(), location.namespace().unwrap_or_default());
         let Opened { connection, size, is_cached } = open::open(location, access).await?;
         let (size, resizing) = (AtomicU64::new(size), async_lock::Mutex::new(()));
-        Ok(Self { connection, size, resizing, is_cached })
+        Ok(Self { connection, pool, size, resizing, is_cached })
     }
 
     /// The part of a range that is inside of the image, in ranges that librbd takes at once.
@@ -96,6 +99,16 @@ impl RbdStorage {
             true => self.set_size(size).await,
             false => Ok(()),
         }
+    }
+
+    /// What identifies the image: its pool, the namespace, and what the pool calls it, whatever its name.
+    ///
+    /// # Errors
+    /// The cluster's.
+    pub async fn id(&self) -> Result<String> {
+        let ask = |image: &connection::Image| image.id();
+        let id = self.connection.run_blocking("cannot ask for the image's id", ask).await?;
+        Ok(format!("{}/{id}", self.pool))
     }
 
     /// How long the image is just now: another client may have changed that.

@@ -49,11 +49,12 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The features of a device for this disk, as it is now. One that was made read-only while it is served offers no changes.
-pub fn features<S: Storage>(disk: &Disk<S>) -> u64 {
-    match disk.access() {
-        Access::ReadOnly => basic_features() | READ_ONLY,
-        Access::ReadWrite => basic_features() | change_features(disk),
+/// The features of a device for this disk, as it is now. One that was made read-only while it is served offers no changes,
+/// nor does an export that is read-only.
+pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
+    match (disk.access(), export) {
+        (Access::ReadWrite, Access::ReadWrite) => basic_features() | change_features(disk),
+        _ => basic_features() | READ_ONLY,
     }
 }
 

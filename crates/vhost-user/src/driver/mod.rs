@@ -210,6 +210,14 @@ impl TestDriver {
         Ok(())
     }
 
+    /// Stops one queue, as a front-end does when its machine is paused: when it returns, all that was begun is answered.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn stop_queue(&mut self, index: usize) -> io::Result<()> {
+        self.frontend.get_vring_base(index).map(drop).map_err(failed)
+    }
+
     /// Starts one queue, which does not run, with empty rings.
     ///
     /// # Errors

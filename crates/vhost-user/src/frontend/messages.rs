@@ -79,7 +79,8 @@ fn execute<S: Storage + Send + Sync>(
     let mut payload = Payload::new(&bytes);
     match request {
         request::GET_FEATURES => {
-            return Ok(Reply::number(config::features(&*frontend.device().export.disk)));
+            let export = &frontend.device().export;
+            return Ok(Reply::number(config::features(&*export.disk, export.access)));
         }
         request::SET_FEATURES => frontend.set_features(payload.only_u64()?)?,
         request::GET_PROTOCOL_FEATURES => return Ok(Reply::number(feature::OFFERED)),

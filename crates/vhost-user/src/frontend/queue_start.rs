@@ -48,7 +48,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
         let mut virtqueue = self.virtqueue(index, vring, &memory).map_err(refused)?;
         virtqueue.set_call(call);
         let (disk, serial) = (Arc::clone(&export.disk), self.device.serial());
-        let cache = Arc::clone(self.cache);
+        let (cache, access) = (Arc::clone(self.cache), export.access);
         let limits = RequestLimits::of(self.features);
         let error_handler = error_handler(index, self.stream, vring, disk.name().to_owned());
         let (requests, receiver) = mpsc::unbounded();
@@ -57,7 +57,8 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
         let (ended, end) = std::sync::mpsc::channel();
         drop(event_loop.spawn(move || async move {
             let error_handler = Box::new(error_handler);
-            let setup = Setup { disk, serial, cache, virtqueue, kick, limits, error_handler };
+            let setup =
+                Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler };
             // Nobody may wait for it.
             let _ = ended.send(queue::run(setup, receiver).await);
         }));

@@ -214,6 +214,8 @@ impl Vring {
     pub fn stop(&mut self, mode: StopMode) {
         // A stop does not fail.
         let _ = self.send(QueueCommand::Stop(mode));
+        // The front-end does nothing else until it is answered, so room could not be made.
+        let _ = self.post(QueueCommand::EndHolding);
         if let Some(running) = self.running.take()
             && let Ok(base) = running.end.recv()
         {

@@ -23,6 +23,8 @@ pub enum QueueCommand {
     /// The queue pops no more requests. It ends when those in flight have completed; in a graceful stop also
     /// those that an earlier server had begun, since the returned base counts them as popped.
     Stop(StopMode),
+    /// What the queue has in flight does not wait for room on the host any more (`Disk::held_requests`): it fails.
+    EndHolding,
     /// The queue goes on, if it was told to stop in a graceful way and has not ended yet.
     Continue,
 }

@@ -190,6 +190,9 @@ async fn submit<S: Storage>(
     queue: &Rc<Queue<S>>,
     request: Request,
 ) -> (Result<()>, CompletionKind) {
+    if let Err(refused) = queue.check_access(&request) {
+        return (Err(refused), CompletionKind::Inline);
+    }
     let mut submit = pin!(queue.disk.submit_from(ExportKind::VhostUser, request));
     let mut kind = CompletionKind::Inline;
     let outcome = poll_fn(|context| {

@@ -99,6 +99,7 @@ fn handle<S: Storage>(
         QueueCommand::SetCall(call) => virtqueue.set_call(call),
         QueueCommand::SetLog(log, used, call) => virtqueue.set_log(log, used, call),
         QueueCommand::Stop(mode) => queue.stop(mode),
+        QueueCommand::EndHolding => queue.end_holding(),
         QueueCommand::Continue => queue.take_back_stop(),
     }
     queue.set_wake_pending();

@@ -4,8 +4,10 @@ use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
-use blockhouse_core::{Durability, Error, InFlight, Storage, WriteCache, errno};
-use blockhouse_disk::Disk;
+use blockhouse_core::{
+    Durability, Error, ErrorKind, InFlight, Request, Result, Storage, WriteCache, errno,
+};
+use blockhouse_disk::{Access, Disk, PartyHold};
 use blockhouse_engine::PollSource;
 
 use super::command::StopMode;
@@ -19,6 +21,8 @@ use crate::ring::Broken;
 pub struct Setup<S: Storage> {
     /// The disk.
     pub disk: Arc<Disk<S>>,
+    /// Whether the guest may change it.
+    pub access: Access,
     /// The disk's serial, padded with zeros.
     pub serial: [u8; SERIAL_BYTES],
     /// How durable writes are, at each moment.
@@ -37,6 +41,8 @@ pub struct Setup<S: Storage> {
 pub struct Queue<S: Storage> {
     /// The disk.
     pub(super) disk: Arc<Disk<S>>,
+    /// Whether the guest may change it.
+    access: Access,
     serial: [u8; SERIAL_BYTES],
     cache: Arc<WriteCacheMode>,
     /// The ring and what belongs to it.
@@ -50,6 +56,8 @@ pub struct Queue<S: Storage> {
     /// Whether the last requests completed asynchronously: then a handler is woken for each request.
     pub(super) recently_async: Cell<bool>,
     stop: Cell<Option<StopMode>>,
+    /// What is held of the queue's changes.
+    held: PartyHold<S>,
     /// Whether the ring task has ended: handlers end, too.
     is_ended: Cell<bool>,
     /// Whether a failure of the host was logged.
@@ -64,9 +72,11 @@ pub struct Queue<S: Storage> {
 impl<S: Storage> Queue<S> {
     /// A queue without handlers, and how its guest kicks.
     pub fn new(setup: Setup<S>) -> (Self, Kick) {
-        let Setup { disk, serial, cache, virtqueue, kick, limits, error_handler } = setup;
+        let Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler } = setup;
         let queue = Self {
+            held: PartyHold::of_current(&disk),
             disk,
+            access,
             serial,
             cache,
             handlers: Handlers::new(virtqueue.entries()),
@@ -119,10 +129,18 @@ impl<S: Storage> Queue<S> {
         self.stop.get()
     }
 
+    /// Changes that wait for room fail: who waits for the end must not wait for room.
+    pub fn end_holding(&self) {
+        self.held.end();
+    }
+
     /// Has the queue end in this way. One whose front-end is gone ends as that says.
     pub fn stop(&self, mode: StopMode) {
         if self.stop.get() != Some(StopMode::Disconnected) {
             self.stop.set(Some(mode));
+        }
+        if mode == StopMode::Disconnected {
+            self.end_holding();
         }
     }
 
@@ -187,6 +205,17 @@ impl<S: Storage> Queue<S> {
         };
         let (size, limits) = (self.disk.size(), self.limits);
         RequestContext { durability, serial: &self.serial, size, limits }
+    }
+
+    /// Refuses changes by way of an export that is read-only.
+    pub fn check_access(&self, request: &Request) -> Result<()> {
+        match self.access {
+            Access::ReadOnly if request.is_change() => {
+                let what = "a change by way of an export that is read-only";
+                Err(Error::new(ErrorKind::ReadOnly, what).on(self.disk.name()))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether the ring, or a request's memory, is not what the driver has stored there.

@@ -9,7 +9,7 @@ use async_lock::Semaphore;
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, IoVector, Result, Storage, SyncMode, Unmap,
 };
-use blockhouse_disk::{Disk, Options as DiskOptions};
+use blockhouse_disk::{Access, Disk, Options as DiskOptions};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
@@ -108,7 +108,8 @@ fn what_is_done_is_told_while_others_wait() {
     let disk = Arc::new(Disk::raw(held, DiskOptions::default()).unwrap());
     let loops = Loops::start(1);
     let (name, handles) = ("held".into(), loops.handles.clone());
-    let export = Export { disk, name, queues: 1, loops: handles, memory: RegisteredMemory::Off };
+    let (memory, access) = (RegisteredMemory::Off, Access::ReadWrite);
+    let export = Export { disk, name, queues: 1, loops: handles, memory, access };
     let socket = folder.path().join("vu.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     let server = Server::start(Device::new(export), OwnedFd::from(listener)).unwrap();

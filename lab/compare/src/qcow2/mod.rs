@@ -12,7 +12,7 @@
 mod images;
 mod report;
 mod rows;
-mod tools;
+pub(crate) mod tools;
 
 use std::time::Duration;
 

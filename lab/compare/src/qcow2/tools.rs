@@ -83,7 +83,7 @@ fn program(tool: Tool, programs: &Programs) -> Command {
 }
 
 /// Runs `command` and then `finish`.
-fn timed(mut command: Command, finish: impl FnOnce() -> Result<()>) -> Result<Times> {
+pub(crate) fn timed(mut command: Command, finish: impl FnOnce() -> Result<()>) -> Result<Times> {
     command.stdin(Stdio::null()).stdout(Stdio::null());
     let before = children()?;
     let started = Instant::now();

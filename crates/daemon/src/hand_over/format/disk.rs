@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use blockhouse_disk::{
-    Access, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits, RemoteBacking,
+    Access, BackingUse, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits,
+    RemoteBacking, SideFile,
 };
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +70,9 @@ pub struct Opened {
     /// For how many seconds changes that find no room are held; `None`: not at all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_seconds: Option<u32>,
+    /// How little room is left when that is told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threshold: Option<String>,
     /// Whether what is read from its backing file becomes its own.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub copy_on_read: bool,
@@ -86,8 +90,14 @@ pub struct Opened {
     /// Whether no name in the image is followed.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_references: bool,
+    /// Whether its backing file is left out.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub without_backing: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
+    /// The bytes of the path where its bitmaps are, and whether nobody else writes to it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmaps_in: Option<(Vec<u8>, bool)>,
     /// The limits that it was opened with.
     pub limits: Option<Limits>,
 }
@@ -187,6 +197,7 @@ impl From<&DiskSetup> for Opened {
             detect_zeroes,
             block_sizes,
             on_full,
+            threshold,
             copy_on_read,
             prefetch,
             create,
@@ -194,9 +205,11 @@ impl From<&DiskSetup> for Opened {
             allow_paths,
             remote_backing,
             no_references,
+            backing_use,
             // Disks with keys are not handed over.
             keys: _,
             bitmaps,
+            side_file,
             throttle,
         } = setup;
         Self {
@@ -216,6 +229,7 @@ impl From<&DiskSetup> for Opened {
             },
             block_sizes: [block_sizes.logical(), block_sizes.physical(), block_sizes.discard()],
             hold_seconds: on_full.seconds(),
+            threshold: threshold.map(|threshold| threshold.to_string()),
             copy_on_read: *copy_on_read,
             prefetch: *prefetch,
             create: *create,
@@ -223,7 +237,9 @@ impl From<&DiskSetup> for Opened {
             allow_paths: allow_paths.iter().map(|path| bytes_of(path)).collect(),
             allow_remote: *remote_backing == RemoteBacking::Allowed,
             no_references: *no_references,
+            without_backing: *backing_use == BackingUse::LeftOut,
             bitmaps: bitmaps.clone(),
+            bitmaps_in: side_file.as_ref().map(|side| (bytes_of(&side.path), side.is_alone)),
             limits: throttle.as_ref().map(Limits::from),
         }
     }
@@ -256,6 +272,11 @@ impl Opened {
             block_sizes: block_sizes.map_err(|why| anyhow!(why))?,
             on_full: OnFull::new(self.hold_seconds.is_some(), self.hold_seconds)
                 .map_err(|why| anyhow!(why))?,
+            threshold: self
+                .threshold
+                .map(|text| text.parse())
+                .transpose()
+                .map_err(|why: String| anyhow!(why))?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: self.create,
@@ -266,8 +287,15 @@ impl Opened {
                 false => RemoteBacking::Refused,
             },
             no_references: self.no_references,
+            backing_use: match self.without_backing {
+                true => BackingUse::LeftOut,
+                false => BackingUse::Followed,
+            },
             keys: KeyFiles::default(),
             bitmaps: self.bitmaps,
+            side_file: self
+                .bitmaps_in
+                .map(|(path, is_alone)| SideFile { path: path_of(path), is_alone }),
             throttle: self.limits.map(Limits::throttle).transpose()?,
         })
     }

@@ -15,6 +15,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         detect_zeroes: DetectZeroesName::Unmap,
         block_sizes: [None; 3],
         hold_seconds: None,
+        threshold: Some("10%".into()),
         copy_on_read: false,
         prefetch: None,
         create: Some(512),
@@ -22,7 +23,9 @@ fn opened(limits: Option<Limits>) -> Opened {
         allow_paths: vec![b"/b".to_vec()],
         allow_remote: true,
         no_references: false,
+        without_backing: false,
         bitmaps: vec!["c".into()],
+        bitmaps_in: None,
         limits,
     }
 }
@@ -56,8 +59,9 @@ fn offer() -> Message {
             has_file: false,
             needs_tls: true,
             exports: vec![("disk".into(), 0)],
+            read_only: Vec::new(),
         }],
-        devices: vec![Device { socket: device, disk: 0 }],
+        devices: vec![Device { socket: device, disk: 0, read_only: false }],
         ublk: vec![Ublk { id: 3, disk: 0, image: b"/a".to_vec() }],
         control: Some(Listening { address: Address::Unix(b"s".to_vec()), has_file: true }),
         measured_since: 1_700_000_000,

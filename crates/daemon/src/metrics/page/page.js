@@ -136,6 +136,7 @@ function take(snapshot) {
       depth: value('disk_requests_in_flight', name), clients: value('clients', name),
       errors: value('request_errors_total', name), waiting: value('throttle_waiting_requests', name),
       wait: family(latest, 'disk_wait_seconds').find(one => one.labels.disk === name),
+      held: value('held_requests', name),
       size: value('disk_size_bytes', name), allocated: value('disk_allocated_bytes', name),
     });
     disk.history.push({
@@ -187,14 +188,14 @@ function drawDisks() {
     disk.row ??= make('tr', {}, make('th', { scope: 'row' }, ...chooser(name)));
     disk.row.classList.toggle('busy', load(disk) > 0 && load(disk) === busiest);
     disk.row.querySelector('button').setAttribute('aria-pressed', name === selected);
-    const wait = disk.wait ? `, waits ${span(disk.wait.value)} for ${disk.wait.labels.file}` : '';
-    disk.row.querySelector('.format').textContent = disk.format + wait;
-    disk.row.querySelector('.format').classList.toggle('bad', Boolean(disk.wait));
-    const waits = disk.waiting ? `${disk.waiting} requests wait because of --limit` : 'requests in flight';
+    const waits = waitsFor(disk);
+    disk.row.querySelector('.format').textContent = disk.format + waits.map(one => `, ${one}`).join('');
+    disk.row.querySelector('.format').classList.toggle('bad', waits.length > 0);
+    const depth = disk.waiting ? `${disk.waiting} requests wait because of --limit` : 'requests in flight';
     while (disk.row.cells.length > 1) disk.row.lastChild.remove();
     disk.row.append(
       number(count(disk.reads)), number(count(disk.writes)), number(bytes(disk.bytes)),
-      number(duration(disk.p50)), number(duration(disk.p99)), number(count(disk.depth), { title: waits }),
+      number(duration(disk.p50)), number(duration(disk.p99)), number(count(disk.depth), { title: depth }),
       number(count(disk.clients)), number(count(disk.errors), disk.errors ? { class: 'number bad' } : {}),
       number(`${bytes(disk.allocated)} of ${bytes(disk.size)}`),
       make('td', {}, spark(disk)));
@@ -203,6 +204,13 @@ function drawDisks() {
   // A row that has the focus keeps it where it is not moved.
   rows.forEach((row, at) => { if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] ?? null); });
   while (body.rows.length > rows.length) body.lastChild.remove();
+}
+
+// The backing file, and the room on the host, that requests of a disk wait for.
+function waitsFor({ wait, held }) {
+  return [
+    wait ? `waits ${span(wait.value)} for ${wait.labels.file}` : '', held ? `${count(held)} wait for room` : '',
+  ].filter(Boolean);
 }
 
 function chooser(name) {

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::Result;
+use blockhouse_engine::{DeviceWrites, FileKind, HostFile};
 use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
@@ -35,9 +36,15 @@ pub(crate) fn make_state(
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
-    let marked = disk.format().sidecar_mark().map(|mark| mark.changed).unwrap_or_default();
+    let mark = disk.format().sidecar_mark();
+    let data = disk.format().data().storage().as_file();
+    // Of a device the mark has no time, but says how much was written to it.
+    let writes = data.filter(|_| mark.is_some()).and_then(HostFile::device_writes);
+    let is_file = data.is_some_and(|file| file.kind() == FileKind::Regular);
+    let marked = mark.filter(|_| is_file).map(|mark| mark.changed).unwrap_or_default();
     let fill = |page: &StatePage| {
         page.raise_last_data_write(vouched.max(marked).as_nanos() as u64);
+        page.set_device_writes(writes.map_or(0, DeviceWrites::to_word));
         page.set_opened(opened.as_nanos() as u64, modified.as_nanos() as u64);
         for (file, errno) in FILES.into_iter().zip(failures) {
             if let Some(errno) = errno {

@@ -97,6 +97,11 @@ impl FreeSpace {
         self.written_end = self.written_end.min(end);
     }
 
+    /// How many clusters of the runs are before `end`.
+    pub(crate) fn free_before(&self, end: u64) -> u64 {
+        self.free_runs.range(..end).map(|(&start, &count)| count.min(end - start)).sum()
+    }
+
     /// The first run that became free, and how many clusters it has.
     pub(crate) fn first_free_run(&self) -> Option<(u64, u64)> {
         self.free_runs.first_key_value().map(|(&start, &count)| (start, count))

@@ -107,6 +107,11 @@ impl Allocator {
         self.free_byte_offset = None;
     }
 
+    /// How many clusters before `end` became free, and were not taken again.
+    pub(crate) fn freed_before(&self, end: u64) -> u64 {
+        self.space.free_before(end)
+    }
+
     /// Allocates one to `limit` clusters in a row, each with a refcount of one.
     pub(crate) fn allocate(&mut self, tables: &mut Tables, limit: u64) -> Step<Range<u64>> {
         self.allocate_for_data(tables, limit, 0).map(|allocated| allocated.clusters)

@@ -136,7 +136,7 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// Zeros of the file are not zeros of an encrypted disk, so nothing is mapped to them.
+    /// Zeros of the file are not zeros of an encrypted disk: clusters that are allocated ahead are marked as zeros.
     fn check_encryption(&self) -> Result<(), String> {
         if self.encryption.is_none() {
             return Ok(());
@@ -146,12 +146,6 @@ impl CreateOptions {
         }
         if self.data_file.as_ref().is_some_and(DataFile::is_raw_disk) {
             return Err("an encrypted data file is not the raw disk".into());
-        }
-        if self.preallocation != Preallocation::Off {
-            return Err(
-                "an encrypted image is not preallocated: what it maps would not read as zeros"
-                    .into(),
-            );
         }
         Ok(())
     }
@@ -325,9 +319,12 @@ pub async fn create_with<S: Storage>(
     let layout = Layout::of(options, geometry);
     layout.check(options.size, geometry).map_err(invalid)?;
     let offset_of = |cluster| geometry.offset_of(cluster);
-    let header = new_header(options, geometry, &layout);
-    let header_bytes = header
-        .to_bytes()
+    let mut header = new_header(options, geometry, &layout);
+    let header_bytes = header.to_bytes().or_else(|| {
+        header.extensions.retain(|extension| extension.kind != extensions::FEATURE_NAMES);
+        header.to_bytes()
+    });
+    let header_bytes = header_bytes
         .ok_or_else(|| invalid("the names of other files do not fit into a cluster".into()))?;
     let writer = ImageWriter { storage, geometry, layout };
     let old = storage.size();
@@ -408,8 +405,11 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
             DataFileMark { identity, changed: Duration::ZERO, other_size: None, voucher: None };
         (extensions::SIDECAR, mark.to_bytes())
     });
+    // A sidecar holds bitmaps and no disk.
+    let names = geometry.version >= 3 && identity.is_none();
     let extensions = [format, named, encryption, identity].into_iter().flatten();
-    let extensions = extensions.map(|(kind, data)| Extension { kind, data }).collect();
+    let extensions = extensions.map(|(kind, data)| Extension { kind, data });
+    let extensions = extensions.chain(names.then(extensions::feature_names)).collect();
     let is_raw = data_file.is_some_and(|file| file.raw == Switch::On);
     Header {
         geometry,
@@ -500,7 +500,11 @@ impl<S: Storage> ImageWriter<'_, S> {
             for index in 0..geometry.l2_entries().min(clusters - first) {
                 let start = if geometry.has_data_file { 0 } else { layout.data_start() };
                 let host = geometry.offset_of(start + first + index);
-                Entry::data(host).write(&mut bytes, index as usize, geometry);
+                let entry = match options.encryption {
+                    None => Entry::data(host),
+                    Some(_) => Entry::allocated_zeros(host),
+                };
+                entry.write(&mut bytes, index as usize, geometry);
             }
             self.write_cluster(layout.l2_start() + table, bytes).await?;
             progress.advance(geometry.cluster_size());

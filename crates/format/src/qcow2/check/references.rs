@@ -16,6 +16,7 @@ use crate::qcow2::layout::{table_io, words};
 
 use super::bitmaps;
 use super::counts::Counts;
+use super::report::Finding;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
@@ -34,6 +35,8 @@ pub(crate) struct References<'a, S> {
     pub(crate) fragmented: u64,
     /// What is wrong, in words.
     pub(crate) problems: Vec<String>,
+    /// The same with its figures.
+    pub(crate) findings: Vec<Finding>,
     pub(crate) corruptions: u64,
     /// Clusters of L1 tables.
     l1_clusters: ClusterRanges,
@@ -70,6 +73,7 @@ impl<'a, S: Storage> References<'a, S> {
             compressed: 0,
             fragmented: 0,
             problems: Vec::new(),
+            findings: Vec::new(),
             corruptions: 0,
             l1_clusters: ClusterRanges::default(),
             l2_tables: BTreeMap::new(),
@@ -95,9 +99,26 @@ impl<'a, S: Storage> References<'a, S> {
         self.problems_of(1, what);
     }
 
+    /// Something is wrong, with its figures.
+    pub(crate) fn problem_with(&mut self, what: String, finding: Finding) {
+        self.corruptions += 1;
+        if self.problems.len() < MAX_PROBLEMS {
+            self.problems.push(what);
+        }
+        self.find(finding);
+    }
+
+    /// Something is found that is told by its figures.
+    pub(crate) fn find(&mut self, finding: Finding) {
+        if self.findings.len() < MAX_PROBLEMS {
+            self.findings.push(finding);
+        }
+    }
+
     /// So many things are wrong, told in one line.
     fn problems_of(&mut self, count: u64, what: String) {
         self.corruptions += count;
+        self.find(Finding::Words(what.clone()));
         if self.problems.len() < MAX_PROBLEMS {
             self.problems.push(what);
         }
@@ -117,7 +138,8 @@ impl<'a, S: Storage> References<'a, S> {
         let end = self.geometry.clusters_for(offset.saturating_add(length));
         let count = self.counts.clusters();
         if end > count {
-            self.problem(format!("{what} at offset {offset} is past the end of the file"));
+            let what = format!("{what} at offset {offset} is past the end of the file");
+            self.problem_with(what, Finding::PastEnd { offset, length });
         }
         self.counts.add(first.min(count)..end.min(count), times)
     }

@@ -24,7 +24,8 @@
 
 use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
 
-use crate::qcow2::layout::header::{self, Header, Incompatible};
+use crate::qcow2::layout::extensions::{self, BITMAPS};
+use crate::qcow2::layout::header::{self, Header, Incompatible, SESSION_BITS};
 use crate::qcow2::layout::table_io::{self, read_header};
 
 use super::bitmaps;
@@ -122,9 +123,13 @@ pub async fn repair_with<S: Storage>(
     let is = image.header.incompatible;
     image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
     image.header.incompatible.insert(remaining);
-    if image.header.incompatible != is {
+    // Bits that this program does not know say what it may have made untrue; those of bitmaps say nothing without any.
+    let has_bitmaps = extensions::find(&image.header.extensions, BITMAPS).is_some();
+    let known = if has_bitmaps { KNOWN_WHERE_DATA_STAYS } else { header::RAW_DATA_FILE };
+    let unknown = image.header.autoclear & !(known | SESSION_BITS) != 0;
+    if image.header.incompatible != is || (unknown && what == Repair::All) {
         // With the bit of a killed server's session goes what a redo log of it could still be replayed on.
-        image.header.autoclear &= KNOWN_WHERE_DATA_STAYS;
+        image.header.autoclear &= known;
         store_header(storage, &image.header).await?;
     }
     Ok(RepairReport { found, left, snapshots: image.snapshots })

@@ -38,6 +38,45 @@ pub struct CheckReport {
     pub end: u64,
     /// What is wrong, in words; the first thousand.
     pub problems: Vec<String>,
+    /// The same and the leaks, with their figures; the first thousand.
+    pub findings: Vec<Finding>,
+    /// Entries whose COPIED flag agrees with a refcount that is wrong: a repair changes both. They are no corruptions of
+    /// their own, and are among `findings`.
+    pub flags_to_follow: u64,
+}
+
+/// A thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// Told in words only.
+    Words(String),
+    /// Bytes that are referred to and lie past the end of the file.
+    PastEnd {
+        /// Where they begin.
+        offset: u64,
+        /// How many there are.
+        length: u64,
+    },
+    /// A cluster whose refcount is not the number of its references.
+    Refcount {
+        /// Its number in the file.
+        cluster: u64,
+        /// Its refcount.
+        recorded: u64,
+        /// How many references it has.
+        counted: u64,
+    },
+    /// An entry whose COPIED flag contradicts the refcount.
+    CopiedFlag {
+        /// The index of an L1 entry; `None` for an L2 entry.
+        l1_index: Option<u64>,
+        /// The entry.
+        entry: u64,
+        /// The refcount that it should agree with.
+        refcount: u64,
+        /// Whether it agrees with the refcount on disk, which is wrong itself.
+        follows: bool,
+    },
 }
 
 /// Checks the image that this header on disk describes, which must not change meanwhile. Takes about 6 bytes
@@ -71,26 +110,35 @@ pub(crate) async fn check_tables<S: Storage>(
                 "the cluster at offset {offset} has {counted} references, and refcounts of {bits} bits \
                  reach {max}: this cannot be repaired; 'convert' copies what can be read"
             ));
-        } else if recorded > counted {
+            continue;
+        }
+        let [recorded, counted] = [recorded, counted].map(u64::from);
+        let finding = Finding::Refcount { cluster, recorded, counted };
+        if recorded > counted {
             report.leaks += 1;
+            references.find(finding);
         } else if recorded < counted {
             let what = format!(
                 "the cluster at offset {offset} has refcount {recorded}, but {counted} references"
             );
-            references.problem(what);
+            references.problem_with(what, finding);
         }
     }
     let mut flags = CopiedFlagCheck {
         storage,
         header,
         recorded: &recorded,
+        counts: &counts,
+        to_follow: 0,
         reader: SparseReader::new(storage, header.geometry),
         checked: HashSet::new(),
         progress,
     };
     flags.check(&mut references).await?;
+    report.flags_to_follow = flags.to_follow;
     report.corruptions = references.corruptions;
     report.problems = references.problems;
+    report.findings = references.findings;
     Ok(report)
 }
 
@@ -99,6 +147,9 @@ struct CopiedFlagCheck<'a, S> {
     storage: &'a S,
     header: &'a Header,
     recorded: &'a DiskRefcounts,
+    counts: &'a Counts,
+    /// See [`CheckReport::flags_to_follow`].
+    to_follow: u64,
     reader: SparseReader<'a, S>,
     /// L2 tables by their offset: each is read once, however many L1 entries refer to it.
     checked: HashSet<u64>,
@@ -115,7 +166,7 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
             for (index, word) in (first..).zip(words::words_of(&words)) {
                 let reference = entry::l1_reference(word, self.header.geometry);
                 let Ok(Some(table)) = reference else { continue };
-                self.compare("L2 table", table, references);
+                self.compare("L2 table", table, Some(index), references);
                 if self.checked.insert(table.offset) {
                     self.check_l2(table.offset, index, references).await?;
                     self.progress.advance(self.header.geometry.cluster_size());
@@ -154,13 +205,13 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
     }
 
     fn check_host_offset(
-        &self,
+        &mut self,
         place: entry::Reference,
         guest: u64,
         references: &mut References<'_, S>,
     ) {
         if !self.header.geometry.has_data_file {
-            self.compare("cluster", place, references);
+            self.compare("cluster", place, None, references);
         } else if place.offset != guest {
             let offset = place.offset;
             references.problem(format!(
@@ -169,14 +220,33 @@ impl<S: Storage> CopiedFlagCheck<'_, S> {
         }
     }
 
-    fn compare(&self, what: &str, reference: entry::Reference, references: &mut References<'_, S>) {
-        let recorded = self.recorded.get(self.header.geometry.cluster_of(reference.offset));
+    fn compare(
+        &mut self,
+        what: &str,
+        reference: entry::Reference,
+        l1_index: Option<u64>,
+        references: &mut References<'_, S>,
+    ) {
+        let cluster = self.header.geometry.cluster_of(reference.offset);
+        let recorded = self.recorded.get(cluster);
+        let counted = self.counts.get(cluster);
+        let entry = entry::l1_word(reference);
+        let finding = |refcount: u32, follows| Finding::CopiedFlag {
+            l1_index,
+            entry,
+            refcount: refcount.into(),
+            follows,
+        };
         if (recorded == 1) != reference.is_copied() {
             let flag = if reference.is_copied() { "set" } else { "not set" };
-            references.problem(format!(
+            let what = format!(
                 "the {what} at offset {} has refcount {recorded}, but its COPIED flag is {flag}",
                 reference.offset
-            ));
+            );
+            references.problem_with(what, finding(recorded, false));
+        } else if (counted == 1) != reference.is_copied() {
+            self.to_follow += 1;
+            references.find(finding(counted, true));
         }
     }
 }

@@ -230,6 +230,14 @@ impl Entry {
         }
     }
 
+    /// A cluster of zeros that has space of its own.
+    pub(crate) fn allocated_zeros(offset: u64) -> Self {
+        Self::Standard {
+            host: Some(Reference::with_copied(offset)),
+            subclusters: SubclusterBitmap::ZERO,
+        }
+    }
+
     /// The `index`-th entry of a slice.
     pub(crate) fn read(slice: &[u8], index: usize, geometry: Geometry) -> Result<Self, EntryError> {
         let size = geometry.l2_entry_size() as usize;

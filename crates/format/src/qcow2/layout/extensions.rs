@@ -67,15 +67,43 @@ pub(crate) fn to_bytes(extensions: &[Extension]) -> Vec<u8> {
     bytes
 }
 
-/// The first extension of this kind.
+/// The last extension of this kind: the one that counts for QEMU, too.
 pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
-    extensions.iter().find(|one| one.kind == kind).map(|one| one.data.as_slice())
+    extensions.iter().rfind(|one| one.kind == kind).map(|one| one.data.as_slice())
 }
 
-/// What the image itself calls an incompatible feature.
+/// Bytes of a record of [`FEATURE_NAMES`]: the kind of feature, its bit, and its name.
+const FEATURE_RECORD: usize = 48;
+
+/// The names of the features that the format knows: kind (0 incompatible, 1 compatible, 2 autoclear), bit, name. They
+/// are those that QEMU stores, so that all programs call a feature by one name.
+const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
+    (0, 0, "dirty bit"),
+    (0, 1, "corrupt bit"),
+    (0, 2, "external data file"),
+    (0, 3, "compression type"),
+    (0, 4, "extended L2 entries"),
+    (1, 0, "lazy refcounts"),
+    (2, 0, "bitmaps"),
+    (2, 1, "raw external data"),
+];
+
+/// The extension that names all features that this program knows, for messages of programs that do not.
+pub(crate) fn feature_names() -> Extension {
+    let record = |(kind, bit, name): (u8, u8, &str)| {
+        let mut record = vec![kind, bit];
+        record.extend_from_slice(name.as_bytes());
+        record.resize(FEATURE_RECORD, 0);
+        record
+    };
+    Extension { kind: FEATURE_NAMES, data: KNOWN_FEATURES.into_iter().flat_map(record).collect() }
+}
+
+/// The name of an incompatible feature in the image itself.
 pub(crate) fn incompatible_feature_name(extensions: &[Extension], bit: u32) -> Option<String> {
-    let records = find(extensions, FEATURE_NAMES)?.chunks_exact(48);
-    let wanted = |record: &&[u8]| record[0] == 0 && u32::from(record[1]) == bit;
+    // The last record may be short: the rest of its name is zeros.
+    let records = find(extensions, FEATURE_NAMES)?.chunks(FEATURE_RECORD);
+    let wanted = |record: &&[u8]| record.len() > 2 && record[0] == 0 && u32::from(record[1]) == bit;
     let name = records.filter(wanted).map(|record| &record[2..]).next()?;
     let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
     Some(String::from_utf8_lossy(&name[..end]).escape_default().to_string())
@@ -110,5 +138,8 @@ mod tests {
         let list = [Extension { kind: FEATURE_NAMES, data: record }];
         assert_eq!(incompatible_feature_name(&list, 9).as_deref(), Some("time travel"));
         assert_eq!(incompatible_feature_name(&list, 8), None);
+        let own = [feature_names()];
+        assert_eq!(own[0].data.len(), 384, "a header of 112 bytes has room for it in 512");
+        assert_eq!(incompatible_feature_name(&own, 4).as_deref(), Some("extended L2 entries"));
     }
 }

@@ -380,10 +380,14 @@ impl Features {
     fn check_known(&self, extensions: &[Extension]) -> Result<(), HeaderError> {
         let unknown = self.incompatible.difference(Incompatible::all()).bits();
         if unknown != 0 {
-            let bit = unknown.trailing_zeros();
-            let name = extensions::incompatible_feature_name(extensions, bit);
-            let name = name.map_or_else(String::new, |name| format!(" ('{name}')"));
-            let what = format!("the image needs the unknown feature {bit}{name}");
+            let bits = (0..u64::BITS).filter(|bit| unknown >> bit & 1 != 0);
+            let named = bits.map(|bit| {
+                let name = extensions::incompatible_feature_name(extensions, bit);
+                format!("{bit}{}", name.map_or_else(String::new, |name| format!(" ('{name}')")))
+            });
+            let named = named.collect::<Vec<_>>();
+            let plural = if named.len() > 1 { "s" } else { "" };
+            let what = format!("the image needs the unknown feature{plural} {}", named.join(", "));
             return Err(unsupported(72, what));
         }
         Ok(())

@@ -3,10 +3,11 @@
 //! The name, its format (a header extension) and the fields that point to them must change together, and
 //! only 512 bytes are written at once by every disk. So:
 //!
-//! 1. the new name goes to a part of the first cluster that neither the old name nor the old extensions
-//!    use, durably; nothing refers to it yet;
-//! 2. one write of the first 512 bytes changes the fields and the extensions, which have to fit in there.
-//!    Names of feature bits (an extension that only serves messages) are left out where room is short.
+//! 1. what goes beyond the first 512 bytes (the new name, and the end of the new extensions) goes to a part of the
+//!    first cluster that neither the old name nor the old extensions use, durably; nothing refers to it yet;
+//! 2. one write of the first 512 bytes changes the fields and the extensions. Names of feature bits (an extension
+//!    that only serves messages) are left out where room is short. Where they fit, the name follows the extensions,
+//!    as other programs have it.
 //!
 //! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or the
 //! new one. Where the extensions do not fit, the change is refused.
@@ -31,6 +32,23 @@ pub(crate) async fn set_backing<S: Storage>(
     metadata: &ImageMetadata<S>,
     backing: Option<Backing>,
 ) -> Result<()> {
+    change_backing(metadata, backing, NamePlace::BehindExtensions).await
+}
+
+/// Where the name goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NamePlace {
+    /// Where there is room, as other programs have it.
+    BehindExtensions,
+    /// Where the first sector keeps its room, if clusters have more.
+    BeyondFirstSector,
+}
+
+async fn change_backing<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    backing: Option<Backing>,
+    place: NamePlace,
+) -> Result<()> {
     metadata.check_writable()?;
     metadata.flush(SyncMode::Full).await?;
     let storage = metadata.storage();
@@ -49,22 +67,23 @@ pub(crate) async fn set_backing<S: Storage>(
     let mut bytes = table_io::read(storage, 0, length).await?;
     let new = with_backing(&old, backing);
     let no_room = || invalid("the header has no room for it");
-    let (extensions, at) = lay_out(&old, &new, &bytes).ok_or_else(no_room)?;
-    if let (Some(backing), Some(at)) = (&new.backing, at)
-        && at >= SECTOR
-    {
-        bytes[at..at + backing.name.len()].copy_from_slice(&backing.name);
-        write_header_part(metadata, &bytes, at, backing.name.len()).await?;
+    let NewLayout { list, name_offset } = lay_out(&old, &new, &bytes, place).ok_or_else(no_room)?;
+    let name = new.backing.as_ref().map_or(&[][..], |backing| &backing.name);
+    let mut after = bytes.clone();
+    after[new.length..SECTOR].fill(0);
+    after[new.length..new.length + list.len()].copy_from_slice(&list);
+    if let Some(at) = name_offset {
+        after[at..at + name.len()].copy_from_slice(name);
     }
-    let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());
+    let changed = (SECTOR..after.len()).filter(|&at| after[at] != bytes[at]);
+    if let (Some(first), Some(last)) = (changed.clone().min(), changed.max()) {
+        bytes[SECTOR..].copy_from_slice(&after[SECTOR..]);
+        write_header_part(metadata, &bytes, first, last + 1 - first).await?;
+    }
     let patch = |bytes: &mut [u8]| {
-        bytes[8..16].copy_from_slice(&(at.unwrap_or(0) as u64).to_be_bytes());
-        bytes[16..20].copy_from_slice(&(name_length as u32).to_be_bytes());
-        bytes[new.length..SECTOR].fill(0);
-        bytes[new.length..new.length + extensions.len()].copy_from_slice(&extensions);
-        if let (Some(backing), Some(at @ ..SECTOR)) = (&new.backing, at) {
-            bytes[at..at + name_length].copy_from_slice(&backing.name);
-        }
+        bytes[8..16].copy_from_slice(&(name_offset.unwrap_or(0) as u64).to_be_bytes());
+        bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+        bytes[new.length..SECTOR].copy_from_slice(&after[new.length..SECTOR]);
     };
     // A writeback may change other fields meanwhile.
     metadata.writer().write_header(patch).await?;
@@ -89,7 +108,7 @@ pub(super) async fn free_first_sector<S: Storage>(metadata: &ImageMetadata<S>) -
     if be64(&sector, 8) >= SECTOR as u64 {
         return Ok(());
     }
-    set_backing(metadata, backing).await
+    change_backing(metadata, backing, NamePlace::BeyondFirstSector).await
 }
 
 /// Writes the blocks of the first cluster that hold a part of it, durably.
@@ -120,34 +139,49 @@ fn with_backing(old: &Header, backing: Option<Backing>) -> Header {
     new
 }
 
-/// The extensions as bytes, and the offset of the name; `None` where there is no room. `bytes` is the old
-/// first cluster.
-fn lay_out(old: &Header, new: &Header, bytes: &[u8]) -> Option<(Vec<u8>, Option<usize>)> {
+/// What follows the fields of a header.
+struct NewLayout {
+    /// The extensions, which begin behind the fields.
+    list: Vec<u8>,
+    /// Where the name of the backing file is.
+    name_offset: Option<usize>,
+}
+
+/// The new extensions and the place of the name; `None` where there is no room. `bytes` is the old first cluster.
+fn lay_out(old: &Header, new: &Header, bytes: &[u8], place: NamePlace) -> Option<NewLayout> {
     let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());
-    let needed = if bytes.len() > SECTOR { 0 } else { name_length };
-    let fits = |list: &Vec<u8>| new.length + list.len() + needed <= SECTOR;
+    let has_name = new.backing.is_some();
+    // What the old header uses beyond the first sector.
+    let list_end = old.length + extensions::to_bytes(&old.extensions).len();
+    let name_start = be64(bytes, 8) as usize;
+    let old_name = old.backing.as_ref().map(|old| name_start..name_start + old.name.len());
+    let is_free = |start: usize, end: usize| {
+        end <= bytes.len()
+            && (end <= SECTOR
+                || (list_end <= SECTOR.max(start)
+                    && old_name.as_ref().is_none_or(|old| {
+                        end <= old.start.max(SECTOR) || old.end <= start.max(SECTOR)
+                    })))
+    };
     let all = extensions::to_bytes(&new.extensions);
     let few: Vec<Extension> =
         new.extensions.iter().filter(|one| one.kind != FEATURE_NAMES).cloned().collect();
-    let list = [all, extensions::to_bytes(&few)].into_iter().find(fits)?;
-    if new.backing.is_none() {
-        return Some((list, None));
+    let few = extensions::to_bytes(&few);
+    for list in [&all, &few] {
+        let end = new.length + list.len();
+        let is_small = bytes.len() <= SECTOR;
+        if (place == NamePlace::BehindExtensions || is_small)
+            && is_free(new.length, end + name_length)
+        {
+            return Some(NewLayout { list: list.clone(), name_offset: has_name.then_some(end) });
+        }
     }
-    if bytes.len() <= SECTOR {
-        let at = new.length + list.len();
-        return Some((list, Some(at)));
+    let list = [all, few].into_iter().find(|list| new.length + list.len() <= SECTOR)?;
+    if !has_name {
+        return Some(NewLayout { list, name_offset: None });
     }
-    // What the old header uses beyond the first sector.
-    let list_end = old.length + extensions::to_bytes(&old.extensions).len();
-    let old_name = be64(bytes, 8) as usize;
-    let old_name = old.backing.as_ref().map(|backing| old_name..old_name + backing.name.len());
     let free = SECTOR.max(list_end).next_multiple_of(SECTOR);
     let after = old_name.as_ref().map_or(free, |name| free.max(name.end.next_multiple_of(SECTOR)));
-    let is_free = |start: &usize| {
-        let end = start + name_length;
-        end <= bytes.len()
-            && old_name.as_ref().is_none_or(|old| end <= old.start || old.end <= *start)
-    };
-    let at = [free, after].into_iter().find(is_free)?;
-    Some((list, Some(at)))
+    let at = [free, after].into_iter().find(|&start| is_free(start, start + name_length))?;
+    Some(NewLayout { list, name_offset: Some(at) })
 }

@@ -22,6 +22,8 @@ const EVENT_TYPE_EVENTFD: c_int = 2;
 const LOCK_MODE_EXCLUSIVE: c_int = 0;
 /// Watchers of an image that are asked for.
 const MAX_WATCHERS: usize = 64;
+/// Bytes of an image's id, with the zero at its end.
+const MAX_ID: usize = 256;
 /// Room for each of the texts about the holder of a lock, in bytes.
 const MAX_TEXT: usize = 1024;
 
@@ -101,6 +103,15 @@ impl<W: Waiter> Image<W> {
 
     pub(super) fn rbd(&self) -> &'static Rbd {
         &self.cluster.ceph().rbd
+    }
+
+    /// What the pool calls the image, whatever its name: no other one there ever has it.
+    pub(crate) fn id(&self) -> io::Result<String> {
+        let mut id: [c_char; MAX_ID] = [0; MAX_ID];
+        // SAFETY: the image is open, and the last byte stays zero.
+        check(unsafe { (self.rbd().rbd_get_id)(self.handle, id.as_mut_ptr(), MAX_ID - 1) })?;
+        // SAFETY: it ends with a zero, at the last byte at the latest.
+        Ok(unsafe { text(id.as_ptr()) })
     }
 
     /// Bytes, as the cluster said last.

@@ -105,6 +105,7 @@ functions! { Rbd of "librbd.so.1":
     fn rbd_open_read_only(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
     fn rbd_close(Handle) -> c_int;
     fn rbd_get_size(Handle, *mut u64) -> c_int;
+    fn rbd_get_id(Handle, *mut c_char, usize) -> c_int;
     fn rbd_resize2(Handle, u64, bool, ProgressCallback, Handle) -> c_int;
     fn rbd_config_image_list(Handle, *mut OptionRecord, *mut c_int) -> c_int;
     fn rbd_config_image_list_cleanup(*mut OptionRecord, c_int);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use blockhouse_disk::{Disk, ImageDisk, Options as DiskOptions};
+use blockhouse_disk::{Access, Disk, ImageDisk, Options as DiskOptions};
 use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenMode, PageCache};
 use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
@@ -159,6 +159,7 @@ impl Served {
             queues: self.queues,
             loops: self.loops.as_ref().unwrap().handles.clone(),
             memory: self.memory,
+            access: Access::ReadWrite,
         }
     }
 

@@ -1,0 +1,92 @@
+//! The lines of `qemu-img check` for what it finds, for scripts that look for them (`Leaked cluster`, `ERROR cluster`).
+
+use blockhouse_disk::CheckReport;
+use blockhouse_format::qcow2::Finding;
+
+/// A line for each finding; where it was repaired, one for each repair behind them. Those of bad references to a cluster
+/// come first, as there.
+pub fn lines(found: &CheckReport, is_repair: bool) -> Vec<String> {
+    let is_late = |finding: &&Finding| {
+        matches!(finding, Finding::Refcount { .. } | Finding::CopiedFlag { .. })
+    };
+    let early = found.findings.iter().filter(|finding| !is_late(finding)).filter_map(line);
+    let counts = || {
+        let all = found.findings.iter();
+        all.filter(|finding| matches!(finding, Finding::Refcount { .. }))
+    };
+    let repaired = counts().filter(|_| is_repair).filter_map(repair_line);
+    let flags = found.findings.iter().filter(|one| matches!(one, Finding::CopiedFlag { .. }));
+    let flags = flags.filter_map(|flag| if is_repair { repair_line(flag) } else { line(flag) });
+    early.chain(counts().filter_map(line)).chain(repaired).chain(flags).collect()
+}
+
+fn line(finding: &Finding) -> Option<String> {
+    Some(match finding {
+        Finding::Words(words) => format!("ERROR: {words}"),
+        Finding::PastEnd { offset, length } => format!(
+            "ERROR: counting reference for region exceeding the end of the file by one cluster or more: offset {offset:#x} \
+             size {length:#x}"
+        ),
+        Finding::Refcount { recorded, counted, .. } => {
+            let what = if recorded > counted { "Leaked" } else { "ERROR" };
+            format!("{what} {}", of_cluster(finding)?)
+        }
+        Finding::CopiedFlag { follows: true, .. } => return None,
+        Finding::CopiedFlag { .. } => format!("ERROR {}", of_flag(finding)?),
+    })
+}
+
+fn repair_line(finding: &Finding) -> Option<String> {
+    of_cluster(finding).or_else(|| of_flag(finding)).map(|what| format!("Repairing {what}"))
+}
+
+fn of_cluster(finding: &Finding) -> Option<String> {
+    match finding {
+        Finding::Refcount { cluster, recorded, counted } => {
+            Some(format!("cluster {cluster} refcount={recorded} reference={counted}"))
+        }
+        _ => None,
+    }
+}
+
+fn of_flag(finding: &Finding) -> Option<String> {
+    match finding {
+        Finding::CopiedFlag { l1_index: Some(index), entry, refcount, .. } => Some(format!(
+            "OFLAG_COPIED L2 cluster: l1_index={index} l1_entry={entry:x} refcount={refcount}"
+        )),
+        Finding::CopiedFlag { entry, refcount, .. } => {
+            Some(format!("OFLAG_COPIED data cluster: l2_entry={entry:x} refcount={refcount}"))
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_has_its_line() {
+        let findings = vec![
+            Finding::Words("a bitmap is bad".into()),
+            Finding::Refcount { cluster: 6, recorded: 1, counted: 3 },
+            Finding::CopiedFlag { l1_index: None, entry: 0xc0, refcount: 3, follows: true },
+            Finding::Refcount { cluster: 7, recorded: 2, counted: 1 },
+            Finding::PastEnd { offset: 1 << 20, length: 512 },
+        ];
+        let found = CheckReport { findings, ..CheckReport::default() };
+        let past =
+            "exceeding the end of the file by one cluster or more: offset 0x100000 size 0x200";
+        let plain = lines(&found, false);
+        assert!(plain[1].ends_with(past), "{plain:?}");
+        let counts =
+            ["ERROR cluster 6 refcount=1 reference=3", "Leaked cluster 7 refcount=2 reference=1"];
+        assert_eq!(
+            (plain[0].as_str(), &plain[2..]),
+            ("ERROR: a bitmap is bad", &counts.map(str::to_owned)[..])
+        );
+        let repaired = lines(&found, true);
+        assert_eq!(repaired[4], "Repairing cluster 6 refcount=1 reference=3");
+        assert_eq!(repaired[6], "Repairing OFLAG_COPIED data cluster: l2_entry=c0 refcount=3");
+    }
+}

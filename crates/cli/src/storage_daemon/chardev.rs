@@ -1,0 +1,148 @@
+//! Character devices: where clients of QMP are.
+//!
+//! A listening socket serves clients side by side, where QEMU has one after the other, and waits for none of them. One that
+//! connects, and standard input and output, are one client.
+
+use std::io::{self, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::Duration;
+
+use super::keyval::split;
+
+/// How long the end of the process waits for a standard output that takes nothing.
+const EXIT_LIMIT: Duration = Duration::from_secs(1);
+
+/// A character device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chardev {
+    /// What monitors call it.
+    pub id: String,
+    /// What it is.
+    pub kind: Kind,
+}
+
+/// What a character device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A socket that clients connect to.
+    Listening(PathBuf),
+    /// A socket that a client listens at.
+    Connecting(PathBuf),
+    /// Standard input and output.
+    Stdio,
+}
+
+/// Parses `socket,id=ID,path=PATH[,server=on|off][,wait=on|off]` or `stdio,id=ID`.
+///
+/// # Errors
+/// Why there is no such device.
+pub fn parse(text: &str) -> Result<Chardev, String> {
+    let mut parts = split(text).into_iter();
+    let backend = parts.next().unwrap_or_default();
+    let backend = backend.strip_prefix("backend=").unwrap_or(&backend);
+    let (mut id, mut path, mut is_server) = (None, None, false);
+    for part in parts {
+        // An old way to write switches.
+        let (key, value) = part.split_once('=').unwrap_or(match part.strip_prefix("no") {
+            Some(key) => (key, "off"),
+            None => (&part, "on"),
+        });
+        match (key, backend) {
+            ("id", _) => id = Some(value.to_owned()),
+            ("path", "socket") => path = Some(PathBuf::from(value)),
+            ("server", "socket") => is_server = switch(key, value)?,
+            // No client is waited for.
+            ("wait", "socket") | ("signal", "stdio") => _ = switch(key, value)?,
+            ("host" | "port" | "fd", "socket") => {
+                return Err(format!(
+                    "'{key}' is not possible here: clients of QMP are at Unix sockets (path=)"
+                ));
+            }
+            _ => return Err(format!("Invalid parameter '{key}'")),
+        }
+    }
+    let id = id.ok_or("Parameter 'id' is missing")?;
+    let kind = match (backend, path, is_server) {
+        ("stdio", ..) => Kind::Stdio,
+        ("socket", None, _) => return Err("Parameter 'path' is missing".into()),
+        ("socket", Some(path), true) => Kind::Listening(path),
+        ("socket", Some(path), false) => Kind::Connecting(path),
+        _ => {
+            return Err(format!("Character devices of the kind '{backend}' are not possible here"));
+        }
+    };
+    Ok(Chardev { id, kind })
+}
+
+fn switch(key: &str, value: &str) -> Result<bool, String> {
+    match value {
+        "on" | "yes" | "true" | "y" => Ok(true),
+        "off" | "no" | "false" | "n" => Ok(false),
+        _ => Err(format!("Parameter '{key}' expects 'on' or 'off'")),
+    }
+}
+
+/// Standard input and output as a socket. Tells when all of it is written.
+pub struct Stdio(Receiver<()>);
+
+impl Stdio {
+    /// Begins to copy, and gives the socket.
+    ///
+    /// # Errors
+    /// There is no socket or no thread to be had.
+    pub fn start() -> io::Result<(OwnedFd, Self)> {
+        let (own, given) = UnixStream::pair()?;
+        let (input, mut output) = (own.try_clone()?, own);
+        thread::Builder::new().name("blockhouse-stdin".into()).spawn(move || {
+            // The server may have closed its end.
+            let _ = io::copy(&mut io::stdin().lock(), &mut &input);
+            let _ = input.shutdown(Shutdown::Write);
+        })?;
+        let (told, written) = channel();
+        thread::Builder::new().name("blockhouse-stdout".into()).spawn(move || {
+            let mut stdout = io::stdout();
+            // Its reader may have gone.
+            let _ = io::copy(&mut output, &mut stdout).and_then(|_| stdout.flush());
+            let _ = told.send(());
+        })?;
+        Ok((given.into(), Self(written)))
+    }
+
+    /// Waits until all is written, where standard output takes it. Every other copy of the socket is closed by then.
+    pub fn finish(self) {
+        let _ = self.0.recv_timeout(EXIT_LIMIT);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_sockets_and_standard_input() {
+        for (text, kind) in [
+            ("socket,id=c,path=/s,server=on,wait=off", Kind::Listening("/s".into())),
+            ("socket,id=c,path=/s,server,nowait", Kind::Listening("/s".into())),
+            ("socket,path=a,,b,id=c", Kind::Connecting("a,b".into())),
+            ("stdio,id=c", Kind::Stdio),
+            ("backend=stdio,id=c,signal=off", Kind::Stdio),
+        ] {
+            assert_eq!(parse(text), Ok(Chardev { id: "c".into(), kind }), "{text}");
+        }
+        for (text, words) in [
+            ("socket,path=/s", "'id' is missing"),
+            ("socket,id=c", "'path' is missing"),
+            ("socket,id=c,host=h,port=1", "'host' is not possible"),
+            ("socket,id=c,path=/s,server=maybe", "expects 'on' or 'off'"),
+            ("pty,id=c", "'pty' are not possible"),
+            ("stdio,id=c,mux=on", "Invalid parameter 'mux'"),
+        ] {
+            assert!(parse(text).is_err_and(|why| why.contains(words)), "{text}");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! `blockhouse qemu-storage-daemon`, and the program under that name: QEMU's command line, as commands of QMP that a server
+//! without disks carries out in their order before it is ready. So nothing is done here that a client of QMP could not ask for,
+//! but what has to be there before: sockets, threads and TLS.
+//!
+//! - `arguments`: the options, and what they ask for; `keyval`: their arguments; `chardev`: where clients of QMP are
+
+mod arguments;
+mod chardev;
+mod keyval;
+
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, anyhow, bail};
+use blockhouse_daemon::config::default_queues;
+use blockhouse_daemon::control_socket::{Answers, ControlSocket};
+use blockhouse_daemon::setup::{SandboxUse, Setup, StateSetup, StorageDaemon, TlsSetup};
+use blockhouse_daemon::{LoopOptions, limits, ublk};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
+use blockhouse_nbd::{SocketPermissions, TlsFiles, TlsMode};
+use blockhouse_vhost_user::RegisteredMemory;
+
+pub use self::arguments::Arguments;
+use self::arguments::{Plan, TlsKind};
+use self::chardev::{Kind, Stdio};
+use crate::background::{self, Started};
+use crate::{called_as, output};
+
+/// The command's name.
+pub const NAME: &str = "qemu-storage-daemon";
+
+/// Threads of a server, at most.
+const MAX_THREADS: usize = 256;
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    if arguments.version {
+        output::print(&called_as::Tool::StorageDaemon.version())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let plan = arguments.plan().map_err(|why| anyhow!("{why}"))?;
+    let has_stdio = plan.monitors.iter().any(|device| device.kind == Kind::Stdio);
+    if has_stdio && (arguments.daemonize || arguments.in_background) {
+        bail!(
+            "--daemonize: a process in the background has no standard input and output (--chardev stdio)"
+        );
+    }
+    if arguments.daemonize {
+        return daemonize();
+    }
+    let (setup, stdio) = setup(plan, arguments)?;
+    let outcome = blockhouse_daemon::run(&setup, |service| {
+        service.notify_ready();
+        if arguments.in_background {
+            // An empty line says that these are all.
+            let _ = output::write("ready\n");
+        }
+    });
+    // With its copy of the socket.
+    drop(setup);
+    stdio.into_iter().for_each(Stdio::finish);
+    outcome.map(|()| ExitCode::SUCCESS)
+}
+
+/// Has a process in the background do what the command line says.
+fn daemonize() -> Result<ExitCode> {
+    let words = called_as::words().into_iter().skip(1);
+    let is_it = |word: &OsString| {
+        word.to_str().is_some_and(|word| word.len() > 3 && "--daemonize".starts_with(word))
+    };
+    let words = words.map(|word| if is_it(&word) { background::OPTION.into() } else { word });
+    match background::start(words.collect())? {
+        Started::Listens(_) => Ok(ExitCode::SUCCESS),
+        // It has said why.
+        Started::Ended(code) => Ok(code),
+    }
+}
+
+/// What is to run.
+fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
+    let Plan { commands, monitors, tls, threads } = plan;
+    let mut daemon = StorageDaemon { commands, ..Default::default() };
+    let mut stdio = None;
+    for device in monitors {
+        match device.kind {
+            Kind::Listening(path) => {
+                let permissions = SocketPermissions::PRIVATE;
+                daemon.sockets.push(ControlSocket { path, permissions, answers: Answers::All });
+            }
+            Kind::Connecting(path) => {
+                let cannot = || {
+                    format!("--chardev {}: Failed to connect to '{}'", device.id, path.display())
+                };
+                let stream = UnixStream::connect(&path).with_context(cannot)?;
+                daemon.connections.push(OwnedFd::from(stream));
+            }
+            Kind::Stdio if stdio.is_some() => bail!("--chardev stdio: there is one standard input"),
+            Kind::Stdio => {
+                let (socket, copying) = Stdio::start().context("--chardev stdio")?;
+                daemon.connections.push(socket);
+                stdio = Some(copying);
+            }
+        }
+    }
+    daemon.tls_object = tls.as_ref().map(|(id, ..)| id.clone());
+    let tls = tls.map(|(_, kind, folder)| TlsSetup {
+        mode: TlsMode::Optional,
+        files: match kind {
+            TlsKind::X509 => TlsFiles::Certificates(folder),
+            TlsKind::Psk => TlsFiles::Psk(folder.join("keys.psk")),
+        },
+        allowed: Vec::new(),
+        only: Vec::new(),
+    });
+    let setup = Setup {
+        workers: threads.clamp(1, MAX_THREADS),
+        loops: LoopOptions {
+            engine: EngineChoice::Auto,
+            polling: DEFAULT_POLLING,
+            fixed_files: FixedFiles::Off,
+            io_poll: IoPoll::Off,
+            commands: ublk::commands(&[]),
+        },
+        disks: Vec::new(),
+        state: StateSetup::Usual,
+        offers: None,
+        nbd: Vec::new(),
+        devices: Vec::new(),
+        ublk: Vec::new(),
+        queues: default_queues(),
+        register_memory: RegisteredMemory::Off,
+        limits: limits::limits(&[]),
+        tls,
+        permissions: SocketPermissions::default(),
+        control: None,
+        qmp: None,
+        storage_daemon: Some(daemon),
+        pid_file: arguments.pidfile.clone(),
+        metrics: None,
+        user: None,
+        // Its clients name any file, and images name any other.
+        sandbox: SandboxUse::Off,
+        sandbox_allow: Vec::new(),
+        upgrade_to: Vec::new(),
+        config: None,
+        hand_over: false,
+    };
+    Ok((setup, stdio))
+}

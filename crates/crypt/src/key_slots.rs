@@ -1,0 +1,122 @@
+//! Key slots of a header that is there: which a secret opens, and what a new one holds.
+//!
+//! Computes for as long as [`unlock`](crate::unlock), within the same limits: not for an event loop.
+
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::LockedBytes;
+use blockhouse_format::{LuksHash, LuksHeader, NewLuks, NewLuksSlot};
+
+use crate::create::{fill_random, iterations_for, random};
+use crate::kdf::Work;
+use crate::unlock::open_slot;
+use crate::{Secret, SectorCipher, hash, stripes};
+
+/// The numbers of the key slots that a secret opens. `areas` are as for [`unlock`](crate::unlock).
+///
+/// # Errors
+/// `Unsupported` where a slot asks for too much work or for what is not supported.
+pub fn slots_of(header: &LuksHeader, areas: &[Vec<u8>], secret: &Secret) -> Result<Vec<u32>> {
+    let mut work = Work::new();
+    let mut found = Vec::new();
+    for (slot, area) in header.slots.iter().zip(areas) {
+        let Ok(key) = &slot.key else { continue };
+        let opened = open_slot(&mut work, key, area, secret, header.key_bytes);
+        let refuse =
+            |why| Error::new(ErrorKind::Unsupported, format!("key slot {}: {why}", slot.number));
+        if opened.map_err(refuse)?.is_some() {
+            found.push(slot.number);
+        }
+    }
+    Ok(found)
+}
+
+/// A key slot that `secret` opens in about `time`, with the disk's key, which one of `openers` opens.
+///
+/// # Errors
+/// `Unsupported` where none of them opens a slot; the kernel has no random numbers or no memory.
+pub fn new_slot(
+    header: &LuksHeader,
+    areas: &[Vec<u8>],
+    openers: &[&Secret],
+    secret: &Secret,
+    time: Duration,
+) -> Result<NewLuksSlot> {
+    let (key, hash) = disk_key(header, areas, openers)?;
+    let iterations = iterations_for(secret, time);
+    let build = || {
+        let salt: [u8; 32] = random()?;
+        let mut area_key = LockedBytes::new(header.key_bytes)?;
+        hash::pbkdf2(hash, secret.bytes(), &salt, iterations, &mut area_key);
+        let mut material = LockedBytes::new(header.key_bytes * NewLuks::STRIPES)?;
+        fill_random(&mut material)?;
+        stripes::split(hash, &key, &mut material);
+        SectorCipher::new(header.cipher, &area_key, 512)?.encrypt(0, &mut material);
+        Ok(NewLuksSlot { iterations, salt, material: material.to_vec() })
+    };
+    build().map_err(|error: std::io::Error| Error::host("cannot make a key slot", error))
+}
+
+/// Random bytes, as many as a key slot's area has, for one that is given up.
+///
+/// # Errors
+/// The kernel has no random numbers.
+pub fn slot_wipe(header: &LuksHeader) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; (header.key_bytes * NewLuks::STRIPES).next_multiple_of(512)];
+    fill_random(&mut bytes).map_err(|error| Error::host("cannot overwrite a key slot", error))?;
+    Ok(bytes)
+}
+
+fn disk_key(
+    header: &LuksHeader,
+    areas: &[Vec<u8>],
+    openers: &[&Secret],
+) -> Result<(LockedBytes, LuksHash)> {
+    let mut work = Work::new();
+    for opener in openers {
+        for (slot, area) in header.slots.iter().zip(areas) {
+            let Ok(key) = &slot.key else { continue };
+            if let Ok(Some(found)) = open_slot(&mut work, key, area, opener, header.key_bytes) {
+                return Ok((found, key.stripe_hash));
+            }
+        }
+    }
+    let what = "no key that was named opens one of its key slots";
+    Err(Error::new(ErrorKind::Unsupported, what)
+        .hint("name the one that does: --key-file FILE, or --passphrase-file FILE"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn secret(text: &str) -> Secret {
+        let path = std::env::temp_dir().join(format!("key-{}-{text}", std::process::id()));
+        std::fs::write(&path, text).unwrap();
+        let secret = Secret::from_key_file(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        secret
+    }
+
+    #[test]
+    fn a_secret_that_opens_nothing_makes_no_slot() {
+        let header = LuksHeader {
+            version: 1,
+            uuid: String::new(),
+            cipher: NewLuks::CIPHER,
+            key_bytes: NewLuks::KEY,
+            sector_size: 512,
+            iv_tweak: 0,
+            payload: NewLuks::LENGTH as u64,
+            payload_size: None,
+            slots: Vec::new(),
+            slot_offsets: vec![4096; 8],
+        };
+        let one = secret("one");
+        assert_eq!(slots_of(&header, &[], &one).unwrap(), [0_u32; 0]);
+        let refused = new_slot(&header, &[], &[&one], &one, Duration::ZERO);
+        assert_eq!(refused.err().map(|error| error.kind()), Some(ErrorKind::Unsupported));
+        assert_eq!(slot_wipe(&header).unwrap().len(), 256_000);
+    }
+}

@@ -1,0 +1,83 @@
+//! Nodes on a disk that have no storage: `throttle`, which puts limits on it.
+//!
+//! A filter is another name of its disk. Its limits are the disk's, also for exports of the disk by its own name.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::blockdev::{Asked, check_name, close, open_node};
+use super::context::Context;
+use super::errors::QmpError;
+use super::objects::limits_of;
+use super::state::Filter;
+
+/// Adds a `throttle` node.
+pub(super) async fn add_throttle(
+    context: &Rc<Context>,
+    mut given: Arguments,
+    name: &str,
+) -> Result<(), QmpError> {
+    let group = given.text("throttle-group")?;
+    let (disk, is_implicit) = match given.some_object_or_text("file")? {
+        Some(mut file) => {
+            given.end()?;
+            // Before anything is opened.
+            limits_of(context, &group)?;
+            let mut asked = Asked::take(&mut file)?;
+            if asked.is_throttle() {
+                let why = "Driver 'throttle' is not possible below another one here";
+                return Err(QmpError::generic(why));
+            }
+            asked.name.iter().try_for_each(|name| check_name(context, name))?;
+            let below = asked.name.clone().unwrap_or_else(|| implicit_name(context));
+            asked.name = Some(below.clone());
+            open_node(context, file, asked, &below).await?;
+            (below, true)
+        }
+        None => {
+            let below = given.text("file")?;
+            given.end()?;
+            let disk = context.disk(&below)?;
+            if disk != below || context.state.borrow().filter_on(&disk).is_some() {
+                return Err(QmpError::generic(format!(
+                    "Node '{below}' has a filter on it, and is not possible below '{name}'"
+                )));
+            }
+            (disk, false)
+        }
+    };
+    let limits = limits_of(context, &group)?;
+    if let Err(error) = set(context, &disk, limits).await {
+        if is_implicit {
+            close(context, &disk).await?;
+        }
+        return Err(error);
+    }
+    let filter = Filter { disk, group, is_implicit };
+    context.state.borrow_mut().filters.insert(name.to_owned(), filter);
+    Ok(())
+}
+
+async fn set(context: &Context, disk: &str, limits: Value) -> Result<(), QmpError> {
+    context.call("limit.set", json!({ "disk": disk, "limits": limits })).await?;
+    Ok(())
+}
+
+/// A name that no client can give, as QEMU makes one for a node without a name.
+fn implicit_name(context: &Context) -> String {
+    let is_free = |name: &String| context.running.find(name).is_none();
+    (0..).map(|number: u64| format!("#block{number:03}")).find(is_free).expect("an endless list")
+}
+
+/// Removes a filter.
+pub(super) async fn delete(context: &Context, name: &str, filter: &Filter) -> Result<(), QmpError> {
+    let Filter { disk, is_implicit, .. } = filter;
+    match is_implicit {
+        true => close(context, disk).await?,
+        false => set(context, disk, json!({})).await?,
+    }
+    context.state.borrow_mut().filters.remove(name);
+    Ok(())
+}

@@ -1,0 +1,243 @@
+//! Objects (`object-add`): names for what nodes, exports and the NBD server are told by them.
+//!
+//! Nothing runs because of an object. A throttle group becomes the group of a disk's limits where a node names it, a secret
+//! the file of a key; threads are those of the server, and TLS is set up before anything listens.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use serde_json::{Map, Value, json};
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::exports::is_well_formed;
+
+/// The kinds of objects that there are.
+const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];
+
+/// Bytes of a secret, at most.
+const MAX_SECRET: u64 = 1 << 20;
+
+/// The keys of a throttle group's limits, and of a disk's.
+const LIMITS: [(&str, &str); 6] = [
+    ("iops-total", "iops"),
+    ("iops-read", "iops-read"),
+    ("iops-write", "iops-write"),
+    ("bps-total", "bps"),
+    ("bps-read", "bps-read"),
+    ("bps-write", "bps-write"),
+];
+
+/// An object.
+#[derive(Debug)]
+pub(super) enum Object {
+    /// A thread of exports.
+    IoThread,
+    /// A key.
+    Secret {
+        /// The file that has it.
+        path: PathBuf,
+        /// What keeps a file that is of this process alone.
+        _memory: Option<OwnedFd>,
+    },
+    /// Limits: the parameters of `limit.set` without the group.
+    ThrottleGroup(Map<String, Value>),
+    /// The certificates or keys of the server's TLS.
+    Tls,
+}
+
+/// `object-add`.
+pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let kind = given.needed_word("qom-type", KINDS)?;
+    let id = given.text("id")?;
+    if !is_well_formed(&id) {
+        return Err(QmpError::generic("Parameter 'id' expects an identifier"));
+    }
+    if context.state.borrow().objects.contains_key(&id) {
+        return Err(QmpError::generic(format!(
+            "attempt to add duplicate property '{id}' to object (type 'container')"
+        )));
+    }
+    let object = match kind {
+        "iothread" => {
+            // How long a loop looks for requests before it sleeps is said by --poll-max-us.
+            for name in ["poll-max-ns", "poll-grow", "poll-shrink", "aio-max-batch"]
+                .into_iter()
+                .chain(["thread-pool-min", "thread-pool-max"])
+            {
+                given.some_unsigned(name)?;
+            }
+            Object::IoThread
+        }
+        "secret" => secret(&mut given)?,
+        "throttle-group" => Object::ThrottleGroup(limits(&mut given)?),
+        _ => tls(context, &id, &mut given)?,
+    };
+    given.end()?;
+    context.state.borrow_mut().objects.insert(id, object);
+    Ok(json!({}))
+}
+
+/// A secret is the bytes of a file, or of a file of this process alone that has the `data`.
+fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
+    let why = "secrets are not encrypted here";
+    given.only("keyid", &[], why)?;
+    given.only("iv", &[], why)?;
+    given.only("format", &[json!("raw")], "a secret is its bytes as they are")?;
+    match (given.some_text("file")?, given.some_text("data")?) {
+        (Some(file), None) => {
+            let failed = |error: std::io::Error| QmpError::generic(format!("{file}: {error}"));
+            // It is read when a node names it; whether that can be is told now.
+            let mut byte = [0];
+            File::open(&file)
+                .and_then(|file| file.take(MAX_SECRET).read(&mut byte))
+                .map_err(failed)?;
+            let path = std::path::absolute(&file).map_err(failed)?;
+            Ok(Object::Secret { path, _memory: None })
+        }
+        (None, Some(data)) => {
+            let failed = |error: std::io::Error| QmpError::generic(format!("the key: {error}"));
+            let flags = rustix::fs::MemfdFlags::CLOEXEC;
+            let memory =
+                rustix::fs::memfd_create("key", flags).map_err(|why| failed(why.into()))?;
+            let mut file = File::from(memory);
+            file.write_all(data.as_bytes()).map_err(failed)?;
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
+            Ok(Object::Secret { path, _memory: Some(file.into()) })
+        }
+        (Some(_), Some(_)) => Err(QmpError::generic("'file' and 'data' are mutually exclusive")),
+        (None, None) => Err(QmpError::generic("Either 'file' or 'data' must be provided")),
+    }
+}
+
+/// The limits of a throttle group, as a disk has them.
+fn limits(given: &mut Arguments) -> Result<Map<String, Value>, QmpError> {
+    let mut of_object = given.some_object("limits")?;
+    let mut take = |name: String| match &mut of_object {
+        Some(limits) => limits.some_unsigned(&name),
+        None => given.some_unsigned(&format!("x-{name}")),
+    };
+    let mut limits = Map::new();
+    let mut burst: Option<(f64, u64)> = None;
+    for (theirs, ours) in LIMITS {
+        let rate = take(theirs.into())?.filter(|rate| *rate > 0);
+        let most = take(format!("{theirs}-max"))?.filter(|most| *most > 0);
+        let seconds = take(format!("{theirs}-max-length"))?.unwrap_or(1);
+        let Some(rate) = rate else {
+            match most {
+                Some(_) => {
+                    let why = "bps_max/iops_max require corresponding bps/iops values";
+                    return Err(QmpError::generic(why));
+                }
+                None => continue,
+            }
+        };
+        limits.insert(ours.into(), rate.into());
+        let own = (most.unwrap_or(rate) as f64 / rate as f64, seconds);
+        if own.0 < 1.0 {
+            return Err(QmpError::generic("bps_max/iops_max cannot be lower than bps/iops"));
+        }
+        match burst {
+            Some(other) if other != own => {
+                let why =
+                    "the limits of a group may be exceeded by one factor and for one time here";
+                return Err(QmpError::generic(why));
+            }
+            _ => burst = Some(own),
+        }
+    }
+    if take("iops-size".into())?.is_some_and(|size| size > 0) {
+        return Err(QmpError::generic(
+            "'iops-size' is not possible here: each request counts once",
+        ));
+    }
+    if let Some(of_object) = of_object {
+        of_object.end()?;
+    }
+    if let Some((factor, seconds)) = burst.filter(|(factor, _)| *factor > 1.0) {
+        limits.insert("burst".into(), factor.into());
+        limits.insert("burst-seconds".into(), seconds.into());
+    }
+    Ok(limits)
+}
+
+/// TLS is set up at the start, from the object of the command line.
+fn tls(context: &Context, id: &str, given: &mut Arguments) -> Result<Object, QmpError> {
+    given.some_text("dir")?;
+    given.only("endpoint", &[json!("server")], "the server's own is the only one")?;
+    given.only(
+        "verify-peer",
+        &[json!(true)],
+        "clients are checked where the folder has ca-cert.pem",
+    )?;
+    given.only("priority", &[], "the ciphers are those of TLS 1.2 and 1.3")?;
+    given.only("passwordid", &[], "the key is a file without a passphrase")?;
+    given.only("sanity-check", &[json!(true)], "files that do not fit are refused")?;
+    given.only("username", &[], "keys.psk has the names of clients")?;
+    match context.tls_object.as_deref() == Some(id) {
+        true => Ok(Object::Tls),
+        false => Err(QmpError::generic(
+            "TLS is set up at the start: by one --object of qemu-storage-daemon, or by 'serve --tls'",
+        )),
+    }
+}
+
+/// `object-del`.
+pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let id = given.text("id")?;
+    given.end()?;
+    let mut state = context.state.borrow_mut();
+    let is_used = state.filters.values().any(|filter| filter.group == id)
+        || state.nbd_server.as_ref().is_some_and(|server| server.tls.as_ref() == Some(&id));
+    if is_used {
+        return Err(QmpError::generic(format!("object '{id}' is in use, can not be deleted")));
+    }
+    match state.objects.remove(&id) {
+        Some(_) => Ok(json!({})),
+        None => Err(QmpError::generic(format!("object '{id}' not found"))),
+    }
+}
+
+/// The file of a secret.
+pub(super) fn key_file(context: &Context, id: &str) -> Result<PathBuf, QmpError> {
+    match context.state.borrow().objects.get(id) {
+        Some(Object::Secret { path, .. }) => Ok(path.clone()),
+        _ => Err(QmpError::generic(format!("No secret with id '{id}'"))),
+    }
+}
+
+/// The parameter `limits` of a disk in a throttle group.
+pub(super) fn limits_of(context: &Context, group: &str) -> Result<Value, QmpError> {
+    match context.state.borrow().objects.get(group) {
+        Some(Object::ThrottleGroup(limits)) => {
+            let mut limits = limits.clone();
+            if limits.is_empty() {
+                return Ok(json!({}));
+            }
+            limits.insert("group".into(), group.into());
+            Ok(limits.into())
+        }
+        _ => Err(QmpError::generic(format!("Throttle group '{group}' does not exist"))),
+    }
+}
+
+/// Refuses a thread that there is not.
+pub(super) fn check_thread(context: &Context, id: &str) -> Result<(), QmpError> {
+    match context.state.borrow().objects.get(id) {
+        Some(Object::IoThread) => Ok(()),
+        _ => Err(QmpError::generic(format!("iothread \"{id}\" not found"))),
+    }
+}
+
+/// Refuses TLS that there is not.
+pub(super) fn check_tls(context: &Context, id: &str) -> Result<(), QmpError> {
+    match context.state.borrow().objects.get(id) {
+        Some(Object::Tls) => Ok(()),
+        Some(_) => Err(QmpError::generic(format!("Object with id '{id}' is not TLS credentials"))),
+        None => Err(QmpError::generic(format!("No TLS credentials with id '{id}'"))),
+    }
+}

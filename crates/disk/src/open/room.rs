@@ -1,0 +1,53 @@
+//! How much room there is left for what a disk's guest writes.
+
+use blockhouse_core::{Result, Storage};
+use blockhouse_engine::FileKind;
+use blockhouse_format::Format;
+
+use super::image_disk::ImageDisk;
+
+/// Room, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// What is left.
+    pub left: u64,
+    /// What there is in all.
+    pub total: u64,
+}
+
+impl ImageDisk {
+    /// The room on the device that a qcow2 image is on, or in the file system of a file, which others may take, too. `None` where
+    /// the disk has all its space, or another server has it.
+    ///
+    /// # Errors
+    /// The host's.
+    pub async fn room_left(&self) -> Result<Option<Room>> {
+        let image = self.begin_use();
+        let format = image.format();
+        let Some(file) = format.data().storage().as_file() else { return Ok(None) };
+        match (file.kind(), format) {
+            (FileKind::Regular, _) => {
+                file.query_file_system().await.map(|(left, total)| Some(Room { left, total }))
+            }
+            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.data_file().is_none() => {
+                let left = qcow2.room_left().await?;
+                Ok(Some(Room { left, total: file.size() }))
+            }
+            (FileKind::BlockDevice, _) => Ok(None),
+        }
+    }
+
+    /// As [`room_left`](Self::room_left), without waiting; `None` also where it would have to be looked up.
+    pub fn room_left_now(&self) -> Option<u64> {
+        let image = self.begin_use();
+        let format = image.format();
+        let file = format.data().storage().as_file()?;
+        match (file.kind(), format) {
+            (FileKind::Regular, _) => file.file_system_room().ok().map(|(left, _)| left),
+            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.data_file().is_none() => {
+                qcow2.room_left_in_memory()
+            }
+            (FileKind::BlockDevice, _) => None,
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! A raw disk wherever it is, for the file that has its bitmaps (`sidecar`): which one it is, and what tells of changes.
+//!
+//! | a disk that is | is known by | changes without its bitmaps are told by |
+//! | --- | --- | --- |
+//! | a file | inode and birth | its time of change |
+//! | a block device | the id that its driver has (LVM, multipath, serial number, partition, file of a loop device) | the kernel's count of what was written to it, up to a restart of the host, or until it is attached anew |
+//! | an image in Ceph | pool, namespace and the image's id there | nothing |
+//! | an export of an NBD server | its name | nothing |
+//!
+//! The size goes with each.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{DeviceWrites, FileKind, HostFile, device_folder};
+use blockhouse_storage::ImageStorage;
+
+use super::restore::{Clock, change_time, clock_of, status_of};
+use super::sidecar::identity;
+
+/// What a raw disk says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Volume {
+    pub(super) identity: [u8; 16],
+    pub(super) size: u64,
+    /// How it is now, as far as anything tells.
+    pub(super) seen: Seen,
+}
+
+/// What tells whether a disk was changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Seen {
+    /// When it was changed for the last time.
+    Time(Duration),
+    /// How much was written to it ([`DeviceWrites`]).
+    Writes(Duration),
+    /// Nothing.
+    Unknown,
+}
+
+impl Volume {
+    /// # Errors
+    /// The host's or the cluster's; `Unsupported` for what is no single disk.
+    pub(super) async fn of(storage: &ImageStorage) -> Result<Self> {
+        let size = storage.size();
+        let (identity, seen) = match storage {
+            ImageStorage::File(file) => (identity_of_file(file)?, seen_of_file(file)?),
+            ImageStorage::Nbd(nbd) => (hash(&["nbd", nbd.export_name()]), Seen::Unknown),
+            ImageStorage::Rbd(rbd) => (hash(&["rbd", &rbd.id().await?]), Seen::Unknown),
+            ImageStorage::Concat(_) | ImageStorage::View(_) => {
+                let what = "is no volume that can have bitmaps beside it";
+                return Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()));
+            }
+        };
+        Ok(Self { identity, size, seen })
+    }
+
+    /// As [`of`](Self::of), of a file or block device.
+    pub(super) fn of_file(file: &HostFile) -> Result<Self> {
+        let (identity, seen) = (identity_of_file(file)?, seen_of_file(file)?);
+        Ok(Self { identity, size: file.size(), seen })
+    }
+}
+
+/// How a sidecar of this disk says that the disk is unchanged, and what is so now.
+pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
+    match seen {
+        Seen::Time(now) => Told::of(now == noted),
+        Seen::Writes(now) if !DeviceWrites::is_same_era_of_times(now, noted) => Told::Nothing,
+        Seen::Writes(now) => Told::of(now == noted),
+        Seen::Unknown => Told::Nothing,
+    }
+}
+
+/// What is known of other programs' changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// There are none.
+    Unchanged,
+    /// There are some.
+    Changed,
+    /// There may be some.
+    Nothing,
+}
+
+impl Told {
+    pub(super) fn of(is_unchanged: bool) -> Self {
+        if is_unchanged { Self::Unchanged } else { Self::Changed }
+    }
+}
+
+fn seen_of_file(file: &HostFile) -> Result<Seen> {
+    Ok(match file.kind() {
+        FileKind::Regular if clock_of(file)? == Clock::ThisHost => {
+            Seen::Time(change_time(&status_of(file)?))
+        }
+        FileKind::Regular => Seen::Unknown,
+        FileKind::BlockDevice => {
+            file.device_writes().map_or(Seen::Unknown, |writes| Seen::Writes(writes.to_time()))
+        }
+    })
+}
+
+fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
+    if file.kind() == FileKind::Regular {
+        return identity(file);
+    }
+    let device = status_of(file)?.st_rdev;
+    let folder = device_folder(device);
+    let id = device_id(&folder).ok_or_else(|| {
+        let what = "nothing tells which device it is: its driver has no id of it, and the kernel no number";
+        Error::new(ErrorKind::Unsupported, what).on(file.name())
+    })?;
+    Ok(hash(&["device", &id]))
+}
+
+/// What a block device is called, whatever its number: in the best words that there are.
+fn device_id(folder: &Path) -> Option<String> {
+    let read = |name: &str| {
+        let text = fs::read_to_string(folder.join(name)).ok()?;
+        let text = text.trim().to_owned();
+        (!text.is_empty()).then_some(text)
+    };
+    if let Some(number) = read("partition") {
+        let disk = device_id(&folder.canonicalize().ok()?.parent()?.to_owned())?;
+        return Some(format!("{disk} partition {number} at {}", read("start")?));
+    }
+    if let Some(file) = read("loop/backing_file") {
+        let found = fs::metadata(&file).ok()?;
+        let offset = read("loop/offset").unwrap_or_default();
+        return Some(format!("loop {} {} {offset}", found.dev(), found.ino()));
+    }
+    for name in ["dm/uuid", "md/uuid", "wwid", "device/wwid", "uuid", "serial", "device/serial"] {
+        if let Some(id) = read(name) {
+            return Some(format!("{name} {id}"));
+        }
+    }
+    // In this boot it has a number that no other disk has.
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(format!("boot {} disk {}", boot.trim(), read("diskseq")?))
+}
+
+/// FNV-1a of 128 bits.
+fn hash(parts: &[&str]) -> [u8; 16] {
+    const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
+    let bytes = parts.iter().flat_map(|part| part.bytes().chain([0]));
+    let hash = bytes.fold(BASIS, |hash, byte| (hash ^ u128::from(byte)).wrapping_mul(PRIME));
+    hash.to_be_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_known_by_the_best_word_that_its_driver_has() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let id = || device_id(folder.path());
+        assert_eq!(id(), None, "nothing tells");
+        write("diskseq", "7\n");
+        let numbered = id().expect("it has a number");
+        assert!(numbered.starts_with("boot ") && numbered.ends_with(" disk 7"), "{numbered}");
+        write("serial", "\n");
+        assert_eq!(id().as_ref(), Some(&numbered), "an empty serial number");
+        write("serial", "volume-1\n");
+        assert_eq!(id().as_deref(), Some("serial volume-1"));
+        write("dm/uuid", "LVM-abc\n");
+        assert_eq!(id().as_deref(), Some("dm/uuid LVM-abc"));
+        write("part/partition", "3\n");
+        write("part/start", "2048\n");
+        let part = device_id(&folder.path().join("part"));
+        assert_eq!(part.as_deref(), Some("dm/uuid LVM-abc partition 3 at 2048"));
+    }
+
+    #[test]
+    fn other_words_are_another_volume() {
+        assert_eq!(hash(&["nbd", "a"]), hash(&["nbd", "a"]));
+        for other in [["nbd", "b"], ["nb", "da"], ["nbda", ""]] {
+            assert_ne!(hash(&["nbd", "a"]), hash(&other));
+        }
+    }
+
+    #[test]
+    fn times_and_counts_tell_and_another_era_tells_nothing() {
+        let [one, two] = [1, 2].map(Duration::from_secs);
+        assert_eq!(told_by_close(one, Seen::Time(one)), Told::Unchanged);
+        assert_eq!(told_by_close(one, Seen::Time(two)), Told::Changed);
+        assert_eq!(told_by_close(one, Seen::Writes(one)), Told::Unchanged);
+        assert_eq!(told_by_close(one, Seen::Writes(two)), Told::Changed);
+        let later = Duration::new(1 << 50, 7);
+        assert_eq!(told_by_close(one, Seen::Writes(later)), Told::Nothing);
+        assert_eq!(told_by_close(one, Seen::Unknown), Told::Nothing);
+    }
+}

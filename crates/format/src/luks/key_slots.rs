@@ -1,0 +1,123 @@
+//! Changes of the key slots of a header of version 1.
+//!
+//! Order: a slot's area is durable before its record says that it is in use. Where a slot is given up, its area is
+//! overwritten durably before the record changes, so that an old copy of the record opens nothing. After a crash between
+//! the two the slot is in use and opens nothing.
+
+use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+
+use super::luks1::{END_OF_SLOTS, NewLuks, slot_record};
+use super::{Encryption, LuksHeader};
+use crate::aligned_read;
+
+/// What a key slot holds.
+pub struct NewLuksSlot {
+    /// Iterations of the passphrase's derivation.
+    pub iterations: u32,
+    /// Its salt.
+    pub salt: [u8; 32],
+    /// The encrypted stripes of the disk's key.
+    pub material: Vec<u8>,
+}
+
+impl LuksHeader {
+    /// The first key slot that is not in use.
+    pub fn free_slot(&self) -> Option<u32> {
+        (0..self.slot_offsets.len() as u32).find(|&number| !self.has_slot(number))
+    }
+
+    /// Whether a key slot is in use.
+    pub fn has_slot(&self, number: u32) -> bool {
+        self.slots.iter().any(|slot| slot.number == number)
+    }
+
+    /// The area of a key slot, used or not, which nothing else in the header overlaps.
+    fn area_of(&self, number: u32) -> Result<ByteRange> {
+        let length = self.key_bytes as u64 * NewLuks::STRIPES as u64;
+        let length = length.next_multiple_of(512);
+        let start = self.slot_offsets.get(number as usize).copied().unwrap_or(0);
+        let range = ByteRange::new(start, length)
+            .filter(|range| range.offset() >= END_OF_SLOTS && range.end() <= self.payload);
+        let others = self.slot_offsets.iter().enumerate();
+        let mut others = others.filter(|&(other, _)| other != number as usize);
+        let mut overlaps = |range: ByteRange| {
+            others.any(|(_, &other)| other < range.end() && range.offset() < other + length)
+        };
+        match range {
+            Some(range) if !overlaps(range) => Ok(range),
+            _ => {
+                let what = format!("the area of the key slot {number} overlaps other data");
+                Err(Error::new(ErrorKind::Corrupt, what).at(start))
+            }
+        }
+    }
+}
+
+impl Encryption {
+    /// Puts a key into a slot, durably. What the slot held is lost.
+    ///
+    /// # Errors
+    /// `Unsupported` for another version than 1; `Corrupt` where the slot's area overlaps other data; or what the storage
+    /// answers.
+    pub async fn set_slot<S: Storage>(
+        &self,
+        storage: &S,
+        number: u32,
+        slot: &NewLuksSlot,
+    ) -> Result<()> {
+        let area = self.writable_area(number)?;
+        let key = Some((slot.iterations, slot.salt));
+        write(storage, self.start() + area.offset(), &slot.material).await?;
+        self.write_record(storage, number, area, key).await
+    }
+
+    /// Gives a slot up, durably: its area is overwritten with `random`, as many bytes.
+    ///
+    /// # Errors
+    /// As [`set_slot`](Self::set_slot).
+    pub async fn erase_slot<S: Storage>(
+        &self,
+        storage: &S,
+        number: u32,
+        random: &[u8],
+    ) -> Result<()> {
+        let area = self.writable_area(number)?;
+        let length = random.len().min(area.length() as usize);
+        write(storage, self.start() + area.offset(), &random[..length]).await?;
+        self.write_record(storage, number, area, None).await
+    }
+
+    fn writable_area(&self, number: u32) -> Result<ByteRange> {
+        if self.header().version != 1 {
+            let what = "key slots of LUKS 2 are not changed here";
+            return Err(Error::new(ErrorKind::Unsupported, what)
+                .hint("use cryptsetup (luksAddKey, luksKillSlot)"));
+        }
+        self.header().area_of(number)
+    }
+
+    async fn write_record<S: Storage>(
+        &self,
+        storage: &S,
+        number: u32,
+        area: ByteRange,
+        key: Option<(u32, [u8; 32])>,
+    ) -> Result<()> {
+        let (at, record) = slot_record(number, area.offset(), NewLuks::STRIPES as u32, key);
+        write(storage, self.start() + at as u64, &record).await
+    }
+}
+
+/// Writes bytes anywhere, durably, by way of the blocks that they are in.
+async fn write<S: Storage>(storage: &S, offset: u64, bytes: &[u8]) -> Result<()> {
+    let block = u64::from(storage.capabilities().alignment.offset).max(512);
+    let start = offset / block * block;
+    let end = (offset + bytes.len() as u64).next_multiple_of(block);
+    let mut blocks = aligned_read::read(storage, start, (end - start) as usize).await?;
+    let at = (offset - start) as usize;
+    blocks[at..at + bytes.len()].copy_from_slice(bytes);
+    let mut buffer = Buffer::try_new(blocks.len())?;
+    buffer.bytes_mut().copy_from_slice(&blocks);
+    storage.write(start, buffer.lend(), Durability::None).await?;
+    storage.flush(SyncMode::Full).await
+}

@@ -1,0 +1,140 @@
+//! `query-qmp-schema`: each entity is a part of what QEMU's own storage daemon tells of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::{Command, Stdio};
+
+use blockhouse_tests::{blockhouse, need, require, tool};
+use serde_json::Value;
+
+/// Entities by name.
+struct Schema(BTreeMap<String, Value>);
+
+impl Schema {
+    /// What a program answers.
+    fn of(mut program: Command) -> Self {
+        let mut child = program
+            .args(["--chardev", "stdio,id=c", "--monitor", "c"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("it is there");
+        let mut input = child.stdin.take().expect("a pipe");
+        let lines =
+            "{'execute':'qmp_capabilities'}{'execute':'query-qmp-schema'}{'execute':'quit'}";
+        std::io::Write::write_all(&mut input, lines.as_bytes()).expect("it reads");
+        let output = child.wait_with_output().expect("a child");
+        drop(input);
+        let text = String::from_utf8(output.stdout).expect("text");
+        let answers = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        let schema = answers.filter_map(|answer| match &answer["return"] {
+            Value::Array(entities) => Some(entities.clone()),
+            _ => None,
+        });
+        let entities = schema.flatten().map(|entity| (text_of(&entity, "name").to_owned(), entity));
+        Self(entities.collect())
+    }
+
+    fn of_kind(&self, kind: &str) -> BTreeSet<&str> {
+        let entities = self.0.iter().filter(|(_, entity)| entity["meta-type"] == kind);
+        entities.map(|(name, _)| name.as_str()).collect()
+    }
+}
+
+fn text_of<'a>(value: &'a Value, key: &str) -> &'a str {
+    value[key].as_str().unwrap_or_default()
+}
+
+fn list_of<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+    value[key].as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+/// Compares types of both schemas, each pair once.
+struct Comparison<'a> {
+    ours: &'a Schema,
+    theirs: &'a Schema,
+    seen: BTreeSet<(String, String)>,
+}
+
+impl Comparison<'_> {
+    /// Refuses a type that is no part of QEMU's; `is_given`: what a client gives has all that QEMU needs.
+    fn compare(&mut self, ours: &str, theirs: &str, is_given: bool, path: &str) {
+        if !self.seen.insert((ours.to_owned(), theirs.to_owned())) {
+            return;
+        }
+        let (own, other) = (self.ours.0[ours].clone(), self.theirs.0[theirs].clone());
+        let kind = text_of(&own, "meta-type");
+        assert_eq!(kind, text_of(&other, "meta-type"), "{path}");
+        match kind {
+            "builtin" => assert_eq!(own["json-type"], other["json-type"], "{path}"),
+            "enum" => {
+                let words = |one: &Value| -> BTreeSet<String> {
+                    list_of(one, "members")
+                        .iter()
+                        .map(|word| text_of(word, "name").to_owned())
+                        .collect()
+                };
+                assert!(words(&own).is_subset(&words(&other)), "{path}: {own}");
+            }
+            "array" => {
+                let [ours, theirs] = [&own, &other].map(|one| text_of(one, "element-type"));
+                self.compare(ours, theirs, is_given, path);
+            }
+            "alternate" => {
+                for (ours, theirs) in
+                    list_of(&own, "members").iter().zip(list_of(&other, "members"))
+                {
+                    let [ours, theirs] = [ours, theirs].map(|one| text_of(one, "type"));
+                    self.compare(ours, theirs, is_given, path);
+                }
+            }
+            _ => self.compare_objects(&own, &other, is_given, path),
+        }
+    }
+
+    fn compare_objects(&mut self, ours: &Value, theirs: &Value, is_given: bool, path: &str) {
+        let is_needed = |member: &Value| member.get("default").is_none();
+        for member in list_of(ours, "members") {
+            let name = text_of(member, "name");
+            let path = format!("{path}.{name}");
+            let mut others = list_of(theirs, "members").iter();
+            let other = others.find(|other| other["name"] == name).expect(&path);
+            // What is told here may be what QEMU may leave out, and what a client gives the other way round.
+            assert!(!is_given || is_needed(member) == is_needed(other), "{path}");
+            assert!(is_given || !is_needed(other) || is_needed(member), "{path}");
+            self.compare(text_of(member, "type"), text_of(other, "type"), is_given, &path);
+        }
+        for other in list_of(theirs, "members").iter().filter(|other| is_needed(other)) {
+            let mut members = list_of(ours, "members").iter();
+            assert!(members.any(|member| member["name"] == other["name"]), "{path}: {other}");
+        }
+        assert!(ours.get("tag").is_none() || ours["tag"] == theirs["tag"], "{path}");
+        for variant in list_of(ours, "variants") {
+            let path = format!("{path}.{}", text_of(variant, "case"));
+            let mut others = list_of(theirs, "variants").iter();
+            let other = others.find(|other| other["case"] == variant["case"]).expect(&path);
+            self.compare(text_of(variant, "type"), text_of(other, "type"), is_given, &path);
+        }
+    }
+}
+
+#[test]
+fn the_schema_is_a_part_of_qemus() {
+    require!(need::tools(&["qemu-storage-daemon"]));
+    let mut program = Command::new(blockhouse());
+    program.arg("qemu-storage-daemon");
+    let (ours, theirs) = (Schema::of(program), Schema::of(tool("qemu-storage-daemon")));
+    let mut comparison = Comparison { ours: &ours, theirs: &theirs, seen: BTreeSet::new() };
+    for (kind, least) in [("command", 45), ("event", 5)] {
+        let names = ours.of_kind(kind);
+        assert!(names.len() >= least, "{names:?}");
+        for name in names {
+            let (own, other) = (&ours.0[name], theirs.0.get(name).expect(name));
+            let [own_type, other_type] = [own, other].map(|one| text_of(one, "arg-type"));
+            comparison.compare(own_type, other_type, kind == "command", name);
+            if kind == "command" {
+                let [own_type, other_type] = [own, other].map(|one| text_of(one, "ret-type"));
+                comparison.compare(own_type, other_type, false, &format!("{name} ->"));
+            }
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! The program under the name qemu-storage-daemon: QEMU's command line, beside QEMU's own program.
+
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use blockhouse_tests::guest::{Guest, LONG, OUT};
+use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
+use blockhouse_tests::nbd::{Address, Framing, Greeted};
+use blockhouse_tests::qmp::Qmp;
+use blockhouse_tests::{Scratch, blockhouse, eventually, need, require, tool};
+use blockhouse_vhost_user::driver::Options;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+const MIB: u64 = 1 << 20;
+const EPERM: u32 = 1;
+const READ_ONLY_FLAG: u16 = 2;
+const NAME: &str = "qemu-storage-daemon";
+
+fn wait_until(what: &str, condition: impl FnMut() -> bool) {
+    assert!(eventually(Duration::from_secs(30), condition), "{what}");
+}
+
+/// The program under test by QEMU's name.
+fn ours(scratch: &Scratch) -> Command {
+    let folder = scratch.path("bin");
+    let program = folder.join(NAME);
+    if !program.exists() {
+        std::fs::create_dir_all(&folder).expect("a folder");
+        std::os::unix::fs::symlink(blockhouse(), &program).expect("a link");
+    }
+    Command::new(program)
+}
+
+/// A daemon, which ends with the test.
+struct Daemon(Child);
+
+impl Daemon {
+    fn start(mut command: Command, words: &[String]) -> Self {
+        command.args(words).stdin(Stdio::null());
+        Self(command.spawn().expect("it is there"))
+    }
+
+    fn stop(mut self) {
+        let id = Pid::from_child(&self.0);
+        kill_process(id, Signal::TERM).expect("it runs");
+        assert!(self.0.wait().expect("a child").success());
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Words of a command line, in which DIR is a folder.
+fn words(line: &[&str], folder: &Path) -> Vec<String> {
+    line.iter().map(|word| word.replace("DIR", str(folder))).collect()
+}
+
+/// A folder with the images `d` (qcow2) and `r` (raw).
+fn folder(scratch: &Scratch, name: &str) -> PathBuf {
+    let folder = scratch.path(name);
+    std::fs::create_dir(&folder).expect("a folder");
+    qemu_img(&["create", "-q", "-f", "qcow2", str(&folder.join("d")), "1M"]).success();
+    std::fs::write(folder.join("r"), vec![0; MIB as usize]).expect("room");
+    folder
+}
+
+/// What a program says that ends by itself, and its exit status.
+fn told(mut command: Command, words: &[String]) -> (Option<i32>, String) {
+    let output = command.args(words).stdin(Stdio::null()).output().expect("it is there");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    // The line of the error alone.
+    let line = said.lines().last().unwrap_or_default().to_owned();
+    (output.status.code(), line)
+}
+
+#[test]
+fn wrong_options_are_refused_with_the_words_of_qemu() {
+    require!(need::tools(&[NAME, "qemu-img"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let disk = "driver=file,node-name=f,filename=DIR/r";
+    for line in [
+        &["--blockdev", "driver=zz,node-name=x"][..],
+        &["--blockdev", "file,node-name=f,filename=DIR/none"],
+        &["--blockdev", "file,filename=DIR/r"],
+        &["--blockdev", disk, "--blockdev", disk],
+        &["--blockdev", "driver=file,node-name=f,filename=DIR/r,read-only=maybe"],
+        &["--blockdev", "driver=qcow2,node-name=q,file=zz"],
+        &["--blockdev", disk, "--export", "nbd,id=e,node-name=f"],
+        &["--blockdev", disk, "--export", "nbd,node-name=f"],
+        &["--blockdev", disk, "--export", "zz,id=e,node-name=f"],
+        &["--export", "vhost-user-blk,id=e,node-name=f,addr.type=unix,addr.path=DIR/s"],
+        &["--nbd-server", "addr.type=unix"],
+        &[
+            "--nbd-server",
+            "addr.type=unix,addr.path=DIR/s",
+            "--nbd-server",
+            "addr.type=unix,addr.path=DIR/s",
+        ],
+        &["--nbd-server", "addr.type=unix,addr.path=DIR/s", "--export", "nbd,id=e,node-name=zz"],
+        &["--object", "zz,id=x"],
+        &["--object", "iothread"],
+        &["--object", "iothread,id=i", "--object", "iothread,id=i"],
+        &["--blockdev", "throttle,node-name=t,throttle-group=g,file=f"],
+        &["--blockdev", "a.b=1,a=2"],
+        &["--monitor", "c"],
+    ] {
+        let words = words(line, &folder);
+        let [own, theirs] = [ours(&scratch), tool(NAME)].map(|program| told(program, &words));
+        assert_eq!(own, theirs, "{line:?}");
+        assert_eq!(own.0, Some(1));
+    }
+    // What is not possible here has an error of its own.
+    for (line, said) in [
+        (&["--chardev", "pty,id=c"][..], "'pty' are not possible"),
+        (
+            &["--blockdev", disk, "--export", "fuse,id=e,node-name=f,mountpoint=/m"],
+            "'fuse' are not possible",
+        ),
+        (&["--blockdev", "null-co,node-name=n"], "Driver 'null-co' is not possible here"),
+        (&["--chardev", "stdio,id=c", "--monitor", "c", "--daemonize"], "--daemonize"),
+    ] {
+        let (status, line) = told(ours(&scratch), &words(line, &folder));
+        assert_eq!(status, Some(1));
+        assert!(line.contains(said), "{line}");
+    }
+}
+
+#[test]
+fn an_image_is_served_in_the_background_until_a_signal() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let vu = scratch.socket("vu");
+    let (nbd, pid) = (scratch.socket("nbd"), scratch.path("pid"));
+    let vu_export =
+        format!("type=vhost-user-blk,id=v,node-name=r,addr.type=unix,addr.path={}", str(&vu));
+    let line = [
+        "--object",
+        "iothread,id=io",
+        "--object",
+        "iothread,id=io2",
+        "--blockdev",
+        r#"{"driver":"qcow2","node-name":"d","file":{"driver":"file","filename":"DIR/d"}}"#,
+        "--blockdev",
+        "driver=raw,node-name=r,file.driver=file,file.filename=DIR/r,read-only=off",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={}", str(&nbd)),
+        "--export",
+        "type=nbd,id=e,node-name=d,name=x,iothread=io",
+        "--export",
+        "nbd,id=w,node-name=d,writable=on",
+        "--export",
+        &vu_export,
+        "--pidfile",
+        str(&pid),
+        "--daem",
+    ];
+    let output = ours(&scratch).args(words(&line, &folder)).output().expect("it is there");
+    assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
+    let id: i32 =
+        std::fs::read_to_string(&pid).expect("it is written").trim().parse().expect("a number");
+    let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
+    let (mut reader, mut writer) = (connect("x"), connect("d"));
+    assert_eq!(
+        [reader.flags(), writer.flags()].map(|flags| flags & READ_ONLY_FLAG),
+        [READ_ONLY_FLAG, 0]
+    );
+    assert_eq!(writer.write(0, &[7; 512], 0), 0);
+    assert_eq!(reader.read(0, 512), Ok(vec![7; 512]));
+    assert_eq!(reader.write(0, &[8; 512], 0), EPERM);
+    let mut guest = Guest::connect(&vu, Options::default());
+    guest.post(0, 0, OUT, 0);
+    assert_eq!(guest.outcome(0, LONG), Some((0, 1)), "VIRTIO_BLK_S_IOERR");
+    drop((reader, writer, guest));
+    kill_process(Pid::from_raw(id).expect("a number"), Signal::TERM).expect("it runs");
+    wait_until("it ends", || !pid.exists() && !nbd.exists() && !vu.exists());
+    qemu_io("qcow2", &folder.join("d"), &["read -P 7 0 512"]);
+}
+
+/// What a program answers to lines at its standard input.
+fn at_stdio(mut command: Command, words: &[String], lines: &[&str]) -> Vec<Value> {
+    command.args(["--chardev", "stdio,id=c", "--monitor", "chardev=c"]).args(words);
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it is there");
+    let mut input = child.stdin.take().expect("a pipe");
+    lines.iter().for_each(|line| writeln!(input, "{line}").expect("it reads"));
+    let output = child.wait_with_output().expect("a child");
+    assert!(output.status.success());
+    drop(input);
+    let text = String::from_utf8(output.stdout).expect("text");
+    let answers = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    // What tells versions and moments.
+    answers
+        .filter(|answer| answer["QMP"].is_null())
+        .map(|mut answer| {
+            answer.as_object_mut().expect("an object").remove("timestamp");
+            answer
+        })
+        .collect()
+}
+
+#[test]
+fn a_monitor_at_standard_input_answers_as_qemus() {
+    require!(need::tools(&[NAME, "qemu-img"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let line = words(
+        &[
+            "--object",
+            "throttle-group,id=g,x-iops-total=1000,x-iops-total-max=1000",
+            "--blockdev",
+            "file,node-name=f,filename=DIR/d",
+            "--blockdev",
+            "qcow2,node-name=q,file=f",
+            "--blockdev",
+            "throttle,node-name=t,throttle-group=g,file=q",
+            "--nbd-server",
+            "addr.type=inet,addr.host=127.0.0.1,addr.port=0",
+            "--export",
+            "nbd,id=e,node-name=t,writable=on",
+        ],
+        &folder,
+    );
+    let lines = [
+        "{'execute':'qmp_capabilities'}",
+        "{'execute':'query-block-exports'}",
+        "{'execute':'blockdev-del','arguments':{'node-name':'zz'}}",
+        "{'execute':'object-del','arguments':{'id':'g'}}",
+        "{'execute':'object-del','arguments':{'id':'zz'}}",
+        "{'execute':'object-add','arguments':{'qom-type':'iothread','id':'g'}}",
+        "{'execute':'object-add','arguments':{'qom-type':'iothread','id':'i'}}",
+        "{'execute':'object-add','arguments':{'qom-type':'zz','id':'j'}}",
+        "{'execute':'object-add','arguments':{'id':'j'}}",
+        "{'execute':'object-add','arguments':{'qom-type':'secret','id':'j'}}",
+        "{'execute':'object-add','arguments':{'qom-type':'throttle-group','id':'h','limits':{'bps-read':10,'bps-read-max':5}}}",
+        "{'execute':'block-export-del','arguments':{'id':'e'}}",
+        "{'execute':'blockdev-del','arguments':{'node-name':'t'}}",
+        "{'execute':'object-del','arguments':{'id':'g'}}",
+        "{'execute':'nbd-server-stop'}",
+        "{'execute':'quit'}",
+    ];
+    let [own, theirs] =
+        [ours(&scratch), tool(NAME)].map(|program| at_stdio(program, &line, &lines));
+    assert_eq!(own, theirs);
+}
+
+#[test]
+fn a_monitor_may_be_a_socket_that_a_client_listens_at() {
+    let scratch = Scratch::new();
+    let (socket, listening, pid) = (scratch.socket("c"), scratch.socket("s"), scratch.path("pid"));
+    std::fs::write(scratch.path("r"), vec![0; MIB as usize]).expect("room");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let line = [
+        "--chardev",
+        &format!("socket,id=c,path={}", str(&socket)),
+        "--chardev",
+        &format!("socket,id=s,path={},server=on,wait=off", str(&listening)),
+        "--monitor",
+        "c",
+        "--monitor",
+        "chardev=s,mode=control",
+        "--pidfile",
+        str(&pid),
+    ];
+    let daemon = Daemon::start(ours(&scratch), &words(&line, Path::new("")));
+    let (client, _) = listener.accept().expect("it connects");
+    let mut client = Qmp::over(client);
+    // The other monitor has the same nodes, and events.
+    wait_until("it is ready", || pid.exists());
+    let mut other = Qmp::connect(&listening);
+    let node = json!({ "driver": "file", "node-name": "f", "filename": scratch.path("r") });
+    client.get("blockdev-add", node);
+    let taken = json!({ "driver": "file", "node-name": "f", "filename": scratch.path("r") });
+    assert!(other.refused("blockdev-add", taken).contains("Duplicate nodes"));
+    other.get("quit", json!({}));
+    let mut daemon = daemon;
+    assert!(daemon.0.wait().expect("a child").success());
+    assert!(!pid.exists() && !listening.exists());
+}
+
+#[test]
+fn images_name_others_and_have_keys_by_objects() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let (base, key) = (scratch.path("elsewhere"), folder.join("key"));
+    std::fs::create_dir(&base).expect("a folder");
+    let base = base.join("base");
+    qemu_img(&["create", "-q", "-f", "qcow2", str(&base), "1M"]).success();
+    qemu_io("qcow2", &base, &["write -P 5 0 512"]);
+    let over = folder.join("over");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", str(&base), str(&over)])
+        .success();
+    std::fs::write(&key, "secret").expect("room");
+    let object = format!("secret,id=k,file={}", str(&key));
+    let encrypted = folder.join("luks");
+    let options = "key-secret=k,iter-time=10";
+    qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "luks",
+        "--object",
+        &object,
+        "-o",
+        options,
+        str(&encrypted),
+        "1M",
+    ])
+    .success();
+    let nbd = scratch.socket("nbd");
+    let line = [
+        "--object",
+        "secret,id=k,data=secret",
+        "--blockdev",
+        "qcow2,node-name=o,file.driver=file,file.filename=DIR/over",
+        "--blockdev",
+        "luks,node-name=l,key-secret=k,file.driver=file,file.filename=DIR/luks",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={}", str(&nbd)),
+        "--export",
+        "nbd,id=o,node-name=o",
+        "--export",
+        "nbd,id=l,node-name=l",
+    ];
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder));
+    wait_until("it listens", || nbd.exists());
+    let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
+    assert_eq!(connect("o").read(0, 512), Ok(vec![5; 512]));
+    assert_eq!(connect("l").size(), MIB);
+    // An export of another server.
+    let more = scratch.socket("more");
+    let line = [
+        "--blockdev",
+        &format!(
+            "nbd,node-name=n,read-only=on,server.type=unix,server.path={},export=o",
+            str(&nbd)
+        ),
+        "--blockdev",
+        "raw,node-name=r,read-only=on,file=n",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={}", str(&more)),
+        "--export",
+        "nbd,id=r,node-name=r",
+    ];
+    let second = Daemon::start(ours(&scratch), &words(&line, &folder));
+    wait_until("it listens", || more.exists());
+    let mut client = Greeted::new(&Address::Unix(more)).go("r", Framing::Simple);
+    assert_eq!(client.read(0, 512), Ok(vec![5; 512]));
+    client.disconnect();
+    second.stop();
+    daemon.stop();
+}
+
+#[test]
+fn clients_of_the_nbd_server_need_the_tls_of_its_object() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    std::fs::write(folder.join("keys.psk"), format!("u:{}\n", "5a".repeat(32))).expect("room");
+    let nbd = scratch.socket("nbd");
+    let line = [
+        "--object",
+        "tls-creds-psk,id=t,dir=DIR,endpoint=server",
+        "--blockdev",
+        "file,node-name=r,filename=DIR/r",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={},tls-creds=t", str(&nbd)),
+        "--export",
+        "nbd,id=e,node-name=r",
+    ];
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder));
+    wait_until("it listens", || nbd.exists());
+    let image = format!("driver=nbd,path={},export=r", str(&nbd));
+    qemu_img(&["info", "--image-opts", &image]).failure("TLS");
+    let object = format!("tls-creds-psk,id=t,dir={},endpoint=client,username=u", str(&folder));
+    let image = format!("{image},tls-creds=t");
+    qemu_img(&["info", "--object", &object, "--image-opts", &image]).success();
+    daemon.stop();
+}
