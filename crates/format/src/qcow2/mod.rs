@@ -44,8 +44,9 @@ use blockhouse_core::{
 use crate::{Abort, Intent, MetadataSync, Replay};
 
 pub use check::create::{CreateOptions, Preallocation, create, create_with};
+pub use check::finding::Finding;
 pub use check::repair::{REPAIR_PASSES, Repair, RepairReport, repair, repair_with};
-pub use check::report::{CheckReport, Finding};
+pub use check::report::CheckReport;
 pub use check::truncation::Truncation;
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};

@@ -9,6 +9,7 @@ mod counts;
 pub(crate) mod create;
 pub(crate) mod disk_refcounts;
 mod edit;
+pub(crate) mod finding;
 mod refcount_rewrite;
 pub(crate) mod references;
 pub(crate) mod repair;

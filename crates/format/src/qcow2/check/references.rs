@@ -16,7 +16,7 @@ use crate::qcow2::layout::{table_io, words};
 
 use super::bitmaps;
 use super::counts::Counts;
-use super::report::Finding;
+use super::finding::Finding;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
