@@ -10,11 +10,13 @@ use std::sync::OnceLock;
 
 use blockhouse_core::{Error, ErrorKind};
 
-use crate::storage_daemon;
 use crate::version::VERSION;
 
 /// The version of QEMU's tools whose words and options these are.
 const QEMU_VERSION: &str = "10.0.2";
+
+/// The name of QEMU's storage daemon, and of the command that is one.
+const STORAGE_DAEMON: &str = "qemu-storage-daemon";
 
 /// A tool of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +38,7 @@ impl Tool {
             "qemu-img" => Self::Img,
             "qemu-nbd" => Self::Nbd,
             "qemu-io" => Self::Io,
-            storage_daemon::NAME => Self::StorageDaemon,
+            STORAGE_DAEMON => Self::StorageDaemon,
             _ => return None,
         })
     }
@@ -46,7 +48,7 @@ impl Tool {
             Self::Img => "qemu-img",
             Self::Nbd => "qemu-nbd",
             Self::Io => "qemu-io",
-            Self::StorageDaemon => storage_daemon::NAME,
+            Self::StorageDaemon => STORAGE_DAEMON,
         }
     }
 
@@ -99,10 +101,10 @@ pub fn has_word(command: &str) -> bool {
 
 /// The name that lines on standard error begin with.
 pub fn own_name() -> &'static str {
-    let is_daemon = || std::env::args_os().nth(1).is_some_and(|word| word == storage_daemon::NAME);
+    let is_daemon = || std::env::args_os().nth(1).is_some_and(|word| word == STORAGE_DAEMON);
     match tool() {
         Some(tool) => tool.as_str(),
-        None if is_daemon() => storage_daemon::NAME,
+        None if is_daemon() => STORAGE_DAEMON,
         None => "blockhouse",
     }
 }
@@ -116,7 +118,7 @@ pub fn words() -> Vec<OsString> {
         words.insert(1, "serve".into());
     }
     if tool() == Some(Tool::StorageDaemon) && !words.is_empty() {
-        words.insert(1, storage_daemon::NAME.into());
+        words.insert(1, STORAGE_DAEMON.into());
     }
     words
 }

@@ -12,11 +12,11 @@ pub struct SideFileArgs {
     ///
     /// The file belongs to one image, and is not used where something else may have changed the image meanwhile
     /// (docs/backup.md). Left out: IMAGE.bitmaps beside a raw file.
-    #[arg(long, value_name = "FILE|DIR")]
+    #[arg(id = "bitmaps_in", long = "bitmaps", value_name = "FILE|DIR")]
     pub bitmaps: Option<PathBuf>,
     /// Nobody else writes to the image: use its bitmaps also where nothing tells whether somebody did, as of a device
     /// after a restart of the host. A backup by them lacks what somebody did write.
-    #[arg(long, requires = "bitmaps")]
+    #[arg(long, requires = "bitmaps_in")]
     pub trust_bitmaps: bool,
 }
 

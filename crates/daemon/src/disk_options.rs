@@ -91,6 +91,9 @@ pub struct DiskOptions {
     /// refused.
     #[serde(default)]
     pub no_references: bool,
+    /// Whether the backing file that the image names is left out: what the image does not have reads as zeros.
+    #[serde(default)]
+    pub without_backing: bool,
     /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on each image of the chain.
     #[serde(default)]
     pub key_files: Vec<PathBuf>,
@@ -227,7 +230,10 @@ impl DiskOptions {
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
             no_references: self.no_references,
-            backing_use: BackingUse::Followed,
+            backing_use: match self.without_backing {
+                true => BackingUse::LeftOut,
+                false => BackingUse::Followed,
+            },
             keys: KeyFiles {
                 keys: self.key_files.clone(),
                 passphrases: self.passphrase_files.clone(),

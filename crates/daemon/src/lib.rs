@@ -44,6 +44,7 @@ mod pid_file;
 pub mod qcow2_words;
 mod qmp;
 pub mod rate_limits;
+mod room_watch;
 mod run;
 mod running;
 mod sandbox;

@@ -127,6 +127,11 @@ fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
     setup.pid_file.as_deref().map(PidFile::write).transpose()
 }
 
+/// That of a storage daemon, whose commands are carried out.
+fn write_pid_of_daemon(setup: &Setup) -> Result<Option<PidFile>> {
+    if setup.storage_daemon.is_some() { write_pid(setup) } else { Ok(None) }
+}
+
 /// The loops beside those of guests. They are made before the sandbox forbids to make rings.
 struct LoopsAside {
     control: Option<Workers>,
@@ -251,8 +256,7 @@ fn start(
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
     // That of a storage daemon tells that its commands are carried out.
-    let is_daemon = setup.storage_daemon.is_some();
-    let pid_file = if is_daemon { Ok(None) } else { write_pid(setup) };
+    let pid_file = if setup.storage_daemon.is_some() { Ok(None) } else { write_pid(setup) };
     let pid_file = pid_file.inspect_err(|_| close_all(&workers, &disks))?;
     let disks = setup.disks.iter().cloned().zip(disks);
     let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
@@ -273,7 +277,13 @@ fn start(
         let _ = service.end();
         return Err(error);
     }
-    let pid_file = if is_daemon { write_pid(setup)? } else { pid_file };
+    let pid_file = match write_pid_of_daemon(setup) {
+        Ok(own) => own.or(pid_file),
+        Err(error) => {
+            let _ = service.end();
+            return Err(error);
+        }
+    };
     if let (Some(bound), Some(own)) = (metrics, metrics_loop) {
         service.add_metrics(bound, own);
     }

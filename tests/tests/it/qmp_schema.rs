@@ -80,11 +80,17 @@ impl Comparison<'_> {
                 self.compare(ours, theirs, is_given, path);
             }
             "alternate" => {
-                for (ours, theirs) in
-                    list_of(&own, "members").iter().zip(list_of(&other, "members"))
-                {
-                    let [ours, theirs] = [ours, theirs].map(|one| text_of(one, "type"));
-                    self.compare(ours, theirs, is_given, path);
+                for own in list_of(&own, "members") {
+                    let own = text_of(own, "type");
+                    let form = |schema: &Schema, name: &str| {
+                        let entity = &schema.0[name];
+                        [entity["meta-type"].clone(), entity["json-type"].clone()]
+                    };
+                    let others = list_of(&other, "members").iter();
+                    let mut others = others.map(|other| text_of(other, "type"));
+                    let wanted = form(self.ours, own);
+                    let other = others.find(|other| form(self.theirs, other) == wanted);
+                    self.compare(own, other.expect(path), is_given, path);
                 }
             }
             _ => self.compare_objects(&own, &other, is_given, path),

@@ -70,7 +70,7 @@ const OTHER_OPTIONS: [&str; 52] = [
     "read_only",
     "snapshot",
     "bitmap",
-    "bitmaps",
+    "bitmaps_in",
     "trust_bitmaps",
     "discard",
     "detect_zeroes",

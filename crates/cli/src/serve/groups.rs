@@ -37,7 +37,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
             "detect_zeroes",
             "copy_on_read",
             "prefetch",
-            "bitmaps",
+            "bitmaps_in",
             "trust_bitmaps",
             "on_full",
             "hold_seconds",

@@ -15,12 +15,12 @@ struct Options {
     /// Open a node: [driver=]DRIVER,node-name=NAME,... or the same as JSON. Drivers are those of 'blockdev-add'.
     #[arg(long, value_name = "OPTIONS")]
     blockdev: Vec<String>,
-    /// Serve NBD clients here: addr.type=unix,addr.path=SOCKET or addr.type=inet,addr.host=HOST,addr.port=PORT, with
-    /// tls-creds=ID.
+    /// Serve NBD clients here: addr.type=unix with addr.path=SOCKET, or addr.type=inet with addr.host=HOST and
+    /// addr.port=PORT; tls-creds=ID for TLS.
     #[arg(long, value_name = "OPTIONS")]
     nbd_server: Vec<String>,
-    /// Export a node: [type=]nbd,id=ID,node-name=NAME[,name=EXPORT][,writable=on] or
-    /// [type=]vhost-user-blk,id=ID,node-name=NAME,addr.type=unix,addr.path=SOCKET.
+    /// Export a node: nbd or vhost-user-blk, with id=ID and node-name=NAME; writable=on lets clients write. Of nbd
+    /// name=EXPORT is what clients call it; of vhost-user-blk addr.type=unix and addr.path=SOCKET say where.
     #[arg(long, value_name = "OPTIONS")]
     export: Vec<String>,
     /// Make an object: [qom-type=]KIND,id=ID,... of the kind iothread, secret, throttle-group, tls-creds-x509 or

@@ -28,9 +28,6 @@ use self::chardev::{Kind, Stdio};
 use crate::background::{self, Started};
 use crate::{called_as, output};
 
-/// The command's name.
-pub const NAME: &str = "qemu-storage-daemon";
-
 /// Threads of a server, at most.
 const MAX_THREADS: usize = 256;
 

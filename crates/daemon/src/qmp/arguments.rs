@@ -213,6 +213,15 @@ impl Arguments {
         self.given.insert(name.to_owned(), text.into());
     }
 
+    /// Whether an argument is there and says that there is nothing.
+    pub(super) fn is_null(&mut self, name: &str) -> bool {
+        let is_null = self.given.get(name) == Some(&Value::Null);
+        if is_null {
+            self.given.remove(name);
+        }
+        is_null
+    }
+
     /// All that nobody has taken yet.
     pub(super) fn rest(&mut self) -> Map<String, Value> {
         std::mem::take(&mut self.given)
@@ -236,4 +245,10 @@ fn switch(word: &str) -> Option<bool> {
         "off" | "no" | "false" | "n" => Some(false),
         _ => None,
     }
+}
+
+/// Whether QEMU takes this as an id.
+pub(super) fn is_well_formed(id: &str) -> bool {
+    let is_letter = |c: u8| c.is_ascii_alphanumeric() || b"-._".contains(&c);
+    id.starts_with(|c: char| c.is_ascii_alphabetic()) && id.bytes().all(is_letter)
 }

@@ -39,17 +39,6 @@ pub(super) fn find(answers: &Answers, name: &str) -> Option<&'static Command> {
     COMMANDS.iter().find(|command| command.name == name && is_there(answers, command))
 }
 
-/// Whether this socket has a command of this name.
-pub(super) fn is_command(answers: &Answers, name: &str) -> bool {
-    find(answers, name).is_some()
-}
-
-/// The names of all commands.
-#[cfg(test)]
-pub(super) fn all_commands() -> impl Iterator<Item = &'static str> {
-    COMMANDS.iter().map(|command| command.name)
-}
-
 /// Whether a socket that answers some methods has a command.
 fn is_there(answers: &Answers, command: &Command) -> bool {
     command.calls.iter().all(|method| answers.has(method))
@@ -73,15 +62,15 @@ const COMMANDS: &[Command] = &[
     command!("qmp_capabilities", [], query_commands),
     command!("query-version", [], query_version),
     command!("query-commands", [], query_commands),
-    command!("query-qmp-schema", [], schema::query),
+    command!("query-qmp-schema", [], query_schema),
     command!("quit", [EVERYTHING], quit),
     command!("query-named-block-nodes", ["disk.list", "limit.get", "bitmap.list", "snapshot.list"], node_list::nodes),
     command!("query-block", [], query::devices),
     command!("query-blockstats", ["disk.stats"], query::stats),
-    command!("blockdev-add", ["disk.open", "disk.close", "limit.set"], blockdev::add),
-    command!("blockdev-del", ["disk.open", "disk.close", "limit.set"], blockdev::delete),
-    command!("object-add", ["disk.open", "limit.set"], objects::add),
-    command!("object-del", ["disk.open", "limit.set"], objects::delete),
+    command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
+    command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
+    command!("object-add", ["disk.open"], objects::add),
+    command!("object-del", ["disk.open"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),
@@ -124,6 +113,11 @@ async fn query_version(_: &Rc<Context>, arguments: Arguments) -> Returned {
 
 async fn query_commands(context: &Rc<Context>, arguments: Arguments) -> Returned {
     arguments.end().map(|()| names(&context.answers))
+}
+
+async fn query_schema(context: &Rc<Context>, arguments: Arguments) -> Returned {
+    let is_there = |name: &str| find(&context.answers, name).is_some();
+    arguments.end().map(|()| schema::schema(is_there))
 }
 
 /// Ends the server as a signal does. Jobs end first, so that clients are told.
@@ -170,5 +164,30 @@ mod tests {
             find(&Answers::All, "quit").is_some()
                 && find(&Answers::All, "blockdev-mirror").is_none()
         );
+    }
+
+    #[test]
+    fn each_command_is_told_and_each_type_is_there() {
+        let schema = schema::schema(|_| true);
+        let entities = schema.as_array().expect("a list");
+        let of_kind = |kind: &str| -> BTreeSet<&str> {
+            let entities = entities.iter().filter(|entity| entity["meta-type"] == kind);
+            entities.filter_map(|entity| entity["name"].as_str()).collect()
+        };
+        let commands = COMMANDS.iter().map(|command| command.name).collect();
+        assert_eq!(of_kind("command"), commands);
+        let names: BTreeSet<_> =
+            entities.iter().filter_map(|entity| entity["name"].as_str()).collect();
+        let mut used = vec!["Nothing"];
+        for entity in entities {
+            let own = ["arg-type", "ret-type", "element-type"].map(|key| entity[key].as_str());
+            used.extend(own.into_iter().flatten());
+            for list in ["members", "variants"] {
+                let members = entity[list].as_array().into_iter().flatten();
+                used.extend(members.filter_map(|member| member["type"].as_str()));
+            }
+        }
+        let missing: Vec<_> = used.into_iter().filter(|name| !names.contains(name)).collect();
+        assert!(missing.is_empty(), "{missing:?}");
     }
 }

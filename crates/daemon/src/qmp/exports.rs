@@ -9,7 +9,7 @@ use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use serde_json::{Value, json};
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::objects::{check_thread, check_tls};
@@ -133,12 +133,6 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
         true => Err(QmpError::generic(format!("Block export id '{id}' is already in use"))),
         false => Ok(()),
     }
-}
-
-/// Whether QEMU takes this as an id.
-pub(super) fn is_well_formed(id: &str) -> bool {
-    let is_letter = |c: u8| c.is_ascii_alphanumeric() || b"-._".contains(&c);
-    id.starts_with(|c: char| c.is_ascii_alphabetic()) && id.bytes().all(is_letter)
 }
 
 fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), QmpError> {

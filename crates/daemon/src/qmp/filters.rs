@@ -7,10 +7,10 @@ use std::rc::Rc;
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
-use super::blockdev::{Asked, check_name, close, open_node};
 use super::context::Context;
 use super::errors::QmpError;
 use super::objects::limits_of;
+use super::opening::{Asked, check_name, close, open_node};
 use super::state::Filter;
 
 /// Adds a `throttle` node.

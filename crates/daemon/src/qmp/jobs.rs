@@ -6,11 +6,10 @@ use std::time::{Duration, Instant};
 use blockhouse_engine::{sleep, spawn_detached};
 use serde_json::{Value, json};
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::events::forget;
-use super::exports::is_well_formed;
 use super::state::JobTraits;
 
 /// A job, as `job.list` tells of it.

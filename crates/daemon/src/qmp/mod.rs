@@ -7,7 +7,7 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev`, `filters`, `objects`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
@@ -24,6 +24,7 @@ mod jobs;
 mod node_list;
 mod nodes;
 mod objects;
+mod opening;
 mod query;
 mod reader;
 mod schema;

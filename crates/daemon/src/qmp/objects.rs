@@ -4,23 +4,20 @@
 //! the file of a key; threads are those of the server, and TLS is set up before anything listens.
 
 use std::fs::File;
-use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io::Write;
+use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::rc::Rc;
 
 use serde_json::{Map, Value, json};
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::exports::is_well_formed;
+use super::state::Object;
 
 /// The kinds of objects that there are.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];
-
-/// Bytes of a secret, at most.
-const MAX_SECRET: u64 = 1 << 20;
 
 /// The keys of a throttle group's limits, and of a disk's.
 const LIMITS: [(&str, &str); 6] = [
@@ -31,24 +28,6 @@ const LIMITS: [(&str, &str); 6] = [
     ("bps-read", "bps-read"),
     ("bps-write", "bps-write"),
 ];
-
-/// An object.
-#[derive(Debug)]
-pub(super) enum Object {
-    /// A thread of exports.
-    IoThread,
-    /// A key.
-    Secret {
-        /// The file that has it.
-        path: PathBuf,
-        /// What keeps a file that is of this process alone.
-        _memory: Option<OwnedFd>,
-    },
-    /// Limits: the parameters of `limit.set` without the group.
-    ThrottleGroup(Map<String, Value>),
-    /// The certificates or keys of the server's TLS.
-    Tls,
-}
 
 /// `object-add`.
 pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
@@ -91,11 +70,8 @@ fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
     match (given.some_text("file")?, given.some_text("data")?) {
         (Some(file), None) => {
             let failed = |error: std::io::Error| QmpError::generic(format!("{file}: {error}"));
-            // It is read when a node names it; whether that can be is told now.
-            let mut byte = [0];
-            File::open(&file)
-                .and_then(|file| file.take(MAX_SECRET).read(&mut byte))
-                .map_err(failed)?;
+            // It may be a pipe: it is read when a node names it, once.
+            std::fs::metadata(&file).map_err(failed)?;
             let path = std::path::absolute(&file).map_err(failed)?;
             Ok(Object::Secret { path, _memory: None })
         }

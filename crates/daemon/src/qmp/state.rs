@@ -5,11 +5,11 @@
 //! upgrade lists exports under their addresses.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 use blockhouse_nbd::uri::Address;
-use serde_json::Value;
-
-use super::objects::Object;
+use serde_json::{Map, Value};
 
 /// The end of the name of the node below a disk, where no client has given it another one.
 const PROTOCOL_SUFFIX: &str = "-file";
@@ -65,6 +65,24 @@ pub(super) struct JobTraits {
     pub(super) auto_dismiss: bool,
     /// Whether it was started, and not only asked for.
     pub(super) is_started: bool,
+}
+
+/// An object.
+#[derive(Debug)]
+pub(super) enum Object {
+    /// A thread of exports.
+    IoThread,
+    /// A key.
+    Secret {
+        /// The file that has it.
+        path: PathBuf,
+        /// What keeps a file that is of this process alone.
+        _memory: Option<OwnedFd>,
+    },
+    /// Limits: the parameters of `limit.set` without the group.
+    ThrottleGroup(Map<String, Value>),
+    /// The certificates or keys of the server's TLS.
+    Tls,
 }
 
 /// What QMP knows.

@@ -9,13 +9,13 @@ use blockhouse_engine::IoPoll;
 use blockhouse_nbd::ExportBitmap;
 use parking_lot::Mutex;
 
-use super::room::RoomWatch;
 use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
 use crate::claims::{Claim, Name};
 use crate::events::{Event, Events};
 use crate::failures::FailureTeller;
 use crate::io_poll;
 use crate::open::open_disk;
+use crate::room_watch::RoomWatch;
 use crate::setup::DiskSetup;
 
 /// A disk that is not closed or changed meanwhile.

@@ -37,6 +37,7 @@ use crate::jobs::Jobs;
 use crate::limit_options::DiskThrottle;
 use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
 use crate::open::state_use;
+use crate::room_watch::RoomWatch;
 use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
 use crate::threshold::Threshold;
@@ -50,7 +51,6 @@ pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use forks::{ChildSetup, ForkReport, ForkSetup, ForkedFiles};
 pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
 pub(crate) use reload::Reloaded;
-use room::RoomWatch;
 pub(crate) use ublk_devices::RunningUblk;
 
 /// The parts that run.

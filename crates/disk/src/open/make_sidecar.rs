@@ -20,10 +20,8 @@ use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
 use super::open_location::open_location;
 use super::restore::{Clock, clock_of};
-use super::sidecar::{
-    Found, RawImage, close_volume, find, identity, is_file, open_found, place_of,
-};
-use super::volume::Volume;
+use super::sidecar::{Found, RawImage, close_volume, find, is_file, open_found, place_of};
+use super::volume::{Volume, identity};
 use crate::options::Access;
 
 /// Makes the sidecar of a raw image, without bitmaps, durably, unless it has one that belongs to it: whether it made one.

@@ -33,7 +33,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_engine::{DeviceWrites, HostFile, OpenMode, PageCache};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::Sidecar;
 use blockhouse_storage::{ImageStorage, Location};
@@ -46,8 +46,8 @@ use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
-use super::restore::{find_state, identity_of, status_of};
-use super::volume::{Seen, Told, Volume, told_by_close};
+use super::restore::{find_state, status_of};
+use super::volume::{Seen, Told, Volume, told_by_close, told_by_count};
 use super::vouching::is_vouched_for;
 use crate::options::Access;
 use crate::state::StateDir;
@@ -451,22 +451,7 @@ fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Res
 /// The same of a device: whether more was written to it than that server has sent.
 fn told_by_state(now: u64, file: &HostFile, dir: Option<&StateDir>) -> Result<Told> {
     let sent = find_state(file, dir)?.map_or(0, |state| state.page().device_writes());
-    Ok(match sent != 0 && DeviceWrites::is_same_era(sent, now) {
-        true => Told::of(now <= sent),
-        false => Told::Nothing,
-    })
-}
-
-/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.
-///
-/// # Errors
-/// The host's.
-pub(super) fn identity(file: &HostFile) -> Result<[u8; 16]> {
-    let identity = identity_of(file)?;
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&identity.inode.to_be_bytes());
-    bytes[8..].copy_from_slice(&identity.birth.to_be_bytes());
-    Ok(bytes)
+    Ok(told_by_count(sent, now))
 }
 
 fn unused(why: &str) -> Error {

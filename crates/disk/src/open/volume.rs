@@ -18,8 +18,7 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{DeviceWrites, FileKind, HostFile, device_folder};
 use blockhouse_storage::ImageStorage;
 
-use super::restore::{Clock, change_time, clock_of, status_of};
-use super::sidecar::identity;
+use super::restore::{Clock, change_time, clock_of, identity_of, status_of};
 
 /// What a raw disk says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +74,15 @@ pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     }
 }
 
+/// The same of a device whose server died. `sent` is how much that had sent, or was about to, as a word of
+/// [`DeviceWrites`]; 0 where it is not known. `now` is how much was written to the device.
+pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
+    match sent != 0 && DeviceWrites::is_same_era(sent, now) {
+        true => Told::of(now <= sent),
+        false => Told::Nothing,
+    }
+}
+
 /// What is known of other programs' changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
@@ -104,6 +112,18 @@ fn seen_of_file(file: &HostFile) -> Result<Seen> {
     })
 }
 
+/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.
+///
+/// # Errors
+/// The host's.
+pub(super) fn identity(file: &HostFile) -> Result<[u8; 16]> {
+    let identity = identity_of(file)?;
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&identity.inode.to_be_bytes());
+    bytes[8..].copy_from_slice(&identity.birth.to_be_bytes());
+    Ok(bytes)
+}
+
 fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
     if file.kind() == FileKind::Regular {
         return identity(file);
@@ -125,7 +145,7 @@ fn device_id(folder: &Path) -> Option<String> {
         (!text.is_empty()).then_some(text)
     };
     if let Some(number) = read("partition") {
-        let disk = device_id(&folder.canonicalize().ok()?.parent()?.to_owned())?;
+        let disk = device_id(folder.canonicalize().ok()?.parent()?)?;
         return Some(format!("{disk} partition {number} at {}", read("start")?));
     }
     if let Some(file) = read("loop/backing_file") {
@@ -151,6 +171,9 @@ fn hash(parts: &[&str]) -> [u8; 16] {
     let hash = bytes.fold(BASIS, |hash, byte| (hash ^ u128::from(byte)).wrapping_mul(PRIME));
     hash.to_be_bytes()
 }
+
+#[cfg(test)]
+mod histories;
 
 #[cfg(test)]
 mod tests {

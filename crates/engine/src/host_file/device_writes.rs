@@ -32,6 +32,11 @@ pub struct DeviceWrites {
 }
 
 impl DeviceWrites {
+    /// So many sectors in this era: for tests of those who compare.
+    pub fn of(era: u64, sectors: u64) -> Self {
+        Self { era, sectors }
+    }
+
     /// As a time, for those who compare times.
     pub fn to_time(self) -> Duration {
         let rest = (self.era >> ERA_BITS) & ((1 << REST_BITS) - 1);

@@ -8,10 +8,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, Request};
-use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, RemoteBacking,
-    Secrets, StateUse,
-};
+use blockhouse_disk::{Access, CacheMode, DetectZeroes, Discard, ImageOptions, Locking, StateUse};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_sim::Rng;
 use parking_lot::{Mutex, MutexGuard};
@@ -147,15 +144,9 @@ pub fn options(cache: CacheMode) -> ImageOptions {
         cache,
         discard: Discard::Unmap,
         detect_zeroes: DetectZeroes::Off,
-        copy_on_read: false,
-        block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
-        on_full: blockhouse_disk::OnFull::Report,
         locking: Locking::Held,
         state: StateUse::Off,
-        allowed_paths: AllowedPaths::default(),
-        remote_backing: RemoteBacking::Refused,
-        secrets: Secrets::default(),
-        part: None,
+        ..ImageOptions::default()
     }
 }
 

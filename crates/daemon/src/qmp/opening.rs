@@ -1,0 +1,312 @@
+//! Nodes of files and formats: disks that come and go.
+//!
+//! A node of a file (`file`, `host_device`) is a raw disk of its name until a node of a format is put on it: then the disk of
+//! that one takes its place, and it is listed as what it is, the file below. It is a disk again when the format's node goes.
+
+use std::rc::Rc;
+
+use blockhouse_disk::QemuName;
+use serde_json::{Value, json};
+
+use super::arguments::{Arguments, is_well_formed};
+use super::context::Context;
+use super::errors::QmpError;
+use super::objects::key_file;
+use super::state::FileNode;
+
+/// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
+const FILES: [&str; 3] = ["file", "host_device", NBD];
+const NBD: &str = "nbd";
+const QCOW2: &str = "qcow2";
+const FORMATS: [&str; 7] = ["raw", QCOW2, "luks", "vdi", "vhdx", "vmdk", "vpc"];
+/// A node that puts limits on a disk.
+const THROTTLE: &str = "throttle";
+const OTHERS: [&str; 28] = [
+    "blkdebug",
+    "blklogwrites",
+    "blkreplay",
+    "blkverify",
+    "bochs",
+    "cloop",
+    "compress",
+    "copy-before-write",
+    "copy-on-read",
+    "dmg",
+    "ftp",
+    "ftps",
+    "gluster",
+    "host_cdrom",
+    "http",
+    "https",
+    "iscsi",
+    "nfs",
+    "null-aio",
+    "null-co",
+    "nvme",
+    "parallels",
+    "preallocate",
+    "qcow",
+    "qed",
+    "quorum",
+    "rbd",
+    "ssh",
+];
+
+/// Characters of a node's name, at most.
+const MAX_NAME: usize = 31;
+
+/// A node that is asked for.
+pub(super) struct Asked {
+    driver: &'static str,
+    pub(super) name: Option<String>,
+    is_read_only: bool,
+    /// The host's cache, where it is said.
+    cache: Option<&'static str>,
+    discard: Option<&'static str>,
+    detect_zeroes: &'static str,
+    /// Whether the backing file that the image names is left out.
+    is_without_backing: bool,
+}
+
+impl Asked {
+    /// Takes what all nodes may have.
+    pub(super) fn take(given: &mut Arguments) -> Result<Self, QmpError> {
+        let all = FILES.iter().chain(&FORMATS).chain(&[THROTTLE]).chain(&OTHERS);
+        let all: Vec<_> = all.copied().collect();
+        let driver = given.needed_word("driver", &all)?;
+        if OTHERS.contains(&driver) {
+            return Err(QmpError::generic(format!("Driver '{driver}' is not possible here")));
+        }
+        let name = given.some_text("node-name")?;
+        let is_read_only = given.flag("read-only", false)?;
+        // A hint, for a file that cannot be written to.
+        given.flag("auto-read-only", false)?;
+        given.only("active", &[json!(true)], "all nodes are active")?;
+        given.only("force-share", &[json!(false)], "images are locked")?;
+        let cache = match given.some_object("cache")? {
+            Some(mut cache) => {
+                let direct = cache.flag("direct", false)?;
+                let no_flush = cache.flag("no-flush", false)?;
+                cache.end()?;
+                Some(match (direct, no_flush) {
+                    (_, true) => "unsafe",
+                    (true, false) => "none",
+                    (false, false) => "writeback",
+                })
+            }
+            None => None,
+        };
+        let discard = given.word("discard", &["ignore", "unmap"])?;
+        let detect_zeroes = given.word("detect-zeroes", &["off", "on", "unmap"])?;
+        let detect_zeroes = detect_zeroes.unwrap_or("off");
+        let is_without_backing = driver == QCOW2 && given.is_null("backing");
+        let asked =
+            Self { driver, name, is_read_only, cache, discard, detect_zeroes, is_without_backing };
+        Ok(asked)
+    }
+
+    /// Whether it is one that puts limits on a disk.
+    pub(super) fn is_throttle(&self) -> bool {
+        self.driver == THROTTLE
+    }
+
+    /// Takes what nodes of files have, and nothing else. The file's name, or the URI of an export.
+    fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
+        if self.driver == NBD {
+            let mut options = given.rest();
+            options.insert("driver".into(), NBD.into());
+            let named = QemuName::of(&format!("json:{}", Value::from(options)));
+            let wrong = |why| QmpError::generic(format!("Could not open the export: {why}"));
+            let named = named.unwrap_or_else(|| Err("it has no name".into())).map_err(wrong)?;
+            return Ok(named.path.to_string_lossy().into_owned());
+        }
+        let filename = given.text("filename")?;
+        // How operations are done is said by --engine.
+        given.word("aio", &["threads", "native", "io_uring"])?;
+        given.only("locking", &[json!("auto"), json!("on")], "images are locked")?;
+        given.flag("drop-cache", true)?;
+        given.end()?;
+        check_file(&filename)?;
+        // An image is known by its whole path.
+        let path = std::path::absolute(&filename).ok();
+        Ok(path.and_then(|path| path.to_str().map(ToOwned::to_owned)).unwrap_or(filename))
+    }
+
+    /// The parameters of `disk.open`. What this node leaves open is as the node below says.
+    fn params(&self, name: &str, path: &str, below: Option<&Self>) -> Value {
+        let format = if below.is_none() { "raw" } else { self.driver };
+        let cache = self.cache.or(below.and_then(|below| below.cache));
+        json!({
+            "name": name,
+            "path": path,
+            "format": format,
+            "read-only": self.is_read_only,
+            "cache": cache.unwrap_or("writeback"),
+            "discard": self.discard.unwrap_or("ignore"),
+            "detect-zeroes": self.detect_zeroes,
+            "without-backing": self.is_without_backing,
+        })
+    }
+}
+
+/// Adds a node of a file or a format, with what is below it.
+pub(super) async fn open_node(
+    context: &Rc<Context>,
+    given: Arguments,
+    asked: Asked,
+    name: &str,
+) -> Result<(), QmpError> {
+    match asked.driver {
+        driver if FILES.contains(&driver) => {
+            let path = asked.end_file(given)?;
+            let params = open_params(context, asked.params(name, &path, None));
+            context.call("disk.open", params.clone()).await?;
+            let node = FileNode { path, params, user: None, is_implicit: false };
+            context.state.borrow_mut().files.insert(name.to_owned(), node);
+            Ok(())
+        }
+        _ => add_format(context, given, asked, name).await,
+    }
+}
+
+/// With what the image may name: as QEMU, a storage daemon opens whatever that is.
+fn open_params(context: &Context, mut params: Value) -> Value {
+    if context.follows_names {
+        params["allow-paths"] = json!(["/"]);
+        params["allow-remote"] = true.into();
+    }
+    params
+}
+
+/// The keys of an encrypted image.
+fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<Value, QmpError> {
+    let secret = match driver {
+        "luks" => given.some_text("key-secret")?,
+        QCOW2 => match given.some_object("encrypt")? {
+            Some(mut encrypt) => {
+                encrypt.needed_word("format", &["luks"])?;
+                let secret = encrypt.text("key-secret")?;
+                encrypt.end()?;
+                Some(secret)
+            }
+            None => None,
+        },
+        _ => None,
+    };
+    let files = secret.map(|id| key_file(context, &id)).transpose()?;
+    Ok(files.into_iter().map(|path| json!(path)).collect())
+}
+
+async fn add_format(
+    context: &Context,
+    mut given: Arguments,
+    asked: Asked,
+    name: &str,
+) -> Result<(), QmpError> {
+    given.only("backing", &[], "backing files are opened as the image names them")?;
+    let keys = take_keys(context, &mut given, asked.driver)?;
+    if let Some(mut file) = given.some_object_or_text("file")? {
+        let below = Asked::take(&mut file)?;
+        given.end()?;
+        below.name.iter().try_for_each(|name| check_name(context, name))?;
+        if !FILES.contains(&below.driver) {
+            let why = format!("Driver '{}' is not possible below another one here", below.driver);
+            return Err(QmpError::generic(why));
+        }
+        let path = below.end_file(file)?;
+        let mut params = open_params(context, asked.params(name, &path, Some(&below)));
+        params["key-files"] = keys;
+        context.call("disk.open", params).await?;
+        if let Some(below_name) = below.name.clone() {
+            let params = open_params(context, below.params(&below_name, &path, None));
+            let user = Some(name.to_owned());
+            let node = FileNode { path, params, user, is_implicit: true };
+            context.state.borrow_mut().files.insert(below_name, node);
+        }
+        return Ok(());
+    }
+    let below = given.text("file")?;
+    given.end()?;
+    let found = context.state.borrow().files.get(&below).cloned();
+    let Some(node) = found.filter(|node| node.user.is_none()) else {
+        context.disk(&below)?;
+        return Err(QmpError::generic(format!(
+            "Node '{below}' is no file without another node on it, and is not possible below '{name}'"
+        )));
+    };
+    put_on(context, (asked, keys), name, &below, node).await
+}
+
+/// Puts a format's node on a file's one.
+async fn put_on(
+    context: &Context,
+    (asked, keys): (Asked, Value),
+    name: &str,
+    below: &str,
+    node: FileNode,
+) -> Result<(), QmpError> {
+    context.call("disk.close", json!({ "disk": below })).await?;
+    let mut params = open_params(context, asked.params(name, &node.path, Some(&asked)));
+    params["key-files"] = keys;
+    if asked.cache.is_none() {
+        params["cache"] = node.params["cache"].clone();
+    }
+    if let Err(error) = context.call("disk.open", params).await {
+        reopen(context, below, &node).await;
+        return Err(error);
+    }
+    let mut state = context.state.borrow_mut();
+    state.files.entry(below.to_owned()).and_modify(|file| file.user = Some(name.to_owned()));
+    Ok(())
+}
+
+/// A file's node is a disk again.
+async fn reopen(context: &Context, name: &str, node: &FileNode) {
+    if let Err(error) = context.call("disk.open", node.params.clone()).await {
+        tracing::warn!("{}: cannot be opened again: {error:?}", node.path);
+        context.state.borrow_mut().files.remove(name);
+    }
+}
+
+pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
+    if !is_well_formed(name) {
+        return Err(QmpError::generic(format!("Invalid node-name: '{name}'")));
+    }
+    if name.len() > MAX_NAME {
+        return Err(QmpError::generic("Node name too long"));
+    }
+    let state = context.state.borrow();
+    let is_file = state.files.contains_key(name) || state.filters.contains_key(name);
+    drop(state);
+    match is_file || context.disk(name).is_ok() {
+        true => Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'"))),
+        false => Ok(()),
+    }
+}
+
+fn check_file(path: &str) -> Result<(), QmpError> {
+    let error = match std::fs::metadata(path) {
+        Ok(_) => return Ok(()),
+        Err(error) => rustix::io::Errno::from_io_error(&error),
+    };
+    let why = match error {
+        Some(rustix::io::Errno::NOENT) => "No such file or directory".to_owned(),
+        Some(errno) => errno.to_string(),
+        None => "it cannot be looked at".to_owned(),
+    };
+    Err(QmpError::generic(format!("Could not open '{path}': {why}")))
+}
+
+/// Closes a disk. A node of its file that has a name stays.
+pub(super) async fn close(context: &Context, name: &str) -> Result<(), QmpError> {
+    context.call("disk.close", json!({ "disk": name })).await?;
+    let below = {
+        let mut state = context.state.borrow_mut();
+        state.files.remove(name);
+        state.take_back_file(name)
+    };
+    if let Some((below, node)) = below {
+        reopen(context, &below, &node).await;
+    }
+    Ok(())
+}
