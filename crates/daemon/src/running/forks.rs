@@ -174,6 +174,8 @@ impl Running {
             copy_on_read: false,
             prefetch: None,
             bitmaps,
+            side_file: None,
+            threshold: None,
             throttle: None,
             ..of.setup.clone()
         };

@@ -22,7 +22,7 @@ use super::create::{check_new_name, create_as, open_created, part_of, remove_cre
 use super::disk_over::disk_over;
 use super::durable_rename::{IfExists, rename_durable};
 use super::image_disk::ImageDisk;
-use super::image_options::{CacheMode, ImageOptions};
+use super::image_options::{BackingUse, CacheMode, ImageOptions};
 use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_location::{identity_of, is_address};
@@ -338,6 +338,8 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
         access: Access::ReadWrite,
         copy_on_read: false,
         allowed_paths: AllowedPaths::default(),
+        backing_use: BackingUse::default(),
+        side_file: None,
         ..options.clone()
     }
 }
@@ -388,6 +390,11 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
     if disk.has_encrypted_layer() {
         let what = "is encrypted, and an overlay of it would not be";
         return refuse(ErrorKind::Unsupported, what, "take an internal snapshot (qcow2)");
+    }
+    if disk.backing_file().is_some() && disk.layer_at(1).is_none() {
+        let what =
+            "is open without the backing file that it names, which would be read behind an overlay";
+        return refuse(ErrorKind::Unsupported, what, "rebase it to none first");
     }
     if disk.layers().count() >= MAX_FILES - 1 {
         let what = format!("its chain has {} files, and none may have more", MAX_FILES - 1);
