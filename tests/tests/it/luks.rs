@@ -600,7 +600,6 @@ fn what_encryption_does_not_go_with_is_refused() {
     let fixture = Fixture::new();
     let (image, key) = (fixture.scratch.path("a.qcow2"), str(&fixture.key));
     for (option, why) in [
-        ("preallocation=metadata", "not preallocated"),
         ("compat=0.10", "version 2"),
         ("encrypt.key-secret=key", "there is no secret"),
         ("encrypt.format=aes", "use luks"),
@@ -617,6 +616,79 @@ fn what_encryption_does_not_go_with_is_refused() {
     let compress =
         [&["convert", "-c", "-f", "raw"], &ENCRYPTED[..], &[key, fixture.disk.str(), str(&image)]];
     command(&compress.concat()).failure("not encrypted");
+}
+
+#[test]
+fn what_is_preallocated_reads_as_zeros_until_it_is_written() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let fixture = Fixture::new();
+    let key = str(&fixture.key);
+    for mode in ["metadata", "falloc", "full"] {
+        let image = fixture.scratch.path(&format!("{mode}.qcow2"));
+        let option = format!("preallocation={mode}");
+        let words =
+            [&["create"], &ENCRYPTED[..], &[key, "-o", &option, str(&image), "1M"]].concat();
+        command(&words).success();
+        let zeros = fixture.scratch.path(&format!("{mode}.raw"));
+        std::fs::write(&zeros, vec![0; 1 << 20]).expect("a file");
+        assert_qemu_reads(&fixture, &image, &zeros);
+        command(&["check", str(&image)]).success();
+    }
+}
+
+#[test]
+fn keys_are_added_and_erased_and_the_last_one_stays() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let (old, new) = (str(&fixture.key), fixture.scratch.path("new.key"));
+    std::fs::write(&new, "another word").expect("a key");
+    let objects =
+        [format!("secret,id=old,file={old}"), format!("secret,id=new,file={}", str(&new))];
+    let container = fixture.of_qemu("slots.luks", "");
+    let image = fixture.scratch.path("slots.qcow2");
+    command(&[&["create"], &ENCRYPTED[..], &[old, str(&image), "1M"]].concat()).success();
+    for (disk, prefix) in [(&container, ""), (&image, "encrypt.")] {
+        let amend = |change: &str| {
+            let changes: Vec<_> =
+                change.split(',').map(|one| format!("{prefix}{one}")).collect::<Vec<_>>();
+            let [one, other] = [&objects[0], &objects[1]];
+            let changes = changes.join(",");
+            command(&["amend", "--object", one, "--object", other, "-o", &changes, str(disk)])
+        };
+        let opens = |key: &str| {
+            let copy = fixture.scratch.path("opened.raw");
+            let _ = std::fs::remove_file(&copy);
+            command(&["convert", "--key-file", key, str(disk), str(&copy)]).status.success()
+        };
+        assert!(opens(old) && !opens(str(&new)));
+        amend("state=active,new-secret=new,iter-time=10").success();
+        assert!(opens(old) && opens(str(&new)), "both keys open it");
+        amend("state=active,new-secret=new,keyslot=0").failure("erase it first");
+        amend("state=inactive,old-secret=old").success();
+        assert!(!opens(old) && opens(str(&new)), "only the new key opens it");
+        amend("state=inactive,keyslot=1").failure("all data would be lost");
+        assert!(opens(str(&new)));
+    }
+}
+
+#[test]
+fn a_container_becomes_longer_and_shorter_with_its_file() {
+    require!(need::tools(&["qemu-img"]));
+    let fixture = Fixture::new();
+    let container = fixture.of_qemu("resized.luks", "");
+    let before = std::fs::metadata(&container).expect("a file").len();
+    let key = str(&fixture.key);
+    let resize = |size: &str, shrink: &[&str]| {
+        let words = [&["resize", "--key-file", key], shrink, &[str(&container), size]];
+        command(&words.concat()).success();
+        std::fs::metadata(&container).expect("a file").len()
+    };
+    assert_eq!(resize("+1M", &[]), before + (1 << 20));
+    assert_eq!(resize("-1M", &["--shrink"]), before);
+    let copy = fixture.scratch.path("resized.raw");
+    command(&["convert", "--key-file", key, str(&container), str(&copy)]).success();
+    let [copy, disk] = [copy.as_path(), fixture.disk.path()].map(|path| std::fs::read(path).ok());
+    assert!(copy == disk, "the disk is as it was");
 }
 
 #[test]

@@ -39,9 +39,12 @@ fn ours(scratch: &Scratch) -> Command {
 struct Daemon(Child);
 
 impl Daemon {
-    fn start(mut command: Command, words: &[String]) -> Self {
-        command.args(words).stdin(Stdio::null());
-        Self(command.spawn().expect("it is there"))
+    /// Starts one, and waits until it has done what the words say.
+    fn start(mut command: Command, words: &[String], pid: &Path) -> Self {
+        command.args(words).arg("--pidfile").arg(pid).stdin(Stdio::null());
+        let daemon = Self(command.spawn().expect("it is there"));
+        wait_until("it is ready", || pid.exists());
+        daemon
     }
 
     fn stop(mut self) {
@@ -268,21 +271,17 @@ fn a_monitor_may_be_a_socket_that_a_client_listens_at() {
         "c",
         "--monitor",
         "chardev=s,mode=control",
-        "--pidfile",
-        str(&pid),
     ];
-    let daemon = Daemon::start(ours(&scratch), &words(&line, Path::new("")));
+    let mut daemon = Daemon::start(ours(&scratch), &words(&line, Path::new("")), &pid);
     let (client, _) = listener.accept().expect("it connects");
     let mut client = Qmp::over(client);
     // The other monitor has the same nodes, and events.
-    wait_until("it is ready", || pid.exists());
     let mut other = Qmp::connect(&listening);
     let node = json!({ "driver": "file", "node-name": "f", "filename": scratch.path("r") });
     client.get("blockdev-add", node);
     let taken = json!({ "driver": "file", "node-name": "f", "filename": scratch.path("r") });
     assert!(other.refused("blockdev-add", taken).contains("Duplicate nodes"));
     other.get("quit", json!({}));
-    let mut daemon = daemon;
     assert!(daemon.0.wait().expect("a child").success());
     assert!(!pid.exists() && !listening.exists());
 }
@@ -337,8 +336,7 @@ fn images_name_others_and_have_keys_by_objects() {
         "--export",
         "nbd,id=l,node-name=l",
     ];
-    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder));
-    wait_until("it listens", || nbd.exists());
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
     let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
     assert_eq!(connect("o").read(0, 512), Ok(vec![5; 512]));
     assert_eq!(connect("alone").read(0, 512), Ok(vec![0; 512]));
@@ -358,8 +356,7 @@ fn images_name_others_and_have_keys_by_objects() {
         "--export",
         "nbd,id=r,node-name=r",
     ];
-    let second = Daemon::start(ours(&scratch), &words(&line, &folder));
-    wait_until("it listens", || more.exists());
+    let second = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid2"));
     let mut client = Greeted::new(&Address::Unix(more)).go("r", Framing::Simple);
     assert_eq!(client.read(0, 512), Ok(vec![5; 512]));
     client.disconnect();
@@ -384,8 +381,7 @@ fn clients_of_the_nbd_server_need_the_tls_of_its_object() {
         "--export",
         "nbd,id=e,node-name=r",
     ];
-    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder));
-    wait_until("it listens", || nbd.exists());
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
     let image = format!("driver=nbd,path={},export=r", str(&nbd));
     qemu_img(&["info", "--image-opts", &image]).failure("TLS");
     let object = format!("tls-creds-psk,id=t,dir={},endpoint=client,username=u", str(&folder));

@@ -26,14 +26,17 @@ fn open(socket: &Path, name: &str) -> Client {
     Greeted::new(&Address::Unix(socket.into())).go(name, Framing::Simple)
 }
 
-/// All that is listed of disks, exports and limits, but for counts of clients.
+/// All that is listed of disks, exports and limits, but for counts of clients, and room that others take.
 fn listed(control: &mut Control) -> Vec<Value> {
     let mut all: Vec<Value> = ["disk.list", "export.list", "limit.get"]
         .into_iter()
         .map(|method| control.get(method, json!({})))
         .collect();
     for entry in all.iter_mut().flat_map(|list| list.as_array_mut().expect("a list")) {
-        entry.as_object_mut().expect("an object").retain(|key, _| key != "clients");
+        entry
+            .as_object_mut()
+            .expect("an object")
+            .retain(|key, _| !["clients", "room-left"].contains(&&**key));
     }
     all
 }

@@ -224,7 +224,7 @@ struct Open {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
     /// Let NBD clients ask what this persistent bitmap of the image says to have changed. May be repeated.
-    #[arg(long = "bitmap", short = 'B', value_name = "NAME")]
+    #[arg(id = "bitmap", long = "bitmap", short = 'B', value_name = "NAME")]
     bitmaps: Vec<String>,
     /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of serve --limit.
     #[arg(long, value_name = "KEY=VALUE,...")]

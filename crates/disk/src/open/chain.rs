@@ -26,6 +26,7 @@ use super::handed_over::{Files, HandedFile, HandedOverDisk};
 use super::image_disk::ImageDisk;
 use super::image_options::{BackingUse, ImageOptions, Locking, RemoteBacking, StateUse};
 use super::left_layer::restore_layer;
+use super::left_out::without_backing;
 use super::lock::{lock, lock_in_place_of};
 use super::moved_record::{check_not_moved, check_not_moved_but_to};
 use super::open_location::{
@@ -168,7 +169,7 @@ async fn open_from(
     let mut disk = unlocked(disk, &options.secrets, chain.without_key).await?;
     let mut above = Vec::new();
     if options.backing_use == BackingUse::LeftOut {
-        disk.format().set_backing_size(0);
+        disk = without_backing(disk).await?;
     }
     while let Some(backing) =
         disk.backing_file().filter(|_| options.backing_use == BackingUse::Followed)

@@ -17,6 +17,7 @@ mod image_disk;
 mod image_options;
 mod key_slots;
 mod left_layer;
+mod left_out;
 mod lock;
 mod make_sidecar;
 mod moved_record;

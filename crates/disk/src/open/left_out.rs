@@ -1,0 +1,39 @@
+//! A backing file that is left out (`backing: null` in QEMU's JSON).
+//!
+//! Guarantees: what the image does not have reads as zeros, and its block status is that of a hole. Zeros that are written
+//! are stored as zeros, so that nothing else is read when the backing file is followed again.
+
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use blockhouse_core::{Error, Result};
+use blockhouse_engine::{HostFile, OpenMode, PageCache};
+use blockhouse_format::ImageFormat;
+
+use super::image_disk::ImageDisk;
+use crate::disk::Disk;
+use crate::options::{Access, Options};
+
+/// The same disk over a disk of no bytes in the place of its backing file.
+///
+/// # Errors
+/// The host's: no memory.
+pub(super) async fn without_backing(disk: ImageDisk) -> Result<ImageDisk> {
+    if disk.backing_file().is_none() {
+        return Ok(disk);
+    }
+    let failed = |error: rustix::io::Errno| {
+        Error::host("cannot leave its backing file out", error.into()).on(disk.name())
+    };
+    let memory = rustix::fs::memfd_create("nothing", rustix::fs::MemfdFlags::CLOEXEC);
+    let memory = memory.map_err(failed)?;
+    let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
+    let file = HostFile::open(Path::new(&path), OpenMode::ReadOnly, PageCache::Used)?;
+    let read_only = Options { access: Access::ReadOnly, ..Options::default() };
+    let nothing = Disk::open(file.into(), ImageFormat::Raw, read_only).await?;
+    let disk = disk.with_backing(Arc::new(nothing));
+    // Not past its end, where nothing would have to be stored for zeros.
+    disk.format().set_backing_size(u64::MAX);
+    Ok(disk)
+}
