@@ -355,6 +355,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         )],
     ),
     ("ctl refresh", &[example("After lvextend", "blockhouse ctl control refresh disk.qcow2")]),
+    (
+        "ctl threshold",
+        &[example(
+            "Tell before the host is full",
+            "blockhouse ctl control threshold disk.qcow2 1%",
+        )],
+    ),
     ("ctl resize", &[example("10 GiB more", "blockhouse ctl control resize disk.qcow2 +10G")]),
     (
         "ctl read-only",
