@@ -101,7 +101,7 @@ impl LivePage {
         assert!(crate::eventually(LIMIT, is_true), "not so in the page: {expression}");
     }
 
-    /// What the page's own browser finds out about it, as [`Browser::examine`](super::Browser::examine).
+    /// What the page's own browser finds out about it: the contrast and size of its texts, its width, its plots.
     pub fn examine(&mut self) -> Value {
         self.evaluate(&format!("(() => {{ {EXAMINE} return examine(); }})()"))
     }

@@ -1,14 +1,10 @@
-//! Pages in a real browser: headless Chromium, with a frame as wide as a phone or as a reader's window.
+//! Pages in a real browser: headless Chromium, as wide as a phone or as a reader's window.
 
 mod live;
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-use serde_json::Value;
+use std::path::PathBuf;
 
 pub use self::live::LivePage;
-use crate::{Scratch, need, run_within, tool};
 
 /// What the reader prefers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,17 +36,6 @@ pub fn terminal_page(screen: &str) -> String {
 pub fn pictures() -> Option<PathBuf> {
     std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from)
 }
-
-/// The page of a file, shown in a frame of some width.
-pub struct Browser {
-    width: u32,
-    frame: PathBuf,
-    profile: PathBuf,
-    picture: PathBuf,
-}
-
-/// More than any page of ours takes, at that width.
-const HEIGHT: u32 = 14_000;
 
 /// A function that asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3) and its size, and returns
 /// the worst of all, and how wide the page is.
@@ -99,62 +84,13 @@ function examine() {
 }
 "#;
 
-const FRAME: &str = r#"<!DOCTYPE html><meta name="color-scheme" content="light dark">
-<style>body { margin: 0 } iframe { border: 0; width: WIDTHpx; height: 100vh }</style>
-<script>addEventListener('message', e => document.body.dataset.found = JSON.stringify(e.data))</script>
-<body><iframe src="page.html"></iframe></body>"#;
-
-impl Browser {
-    /// Shows the page of a file in a frame of so many pixels. `Err` says why there is no browser.
-    pub fn new(scratch: &Scratch, page: &Path, width: u32) -> Result<Self, String> {
-        need::tools(&["chromium"])?;
-        let text = std::fs::read_to_string(page).expect("the page is there");
-        let write = |name: &str, text: &str| {
-            let path = scratch.path(name);
-            std::fs::write(&path, text).expect("scratch folders can be written");
-            path
-        };
-        let tell = "addEventListener('load', () => parent.postMessage(examine(), '*'))";
-        let script = format!("<script>{EXAMINE}{tell}</script></head>");
-        write("page.html", &text.replace("</head>", &script));
-        let frame = write("frame.html", &FRAME.replace("WIDTH", &width.to_string()));
-        Ok(Self {
-            width,
-            frame,
-            profile: scratch.path("profile"),
-            picture: scratch.path("picture.png"),
-        })
-    }
-
-    fn run(&self, theme: Theme, what: &[&str]) -> String {
-        let mut chromium = tool("chromium");
-        // It has no sandbox for root, and opens nothing but our page.
-        chromium.args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]);
-        chromium.args(["--disable-dev-shm-usage", "--no-first-run", "--disable-extensions"]);
-        let scheme = if theme == Theme::Dark { 0 } else { 1 };
-        chromium.arg(format!("--blink-settings=preferredColorScheme={scheme}"));
-        chromium.arg(format!("--user-data-dir={}", self.profile.display()));
-        // Narrower than 500 no window gets.
-        let window = self.width.max(500);
-        chromium.arg(format!("--window-size={window},{HEIGHT}")).args(what);
-        chromium.arg(format!("file://{}", self.frame.display()));
-        run_within(Duration::from_secs(120), &mut chromium).success().stdout
-    }
-
-    /// What the page's own browser finds out about it.
-    pub fn examine(&self, theme: Theme) -> Value {
-        let page = self.run(theme, &["--virtual-time-budget=5000", "--dump-dom"]);
-        let found = page.split("data-found=\"").nth(1).and_then(|rest| rest.split('"').next());
-        let found = found.unwrap_or_else(|| panic!("the page told nothing: {page}"));
-        let json = found.replace("&quot;", "\"").replace("&lt;", "<").replace("&gt;", ">");
-        serde_json::from_str(&json.replace("&amp;", "&")).expect("JSON")
-    }
-
-    /// What it looks like.
-    pub fn picture(&self, theme: Theme) -> Picture {
-        self.run(theme, &[&format!("--screenshot={}", self.picture.display())]);
-        let file = std::fs::File::open(&self.picture).expect("the picture");
-        let mut decoder = png::Decoder::new(std::io::BufReader::new(file));
+impl Picture {
+    /// What a PNG has.
+    ///
+    /// # Panics
+    /// When it is no whole PNG in colours.
+    pub fn of(png: &[u8]) -> Self {
+        let mut decoder = png::Decoder::new(std::io::Cursor::new(png));
         decoder.set_transformations(png::Transformations::normalize_to_color8());
         let mut reader = decoder.read_info().expect("a PNG");
         let mut bytes = vec![0; reader.output_buffer_size().expect("it fits into memory")];
@@ -162,6 +98,6 @@ impl Browser {
         let samples = info.color_type.samples();
         assert!(samples >= 3, "a picture in colours");
         let pixels = bytes[..info.buffer_size()].chunks_exact(samples);
-        Picture { pixels: pixels.map(|one| [one[0], one[1], one[2]]).collect() }
+        Self { pixels: pixels.map(|one| [one[0], one[1], one[2]]).collect() }
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use blockhouse_tests::browser::{Browser, DESK, PHONE, Picture, Theme};
+use blockhouse_tests::browser::{DESK, LivePage, PHONE, Picture, Theme};
 use blockhouse_tests::{
     LoopDevice, Scratch, blockhouse, eventually, need, require, run, run_within, wait_for_exit,
 };
@@ -100,13 +100,15 @@ fn look_at_the_page(scratch: &Scratch) {
     let answers: Vec<_> = answers.expect("a list").split("<li>").skip(1).collect();
     assert_eq!(answers.len(), 6, "{answers:?}");
     assert!(answers[0].contains("Durable writes are "), "{answers:?}");
-    let desk = require!(Browser::new(scratch, &page, DESK)).examine(Theme::Light);
+    let mut browser = require!(LivePage::open(scratch, &format!("file://{}", page.display())));
+    browser.resize(DESK, Theme::Light);
+    let desk = browser.examine();
     assert_eq!(desk["screen"], f64::from(DESK));
     assert_eq!(desk["cut"], 0, "a table is cut off: {desk}");
     assert_eq!(desk["crossed"], serde_json::json!([]), "lines cross labels");
-    let browser = require!(Browser::new(scratch, &page, PHONE));
     for theme in [Theme::Light, Theme::Dark] {
-        let found = browser.examine(theme);
+        browser.resize(PHONE, theme);
+        let found = browser.examine();
         let number = |key: &str| found[key].as_f64().expect("a number");
         assert_eq!(found["dark"], theme == Theme::Dark, "the theme is in force: {found}");
         assert!(number("texts") > 500.0 && number("plots") > 20.0, "{theme:?}: {found}");
@@ -116,7 +118,7 @@ fn look_at_the_page(scratch: &Scratch) {
         assert_eq!(number("screen"), f64::from(PHONE));
         assert_eq!(found["crossed"], serde_json::json!([]), "lines cross labels");
         assert!(number("width") <= f64::from(PHONE), "{theme:?}: wider than the screen: {found}");
-        check_picture(&browser.picture(theme), theme);
+        check_picture(&Picture::of(&browser.picture()), theme);
     }
 }
 
