@@ -89,7 +89,7 @@ pub async fn open_snapshot(
     open_chain(path, &options, Some(snapshot), Files::Host).await
 }
 
-/// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`]). Changes
+/// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`](crate::Disk::chain_files)). Changes
 /// nothing, and leaves the state file to that process, before [`HandedOverDisk::take_over`].
 ///
 /// # Errors
@@ -318,7 +318,7 @@ pub async fn open_for_commit(
 }
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing files: for
-/// [`Disk::attach_base`]. `path` is the image's, `options` those that it was opened with. Other programs are kept from the
+/// [`Disk::attach_base`](crate::Disk::attach_base). `path` is the image's, `options` those that it was opened with. Other programs are kept from the
 /// backing file from now on, also from reading it. Nothing that is answered outlives the process before
 /// [`keep_state`](super::keep_state). Needs the loop of the current thread.
 ///
