@@ -327,7 +327,7 @@ mod tests {
         depth: 16,
         connections: 1,
         warm_up: Duration::ZERO,
-        duration: Duration::from_millis(50),
+        duration: Duration::from_millis(200),
         requests: u64::MAX,
         generation: 1,
         content: Content::Nothing,

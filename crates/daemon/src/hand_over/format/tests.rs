@@ -15,7 +15,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         detect_zeroes: DetectZeroesName::Unmap,
         block_sizes: [None; 3],
         hold_seconds: None,
-        threshold: Some("10%".into()),
+        threshold: None,
         copy_on_read: false,
         prefetch: None,
         create: Some(512),
@@ -156,6 +156,20 @@ fn version_5_is_written_and_read_as_it_always_was() {
         assert_eq!(serde_json::to_string(&message).expect("plain values"), text);
         assert_eq!(serde_json::from_str::<Message>(text).expect(text), message);
     }
+}
+
+#[test]
+fn later_fields_are_read_as_they_were_written() {
+    let said = Opened {
+        hold_seconds: Some(60),
+        threshold: Some("10%".into()),
+        no_references: true,
+        without_backing: true,
+        bitmaps_in: Some((b"/d".to_vec(), true)),
+        ..opened(None)
+    };
+    let text = serde_json::to_string(&said).expect("plain values");
+    assert_eq!(serde_json::from_str::<Opened>(&text).expect("it was written"), said);
 }
 
 #[test]
