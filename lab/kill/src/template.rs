@@ -11,8 +11,8 @@ use tempfile::TempDir;
 
 use crate::combination::Image;
 
-/// The image's name in its folder.
-pub const IMAGE: &str = "image";
+/// The name of the image in its folder: `disk.data`, the data file of some, is called after it.
+pub const IMAGE: &str = "disk.image";
 /// How many clusters are compressed.
 const COMPRESSED: usize = 6;
 /// How many ordinary writes an image begins with.
