@@ -7,7 +7,7 @@ use blockhouse_engine::NewFile;
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
-use blockhouse_daemon::size;
+use blockhouse_daemon::{size, switch};
 
 use crate::qemu_refusals::{Refusal, refusal};
 
@@ -167,10 +167,10 @@ fn parse_known(text: &str) -> Result<Setting, String> {
         .split_once('=')
         .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;
     let wrong = |known: &str| format!("{name} cannot be '{value}'; use {known}");
-    let switch = || match value {
-        "on" | "yes" | "true" | "y" => Ok(Switch::On),
-        "off" | "no" | "false" | "n" => Ok(Switch::Off),
-        _ => Err(wrong("on or off")),
+    let switch = || match switch::parse(value) {
+        Some(true) => Ok(Switch::On),
+        Some(false) => Ok(Switch::Off),
+        None => Err(wrong("on or off")),
     };
     match name {
         "cluster_size" => match size::parse(value) {

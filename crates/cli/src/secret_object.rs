@@ -3,10 +3,10 @@
 //! Guarantee: a key never has to stand on the command line, where every user of the host can read it. Under the names of
 //! QEMU's tools `data=KEY` is taken as there: whoever calls them so has shown the key already.
 
-use std::fs::File;
-use std::io::Write;
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
+
+use blockhouse_daemon::key_memory;
 
 use crate::called_as;
 use crate::create_options::split;
@@ -62,12 +62,11 @@ pub fn parse(text: &str) -> Result<SecretObject, String> {
 
 /// A file of this process alone that has the key.
 fn in_memory(key: &str) -> Result<PathBuf, String> {
-    let failed = |error: std::io::Error| format!("the key cannot be kept: {error}");
-    let file = rustix::fs::memfd_create("key", rustix::fs::MemfdFlags::CLOEXEC);
-    let mut file = File::from(file.map_err(|error| failed(error.into()))?);
-    file.write_all(key.as_bytes()).map_err(failed)?;
+    let kept = key_memory::keep(key);
+    let (path, memory) = kept.map_err(|error| format!("the key cannot be kept: {error}"))?;
     // Open for as long as the process runs.
-    Ok(format!("/proc/self/fd/{}", file.into_raw_fd()).into())
+    let _ = memory.into_raw_fd();
+    Ok(path)
 }
 
 #[cfg(test)]

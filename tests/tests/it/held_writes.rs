@@ -320,18 +320,7 @@ fn a_guest_of_vhost_user_waits_for_room() {
     let server = serve.option("--on-full", "hold").start();
     let (mut control, mut guest) =
         (Control::connect(&socket), Guest::connect(&vu, Options::default()));
-    let mut block = 0;
-    loop {
-        let before = completed(&mut control);
-        guest.fill(0, 0, block + 1);
-        guest.post(0, 0, OUT, block);
-        if is_held(&mut control, before) {
-            break;
-        }
-        assert_eq!(guest.finish(0, LONG), Some(0));
-        // Each in a cluster of its own.
-        block += CLUSTER / 4096;
-    }
+    let block = fill(&mut guest, &mut control);
     guest.post(0, 1, IN, 0);
     assert_eq!(guest.finish(0, LONG), Some(1), "a read goes on");
     device.lengthen(file.path(), &vec![STALE; MIB as usize]);
@@ -339,6 +328,21 @@ fn a_guest_of_vhost_user_waits_for_room() {
     assert_eq!(guest.read(0, block), content(block + 1));
     drop(guest);
     server.stop();
+}
+
+/// Writes blocks, each in a cluster of its own, until a write is held: which block, whose content is one more.
+fn fill(guest: &mut Guest, control: &mut Control) -> u64 {
+    let mut block = 0;
+    loop {
+        let before = completed(control);
+        guest.fill(0, 0, block + 1);
+        guest.post(0, 0, OUT, block);
+        if is_held(control, before) {
+            return block;
+        }
+        assert_eq!(guest.finish(0, LONG), Some(0));
+        block += CLUSTER / 4096;
+    }
 }
 
 /// A guest's device of a disk that is full, with a write that waits.
@@ -369,17 +373,7 @@ impl HeldGuest {
         let mut guest = Guest::connect(&scratch.socket("vu"), Options::default());
         guest.driver.track().expect("requests in flight are tracked");
         let mut control = Control::connect(&scratch.socket("control"));
-        let mut block = 0;
-        loop {
-            let before = completed(&mut control);
-            guest.fill(0, 0, block + 1);
-            guest.post(0, 0, OUT, block);
-            if is_held(&mut control, before) {
-                break;
-            }
-            assert_eq!(guest.finish(0, LONG), Some(0));
-            block += CLUSTER / 4096;
-        }
+        let block = fill(&mut guest, &mut control);
         Ok(Self { scratch, file, device, server, guest, block })
     }
 }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use blockhouse_daemon::setup::FirstCommand;
+use blockhouse_daemon::switch;
 use clap::{ArgMatches, FromArgMatches};
 use serde_json::{Map, Value};
 
@@ -98,7 +99,7 @@ impl FromArgMatches for Arguments {
     }
 }
 
-/// What is to be done.
+/// The commands and devices that the command line asks for.
 #[derive(Debug, Default)]
 pub struct Plan {
     /// Commands of QMP, in the order of the words.
@@ -111,7 +112,7 @@ pub struct Plan {
     pub threads: usize,
 }
 
-/// What proves who a party of TLS is.
+/// The proof that a party of TLS shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsKind {
     /// Certificates.
@@ -121,7 +122,7 @@ pub enum TlsKind {
 }
 
 impl Arguments {
-    /// What the words ask for.
+    /// The plan that the words ask for.
     ///
     /// # Errors
     /// What is wrong with one of them, with its option.
@@ -165,7 +166,7 @@ fn monitor(text: &str, devices: &[Chardev]) -> Result<Chardev, String> {
         ));
     }
     take("id");
-    if take("pretty").is_some_and(|pretty| !["off", "false", "no", "n"].contains(&&*pretty)) {
+    if take("pretty").is_some_and(|pretty| switch::parse(&pretty) != Some(false)) {
         return Err("'pretty' is not possible here: answers are lines".into());
     }
     if let Some(name) = arguments.keys().next() {

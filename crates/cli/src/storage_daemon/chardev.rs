@@ -80,11 +80,8 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
 }
 
 fn switch(key: &str, value: &str) -> Result<bool, String> {
-    match value {
-        "on" | "yes" | "true" | "y" => Ok(true),
-        "off" | "no" | "false" | "n" => Ok(false),
-        _ => Err(format!("Parameter '{key}' expects 'on' or 'off'")),
-    }
+    let wrong = || format!("Parameter '{key}' expects 'on' or 'off'");
+    blockhouse_daemon::switch::parse(value).ok_or_else(wrong)
 }
 
 /// Standard input and output as a socket. Tells when all of it is written.

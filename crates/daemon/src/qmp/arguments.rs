@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::errors::QmpError;
+use crate::switch;
 
 /// Arguments, or a part of them that is an object.
 #[derive(Debug)]
@@ -78,7 +79,7 @@ impl Arguments {
         if self.are_words {
             let Some(word) = self.some_text(name)? else { return Ok(otherwise) };
             let path = &self.path;
-            return switch(&word).ok_or_else(|| {
+            return switch::parse(&word).ok_or_else(|| {
                 QmpError::generic(format!("Parameter '{path}{name}' expects 'on' or 'off'"))
             });
         }
@@ -204,7 +205,7 @@ impl Arguments {
 
     /// A value of any type: a word that is a switch is one.
     fn typed(&self, value: Value) -> Value {
-        let switch = value.as_str().filter(|_| self.are_words).and_then(switch);
+        let switch = value.as_str().filter(|_| self.are_words).and_then(switch::parse);
         switch.map_or(value, Value::Bool)
     }
 
@@ -235,15 +236,6 @@ impl Arguments {
             }
             None => Ok(()),
         }
-    }
-}
-
-/// The words of QEMU's command line for a switch.
-fn switch(word: &str) -> Option<bool> {
-    match word {
-        "on" | "yes" | "true" | "y" => Some(true),
-        "off" | "no" | "false" | "n" => Some(false),
-        _ => None,
     }
 }
 

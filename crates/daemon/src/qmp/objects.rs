@@ -3,9 +3,6 @@
 //! Nothing runs because of an object. A throttle group becomes the group of a disk's limits where a node names it, a secret
 //! the file of a key; threads are those of the server, and TLS is set up before anything listens.
 
-use std::fs::File;
-use std::io::Write;
-use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -15,6 +12,7 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::state::Object;
+use crate::key_memory;
 
 /// The kinds of objects that there are.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];
@@ -77,13 +75,8 @@ fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
         }
         (None, Some(data)) => {
             let failed = |error: std::io::Error| QmpError::generic(format!("the key: {error}"));
-            let flags = rustix::fs::MemfdFlags::CLOEXEC;
-            let memory =
-                rustix::fs::memfd_create("key", flags).map_err(|why| failed(why.into()))?;
-            let mut file = File::from(memory);
-            file.write_all(data.as_bytes()).map_err(failed)?;
-            let path = format!("/proc/self/fd/{}", file.as_raw_fd()).into();
-            Ok(Object::Secret { path, _memory: Some(file.into()) })
+            let (path, memory) = key_memory::keep(&data).map_err(failed)?;
+            Ok(Object::Secret { path, _memory: Some(memory) })
         }
         (Some(_), Some(_)) => Err(QmpError::generic("'file' and 'data' are mutually exclusive")),
         (None, None) => Err(QmpError::generic("Either 'file' or 'data' must be provided")),

@@ -12,47 +12,16 @@ use blockhouse_disk::{
 use super::{Running, RunningDisk};
 use crate::claims::Name;
 use crate::events::Event;
+use crate::forks::{ForkChildParams, ForkDiskParams, ForkedDisk};
 use crate::open::image_options;
 use crate::setup::DiskSetup;
-
-/// A disk that is to be forked.
-#[derive(Clone, Debug)]
-pub(crate) struct ForkSetup {
-    /// Its name.
-    pub(crate) disk: String,
-    /// Where it goes on; `None`: beside its image.
-    pub(crate) overlay: Option<PathBuf>,
-    /// What begins over what it was.
-    pub(crate) children: Vec<ChildSetup>,
-}
-
-/// An image that begins over what a disk was.
-#[derive(Clone, Debug)]
-pub(crate) struct ChildSetup {
-    /// Where.
-    pub(crate) path: PathBuf,
-    /// The disk that it becomes; `None`: it stays a file.
-    pub(crate) name: Option<String>,
-}
 
 /// What a fork did.
 pub(crate) struct ForkReport {
     /// For how long changes were held off.
     pub(crate) pause: Duration,
     /// The disks, in their order.
-    pub(crate) disks: Vec<ForkedFiles>,
-}
-
-/// The files of a disk that was forked.
-pub(crate) struct ForkedFiles {
-    /// Its name.
-    pub(crate) disk: String,
-    /// What it was.
-    pub(crate) layer: PathBuf,
-    /// In what it goes on, if in anything else.
-    pub(crate) overlay: Option<PathBuf>,
-    /// What began over the layer.
-    pub(crate) children: Vec<PathBuf>,
+    pub(crate) disks: Vec<ForkedDisk>,
 }
 
 /// A number that a new file may have in its name, at most.
@@ -64,7 +33,7 @@ impl Running {
     /// # Errors
     /// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a file cannot be made. Nothing has
     /// changed then. What a disk was cannot be made durable: then it is forked all the same.
-    pub(crate) async fn fork(&self, setups: Vec<ForkSetup>) -> Result<ForkReport> {
+    pub(crate) async fn fork(&self, setups: Vec<ForkDiskParams>) -> Result<ForkReport> {
         let children = setups.iter().flat_map(|setup| &setup.children);
         let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
         let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
@@ -83,7 +52,7 @@ impl Running {
         let plans = disks.iter().zip(&setups).map(|(disk, setup)| self.plan(disk, setup));
         let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
         let report = self.take_in(&disks, &setups, forked, pause).await;
-        for ForkedFiles { disk, layer, overlay, .. } in &report.1.disks {
+        for ForkedDisk { disk, layer, overlay, .. } in &report.1.disks {
             let Some(overlay) = overlay else { continue };
             let (disk, layer, overlay) =
                 (disk.clone(), layer.display().to_string(), overlay.display().to_string());
@@ -97,7 +66,7 @@ impl Running {
     }
 
     /// How a disk is forked.
-    fn plan<'a>(&self, disk: &'a RunningDisk, setup: &ForkSetup) -> Result<ForkOf<'a>> {
+    fn plan<'a>(&self, disk: &'a RunningDisk, setup: &ForkDiskParams) -> Result<ForkOf<'a>> {
         self.check_free(disk.name())?;
         if disk.setup.snapshot.is_some() {
             bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
@@ -117,7 +86,7 @@ impl Running {
         let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
         let written = DiskSetup { access: Access::ReadWrite, cache, ..disk.setup.clone() };
         let options = image_options(&written, &self.state_use(&written)?)?;
-        let child = |child: &ChildSetup| {
+        let child = |child: &ForkChildParams| {
             let opened = child.name.is_some().then(|| options.clone());
             NewChild { path: child.path.clone(), opened }
         };
@@ -131,7 +100,7 @@ impl Running {
     async fn take_in(
         &self,
         disks: &[Arc<RunningDisk>],
-        setups: &[ForkSetup],
+        setups: &[ForkDiskParams],
         mut forked: Vec<Forked<'_>>,
         pause: Pause,
     ) -> (Result<()>, ForkReport) {
@@ -146,7 +115,7 @@ impl Running {
                     self.take_in_child(disk, path, name, opened);
                 }
             }
-            report.disks.push(ForkedFiles {
+            report.disks.push(ForkedDisk {
                 disk: setup.disk.clone(),
                 layer: forked.layer.clone(),
                 overlay: forked.overlay.clone(),

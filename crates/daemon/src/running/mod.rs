@@ -48,7 +48,7 @@ pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;
 pub(crate) use disks::{ClaimedDisk, Refreshed};
 pub(crate) use export::{ExportAddress, RunningExport};
-pub(crate) use forks::{ChildSetup, ForkReport, ForkSetup, ForkedFiles};
+pub(crate) use forks::ForkReport;
 pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
 pub(crate) use reload::Reloaded;
 pub(crate) use ublk_devices::RunningUblk;

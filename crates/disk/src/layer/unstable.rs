@@ -1,7 +1,7 @@
 //! Images behind this one with writes of this process that no flush has covered: a fork leaves such a layer.
 //!
 //! Guarantee: a flush of an image makes all that was written before to the layers behind it durable, as long as one of them is not
-//! known to be stable, and fails where that fails. Where all are, it costs one relaxed load.
+//! known to be stable, and fails where that fails. Where all are, it costs one atomic load.
 
 use std::sync::atomic::Ordering;
 

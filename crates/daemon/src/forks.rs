@@ -1,0 +1,44 @@
+//! What a fork is to do with each disk, and what it did: as requests and answers have it.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// A disk to be forked.
+#[derive(Clone, Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ForkDiskParams {
+    /// Its name.
+    pub disk: String,
+    /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a name beside its image, and
+    /// none for a read-only disk.
+    pub overlay: Option<PathBuf>,
+    /// Other qcow2 files over what it is at the moment.
+    #[serde(default)]
+    pub children: Vec<ForkChildParams>,
+}
+
+/// A new file over what a disk is at the moment of its fork.
+#[derive(Clone, Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ForkChildParams {
+    /// An absolute path at which nothing is yet.
+    pub path: PathBuf,
+    /// The name of the disk as which this server opens it at once. Left out: it stays a file.
+    pub name: Option<String>,
+}
+
+/// A disk that was forked.
+#[derive(Debug, Serialize, JsonSchema)]
+pub struct ForkedDisk {
+    /// Its name.
+    pub disk: String,
+    /// The image that it was, which nobody may change from now on.
+    pub layer: PathBuf,
+    /// The image in which it goes on. Left out for a read-only disk, which goes on as it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlay: Option<PathBuf>,
+    /// The other images over the layer.
+    pub children: Vec<PathBuf>,
+}

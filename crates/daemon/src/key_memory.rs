@@ -1,0 +1,16 @@
+//! Keys that a command line or a request has: in a file of this process alone, as if the user had named a file.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+/// Keeps a key: the path of its file, which is there as long as the descriptor is open.
+///
+/// # Errors
+/// The host's: no memory, or no descriptor.
+pub fn keep(key: &str) -> io::Result<(PathBuf, OwnedFd)> {
+    let mut file = File::from(rustix::fs::memfd_create("key", rustix::fs::MemfdFlags::CLOEXEC)?);
+    file.write_all(key.as_bytes())?;
+    Ok((format!("/proc/self/fd/{}", file.as_raw_fd()).into(), file.into()))
+}
