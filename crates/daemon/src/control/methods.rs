@@ -337,6 +337,16 @@ pub struct UpgradeParams {
     pub disconnect_tls: bool,
 }
 
+/// An upgrade that succeeded.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct UpgradeReply {
+    /// The id of the process that serves now.
+    pub process: u32,
+    /// For how long nothing was served, in microseconds.
+    pub gap_us: u64,
+}
+
 /// Events that are wanted.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -359,7 +369,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         of::<NoParams, VersionResult>,
     ),
     ("server.reload", "Takes over the configuration of --config.", of::<NoParams, ReloadResult>),
-    ("server.upgrade", "Has another process go on.", of::<UpgradeParams, super::UpgradeReply>),
+    ("server.upgrade", "Has another process go on.", of::<UpgradeParams, UpgradeReply>),
     ("disk.list", "The disks that are open.", of::<NoParams, Vec<DiskInfo>>),
     (
         "disk.open",

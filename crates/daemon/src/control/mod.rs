@@ -1,15 +1,14 @@
 //! The control socket: what a user may ask of a running server.
 //!
-//! A Unix stream socket that its owner alone may connect to. Each line is a message: JSON-RPC 2.0
-//! (docs/control.md; `cargo xtask options` makes its schema), or what the commands
-//! `snapshot --control` and `upgrade --control` have always
-//! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
+//! A Unix stream socket that its owner alone may connect to. Each line is a message of JSON-RPC 2.0
+//! (docs/control.md; `cargo xtask options` makes its schema). A connection's requests are carried out one after the
+//! other, those of several side by side.
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
 //!   of backups; `fork_methods` and `forks`: that of forks
-//! - `snapshots`: what both protocols ask about them
-//! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
+//! - `snapshots`: those of snapshots
+//! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
 mod backup_methods;
@@ -23,7 +22,6 @@ mod forks;
 mod gate;
 mod job_methods;
 mod jobs;
-pub mod legacy;
 mod line_stream;
 mod listed;
 pub mod methods;
@@ -33,14 +31,13 @@ mod rpc;
 mod server;
 mod snapshots;
 
-pub use client::{Connection, RpcError, ask};
+pub use client::{Connection, RpcError};
 pub(crate) use dispatch::call;
 pub(crate) use gate::{Closed, Gate};
 pub(crate) use jobs::listed as listed_jobs;
-pub use legacy::UpgradeReply;
 pub(crate) use line_stream::LineWriter;
 pub use listed::Listed;
-pub use methods::schema;
+pub use methods::{UpgradeReply, schema};
 pub(crate) use rpc::Failure;
 pub use rpc::LACKS_CHANGES;
 pub(crate) use server::{Control, accept_clients};

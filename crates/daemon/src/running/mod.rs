@@ -46,7 +46,7 @@ use crate::vhost_user::registered_memory;
 use backups::Backups;
 pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;
-pub(crate) use disks::{ClaimedDisk, Refreshed};
+pub(crate) use disks::Refreshed;
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use forks::ForkReport;
 pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
