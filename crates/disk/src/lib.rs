@@ -68,10 +68,10 @@ mod tools;
 mod vm_state;
 mod write;
 
-pub use bitmaps::DiskBitmaps;
+pub use bitmaps::{DiskBitmaps, change_bitmaps};
 pub use blockhouse_format::qcow2::{Switch, Version};
 pub use blockhouse_format::{
-    Amendments, Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression,
+    Amendments, Backing, Bitmap, BitmapAction, BitmapChange, BitmapExtent, CacheCounts, CheckReport, Compression,
     DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use dirty_map::DirtyMap;

@@ -17,7 +17,7 @@ use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
 use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
-use super::{backups, bitmaps, forks, jobs};
+use super::{backups, bitmaps, forks, jobs, transactions};
 use crate::control_socket::Answers;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -70,6 +70,7 @@ pub(crate) async fn call(
             result(RefreshResult { size, held })
         }
         "disk.fork" => forks::fork(running, params(given)?).await,
+        "disk.transaction" => transactions::transact(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
             let ExportAddParams { disk, export, read_only } = params(given)?;

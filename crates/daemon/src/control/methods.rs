@@ -11,6 +11,7 @@ use super::backup_methods::{BackupBeginParams, BackupInfo, BackupParams};
 use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
 use super::fork_methods::{ForkParams, ForkResult};
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
+use super::transaction_methods::TransactionParams;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
@@ -386,6 +387,11 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "disk.fork",
         "Has disks go on in overlays over what they are at one moment, and makes other disks over that.",
         of::<ForkParams, ForkResult>,
+    ),
+    (
+        "disk.transaction",
+        "Changes bitmaps of disks at one moment, all or none.",
+        of::<TransactionParams, PauseResult>,
     ),
     ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),

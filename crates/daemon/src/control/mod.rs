@@ -7,7 +7,7 @@
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
-//!   of backups; `fork_methods` and `forks`: that of forks
+//!   of backups; `fork_methods` and `forks`: that of forks; `transaction_methods` and `transactions`: that of transactions
 //! - `snapshots`: what both protocols ask about them
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
@@ -32,6 +32,8 @@ mod pause_log;
 mod rpc;
 mod server;
 mod snapshots;
+mod transaction_methods;
+mod transactions;
 
 pub use client::{Connection, RpcError, ask};
 pub(crate) use dispatch::call;

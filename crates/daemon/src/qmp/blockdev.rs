@@ -29,12 +29,7 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     given.end()?;
     let file = context.state.borrow().files.get(&name).cloned();
     if let Some(user) = file.and_then(|file| file.user) {
-        return Err(QmpError::generic(format!(
-            "Node '{name}' is busy: node is used as 'file' of '{user}'"
-        )));
-    }
-    if context.disk(&name).is_err() {
-        return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
+        return Err(busy(&name, "file", &user));
     }
     let filter = context.state.borrow().filters.get(&name).cloned();
     if let Some(filter) = filter {
@@ -42,13 +37,25 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         filters::delete(context, &name, &filter).await?;
         return Ok(json!({}));
     }
-    if let Some(user) = context.state.borrow().filter_on(&name) {
-        return Err(QmpError::generic(format!(
-            "Node '{name}' is busy: node is used as 'file' of '{user}'"
-        )));
+    let Some((disk, depth)) = context.find_node(&name) else {
+        return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
+    };
+    let nodes = context.state.borrow().nodes_of(&disk);
+    if !nodes[depth].is_owned {
+        return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
     }
-    close(context, &name).await?;
+    if let Some(user) = nodes[..depth].iter().rev().find(|user| user.is_owned) {
+        return Err(busy(&name, "backing", &user.name));
+    }
+    if let Some(user) = context.state.borrow().filter_on(&disk) {
+        return Err(busy(&name, "file", user));
+    }
+    close(context, &disk, depth).await?;
     Ok(json!({}))
+}
+
+fn busy(name: &str, what: &str, user: &str) -> QmpError {
+    QmpError::generic(format!("Node '{name}' is busy: node is used as '{what}' of '{user}'"))
 }
 
 /// Refuses to remove a filter with exports: they are those of its disk.

@@ -12,8 +12,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, query, schema, snapshots,
-    transaction,
+    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, overlays, query, schema,
+    snapshots, transaction,
 };
 use crate::control_socket::Answers;
 
@@ -79,6 +79,8 @@ const COMMANDS: &[Command] = &[
     command!("nbd-server-add", ["export.add"], exports::add_to_server),
     command!("nbd-server-remove", ["export.list", "export.remove"], exports::remove_from_server),
     command!("nbd-server-stop", ["export.list", "export.remove"], exports::stop_server),
+    command!("blockdev-snapshot", ["disk.fork", "disk.open", "disk.close"], overlays::use_node),
+    command!("blockdev-snapshot-sync", ["disk.fork", "disk.open"], overlays::create),
     command!("blockdev-snapshot-internal-sync", ["snapshot.list", "snapshot.create"], snapshots::create),
     command!("blockdev-snapshot-delete-internal-sync", ["snapshot.list", "snapshot.delete"], snapshots::delete),
     command!("block-dirty-bitmap-add", ["bitmap.list", "bitmap.add"], bitmaps::add),
@@ -86,7 +88,7 @@ const COMMANDS: &[Command] = &[
     command!("block-dirty-bitmap-clear", ["bitmap.list", "bitmap.clear"], bitmaps::clear),
     command!("block-dirty-bitmap-enable", ["bitmap.list", "bitmap.enable"], bitmaps::enable),
     command!("block-dirty-bitmap-disable", ["bitmap.list", "bitmap.disable"], bitmaps::disable),
-    command!("block-dirty-bitmap-merge", ["bitmap.list", "bitmap.merge"], bitmaps::merge),
+    command!("block-dirty-bitmap-merge", ["bitmap.list", "bitmap.merge", "disk.transaction"], bitmaps::merge),
     command!("query-jobs", ["job.list"], jobs::query),
     command!("query-block-jobs", ["job.list"], jobs::query_block_jobs),
     command!("block-stream", ["job.list", "job.start"], jobs::stream),
@@ -104,7 +106,7 @@ const COMMANDS: &[Command] = &[
     command!("block-job-pause", ["job.list", "job.pause"], jobs::pause_block_job),
     command!("block-job-resume", ["job.list", "job.resume"], jobs::resume_block_job),
     command!("block-job-set-speed", ["job.list", "job.set-speed"], jobs::set_speed),
-    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "snapshot.list", "snapshot.create"], transaction::run),
+    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "disk.transaction", "disk.fork", "disk.open", "disk.close", "snapshot.list", "snapshot.create"], transaction::run),
 ];
 
 async fn query_version(_: &Rc<Context>, arguments: Arguments) -> Returned {

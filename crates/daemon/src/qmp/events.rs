@@ -34,8 +34,11 @@ fn take(context: &Context, event: Event) {
             events.tell("BLOCK_JOB_READY", block_job(context, &job));
         }
         Event::JobPostponed { job, .. } => events.tell_status(&job, "ready"),
-        Event::JobEnded { job, outcome, .. } => {
+        Event::JobEnded { job, disk, outcome } => {
             let is_completed = outcome == "completed";
+            if is_completed {
+                follow_disk(context, &job, &disk);
+            }
             let name = if is_completed { "BLOCK_JOB_COMPLETED" } else { "BLOCK_JOB_CANCELLED" };
             let before: &[_] = if is_completed { &["waiting", "pending"] } else { &["aborting"] };
             end(context, &job, before, (name, block_job(context, &job)));
@@ -58,6 +61,17 @@ fn take(context: &Context, event: Event) {
                 |address: &str| there.iter().any(|export| export.address.to_string() == address);
             context.state.borrow_mut().exports.retain(|export| is_there(&export.address));
         }
+        _ => {}
+    }
+}
+
+/// Names the nodes that a disk has after a job.
+fn follow_disk(context: &Context, job: &str, disk: &str) {
+    let kind = context.running.jobs().find(job).map(|job| job.kind);
+    let mut state = context.state.borrow_mut();
+    match kind.unwrap_or_default() {
+        "commit" => state.pop_top(disk),
+        "stream" => state.detach(disk),
         _ => {}
     }
 }

@@ -145,22 +145,28 @@ pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Retur
 /// `block-commit`: of the image of the disk into its backing file.
 pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let (base, top) = (given.some_text("base")?, given.some_text("top")?);
-    let top_node = given.some_text("top-node")?;
-    given.only("base-node", &[], "nodes of backing files have no names: use 'base'")?;
+    let (base_node, top_node) = (given.some_text("base-node")?, given.some_text("top-node")?);
     given.only("backing-file", &[], "no other image gets a backing file by a commit")?;
     let device = given.text("device")?;
-    let disk = context.running.find(&context.disk(&device)?);
+    let name = context.disk(&device)?;
+    let disk = context.running.find(&name);
     let disk = disk.ok_or_else(|| QmpError::no_node(&device, &device))?;
-    let is_top = top_node.is_none_or(|node| node == device)
+    let nodes = context.state.borrow().nodes_of(&name);
+    let is_node = |depth: usize, node: &str| nodes.get(depth).is_some_and(|own| own.name == node);
+    let is_top = top_node.is_none_or(|node| node == device || is_node(0, &node))
         && top.is_none_or(|top| disk.path().as_os_str() == top.as_str());
     let behind = disk.disk.layer_at(1);
-    let is_base = match &base {
-        Some(base) => behind.as_ref().is_none_or(|behind| behind.name == base),
+    let is_base = match (&base, &base_node) {
+        (Some(_), Some(_)) => {
+            return Err(QmpError::generic("'base' and 'base-node' are mutually exclusive"));
+        }
+        (Some(base), None) => behind.as_ref().is_none_or(|behind| behind.name == base),
+        (None, Some(node)) => is_node(1, node),
         // QEMU commits to the end of the chain.
-        None => disk.disk.layer_at(2).is_none(),
+        (None, None) => disk.disk.layer_at(2).is_none(),
     };
     if !(is_top && is_base) {
-        let why = "a commit goes from the image of the disk into its backing file here: 'base' names that file";
+        let why = "a commit goes from the image of the disk into its backing file here: 'base' or 'base-node' names that";
         return Err(QmpError::generic(why));
     }
     given.put_back("device", &device);

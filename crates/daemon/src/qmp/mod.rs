@@ -7,7 +7,7 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
@@ -25,6 +25,7 @@ mod node_list;
 mod nodes;
 mod objects;
 mod opening;
+mod overlays;
 mod query;
 mod reader;
 mod schema;

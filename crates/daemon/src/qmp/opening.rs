@@ -12,7 +12,7 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::QmpError;
 use super::objects::key_file;
-use super::state::FileNode;
+use super::state::{FileNode, FormatNode};
 
 /// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
 const FILES: [&str; 3] = ["file", "host_device", NBD];
@@ -160,13 +160,27 @@ pub(super) async fn open_node(
         driver if FILES.contains(&driver) => {
             let path = asked.end_file(given)?;
             let params = open_params(context, asked.params(name, &path, None));
-            context.call("disk.open", params.clone()).await?;
+            open_disk(context, name, params.clone()).await?;
             let node = FileNode { path, params, user: None, is_implicit: false };
             context.state.borrow_mut().files.insert(name.to_owned(), node);
             Ok(())
         }
         _ => add_format(context, given, asked, name).await,
     }
+}
+
+/// Opens the disk of a node of its name.
+async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(), QmpError> {
+    let disk = context.disk_name(node);
+    params["name"] = disk.as_str().into();
+    context.call("disk.open", params.clone()).await?;
+    let mut state = context.state.borrow_mut();
+    if disk != node {
+        let own = FormatNode { name: node.to_owned(), is_owned: true };
+        state.chains.insert(disk.clone(), vec![own]);
+    }
+    state.opened.insert(disk, params);
+    Ok(())
 }
 
 /// With what the image may name: as QEMU, a storage daemon opens whatever that is.
@@ -216,7 +230,7 @@ async fn add_format(
         let path = below.end_file(file)?;
         let mut params = open_params(context, asked.params(name, &path, Some(&below)));
         params["key-files"] = keys;
-        context.call("disk.open", params).await?;
+        open_disk(context, name, params).await?;
         if let Some(below_name) = below.name.clone() {
             let params = open_params(context, below.params(&below_name, &path, None));
             let user = Some(name.to_owned());
@@ -245,14 +259,14 @@ async fn put_on(
     below: &str,
     node: FileNode,
 ) -> Result<(), QmpError> {
-    context.call("disk.close", json!({ "disk": below })).await?;
+    close_disk(context, &context.disk(below)?).await?;
     let mut params = open_params(context, asked.params(name, &node.path, Some(&asked)));
     params["key-files"] = keys;
     if asked.cache.is_none() {
         params["cache"] = node.params["cache"].clone();
     }
-    if let Err(error) = context.call("disk.open", params).await {
-        reopen(context, below, &node).await;
+    if let Err(error) = open_disk(context, name, params).await {
+        reopen_file(context, below, &node).await;
         return Err(error);
     }
     let mut state = context.state.borrow_mut();
@@ -260,12 +274,28 @@ async fn put_on(
     Ok(())
 }
 
+/// Closes a disk: what it was, as `disk.open` has it, if a client has added it.
+pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<Value>, QmpError> {
+    context.call("disk.close", json!({ "disk": disk })).await?;
+    let mut state = context.state.borrow_mut();
+    state.chains.remove(disk);
+    Ok(state.opened.remove(disk))
+}
+
 /// A file's node is a disk again.
-async fn reopen(context: &Context, name: &str, node: &FileNode) {
-    if let Err(error) = context.call("disk.open", node.params.clone()).await {
-        tracing::warn!("{}: cannot be opened again: {error:?}", node.path);
+async fn reopen_file(context: &Context, name: &str, node: &FileNode) {
+    if !reopen(context, name, node.params.clone()).await {
         context.state.borrow_mut().files.remove(name);
     }
+}
+
+/// Opens the disk of a node again. Whether that could be done.
+pub(super) async fn reopen(context: &Context, node: &str, params: Value) -> bool {
+    let opened = open_disk(context, node, params).await;
+    if let Err(error) = &opened {
+        tracing::warn!("the node {node} cannot be opened again: {error:?}");
+    }
+    opened.is_ok()
 }
 
 pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
@@ -275,10 +305,7 @@ pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> 
     if name.len() > MAX_NAME {
         return Err(QmpError::generic("Node name too long"));
     }
-    let state = context.state.borrow();
-    let is_file = state.files.contains_key(name) || state.filters.contains_key(name);
-    drop(state);
-    match is_file || context.disk(name).is_ok() {
+    match context.has_node(name) {
         true => Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'"))),
         false => Ok(()),
     }
@@ -297,16 +324,36 @@ fn check_file(path: &str) -> Result<(), QmpError> {
     Err(QmpError::generic(format!("Could not open '{path}': {why}")))
 }
 
-/// Closes a disk. A node of its file that has a name stays.
-pub(super) async fn close(context: &Context, name: &str) -> Result<(), QmpError> {
-    context.call("disk.close", json!({ "disk": name })).await?;
-    let below = {
-        let mut state = context.state.borrow_mut();
-        state.files.remove(name);
-        state.take_back_file(name)
+/// Closes a disk, with its nodes down to the one at this depth. That of a file that has a name stays, and images behind are disks
+/// of their own again, for reading.
+pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
+    let nodes = context.state.borrow().nodes_of(disk);
+    let path_of = |depth: usize| {
+        let disk = &context.running.find(disk)?.disk;
+        disk.layer_at(depth).map(|layer| (layer.name.to_owned(), layer.format_name))
     };
-    if let Some((below, node)) = below {
-        reopen(context, &below, &node).await;
+    let behind = (depth + 1..nodes.len()).find(|&depth| nodes[depth].is_owned);
+    let behind = behind.and_then(|depth| Some((depth, path_of(depth)?)));
+    let params = close_disk(context, disk).await?;
+    for node in &nodes[..=depth] {
+        let below = {
+            let mut state = context.state.borrow_mut();
+            state.files.remove(&node.name);
+            state.take_back_file(&node.name)
+        };
+        if let Some((below, file)) = below {
+            reopen_file(context, &below, &file).await;
+        }
+    }
+    if let (Some((depth, (path, format))), Some(mut params)) = (behind, params) {
+        params["path"] = path.into();
+        params["format"] = format.into();
+        params["read-only"] = true.into();
+        let node = &nodes[depth].name;
+        if reopen(context, node, params).await {
+            let disk = context.disk(node)?;
+            context.state.borrow_mut().chains.insert(disk, nodes[depth..].to_vec());
+        }
     }
     Ok(())
 }

@@ -108,6 +108,11 @@ object UnixWrapper data:UnixAddress
 command nbd-server-add name?:str device:str writable?:bool bitmap?:str
 command nbd-server-remove name:str mode?:RemoveMode
 command nbd-server-stop
+command blockdev-snapshot *Snapshot
+object Snapshot node:str overlay:str
+command blockdev-snapshot-sync *SnapshotSync
+object SnapshotSync device?:str node-name?:str snapshot-file:str snapshot-node-name?:str format?:str mode?:NewImageMode
+enum NewImageMode existing absolute-paths
 command blockdev-snapshot-internal-sync *InternalSnapshot
 object InternalSnapshot device:str name:str
 command blockdev-snapshot-delete-internal-sync device:str id?:str name?:str -> SnapshotInfo
@@ -130,7 +135,7 @@ object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:
 enum IoStatus ok
 command block-stream job-id?:str device:str speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool backing-mask-protocol?:bool
 enum OnError report
-command block-commit job-id?:str device:str base?:str top-node?:str top?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
+command block-commit job-id?:str device:str base-node?:str base?:str top-node?:str top?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
 command job-cancel id:str
 command job-complete id:str
 command job-dismiss id:str
@@ -145,12 +150,14 @@ command block-job-pause device:str
 command block-job-resume device:str
 command block-job-set-speed device:str speed:int
 command transaction actions:[TransactionAction] properties?:TransactionProperties
-object TransactionAction type:ActionKind | type abort=AbortWrapper block-dirty-bitmap-add=BitmapAddWrapper block-dirty-bitmap-remove=BitmapWrapper block-dirty-bitmap-clear=BitmapWrapper block-dirty-bitmap-enable=BitmapWrapper block-dirty-bitmap-disable=BitmapWrapper block-dirty-bitmap-merge=BitmapMergeWrapper blockdev-snapshot-internal-sync=InternalSnapshotWrapper
-enum ActionKind abort block-dirty-bitmap-add block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable block-dirty-bitmap-merge blockdev-snapshot-internal-sync
+object TransactionAction type:ActionKind | type abort=AbortWrapper block-dirty-bitmap-add=BitmapAddWrapper block-dirty-bitmap-remove=BitmapWrapper block-dirty-bitmap-clear=BitmapWrapper block-dirty-bitmap-enable=BitmapWrapper block-dirty-bitmap-disable=BitmapWrapper block-dirty-bitmap-merge=BitmapMergeWrapper blockdev-snapshot=SnapshotWrapper blockdev-snapshot-sync=SnapshotSyncWrapper blockdev-snapshot-internal-sync=InternalSnapshotWrapper
+enum ActionKind abort block-dirty-bitmap-add block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable block-dirty-bitmap-merge blockdev-snapshot blockdev-snapshot-sync blockdev-snapshot-internal-sync
 object AbortWrapper data:Nothing
 object BitmapAddWrapper data:BitmapAdd
 object BitmapWrapper data:Bitmap
 object BitmapMergeWrapper data:BitmapMerge
+object SnapshotWrapper data:Snapshot
+object SnapshotSyncWrapper data:SnapshotSync
 object InternalSnapshotWrapper data:InternalSnapshot
 object TransactionProperties completion-mode?:CompletionMode
 enum CompletionMode individual

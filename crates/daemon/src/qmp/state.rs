@@ -32,10 +32,19 @@ pub(super) struct FileNode {
     pub(super) path: String,
     /// How it is opened where it is a disk by itself.
     pub(super) params: Value,
-    /// The disk whose format is on it.
+    /// The node of the format that is on it.
     pub(super) user: Option<String>,
     /// Whether it goes with that disk.
     pub(super) is_implicit: bool,
+}
+
+/// A node of a format: of the image of a disk, or of one behind it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FormatNode {
+    /// Its name.
+    pub(super) name: String,
+    /// Whether a client has added it, and may remove it.
+    pub(super) is_owned: bool,
 }
 
 /// A filter on a disk.
@@ -92,6 +101,10 @@ pub(super) struct State {
     pub(super) nbd_server: Option<NbdServer>,
     /// In the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
+    /// The nodes of disks, by the disk: that of its image, then those behind it. A disk that is not here has one node of its name.
+    pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
+    /// How disks were opened that clients have added: the parameters of `disk.open`.
+    pub(super) opened: BTreeMap<String, Value>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
     /// Filters, by name.
@@ -109,10 +122,51 @@ impl State {
         named.map_or_else(|| address.to_owned(), |export| export.id.clone())
     }
 
-    /// The node of an export: the one that it was asked for, or that of its disk.
+    /// The node of an export: the filter that it was asked for, or that of its disk's image.
     pub(super) fn node_of<'a>(&'a self, address: &str, disk: &'a str) -> &'a str {
         let named = self.exports.iter().find(|export| export.address == address);
-        named.map_or(disk, |export| &export.node)
+        let filter = named.filter(|export| self.filters.contains_key(&export.node));
+        filter.map_or_else(|| self.top_of(disk), |export| &export.node)
+    }
+
+    /// The nodes of a disk: that of its image, then those behind it that have names.
+    pub(super) fn nodes_of(&self, disk: &str) -> Vec<FormatNode> {
+        let own = || vec![FormatNode { name: disk.to_owned(), is_owned: true }];
+        self.chains.get(disk).cloned().unwrap_or_else(own)
+    }
+
+    /// The node of a disk's image.
+    pub(super) fn top_of<'a>(&'a self, disk: &'a str) -> &'a str {
+        self.chains.get(disk).and_then(|nodes| nodes.first()).map_or(disk, |node| &node.name)
+    }
+
+    /// The disk that has a node of this name if it is open, and how many images are before the node's.
+    pub(super) fn place_of<'a>(&'a self, node: &'a str) -> Option<(&'a str, usize)> {
+        let of = |nodes: &[FormatNode]| nodes.iter().position(|one| one.name == node);
+        let mut chains = self.chains.iter();
+        let named = chains.find_map(|(disk, nodes)| Some((disk.as_str(), of(nodes)?)));
+        named.or_else(|| (!self.chains.contains_key(node)).then_some((node, 0)))
+    }
+
+    /// A disk goes on in an image of this node, over the one that it had.
+    pub(super) fn push_top(&mut self, disk: &str, node: FormatNode) {
+        let mut nodes = self.nodes_of(disk);
+        nodes.insert(0, node);
+        self.chains.insert(disk.to_owned(), nodes);
+    }
+
+    /// A disk goes on in the image behind its own, if that has a node.
+    pub(super) fn pop_top(&mut self, disk: &str) {
+        if let Some(nodes) = self.chains.get_mut(disk).filter(|nodes| nodes.len() > 1) {
+            nodes.remove(0);
+        }
+    }
+
+    /// A disk has no image behind its own any more.
+    pub(super) fn detach(&mut self, disk: &str) {
+        if let Some(nodes) = self.chains.get_mut(disk) {
+            nodes.truncate(1);
+        }
     }
 
     /// The filter on a disk.
@@ -134,14 +188,14 @@ impl State {
         id
     }
 
-    /// The name of the node below a disk.
-    pub(super) fn file_of(&self, disk: &str) -> String {
+    /// The name of the node below one of a format.
+    pub(super) fn file_of(&self, node: &str) -> String {
         let mut files = self.files.iter();
-        let named = files.find(|(_, file)| file.user.as_deref() == Some(disk));
-        named.map_or_else(|| format!("{disk}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
+        let named = files.find(|(_, file)| file.user.as_deref() == Some(node));
+        named.map_or_else(|| format!("{node}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
     }
 
-    /// The disk that a node is below of.
+    /// The node that another one is below of.
     pub(super) fn user_of<'a>(&'a self, node: &'a str) -> Option<&'a str> {
         match self.files.get(node) {
             Some(file) => file.user.as_deref(),
@@ -149,9 +203,9 @@ impl State {
         }
     }
 
-    /// A disk is gone. The node of its file, if that stays.
-    pub(super) fn take_back_file(&mut self, disk: &str) -> Option<(String, FileNode)> {
-        let name = self.file_of(disk);
+    /// A format's node is gone. The node of its file, if that stays.
+    pub(super) fn take_back_file(&mut self, node: &str) -> Option<(String, FileNode)> {
+        let name = self.file_of(node);
         let file = self.files.get_mut(&name)?;
         file.user = None;
         let file = file.clone();

@@ -29,7 +29,7 @@ use crate::scratch::open_scratch;
 use crate::setup::DiskSetup;
 
 /// How long changes may be held off until all disks are frozen.
-const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
+pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
 /// How long a guest's change waits while nothing of what it overwrites is copied, before the backup fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory of each disk for what its scratch file has not got yet.

@@ -14,6 +14,7 @@ mod nbd_sockets;
 mod recording;
 mod reload;
 mod room;
+mod transactions;
 mod ublk_devices;
 
 use std::path::{Path, PathBuf};
@@ -127,6 +128,22 @@ impl RunningDisk {
     /// How it would be opened to be as it is now, but for its limits.
     pub(crate) fn setup_now(&self) -> DiskSetup {
         DiskSetup { threshold: self.threshold(), ..self.setup.clone() }
+    }
+
+    /// Whether NBD clients may ask for the bitmap of this name.
+    pub(crate) fn offers_bitmap(&self, name: &str) -> bool {
+        self.setup.bitmaps.iter().any(|offered| offered == name)
+    }
+
+    /// Refuses to remove a bitmap that NBD clients may ask for.
+    pub(crate) fn check_bitmap_unused(&self, name: &str) -> Result<()> {
+        if self.offers_bitmap(name) {
+            bail!(
+                "the disk {:?} offers the bitmap {name:?} to NBD clients; open the disk without it first",
+                self.name()
+            );
+        }
+        Ok(())
     }
 
     /// How little room may be left before that is told.
