@@ -390,7 +390,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     ),
     (
         "disk.transaction",
-        "Changes bitmaps of disks at one moment, all or none.",
+        "Changes bitmaps of disks, and begins backups of them, at one moment, all or none.",
         of::<TransactionParams, PauseResult>,
     ),
     ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),

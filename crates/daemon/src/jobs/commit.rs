@@ -48,7 +48,7 @@ impl Running {
         let base = self.base_of(&source).await?;
         let name = base.name().to_owned();
         let (job, handle) =
-            self.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), name)?;
+            self.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), (name, None))?;
         job.control.set_speed(setup.speed);
         let mode = setup.mode;
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {

@@ -251,6 +251,7 @@ impl Running {
         if let Some(socket) = address.unix_socket() {
             self.sandbox().check(socket)?;
         }
+        self.jobs.check_not_written(disk.name())?;
         let served = Arc::clone(disk);
         let address = match address {
             ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, access).await?),

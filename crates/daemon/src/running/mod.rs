@@ -52,6 +52,7 @@ pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use forks::ForkReport;
 pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
 pub(crate) use reload::Reloaded;
+pub(crate) use transactions::{BackupKind, BackupPart};
 pub(crate) use ublk_devices::RunningUblk;
 
 /// The parts that run.
@@ -61,7 +62,7 @@ pub(crate) struct Running {
     options: Options,
     tls: Option<Tls>,
     sandbox: SandboxReport,
-    list: Mutex<List>,
+    list: Arc<Mutex<List>>,
     claims: Claims,
     events: Events,
     jobs: Jobs,
@@ -99,6 +100,16 @@ struct List {
     ublk: Vec<Arc<RunningUblk>>,
     /// What the command line or the configuration asks for.
     configured: Vec<ConfiguredDisk>,
+}
+
+/// The list, from which disks go that have become the images of others.
+pub(crate) struct TakenDisks(Arc<Mutex<List>>);
+
+impl TakenDisks {
+    /// Lists this disk no longer. It stays open.
+    pub(crate) fn forget(&self, disk: &str) {
+        self.0.lock().disks.retain(|other| other.name() != disk);
+    }
 }
 
 /// A disk that is open.
@@ -237,7 +248,7 @@ impl Running {
             },
             tls,
             sandbox,
-            list: Mutex::default(),
+            list: Arc::default(),
             claims: Claims::default(),
             jobs: Jobs::default(),
             backups: Backups::default(),
@@ -264,6 +275,16 @@ impl Running {
     /// What happens.
     pub(crate) fn events(&self) -> &Events {
         &self.events
+    }
+
+    /// Who changes what.
+    pub(crate) fn claims(&self) -> &Claims {
+        &self.claims
+    }
+
+    /// The list, for a job by which a disk becomes the image of another one.
+    pub(crate) fn taken(&self) -> TakenDisks {
+        TakenDisks(Arc::clone(&self.list))
     }
 
     /// What works on disks while they are served.
