@@ -73,9 +73,10 @@ pub(crate) async fn call(
         "disk.transaction" => transactions::transact(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export, read_only } = params(given)?;
+            let ExportAddParams { disk, export, read_only, bitmaps } = params(given)?;
             let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-            let export = running.add_export(&disk, address(&export)?, access).await?.to_string();
+            let address = address(&export)?;
+            let export = running.add_export(&disk, address, access, &bitmaps).await?.to_string();
             result(ExportParams { export })
         }
         "export.remove" => {

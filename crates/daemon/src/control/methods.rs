@@ -180,6 +180,10 @@ pub struct ExportAddParams {
     /// Whether its clients may not change the disk, whoever else may.
     #[serde(default)]
     pub read_only: bool,
+    /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may ask what has changed. They may say
+    /// that more has.
+    #[serde(default)]
+    pub bitmaps: Vec<String>,
 }
 
 /// An export.

@@ -122,7 +122,13 @@ impl Changes {
         Ok(())
     }
 
-    async fn exists(&self, context: &Context, disk: &str, name: &str) -> Result<bool, QmpError> {
+    /// Whether there is a bitmap after the changes.
+    pub(super) async fn exists(
+        &self,
+        context: &Context,
+        disk: &str,
+        name: &str,
+    ) -> Result<bool, QmpError> {
         if let Some(exists) = self.known.get(&(disk.to_owned(), name.to_owned())) {
             return Ok(*exists);
         }
@@ -148,19 +154,23 @@ impl Changes {
     }
 
     /// Makes the changes, at one moment.
-    pub(super) async fn run(mut self, context: &Context) -> Returned {
-        match (self.calls.pop(), self.calls.is_empty()) {
-            (None, _) => {}
-            (Some((action, params)), true) => {
-                context.call(&format!("bitmap.{action}"), params).await?;
+    pub(super) async fn run(self, context: &Context) -> Returned {
+        match &self.calls[..] {
+            [] => {}
+            [(action, params)] => {
+                context.call(&format!("bitmap.{action}"), params.clone()).await?;
             }
-            (Some(last), false) => {
-                let all = self.calls.into_iter().chain([last]);
-                let all: Vec<_> = all.map(|(action, params)| json!({ action: params })).collect();
-                context.call("disk.transaction", json!({ "bitmaps": all })).await?;
+            _ => {
+                let params = json!({ "bitmaps": self.into_params() });
+                context.call("disk.transaction", params).await?;
             }
         }
         Ok(json!({}))
+    }
+
+    /// The changes as `disk.transaction` has them.
+    pub(super) fn into_params(self) -> Vec<Value> {
+        self.calls.into_iter().map(|(action, params)| json!({ action: params })).collect()
     }
 }
 

@@ -12,7 +12,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, overlays, query, schema,
+    backups, bitmaps, blockdev, exports, jobs, node_list, nodes, objects, overlays, query, schema,
     snapshots, transaction,
 };
 use crate::control_socket::Answers;
@@ -93,6 +93,8 @@ const COMMANDS: &[Command] = &[
     command!("query-block-jobs", ["job.list"], jobs::query_block_jobs),
     command!("block-stream", ["job.list", "job.start"], jobs::stream),
     command!("block-commit", ["job.list", "job.start"], jobs::commit),
+    command!("blockdev-mirror", ["job.list", "job.start"], jobs::mirror),
+    command!("blockdev-backup", ["job.list", "bitmap.list", "disk.transaction", "backup.end"], backups::start),
     command!("job-cancel", ["job.list", "job.cancel"], jobs::cancel),
     command!("job-complete", ["job.list", "job.complete"], jobs::complete),
     command!("job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss),
@@ -106,7 +108,7 @@ const COMMANDS: &[Command] = &[
     command!("block-job-pause", ["job.list", "job.pause"], jobs::pause_block_job),
     command!("block-job-resume", ["job.list", "job.resume"], jobs::resume_block_job),
     command!("block-job-set-speed", ["job.list", "job.set-speed"], jobs::set_speed),
-    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "disk.transaction", "disk.fork", "disk.open", "disk.close", "snapshot.list", "snapshot.create"], transaction::run),
+    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "disk.transaction", "job.list", "backup.end", "disk.fork", "disk.open", "disk.close", "snapshot.list", "snapshot.create"], transaction::run),
 ];
 
 async fn query_version(_: &Rc<Context>, arguments: Arguments) -> Returned {
@@ -164,7 +166,7 @@ mod tests {
         );
         assert!(
             find(&Answers::All, "quit").is_some()
-                && find(&Answers::All, "blockdev-mirror").is_none()
+                && find(&Answers::All, "drive-mirror").is_none()
         );
     }
 

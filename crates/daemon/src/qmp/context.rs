@@ -82,10 +82,27 @@ impl Context {
         self.disk_of(name, name)
     }
 
+    /// The disk that clients of a node are served. `device` is for the words of an error.
+    pub(super) fn served_disk(&self, device: &str, node: &str) -> Result<String, QmpError> {
+        let disk = self.disk_of(device, node)?;
+        let state = self.state.borrow();
+        if let Some(pull) = state.pull_to(&disk) {
+            return Ok(pull.frozen.clone());
+        }
+        match state.over.get(&disk) {
+            Some(lower) => Err(QmpError::generic(format!(
+                "Node '{node}' stands on '{lower}', which changes: it is served when a backup is made to it (blockdev-backup with sync 'none')"
+            ))),
+            None => Ok(disk),
+        }
+    }
+
     /// Whether there is a node of this name.
     pub(super) fn has_node(&self, name: &str) -> bool {
         let state = self.state.borrow();
-        let is_known = state.files.contains_key(name) || state.filters.contains_key(name);
+        let is_known = state.files.contains_key(name)
+            || state.filters.contains_key(name)
+            || state.left.contains(name);
         drop(state);
         is_known || self.find_node(name).is_some()
     }

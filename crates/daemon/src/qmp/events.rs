@@ -2,7 +2,7 @@
 //!
 //! Guarantees: what a command has caused is told before its answer.
 
-use blockhouse_jobs::JobProgress;
+use blockhouse_jobs::{Completion, JobEnd, JobProgress, JobStage};
 use futures_util::FutureExt;
 use serde_json::{Value, json};
 
@@ -67,11 +67,17 @@ fn take(context: &Context, event: Event) {
 
 /// Names the nodes that a disk has after a job.
 fn follow_disk(context: &Context, job: &str, disk: &str) {
-    let kind = context.running.jobs().find(job).map(|job| job.kind);
+    let Ok(job) = context.running.jobs().find(job) else { return };
+    let end = job.control.stage();
+    let is_switched = matches!(
+        end,
+        JobStage::Ended(JobEnd::Completed { completion: Completion::Switch, .. })
+    );
     let mut state = context.state.borrow_mut();
-    match kind.unwrap_or_default() {
-        "commit" => state.pop_top(disk),
-        "stream" => state.detach(disk),
+    match (job.kind, &job.target_disk) {
+        ("mirror", Some(target)) if is_switched => state.move_to(disk, target),
+        ("commit", _) => state.pop_top(disk),
+        ("stream", _) => state.detach(disk),
         _ => {}
     }
 }

@@ -66,11 +66,11 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             let block = given.some_unsigned("logical-block-size")?;
             given.end()?;
             check_id(context, &id)?;
-            let disk = context.disk_of("", &node)?;
+            let disk = context.served_disk("", &node)?;
             check_access(context, &disk, is_writable)?;
             check_block_size(context, &disk, block)?;
             let named = NamedExport { id, address: path, node };
-            serve(context, named, &disk, is_writable).await
+            serve(context, named, &disk, (is_writable, Vec::new())).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
     }
@@ -103,9 +103,9 @@ impl NbdExport {
         let Self { id, node: (device, node), name, is_writable } = self;
         let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
-        let disk = context.disk_of(&device, &node)?;
+        let disk = context.served_disk(&device, &node)?;
         check_access(context, &disk, is_writable)?;
-        bitmaps.iter().try_for_each(|bitmap| check_bitmap(context, &disk, bitmap))?;
+        let bitmaps = taken_bitmaps(context, &disk, bitmaps)?;
         let security = if tls.is_some() { Security::Tls } else { Security::Plain };
         let uri = NbdUri { security, address, export: name };
         let taken = context.running.exports().into_iter();
@@ -115,7 +115,7 @@ impl NbdExport {
             return Err(QmpError::generic(why));
         }
         let named = NamedExport { id, address: text, node };
-        serve(context, named, &disk, is_writable).await
+        serve(context, named, &disk, (is_writable, bitmaps)).await
     }
 }
 
@@ -155,22 +155,39 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     }
 }
 
-/// Clients may ask for the bitmaps with which a disk was opened.
-fn check_bitmap(context: &Context, disk: &str, bitmap: &Value) -> Result<(), QmpError> {
+/// The bitmaps of which an export of a backup gets copies. Other disks offer those that they were opened with.
+fn taken_bitmaps(
+    context: &Context,
+    disk: &str,
+    bitmaps: Vec<Value>,
+) -> Result<Vec<String>, QmpError> {
+    let name_of = |bitmap: &Value| bitmap.as_str().or(bitmap["name"].as_str()).map(str::to_owned);
+    let names: Vec<_> = bitmaps.iter().filter_map(name_of).collect();
+    if context.state.borrow().pulls.values().any(|pull| pull.frozen == disk) {
+        return Ok(names);
+    }
     let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
-    let name = bitmap.as_str().or(bitmap["name"].as_str()).unwrap_or_default();
-    match disk.setup.bitmaps.iter().any(|offered| offered == name) {
-        true => Ok(()),
-        false => Err(QmpError::generic(format!(
-            "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with",
+    match names.iter().find(|name| !disk.offers_bitmap(name)) {
+        None => Ok(Vec::new()),
+        Some(name) => Err(QmpError::generic(format!(
+            "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with, and a backup all of its disk",
             disk.name()
         ))),
     }
 }
 
-async fn serve(context: &Context, named: NamedExport, disk: &str, is_writable: bool) -> Returned {
+/// With whether clients may write, and bitmaps that they may ask for.
+async fn serve(
+    context: &Context,
+    named: NamedExport,
+    disk: &str,
+    (is_writable, bitmaps): (bool, Vec<String>),
+) -> Returned {
     let id = named.id.clone();
-    let params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
+    let mut params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
+    if !bitmaps.is_empty() {
+        params["bitmaps"] = bitmaps.into();
+    }
     // Before another client can take the id.
     context.state.borrow_mut().exports.push(named);
     let added = context.call("export.add", params).await;

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
+use super::backups;
 use super::events::forget;
 use super::state::JobTraits;
 
@@ -62,10 +63,12 @@ impl Job {
 }
 
 async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
-    match context.call("job.list", json!({})).await? {
-        Value::Array(jobs) => Ok(jobs.into_iter().map(Job).collect()),
-        _ => Ok(Vec::new()),
-    }
+    let mut jobs: Vec<_> = match context.call("job.list", json!({})).await? {
+        Value::Array(jobs) => jobs.into_iter().map(Job).collect(),
+        _ => Vec::new(),
+    };
+    jobs.extend(backups::pulls(context).into_iter().map(Job));
+    Ok(jobs)
 }
 
 async fn find(context: &Context, name: &str) -> Result<Option<Job>, QmpError> {
@@ -128,6 +131,10 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
         if let Some(error) = job.error() {
             told["error"] = error.into();
         }
+        if job.0["kind"] == "mirror" {
+            let is_blocking = state.jobs.get(job.name()).is_some_and(|job| job.is_blocking);
+            told["actively-synced"] = (is_blocking && job.is("ready")).into();
+        }
         told
     });
     Ok(told.collect())
@@ -173,42 +180,126 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
     start(context, given, "commit").await
 }
 
-/// Starts a job with the arguments that all have.
+/// `blockdev-mirror`: to the disk of another node.
+pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let (device, target) = (given.text("device")?, given.text("target")?);
+    let modes = ["top", "full", "none", "bitmap", "incremental"];
+    let sync = given.needed_word("sync", &modes)?;
+    let mode = given.word("copy-mode", &["background", "write-blocking"])?;
+    given.only("replaces", &[], "the disk goes on in the target")?;
+    // Changes are tracked in units of the job's own.
+    given.some_unsigned("granularity")?;
+    given.some_unsigned("buf-size")?;
+    let mut job = JobArguments::take(&mut given)?;
+    job.is_blocking = mode == Some("write-blocking");
+    given.end()?;
+    let (disk, target_disk) = (context.disk(&device)?, context.disk(&target)?);
+    if disk == target_disk {
+        return Err(QmpError::generic("Can't mirror node into itself"));
+    }
+    check_whole(context, &disk, sync)?;
+    job.check(context).await?;
+    let mode = if job.is_blocking { "write-blocking" } else { "background" };
+    let params = json!({
+        "kind": "mirror",
+        "disk": disk,
+        "target-disk": target_disk,
+        "job": job.name,
+        "speed": job.speed,
+        "mode": mode,
+    });
+    start_all(context, std::slice::from_ref(&job), ("job.start", params)).await
+}
+
+/// Refuses to copy less than all of a disk.
+pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(), QmpError> {
+    let disk = context.running.find(disk);
+    let stands_alone = disk.is_some_and(|disk| disk.disk.layer_at(1).is_none());
+    match sync {
+        "full" => Ok(()),
+        "top" if stands_alone => Ok(()),
+        _ => Err(QmpError::generic(format!(
+            "Parameter 'sync' is not possible here: all of a disk is copied, and not '{sync}'"
+        ))),
+    }
+}
+
+/// Starts a job of one node.
 async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Returned {
-    let (device, job) = (given.text("device")?, given.some_text("job-id")?.unwrap_or_default());
-    let speed = given.some_unsigned("speed")?.unwrap_or_default();
-    given.only("on-error", &[json!("report")], "a job that fails ends")?;
+    let device = given.text("device")?;
     given.flag("backing-mask-protocol", false)?;
-    // There is no such node.
-    given.some_text("filter-node-name")?;
-    given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
-    let auto_dismiss = given.flag("auto-dismiss", true)?;
+    let job = JobArguments::take(&mut given)?;
     given.end()?;
     let disk = context.disk(&device)?;
-    if !is_well_formed(&job) {
-        return Err(QmpError::generic(format!("Invalid job ID '{job}'")));
+    job.check(context).await?;
+    let params = json!({ "kind": kind, "disk": disk, "job": job.name, "speed": job.speed });
+    start_all(context, std::slice::from_ref(&job), ("job.start", params)).await
+}
+
+/// The arguments that all jobs have.
+pub(super) struct JobArguments {
+    /// The job's name.
+    pub(super) name: String,
+    /// Bytes a second; 0: no limit.
+    pub(super) speed: u64,
+    /// Whether it is listed no longer when it has ended.
+    pub(super) auto_dismiss: bool,
+    is_blocking: bool,
+}
+
+impl JobArguments {
+    /// Takes them.
+    pub(super) fn take(given: &mut Arguments) -> Result<Self, QmpError> {
+        let name = given.some_text("job-id")?.unwrap_or_default();
+        let speed = given.some_unsigned("speed")?.unwrap_or_default();
+        for name in ["on-error", "on-source-error", "on-target-error"] {
+            given.only(name, &[json!("report")], "a job that fails ends")?;
+        }
+        // There is no such node.
+        given.some_text("filter-node-name")?;
+        given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
+        let auto_dismiss = given.flag("auto-dismiss", true)?;
+        Ok(Self { name, speed, auto_dismiss, is_blocking: false })
     }
-    if find(context, &job).await?.is_some() {
-        return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
+
+    /// Refuses a name that cannot be that of a new job.
+    pub(super) async fn check(&self, context: &Context) -> Result<(), QmpError> {
+        let Self { name, .. } = self;
+        if !is_well_formed(name) {
+            return Err(QmpError::generic(format!("Invalid job ID '{name}'")));
+        }
+        match find(context, name).await? {
+            Some(_) => Err(QmpError::generic(format!("Job ID '{name}' already in use"))),
+            None => Ok(()),
+        }
     }
+}
+
+/// Starts jobs by one call.
+pub(super) async fn start_all(
+    context: &Rc<Context>,
+    jobs: &[JobArguments],
+    (method, params): (&str, Value),
+) -> Returned {
     forget_dismissed(context);
-    // Before it can end.
-    context
-        .state
-        .borrow_mut()
-        .jobs
-        .insert(job.clone(), JobTraits { auto_dismiss, is_started: false });
-    let params = json!({ "kind": kind, "disk": disk, "job": job, "speed": speed });
-    if let Err(error) = context.call("job.start", params).await {
-        context.state.borrow_mut().jobs.remove(&job);
+    // Before they can end.
+    for JobArguments { name, auto_dismiss, is_blocking, .. } in jobs {
+        let (auto_dismiss, is_blocking) = (*auto_dismiss, *is_blocking);
+        let traits = JobTraits { auto_dismiss, is_started: false, is_blocking };
+        context.state.borrow_mut().jobs.insert(name.clone(), traits);
+    }
+    if let Err(error) = context.call(method, params).await {
+        jobs.iter().for_each(|job| _ = context.state.borrow_mut().jobs.remove(&job.name));
         return Err(error);
     }
-    if let Some(traits) = context.state.borrow_mut().jobs.get_mut(&job) {
-        traits.is_started = true;
-    }
-    // Of one that has ended already all is told.
-    if find(context, &job).await?.is_some_and(|job| job.status() != "concluded") {
-        context.events.tell_begin(&job);
+    for JobArguments { name, .. } in jobs {
+        if let Some(traits) = context.state.borrow_mut().jobs.get_mut(name) {
+            traits.is_started = true;
+        }
+        // Of one that has ended already all is told.
+        if find(context, name).await?.is_some_and(|job| job.status() != "concluded") {
+            context.events.tell_begin(name);
+        }
     }
     Ok(json!({}))
 }
@@ -216,8 +307,10 @@ async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Retur
 /// Forgets jobs that were dismissed at the control socket.
 fn forget_dismissed(context: &Context) {
     let listed = context.running.jobs().list();
-    let is_listed = |name: &str| listed.iter().any(|job| job.name == name);
-    context.state.borrow_mut().jobs.retain(|name, job| !job.is_started || is_listed(name));
+    let mut state = context.state.borrow_mut();
+    let pulls: Vec<_> = state.pulls.keys().cloned().collect();
+    let is_listed = |name: &String| listed.iter().any(|job| job.name == *name) || pulls.contains(name);
+    state.jobs.retain(|name, job| !job.is_started || is_listed(name));
 }
 
 /// `job-cancel`.
@@ -226,13 +319,16 @@ pub(super) async fn cancel(context: &Rc<Context>, given: Arguments) -> Returned 
     end(context, &job).await
 }
 
-/// `block-job-cancel`: a job that is ready ends with its result in QEMU, without the guest's change to it.
+/// `block-job-cancel`: a mirror that is ready is a copy of the disk then, with which the guest goes on.
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, &mut given, "device").await?;
     if job.status() == "ready" && !is_forced {
+        if job.0["kind"] == "mirror" {
+            return begin_completion(context, &job, json!({ "job": job.name(), "copy": true }));
+        }
         return Err(QmpError::generic(format!(
-            "Job '{}' is ready, and ends here either with its disk on the target (block-job-complete) or without a result: set 'force' to true",
+            "Job '{}' is ready, and ends here either with its result (block-job-complete) or without: set 'force' to true",
             job.name()
         )));
     }
@@ -241,6 +337,9 @@ pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments
 
 async fn end(context: &Context, job: &Job) -> Returned {
     job.check("cancel", &["running", "paused", "ready"])?;
+    if backups::end(context, job.name()).await? {
+        return Ok(json!({}));
+    }
     context.call("job.cancel", json!({ "job": job.name() })).await?;
     Ok(json!({}))
 }
@@ -267,24 +366,27 @@ pub(super) async fn cancel_all(context: &Context) {
 /// `job-complete`.
 pub(super) async fn complete(context: &Rc<Context>, given: Arguments) -> Returned {
     let job = of_id(context, given).await?;
-    begin_completion(context, job)
+    complete_ready(context, &job)
 }
 
 /// `block-job-complete`.
 pub(super) async fn complete_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let job = of_device(context, &mut given, "device").await?;
-    begin_completion(context, job)
+    complete_ready(context, &job)
+}
+
+fn complete_ready(context: &Rc<Context>, job: &Job) -> Returned {
+    job.check("complete", &["ready"])?;
+    begin_completion(context, job, json!({ "job": job.name() }))
 }
 
 /// Has a job complete. Events tell when it has.
-fn begin_completion(context: &Rc<Context>, job: Job) -> Returned {
-    job.check("complete", &["ready"])?;
-    let context = Rc::clone(context);
+fn begin_completion(context: &Rc<Context>, job: &Job, params: Value) -> Returned {
+    let (context, name) = (Rc::clone(context), job.name().to_owned());
     spawn_detached(async move {
         let Some(_inside) = context.gate.enter().await else { return };
-        let completed = context.call("job.complete", json!({ "job": job.name() })).await;
-        if let Err(why) = completed {
-            tracing::warn!("the job {} was asked to complete by QMP: {why:?}", job.name());
+        if let Err(why) = context.call("job.complete", params).await {
+            tracing::warn!("the job {name} was asked to complete by QMP: {why:?}");
         }
     });
     Ok(json!({}))
@@ -304,6 +406,10 @@ pub(super) async fn dismiss_block_job(context: &Rc<Context>, mut given: Argument
 
 async fn let_go(context: &Context, job: &Job) -> Returned {
     job.check("dismiss", &["concluded"])?;
+    if context.state.borrow_mut().pulls.remove(job.name()).is_some() {
+        forget(context, job.name());
+        return Ok(json!({}));
+    }
     context.call("job.dismiss", json!({ "job": job.name() })).await?;
     forget(context, job.name());
     Ok(json!({}))

@@ -7,10 +7,11 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
+mod backups;
 mod bitmaps;
 mod blockdev;
 mod broadcast;

@@ -3,6 +3,7 @@
 //! A node of a file (`file`, `host_device`) is a raw disk of its name until a node of a format is put on it: then the disk of
 //! that one takes its place, and it is listed as what it is, the file below. It is a disk again when the format's node goes.
 
+use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
 use blockhouse_disk::QemuName;
@@ -176,8 +177,7 @@ async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(
     context.call("disk.open", params.clone()).await?;
     let mut state = context.state.borrow_mut();
     if disk != node {
-        let own = FormatNode { name: node.to_owned(), is_owned: true };
-        state.chains.insert(disk.clone(), vec![own]);
+        state.chains.insert(disk.clone(), vec![FormatNode::owned(node)]);
     }
     state.opened.insert(disk, params);
     Ok(())
@@ -211,13 +211,88 @@ fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<V
     Ok(files.into_iter().map(|path| json!(path)).collect())
 }
 
+/// Adds a node of a format, over the one that it names as its backing file, if it does.
 async fn add_format(
     context: &Context,
     mut given: Arguments,
     asked: Asked,
     name: &str,
 ) -> Result<(), QmpError> {
-    given.only("backing", &[], "backing files are opened as the image names them")?;
+    let backing = match asked.driver {
+        QCOW2 => given.some_text("backing")?,
+        _ => None,
+    };
+    let Some(backing) = backing else {
+        return open_format(context, given, asked, name).await;
+    };
+    let lower = context.disk(&backing)?;
+    open_format(context, given, Asked { is_without_backing: true, ..asked }, name).await?;
+    let disk = context.disk(name)?;
+    let put = stand_on(context, (&disk, name), (&lower, &backing)).await;
+    if put.is_err() && context.running.find(&disk).is_some() {
+        close(context, &disk, 0).await?;
+    }
+    put
+}
+
+/// Has a disk that was opened without its backing file stand on another node's.
+async fn stand_on(
+    context: &Context,
+    (disk, name): (&str, &str),
+    (lower, backing): (&str, &str),
+) -> Result<(), QmpError> {
+    let [upper, below] = [disk, lower].map(|disk| context.running.find(disk));
+    let (Some(upper), Some(below)) = (upper, below) else {
+        return Err(QmpError::no_node(backing, backing));
+    };
+    let named = upper.disk.backing_file().map(|named| named.name.clone());
+    let path = named.as_ref().map(|named| {
+        let folder = upper.path().parent().map(std::path::Path::to_owned).unwrap_or_default();
+        folder.join(std::ffi::OsStr::from_bytes(named)).canonicalize().unwrap_or_default()
+    });
+    let is_named = match path {
+        None => false,
+        Some(path) if path == below.path() => true,
+        Some(path) => {
+            return Err(QmpError::generic(format!(
+                "Node '{name}' names '{}' as its backing file, and '{backing}' is another one",
+                path.display()
+            )));
+        }
+    };
+    drop((upper, below));
+    let is_used = !context.running.exports_of(lower).is_empty()
+        || context.running.check_free(lower).is_err()
+        || context.state.borrow().filter_on(lower).is_some();
+    if !is_named || is_used {
+        context.state.borrow_mut().over.insert(disk.to_owned(), backing.to_owned());
+        return Ok(());
+    }
+    let nodes = context.state.borrow().nodes_of(lower);
+    let own = context.state.borrow().nodes_of(disk);
+    let Some(mut params) = close_disk(context, disk).await? else { return Ok(()) };
+    let former = close_disk(context, lower).await?;
+    params["without-backing"] = false.into();
+    let opened = open_disk(context, name, params).await;
+    if let Err(error) = opened {
+        if let Some(former) = former {
+            reopen(context, backing, former).await;
+        }
+        return Err(error);
+    }
+    let mut nodes = nodes;
+    nodes.first_mut().into_iter().for_each(|node| node.params = former.clone());
+    let disk = context.disk(name)?;
+    context.state.borrow_mut().chains.insert(disk, own.into_iter().chain(nodes).collect());
+    Ok(())
+}
+
+async fn open_format(
+    context: &Context,
+    mut given: Arguments,
+    asked: Asked,
+    name: &str,
+) -> Result<(), QmpError> {
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;
@@ -279,6 +354,7 @@ pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<V
     context.call("disk.close", json!({ "disk": disk })).await?;
     let mut state = context.state.borrow_mut();
     state.chains.remove(disk);
+    state.over.remove(disk);
     Ok(state.opened.remove(disk))
 }
 
@@ -345,10 +421,15 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
             reopen_file(context, &below, &file).await;
         }
     }
-    if let (Some((depth, (path, format))), Some(mut params)) = (behind, params) {
-        params["path"] = path.into();
-        params["format"] = format.into();
-        params["read-only"] = true.into();
+    if let (Some((depth, (path, format))), Some(params)) = (behind, params) {
+        // What a fork has left is not changed any more.
+        let params = nodes[depth].params.clone().unwrap_or_else(|| {
+            let mut params = params;
+            params["path"] = path.into();
+            params["format"] = format.into();
+            params["read-only"] = true.into();
+            params
+        });
         let node = &nodes[depth].name;
         if reopen(context, node, params).await {
             let disk = context.disk(node)?;

@@ -49,10 +49,11 @@ pub(super) fn to_create(context: &Context, mut given: Arguments) -> Result<Overl
     let mode = given.word("mode", &["absolute-paths", "existing"])?;
     given.end()?;
     let (device, node) = (device.unwrap_or_default(), node.unwrap_or_default());
-    let disk = match device.is_empty() {
-        true => context.disk_of("", &node)?,
-        false => context.disk_of(&device, if node.is_empty() { &device } else { &node })?,
-    };
+    let named = if node.is_empty() { &device } else { &node };
+    if !context.has_node(named) {
+        return Err(QmpError::no_node(&device, &node));
+    }
+    let disk = context.disk(named)?;
     if !node.is_empty() && name.is_none() {
         return Err(QmpError::generic("New overlay node-name missing"));
     }
@@ -72,7 +73,7 @@ pub(super) fn to_create(context: &Context, mut given: Arguments) -> Result<Overl
     let own_disk = (mode == Some("existing")).then(String::new);
     let failed = |error| QmpError::generic(format!("Could not find '{path}': {error}"));
     let path = std::path::absolute(&path).map_err(failed)?;
-    let node = FormatNode { name: name.unwrap_or_default(), is_owned: false };
+    let node = FormatNode { is_owned: false, ..FormatNode::owned(&name.unwrap_or_default()) };
     Ok(Overlay { before: image_of(context, &disk), disk, path, node, own_disk })
 }
 
@@ -81,9 +82,15 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
     let (node, overlay) = (given.text("node")?, given.text("overlay")?);
     given.end()?;
     let disk = context.disk(&node)?;
-    let own = context.disk_of("", &overlay)?;
-    let own_disk = context.running.find(&own).ok_or_else(|| QmpError::no_node("", &overlay))?;
-    let is_used = own == disk || !context.running.exports_of(&own).is_empty();
+    let own = context.disk(&overlay)?;
+    let own_disk =
+        context.running.find(&own).ok_or_else(|| QmpError::no_node(&overlay, &overlay))?;
+    if own == disk {
+        return Err(QmpError::generic(format!(
+            "Making '{node}' a backing child of '{overlay}' would create a cycle"
+        )));
+    }
+    let is_used = !context.running.exports_of(&own).is_empty();
     if is_used || context.state.borrow().filter_on(&own).is_some() {
         return Err(QmpError::generic("The overlay is already in use"));
     }
@@ -94,7 +101,7 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
         return Err(QmpError::generic("The overlay does not support backing images"));
     }
     let path = own_disk.path();
-    let node = FormatNode { name: overlay, is_owned: true };
+    let node = FormatNode::owned(&overlay);
     Ok(Overlay { before: image_of(context, &disk), disk, path, node, own_disk: Some(own) })
 }
 

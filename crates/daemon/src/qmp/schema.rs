@@ -66,8 +66,8 @@ enum OnOffAuto auto on
 enum Aio threads native io_uring
 object BlockdevFormat file:BlockdevRef
 alternate BlockdevRef BlockdevOptions str
-alternate NoBacking null
-object BlockdevQcow2 file:BlockdevRef backing?:NoBacking encrypt?:Qcow2Encryption
+alternate Backing str null
+object BlockdevQcow2 file:BlockdevRef backing?:Backing encrypt?:Qcow2Encryption
 object Qcow2Encryption format:Qcow2EncryptionFormat | format luks=LuksOptions
 enum Qcow2EncryptionFormat luks
 object LuksOptions key-secret?:str
@@ -128,14 +128,23 @@ object BitmapMerge node:str target:str bitmaps:[BitmapOrName]
 alternate BitmapOrName str Bitmap
 command query-jobs -> [JobInfo]
 object JobInfo id:str type:JobType status:JobStatus current-progress:int total-progress:int error?:str
-enum JobType commit stream mirror
+enum JobType commit stream mirror backup
 enum JobStatus created running paused ready waiting pending aborting concluded null
 command query-block-jobs -> [BlockJobInfo]
-object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:bool speed:int io-status:IoStatus ready:bool status:JobStatus auto-finalize:bool auto-dismiss:bool error?:str
+object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:bool speed:int io-status:IoStatus ready:bool status:JobStatus auto-finalize:bool auto-dismiss:bool error?:str | type mirror=BlockJobInfoMirror
+object BlockJobInfoMirror actively-synced:bool
 enum IoStatus ok
 command block-stream job-id?:str device:str speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool backing-mask-protocol?:bool
 enum OnError report
 command block-commit job-id?:str device:str base-node?:str base?:str top-node?:str top?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
+command blockdev-mirror job-id?:str device:str target:str speed?:int sync:MirrorSyncMode granularity?:int buf-size?:int on-source-error?:OnError on-target-error?:OnError filter-node-name?:str copy-mode?:MirrorCopyMode auto-finalize?:bool auto-dismiss?:bool
+enum MirrorSyncMode top full
+enum MirrorCopyMode background write-blocking
+command blockdev-backup *Backup
+object Backup job-id?:str device:str sync:BackupSyncMode speed?:int bitmap?:str bitmap-mode?:BitmapSyncMode compress?:bool on-source-error?:OnError on-target-error?:OnError on-cbw-error?:OnCbwError cbw-timeout?:int auto-finalize?:bool auto-dismiss?:bool filter-node-name?:str discard-source?:bool target:str
+enum BackupSyncMode top full none incremental bitmap
+enum BitmapSyncMode on-success never
+enum OnCbwError break-guest-write break-snapshot
 command job-cancel id:str
 command job-complete id:str
 command job-dismiss id:str
@@ -150,12 +159,13 @@ command block-job-pause device:str
 command block-job-resume device:str
 command block-job-set-speed device:str speed:int
 command transaction actions:[TransactionAction] properties?:TransactionProperties
-object TransactionAction type:ActionKind | type abort=AbortWrapper block-dirty-bitmap-add=BitmapAddWrapper block-dirty-bitmap-remove=BitmapWrapper block-dirty-bitmap-clear=BitmapWrapper block-dirty-bitmap-enable=BitmapWrapper block-dirty-bitmap-disable=BitmapWrapper block-dirty-bitmap-merge=BitmapMergeWrapper blockdev-snapshot=SnapshotWrapper blockdev-snapshot-sync=SnapshotSyncWrapper blockdev-snapshot-internal-sync=InternalSnapshotWrapper
-enum ActionKind abort block-dirty-bitmap-add block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable block-dirty-bitmap-merge blockdev-snapshot blockdev-snapshot-sync blockdev-snapshot-internal-sync
+object TransactionAction type:ActionKind | type abort=AbortWrapper block-dirty-bitmap-add=BitmapAddWrapper block-dirty-bitmap-remove=BitmapWrapper block-dirty-bitmap-clear=BitmapWrapper block-dirty-bitmap-enable=BitmapWrapper block-dirty-bitmap-disable=BitmapWrapper block-dirty-bitmap-merge=BitmapMergeWrapper blockdev-backup=BackupWrapper blockdev-snapshot=SnapshotWrapper blockdev-snapshot-sync=SnapshotSyncWrapper blockdev-snapshot-internal-sync=InternalSnapshotWrapper
+enum ActionKind abort block-dirty-bitmap-add block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable block-dirty-bitmap-merge blockdev-backup blockdev-snapshot blockdev-snapshot-sync blockdev-snapshot-internal-sync
 object AbortWrapper data:Nothing
 object BitmapAddWrapper data:BitmapAdd
 object BitmapWrapper data:Bitmap
 object BitmapMergeWrapper data:BitmapMerge
+object BackupWrapper data:Backup
 object SnapshotWrapper data:Snapshot
 object SnapshotSyncWrapper data:SnapshotSync
 object InternalSnapshotWrapper data:InternalSnapshot

@@ -4,7 +4,7 @@
 //! has there. All of it belongs to the loop of the QMP socket, and ends with the process: the one that goes on after an
 //! upgrade lists exports under their addresses.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -45,6 +45,28 @@ pub(super) struct FormatNode {
     pub(super) name: String,
     /// Whether a client has added it, and may remove it.
     pub(super) is_owned: bool,
+    /// How its image was a disk by itself: the parameters of `disk.open`.
+    pub(super) params: Option<Value>,
+}
+
+impl FormatNode {
+    /// One that a client has added.
+    pub(super) fn owned(name: &str) -> Self {
+        Self { name: name.to_owned(), is_owned: true, params: None }
+    }
+}
+
+/// A backup that clients read.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Pull {
+    /// The disk that goes on.
+    pub(super) disk: String,
+    /// The disk of the target's node, in whose place the frozen disk is served.
+    pub(super) target: String,
+    /// The disk as it was.
+    pub(super) frozen: String,
+    /// Whether it has ended, and is listed still.
+    pub(super) has_ended: bool,
 }
 
 /// A filter on a disk.
@@ -74,6 +96,8 @@ pub(super) struct JobTraits {
     pub(super) auto_dismiss: bool,
     /// Whether it was started, and not only asked for.
     pub(super) is_started: bool,
+    /// Whether the guest's changes wait for their copy.
+    pub(super) is_blocking: bool,
 }
 
 /// An object.
@@ -105,6 +129,12 @@ pub(super) struct State {
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
     /// How disks were opened that clients have added: the parameters of `disk.open`.
     pub(super) opened: BTreeMap<String, Value>,
+    /// Nodes that a mirror has left: their images are no disks any more.
+    pub(super) left: BTreeSet<String>,
+    /// Disks that stand on what another node is at each moment, by name: they are for backups of that.
+    pub(super) over: BTreeMap<String, String>,
+    /// Backups that clients read, by the name of their job.
+    pub(super) pulls: BTreeMap<String, Pull>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
     /// Filters, by name.
@@ -131,7 +161,7 @@ impl State {
 
     /// The nodes of a disk: that of its image, then those behind it that have names.
     pub(super) fn nodes_of(&self, disk: &str) -> Vec<FormatNode> {
-        let own = || vec![FormatNode { name: disk.to_owned(), is_owned: true }];
+        let own = || vec![FormatNode::owned(disk)];
         self.chains.get(disk).cloned().unwrap_or_else(own)
     }
 
@@ -160,6 +190,32 @@ impl State {
         if let Some(nodes) = self.chains.get_mut(disk).filter(|nodes| nodes.len() > 1) {
             nodes.remove(0);
         }
+    }
+
+    /// A disk goes on in the image of another one, which is no disk any more.
+    pub(super) fn move_to(&mut self, disk: &str, target: &str) {
+        let nodes = self.nodes_of(target);
+        self.left.extend(self.nodes_of(disk).into_iter().map(|node| node.name));
+        self.chains.remove(target);
+        self.chains.insert(disk.to_owned(), nodes);
+        if let Some(params) = self.opened.remove(target) {
+            self.opened.insert(disk.to_owned(), params);
+        }
+    }
+
+    /// Forgets a node that a mirror has left. Whether there is one.
+    pub(super) fn forget_left(&mut self, node: &str) -> bool {
+        let is_left = self.left.remove(node);
+        if is_left && let Some((file, _)) = self.take_back_file(node) {
+            self.files.remove(&file);
+            self.left.insert(file);
+        }
+        is_left
+    }
+
+    /// A backup that is served in the place of a disk.
+    pub(super) fn pull_to(&self, target: &str) -> Option<&Pull> {
+        self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
     /// A disk has no image behind its own any more.

@@ -1,5 +1,5 @@
 //! `transaction`: several changes at one moment, or none. Each transaction is one call of the control socket, so it has either overlays, or
-//! bitmaps, or one snapshot.
+//! bitmaps and backups, or one snapshot.
 
 use std::rc::Rc;
 
@@ -8,7 +8,7 @@ use serde_json::json;
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::{bitmaps, overlays, snapshots};
+use super::{backups, bitmaps, overlays, snapshots};
 
 /// The kinds of actions that there are.
 const KINDS: &[&str] = &[
@@ -19,6 +19,7 @@ const KINDS: &[&str] = &[
     "block-dirty-bitmap-enable",
     "block-dirty-bitmap-disable",
     "block-dirty-bitmap-merge",
+    "blockdev-backup",
     "blockdev-snapshot",
     "blockdev-snapshot-sync",
     "blockdev-snapshot-internal-sync",
@@ -29,6 +30,7 @@ const KINDS: &[&str] = &[
 struct Actions {
     overlays: Vec<overlays::Overlay>,
     bitmaps: bitmaps::Changes,
+    backups: Vec<backups::Backup>,
     snapshots: Vec<Arguments>,
 }
 
@@ -67,6 +69,9 @@ impl Actions {
                 data.end()?;
                 return Err(QmpError::generic("Transaction aborted using Abort action"));
             }
+            "blockdev-backup" => {
+                self.backups.push(backups::take(context, &self.bitmaps, data).await?);
+            }
             "blockdev-snapshot" => self.overlays.push(overlays::of_node(context, data)?),
             "blockdev-snapshot-sync" => self.overlays.push(overlays::to_create(context, data)?),
             "blockdev-snapshot-internal-sync" => self.snapshots.push(data),
@@ -79,17 +84,18 @@ impl Actions {
     }
 
     async fn run(mut self, context: &Rc<Context>) -> Returned {
-        let is_alone = |kinds: [bool; 2]| !kinds.contains(&true);
-        let (has_overlays, has_bitmaps) = (!self.overlays.is_empty(), !self.bitmaps.is_empty());
-        match (self.snapshots.pop(), has_overlays) {
-            (None, false) if !has_bitmaps => Ok(json!({})),
-            (None, false) => self.bitmaps.run(context).await,
-            (None, true) if !has_bitmaps => overlays::put_on(context, self.overlays).await,
-            (Some(data), false) if self.snapshots.is_empty() && is_alone([has_bitmaps, has_overlays]) => {
-                snapshots::create(context, data).await
+        let has_bitmaps = !self.bitmaps.is_empty() || !self.backups.is_empty();
+        let first = self.snapshots.pop();
+        match (first, self.snapshots.len(), has_bitmaps, self.overlays.is_empty()) {
+            (None, _, false, true) => Ok(json!({})),
+            (None, _, false, false) => overlays::put_on(context, self.overlays).await,
+            (None, _, true, true) if self.backups.is_empty() => self.bitmaps.run(context).await,
+            (None, _, true, true) => {
+                backups::begin(context, self.bitmaps.into_params(), self.backups).await
             }
+            (Some(data), 0, false, true) => snapshots::create(context, data).await,
             _ => Err(QmpError::generic(
-                "a transaction has overlays, or bitmaps, or one internal snapshot here: these are not made at one moment",
+                "a transaction has overlays, or bitmaps and backups, or one internal snapshot here: these are not made at one moment",
             )),
         }
     }

@@ -394,11 +394,7 @@ impl Running {
         view: &Arc<FrozenDisk<ImageStorage>>,
     ) -> Result<Arc<RunningDisk>> {
         let bitmap = match since {
-            Some(since) => {
-                let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
-                let dirty = Arc::new(source.disk.bitmaps().copy(since, least).await?);
-                Some(ExportBitmap::Fixed { name: since.clone(), dirty })
-            }
+            Some(since) => Some(copy_bitmap(source, since).await?),
             None => None,
         };
         let storage = ImageStorage::View(Box::new(ViewStorage::new(Arc::clone(view))));
@@ -416,6 +412,35 @@ impl Running {
             ..source.setup.clone()
         };
         Ok(self.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
+    }
+
+    /// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have all changes up to the moment, and
+    /// perhaps later ones.
+    ///
+    /// # Errors
+    /// It is no such disk, or there is no such bitmap.
+    pub(super) async fn with_bitmaps(
+        &self,
+        name: &str,
+        bitmaps: &[String],
+    ) -> Result<Arc<RunningDisk>> {
+        let frozen = self.disk(name)?;
+        let backups = self.backups();
+        let mut disks = backups.iter().flat_map(|backup| &backup.disks);
+        let Some(disk) = disks.find(|disk| disk.frozen.name() == name) else {
+            bail!(
+                "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
+            );
+        };
+        let mut copies = Vec::new();
+        for bitmap in bitmaps {
+            copies.push(copy_bitmap(&disk.source, bitmap).await?);
+        }
+        let RunningDisk { setup, path, moved, disk, room, .. } = &*frozen;
+        let (setup, path, moved, disk, room) =
+            (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
+        let (bitmaps, group) = (copies, Mutex::default());
+        Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
     }
 
     /// Ends a backup: its disks are served no longer, and go on without copies. Its bitmaps stay.
@@ -470,6 +495,13 @@ impl Running {
             self.take_room_back(&source).await;
         }
     }
+}
+
+/// A copy of a bitmap, for clients.
+async fn copy_bitmap(disk: &RunningDisk, name: &str) -> Result<ExportBitmap> {
+    let least = DirtyMap::min_granularity(disk.disk.size(), MAX_BITMAP_BYTES);
+    let dirty = Arc::new(disk.disk.bitmaps().copy(name, least).await?);
+    Ok(ExportBitmap::Fixed { name: name.to_owned(), dirty })
 }
 
 /// Whether a disk has this bitmap: with all changes.
