@@ -69,7 +69,7 @@ mod vm_state;
 mod write;
 
 pub use bitmaps::{DiskBitmaps, change_bitmaps};
-pub use blockhouse_format::qcow2::{Switch, Version};
+pub use blockhouse_format::qcow2::{CreateOptions, Switch, Version};
 pub use blockhouse_format::{
     Amendments, Backing, Bitmap, BitmapAction, BitmapChange, BitmapExtent, CacheCounts, CheckReport, Compression,
     DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
@@ -86,7 +86,7 @@ pub use open::{
     HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
     Locking, NOT_KEPT, NewChild, PendingChanges, QemuName, RemoteBacking, Room, Secrets, SideFile,
     StateUse, VOUCHER_RENEWAL, behind_links, change_key_slots, changed_since, check_apart,
-    check_apart_from, check_new_name, check_raw_backing, create, create_as, escape_uri, exists,
+    check_apart_from, check_new_name, check_raw_backing, create, create_as, create_qcow2, escape_uri, exists,
     forget_moved, fork, fork_image, format_by_name, format_for_new, is_address, is_device,
     is_foreign_address, is_forked, keep_state, keeps_its_place, make_missing_sidecar, make_sidecar,
     note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,

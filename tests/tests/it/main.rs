@@ -66,6 +66,7 @@ mod qcow2_on_device;
 mod qemu_commands;
 mod qemu_matrix;
 mod qmp;
+mod qmp_moments;
 mod qmp_schema;
 mod random_requests;
 mod raw_bitmaps;

@@ -7,7 +7,8 @@
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
-//!   of backups; `fork_methods` and `forks`: that of forks; `transaction_methods` and `transactions`: that of transactions
+//!   of backups; `fork_methods` and `forks`: that of forks; `transaction_methods` and
+//!   `transactions`: that of transactions; `image_methods` and `images`: that of new images
 //! - `snapshots`: what both protocols ask about them
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
@@ -21,6 +22,8 @@ mod dispatch;
 mod fork_methods;
 mod forks;
 mod gate;
+mod image_methods;
+mod images;
 mod job_methods;
 mod jobs;
 pub mod legacy;

@@ -12,7 +12,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    backups, bitmaps, blockdev, exports, jobs, node_list, nodes, objects, overlays, query, schema,
+    backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays, query, reopening, schema,
     snapshots, transaction,
 };
 use crate::control_socket::Answers;
@@ -69,16 +69,18 @@ const COMMANDS: &[Command] = &[
     command!("query-blockstats", ["disk.stats"], query::stats),
     command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
     command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
+    command!("blockdev-create", ["image.create", "job.list", "disk.open", "disk.close"], creation::create),
+    command!("blockdev-reopen", ["disk.set", "limit.set"], reopening::reopen),
     command!("object-add", ["disk.open"], objects::add),
     command!("object-del", ["disk.open"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),
     command!("block-export-del", ["export.list", "export.remove"], exports::delete),
-    command!("nbd-server-start", ["export.add"], exports::start_server),
+    command!("nbd-server-start", ["socket.add"], exports::start_server),
     command!("nbd-server-add", ["export.add"], exports::add_to_server),
     command!("nbd-server-remove", ["export.list", "export.remove"], exports::remove_from_server),
-    command!("nbd-server-stop", ["export.list", "export.remove"], exports::stop_server),
+    command!("nbd-server-stop", ["export.list", "export.remove", "socket.remove"], exports::stop_server),
     command!("blockdev-snapshot", ["disk.fork", "disk.open", "disk.close"], overlays::use_node),
     command!("blockdev-snapshot-sync", ["disk.fork", "disk.open"], overlays::create),
     command!("blockdev-snapshot-internal-sync", ["snapshot.list", "snapshot.create"], snapshots::create),

@@ -14,7 +14,6 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::objects::{check_thread, check_tls};
 use super::state::{NamedExport, NbdServer};
-use crate::running::ExportAddress;
 
 /// `query-block-exports`.
 pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
@@ -194,10 +193,6 @@ async fn serve(
     let mut state = context.state.borrow_mut();
     let added = added.inspect_err(|_| state.exports.retain(|export| export.id != id))?;
     let address = text_of(&added, "export").to_owned();
-    // The port where port 0 was asked for.
-    if let (Some(server), Ok(uri)) = (&mut state.nbd_server, address.parse::<NbdUri>()) {
-        server.address = uri.address;
-    }
     let mut exports = state.exports.iter_mut();
     exports
         .find(|export| export.id == id)
@@ -235,7 +230,7 @@ async fn remove(context: &Context, id: String, mut given: Arguments) -> Returned
     Ok(json!({}))
 }
 
-/// `nbd-server-start`: says where. The socket is there with the first export.
+/// `nbd-server-start`.
 pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let addr = given.object("addr")?;
     let address = address(addr)?;
@@ -246,21 +241,15 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     tls.iter().try_for_each(|id| check_tls(context, id))?;
     given.only("tls-authz", &[], why)?;
     given.end()?;
-    let mut state = context.state.borrow_mut();
-    if state.nbd_server.is_some() {
+    if context.state.borrow().nbd_server.is_some() {
         return Err(QmpError::generic("NBD server already running"));
     }
-    let exports = context.running.exports();
-    let mut sockets = exports.iter().filter_map(|export| match &export.address {
-        ExportAddress::Nbd(uri) => Some(&uri.address),
-        ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
-    });
-    // Its exports would end with those of this server.
-    if sockets.any(|socket| *socket == address) {
-        let uri = NbdUri { security: Security::Plain, address, export: String::new() };
-        return Err(QmpError::generic(format!("{uri}: Address already in use")));
-    }
-    state.nbd_server = Some(NbdServer { address, tls });
+    let security = if tls.is_some() { Security::Tls } else { Security::Plain };
+    let uri = NbdUri { security, address, export: String::new() };
+    let added = context.call("socket.add", json!({ "address": uri.to_string() })).await?;
+    // The port where port 0 was asked for.
+    let address = text_of(&added, "address").parse().map_or(uri.address, |uri: NbdUri| uri.address);
+    context.state.borrow_mut().nbd_server = Some(NbdServer { address, tls });
     Ok(json!({}))
 }
 
@@ -305,7 +294,7 @@ fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> 
 /// `nbd-server-stop`: its exports end, and their clients.
 pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Returned {
     given.end()?;
-    let address = server(context)?.address;
+    let NbdServer { address, tls } = server(context)?;
     let is_there = |export: &str| export.parse::<NbdUri>().is_ok_and(|uri| uri.address == address);
     let exports = context.call("export.list", json!({})).await?;
     for export in exports.as_array().into_iter().flatten() {
@@ -314,6 +303,9 @@ pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Retu
             context.call("export.remove", json!({ "export": export })).await?;
         }
     }
+    let security = if tls.is_some() { Security::Tls } else { Security::Plain };
+    let uri = NbdUri { security, address, export: String::new() };
+    context.call("socket.remove", json!({ "address": uri.to_string() })).await?;
     context.state.borrow_mut().nbd_server = None;
     Ok(json!({}))
 }

@@ -66,6 +66,20 @@ async fn set(context: &Context, disk: &str, limits: Value) -> Result<(), QmpErro
     Ok(())
 }
 
+/// Puts a filter into another group.
+pub(super) async fn change_group(
+    context: &Context,
+    name: &str,
+    group: String,
+) -> Result<(), QmpError> {
+    let limits = limits_of(context, &group)?;
+    let disk = context.disk(name)?;
+    set(context, &disk, limits).await?;
+    let mut state = context.state.borrow_mut();
+    state.filters.entry(name.to_owned()).and_modify(|filter| filter.group = group);
+    Ok(())
+}
+
 /// A name that no client can give, as QEMU makes one for a node without a name.
 pub(super) fn implicit_name(context: &Context) -> String {
     let is_free = |name: &String| !context.has_node(name);

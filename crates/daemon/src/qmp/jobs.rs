@@ -10,6 +10,7 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::backups;
+use super::creation;
 use super::events::forget;
 use super::state::JobTraits;
 
@@ -47,6 +48,11 @@ impl Job {
         }
     }
 
+    /// Whether it is a block job of QEMU.
+    fn is_of_disk(&self) -> bool {
+        self.0["kind"] != "create"
+    }
+
     fn offset(&self) -> u64 {
         self.number("total").saturating_sub(self.number("remaining"))
     }
@@ -67,7 +73,7 @@ async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
         Value::Array(jobs) => jobs.into_iter().map(Job).collect(),
         _ => Vec::new(),
     };
-    jobs.extend(backups::pulls(context).into_iter().map(Job));
+    jobs.extend(backups::pulls(context).into_iter().chain(creation::listed(context)).map(Job));
     Ok(jobs)
 }
 
@@ -86,7 +92,8 @@ async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError>
 async fn of_device(context: &Context, given: &mut Arguments, key: &str) -> Result<Job, QmpError> {
     let device = given.text(key)?;
     given.end()?;
-    find(context, &device).await?.ok_or_else(|| QmpError::no_job(&device))
+    let found = find(context, &device).await?.filter(Job::is_of_disk);
+    found.ok_or_else(|| QmpError::no_job(&device))
 }
 
 /// `query-jobs`.
@@ -113,7 +120,7 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
     given.end()?;
     let jobs = list(context).await?;
     let state = context.state.borrow();
-    let told = jobs.into_iter().map(|job| {
+    let told = jobs.into_iter().filter(Job::is_of_disk).map(|job| {
         let mut told = json!({
             "device": job.name(),
             "type": job.0["kind"],
@@ -309,7 +316,8 @@ fn forget_dismissed(context: &Context) {
     let listed = context.running.jobs().list();
     let mut state = context.state.borrow_mut();
     let pulls: Vec<_> = state.pulls.keys().cloned().collect();
-    let is_listed = |name: &String| listed.iter().any(|job| job.name == *name) || pulls.contains(name);
+    let is_listed =
+        |name: &String| listed.iter().any(|job| job.name == *name) || pulls.contains(name);
     state.jobs.retain(|name, job| !job.is_started || is_listed(name));
 }
 
@@ -406,7 +414,11 @@ pub(super) async fn dismiss_block_job(context: &Rc<Context>, mut given: Argument
 
 async fn let_go(context: &Context, job: &Job) -> Returned {
     job.check("dismiss", &["concluded"])?;
-    if context.state.borrow_mut().pulls.remove(job.name()).is_some() {
+    let is_own = {
+        let mut state = context.state.borrow_mut();
+        state.pulls.remove(job.name()).is_some() || state.creations.remove(job.name()).is_some()
+    };
+    if is_own {
         forget(context, job.name());
         return Ok(json!({}));
     }

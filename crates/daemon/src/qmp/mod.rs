@@ -7,7 +7,7 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs`, `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
@@ -17,6 +17,7 @@ mod blockdev;
 mod broadcast;
 mod commands;
 mod context;
+mod creation;
 mod errors;
 mod events;
 mod exports;
@@ -29,6 +30,7 @@ mod opening;
 mod overlays;
 mod query;
 mod reader;
+mod reopening;
 mod schema;
 mod server;
 mod session;

@@ -128,9 +128,24 @@ impl Asked {
         given.flag("drop-cache", true)?;
         given.end()?;
         check_file(&filename)?;
-        // An image is known by its whole path.
-        let path = std::path::absolute(&filename).ok();
-        Ok(path.and_then(|path| path.to_str().map(ToOwned::to_owned)).unwrap_or(filename))
+        Ok(check_file_name(&filename).unwrap_or(filename))
+    }
+
+    /// Refuses another way to open the disk of a node than it was opened. Whether it is to be read-only.
+    pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
+        let asked = self.params(name, "", Some(self));
+        let keys = ["discard", "detect-zeroes", "without-backing"];
+        let is_file = FILES.contains(&self.driver);
+        let has_other_cache = self.cache.is_some() && asked["cache"] != opened["cache"];
+        let has_other_format = !is_file && asked["format"] != opened["format"];
+        let other = keys.into_iter().find(|key| asked[*key] != opened[*key]);
+        let other = other.or(has_other_cache.then_some("cache"));
+        match other.or(has_other_format.then_some("driver")) {
+            None => Ok(self.is_read_only),
+            Some(key) => Err(QmpError::generic(format!(
+                "Cannot change the option '{key}' of '{name}' here: only 'read-only' is changed"
+            ))),
+        }
     }
 
     /// The parameters of `disk.open`. What this node leaves open is as the node below says.
@@ -385,6 +400,12 @@ pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> 
         true => Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'"))),
         false => Ok(()),
     }
+}
+
+/// The whole path of a file: an image is known by that.
+pub(super) fn check_file_name(name: &str) -> Result<String, QmpError> {
+    let path = std::path::absolute(name).ok().and_then(|path| path.to_str().map(str::to_owned));
+    path.ok_or_else(|| QmpError::generic(format!("Could not open '{name}': it has no path")))
 }
 
 fn check_file(path: &str) -> Result<(), QmpError> {

@@ -74,6 +74,15 @@ object LuksOptions key-secret?:str
 object BlockdevLuks file:BlockdevRef key-secret?:str
 object BlockdevThrottle throttle-group:str file:BlockdevRef
 command blockdev-del node-name:str
+command blockdev-reopen options:[BlockdevOptions]
+command blockdev-create job-id:str options:CreateOptions
+object CreateOptions driver:CreateDriver | driver file=CreateFile qcow2=CreateQcow2
+enum CreateDriver file qcow2
+object CreateFile filename:str size:int preallocation?:PreallocMode nocow?:bool
+enum PreallocMode off
+object CreateQcow2 file:BlockdevRef size:int version?:Qcow2Version data-file-raw?:bool extended-l2?:bool backing-file?:str backing-fmt?:BackingFormat cluster-size?:int preallocation?:PreallocMode lazy-refcounts?:bool refcount-bits?:int compression-type?:Qcow2Compression
+enum Qcow2Version v3
+enum BackingFormat qcow2 raw luks vdi vhdx vmdk vpc
 command object-add *ObjectOptions
 object ObjectOptions qom-type:ObjectType id:str | qom-type iothread=IothreadProperties secret=SecretProperties throttle-group=ThrottleGroupProperties tls-creds-psk=TlsPskProperties tls-creds-x509=TlsX509Properties
 enum ObjectType iothread secret throttle-group tls-creds-psk tls-creds-x509
@@ -128,7 +137,7 @@ object BitmapMerge node:str target:str bitmaps:[BitmapOrName]
 alternate BitmapOrName str Bitmap
 command query-jobs -> [JobInfo]
 object JobInfo id:str type:JobType status:JobStatus current-progress:int total-progress:int error?:str
-enum JobType commit stream mirror backup
+enum JobType commit stream mirror backup create
 enum JobStatus created running paused ready waiting pending aborting concluded null
 command query-block-jobs -> [BlockJobInfo]
 object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:bool speed:int io-status:IoStatus ready:bool status:JobStatus auto-finalize:bool auto-dismiss:bool error?:str | type mirror=BlockJobInfoMirror

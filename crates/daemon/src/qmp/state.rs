@@ -135,6 +135,8 @@ pub(super) struct State {
     pub(super) over: BTreeMap<String, String>,
     /// Backups that clients read, by the name of their job.
     pub(super) pulls: BTreeMap<String, Pull>,
+    /// Images that are made, by the name of their job; the end of those that were, with the reason where it failed.
+    pub(super) creations: BTreeMap<String, Option<Option<String>>>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
     /// Filters, by name.
@@ -211,6 +213,11 @@ impl State {
             self.left.insert(file);
         }
         is_left
+    }
+
+    /// Whether something that is no job of the server has this name as one.
+    pub(super) fn has_job(&self, name: &str) -> bool {
+        self.pulls.contains_key(name) || self.creations.contains_key(name)
     }
 
     /// A backup that is served in the place of a disk.

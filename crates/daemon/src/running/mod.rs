@@ -9,6 +9,7 @@ mod devices;
 mod disks;
 mod export;
 mod forks;
+mod images;
 mod limits;
 mod nbd_sockets;
 mod recording;

@@ -10,17 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{
-    ByteRange, Error, ErrorKind, ExtentState, Result, Storage, SyncMode, ToolProgress, WriteCache,
-};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
-use blockhouse_format::qcow2::{self, CreateOptions};
+use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_format::{Backing, ImageFormat, Intent};
 use blockhouse_storage::ImageStorage;
 
 use super::allowed_paths::AllowedPaths;
 use super::chain::{MAX_FILES, open, open_without_backing};
-use super::create::{check_new_name, create_as, open_created, part_of, remove_created};
+use super::create::{check_new_name, create_qcow2, part_of, remove_created};
 use super::disk_over::disk_over;
 use super::durable_rename::{IfExists, rename_durable};
 use super::image_disk::ImageDisk;
@@ -244,20 +242,10 @@ impl<'a> Steps<'a> {
             return Err(error.hint("choose another name"));
         }
         let part = part_of(path);
-        create_as(&part, 0, ImageFormat::Raw, NewFile::default()).await?;
-        let filled = async {
-            let storage = open_created(&part).await?;
-            let size = self.fork.disk.size();
-            let backing = Some(self.backing_of(path));
-            let options = CreateOptions { backing, ..CreateOptions::new(size) };
-            qcow2::create_with(&storage, None, &options, &ToolProgress::default()).await?;
-            storage.flush(SyncMode::Full).await
-        };
-        let filled = filled.await;
-        if filled.is_err() {
-            remove_created(&part).await;
-        }
-        filled.map(|()| part)
+        let backing = Some(self.backing_of(path));
+        let options = CreateOptions { backing, ..CreateOptions::new(self.fork.disk.size()) };
+        create_qcow2(&part, &options, NewFile::default()).await?;
+        Ok(part)
     }
 
     /// Opens an overlay that was made, over the image that the disk has now.
