@@ -24,7 +24,7 @@ impl Rig {
         need::tools(&["qemu-img", "qemu-io"])?;
         let scratch = Scratch::new();
         let (first, socket, nbd) =
-            (scratch.image("first", MIB), scratch.socket("qmp"), scratch.socket("nbd"));
+            (scratch.image("first", MIB), scratch.socket("qmp"), scratch.socket("more"));
         let server = Serve::new(&scratch, first.path())
             .option("--qmp", &socket)
             .option("--sandbox-allow", scratch.path("."))

@@ -71,7 +71,7 @@ pub(crate) async fn call(
             result(RefreshResult { size, held })
         }
         "disk.fork" => forks::fork(running, params(given)?).await,
-        "disk.transaction" => transactions::transact(running, params(given)?).await,
+        "disk.transaction" => Box::pin(transactions::transact(running, params(given)?)).await,
         "image.create" => images::create(running, params(given)?).await,
         "socket.add" => {
             let address = running.add_socket(socket(params(given)?)?).await?.to_string();

@@ -65,9 +65,6 @@ pub(super) async fn take(
     let mode = given.word("bitmap-mode", &["on-success", "never", "always"])?;
     given.only("compress", &[json!(false)], "a backup has the clusters of its target")?;
     given.only("discard-source", &[json!(false)], "the disk goes on as it is")?;
-    // A change never fails because of a backup: the backup does.
-    given.word("on-cbw-error", &["break-guest-write", "break-snapshot"])?;
-    given.some_unsigned("cbw-timeout")?;
     given.some_object("x-perf")?.iter_mut().for_each(|perf| _ = perf.rest());
     let job = JobArguments::take(&mut given)?;
     given.end()?;

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use futures_channel::oneshot;
+use futures_util::FutureExt;
 use futures_util::future::Shared;
 use serde_json::Value;
 
@@ -45,7 +46,9 @@ impl Context {
     pub(super) async fn call(&self, method: &str, params: Value) -> Result<Value, QmpError> {
         self.answers.check(method).map_err(QmpError::generic)?;
         let is_cancelled = || self.stopped.peek().is_some();
-        Ok(call(&self.running, &self.answers, method, params, &is_cancelled).await?)
+        // On the heap: commands make several calls, each of which is as large as the largest method.
+        let call = call(&self.running, &self.answers, method, params, &is_cancelled);
+        Ok(call.boxed_local().await?)
     }
 
     /// The disk that has a node of a format, and how many images are before the node's.

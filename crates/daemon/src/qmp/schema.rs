@@ -150,10 +150,9 @@ command blockdev-mirror job-id?:str device:str target:str speed?:int sync:Mirror
 enum MirrorSyncMode top full
 enum MirrorCopyMode background write-blocking
 command blockdev-backup *Backup
-object Backup job-id?:str device:str sync:BackupSyncMode speed?:int bitmap?:str bitmap-mode?:BitmapSyncMode compress?:bool on-source-error?:OnError on-target-error?:OnError on-cbw-error?:OnCbwError cbw-timeout?:int auto-finalize?:bool auto-dismiss?:bool filter-node-name?:str discard-source?:bool target:str
+object Backup job-id?:str device:str sync:BackupSyncMode speed?:int bitmap?:str bitmap-mode?:BitmapSyncMode compress?:bool on-source-error?:OnError on-target-error?:OnError auto-finalize?:bool auto-dismiss?:bool filter-node-name?:str discard-source?:bool target:str
 enum BackupSyncMode top full none incremental bitmap
 enum BitmapSyncMode on-success never
-enum OnCbwError break-guest-write break-snapshot
 command job-cancel id:str
 command job-complete id:str
 command job-dismiss id:str
