@@ -106,7 +106,7 @@ fn action(kind: &str, data: Value) -> Value {
     json!({ "type": kind, "data": data })
 }
 
-/// The first byte of each MiB quarter of an image, as QEMU reads it.
+/// Bytes at some offsets of an image, as QEMU reads it.
 fn check_bytes(image: &Path, bytes: &[(u64, u8)]) {
     let steps = bytes.iter().map(|(offset, byte)| format!("read -P {byte} {offset} 512"));
     let steps: Vec<_> = steps.collect();
@@ -114,7 +114,8 @@ fn check_bytes(image: &Path, bytes: &[(u64, u8)]) {
     words.extend(steps.iter().flat_map(|step| ["-c", step.as_str()]));
     let mut command = blockhouse_tests::tool("qemu-io");
     let output = command.args(["-f", "qcow2"]).args(words).arg(image).output().expect("it runs");
-    let said = String::from_utf8_lossy(&output.stdout);
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
     assert!(output.status.success() && !said.contains("failed"), "{}: {said}", image.display());
 }
 
@@ -231,7 +232,6 @@ fn bitmaps_of_several_disks_change_together_or_not_at_all() {
     ["a", "b"].iter().for_each(|name| {
         rig.qmp.get("block-export-del", json!({ "id": name, "mode": "hard" }));
         rig.qmp.get("blockdev-del", json!({ "node-name": name }));
-        rig.qmp.get("blockdev-del", json!({ "node-name": format!("{name}f") }));
         qemu_img(&["check", "-q", "-f", "qcow2", str(&rig.path(name))]).success();
     });
     let info = json_of(&qemu_img(&["info", "--output=json", str(&rig.path("a"))]).success());
@@ -279,7 +279,6 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
     assert_eq!(rig.bitmaps("b"), [("since".to_owned(), 0)]);
     for name in ["full-a", "full-b"] {
         rig.qmp.get("blockdev-del", json!({ "node-name": name }));
-        rig.qmp.get("blockdev-del", json!({ "node-name": format!("{name}f") }));
         check_bytes(&rig.path(name), &[(0, 7), (65_536, 0), (MIB / 2, 0)]);
     }
     // An increment over it, which leaves the bitmap with what follows.
@@ -291,7 +290,6 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
     rig.qmp.events_until("inc", "null");
     assert_eq!(rig.bitmaps("a"), [("since".to_owned(), 0)]);
     rig.qmp.get("blockdev-del", json!({ "node-name": "inc" }));
-    rig.qmp.get("blockdev-del", json!({ "node-name": "incf" }));
     check_bytes(&increment, &[(0, 1), (512, 7), (MIB / 2, 1)]);
     let map = json_of(&qemu_img(&["map", "--output=json", str(&increment)]).success());
     let own = map.as_array().expect("a list").iter().filter(|extent| extent["depth"] == 0);
@@ -388,7 +386,6 @@ fn a_mirror_is_a_copy_or_the_image_in_which_its_disk_goes_on() {
     }
     // The copy is a disk of its own, and the disk goes on in the other one.
     rig.qmp.get("blockdev-del", json!({ "node-name": "copy" }));
-    rig.qmp.get("blockdev-del", json!({ "node-name": "copyf" }));
     check_bytes(&rig.path("copy"), &[(0, 7)]);
     assert_eq!(rig.qmp.get("query-block-exports", json!({}))[1]["node-name"], "next");
     assert_eq!(client.read(0, 512), Ok(vec![2; 512]));
@@ -400,12 +397,12 @@ fn a_mirror_is_a_copy_or_the_image_in_which_its_disk_goes_on() {
     rig.qmp.get("blockdev-add", node);
     drop(client);
     rig.qmp.get("block-export-del", json!({ "id": "a", "mode": "hard" }));
-    for name in ["next", "nextf", "a", "a2f"] {
+    for name in ["next", "a"] {
         rig.qmp.get("blockdev-del", json!({ "node-name": name }));
     }
     check_bytes(&rig.path("next"), &[(0, 2), (512, 7)]);
     let nodes = rig.nodes();
-    assert_eq!(nodes, ["first", "first-file", "af"]);
+    assert_eq!(nodes, ["first", "first-file"]);
 }
 
 #[test]

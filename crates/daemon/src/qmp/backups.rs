@@ -173,6 +173,8 @@ pub(super) fn pulls(context: &Context) -> Vec<Value> {
             "status": if pull.has_ended { "cancelled" } else { "running" },
             "total": size,
             "remaining": size,
+            // It waits for changes.
+            "idle": true,
         })
     };
     context.state.borrow().pulls.iter().map(told).collect()

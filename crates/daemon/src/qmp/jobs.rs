@@ -128,7 +128,7 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
             "len": job.number("total"),
             "offset": job.offset(),
             "speed": job.number("speed"),
-            "busy": job.is("running"),
+            "busy": job.is("running") && job.0["idle"] != true,
             "paused": job.is("paused"),
             "ready": job.is("ready"),
             "io-status": "ok",
@@ -169,7 +169,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
     let is_node = |depth: usize, node: &str| nodes.get(depth).is_some_and(|own| own.name == node);
     let is_top = top_node.is_none_or(|node| node == device || is_node(0, &node))
         && top.is_none_or(|top| disk.path().as_os_str() == top.as_str());
-    let behind = disk.disk.layer_at(1);
+    let behind = disk.layer_at(1);
     let is_base = match (&base, &base_node) {
         (Some(_), Some(_)) => {
             return Err(QmpError::generic("'base' and 'base-node' are mutually exclusive"));
@@ -177,7 +177,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
         (Some(base), None) => behind.as_ref().is_none_or(|behind| behind.name == base),
         (None, Some(node)) => is_node(1, node),
         // QEMU commits to the end of the chain.
-        (None, None) => disk.disk.layer_at(2).is_none(),
+        (None, None) => disk.layer_at(2).is_none(),
     };
     if !(is_top && is_base) {
         let why = "a commit goes from the image of the disk into its backing file here: 'base' or 'base-node' names that";
@@ -221,7 +221,7 @@ pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Retur
 /// Refuses to copy less than all of a disk.
 pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(), QmpError> {
     let disk = context.running.find(disk);
-    let stands_alone = disk.is_some_and(|disk| disk.disk.layer_at(1).is_none());
+    let stands_alone = disk.is_some_and(|disk| disk.layer_at(1).is_none());
     match sync {
         "full" => Ok(()),
         "top" if stands_alone => Ok(()),

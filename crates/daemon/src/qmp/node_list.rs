@@ -63,7 +63,7 @@ async fn add_nodes(
     let below = state.file_of(top);
     nodes.push(protocol_node(disk, running, if is_file { top } else { &below }));
     for (depth, node) in names.iter().enumerate().skip(1) {
-        if let Some(layer) = running.disk.layer_at(depth) {
+        if let Some(layer) = running.layer_at(depth) {
             let below = state.file_of(&node.name);
             nodes.extend(layer_nodes((disk, running), depth, &layer, [&node.name, &below]));
         }
@@ -148,9 +148,9 @@ async fn format_node(
         node["dirty-bitmaps"] = bitmaps.iter().map(bitmap).collect();
     }
     // QEMU counts images behind this one only where it tells of them.
-    let depth = (1..).take_while(|depth| running.disk.layer_at(*depth).is_some()).count();
+    let depth = (1..).take_while(|depth| running.layer_at(*depth).is_some()).count();
     node["backing_file_depth"] = if is_flat { 0 } else { depth }.into();
-    if let Some(behind) = running.disk.layer_at(1) {
+    if let Some(behind) = running.layer_at(1) {
         node["backing_file"] = absolute(behind.name);
         if !is_flat {
             image["backing-image"] = backing_image(running, 1);
@@ -191,7 +191,7 @@ fn image(disk: &Value, running: &RunningDisk) -> Value {
         if let Some(format) = &backing.format {
             image["backing-filename-format"] = format.as_str().into();
         }
-        if let Some(behind) = running.disk.layer_at(1) {
+        if let Some(behind) = running.layer_at(1) {
             image["full-backing-filename"] = absolute(behind.name);
         }
     }
@@ -228,11 +228,11 @@ fn add_space(image: &mut Value, running: &RunningDisk) {
 
 /// The image at a depth of the chain, with those behind it.
 fn backing_image(running: &RunningDisk, depth: usize) -> Value {
-    let Some(layer) = running.disk.layer_at(depth) else { return Value::Null };
+    let Some(layer) = running.layer_at(depth) else { return Value::Null };
     let (path, features) = (Path::new(layer.name), layer.features.as_ref());
     let mut image = image_of(path, layer.format_name, layer.size, features);
     image["filename"] = absolute(layer.name);
-    if running.disk.layer_at(depth + 1).is_some() {
+    if running.layer_at(depth + 1).is_some() {
         image["backing-image"] = backing_image(running, depth + 1);
     }
     image

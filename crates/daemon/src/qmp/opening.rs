@@ -426,7 +426,7 @@ fn check_file(path: &str) -> Result<(), QmpError> {
 pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
     let nodes = context.state.borrow().nodes_of(disk);
     let path_of = |depth: usize| {
-        let disk = &context.running.find(disk)?.disk;
+        let disk = context.running.find(disk)?;
         disk.layer_at(depth).map(|layer| (layer.name.to_owned(), layer.format_name))
     };
     let behind = (depth + 1..nodes.len()).find(|&depth| nodes[depth].is_owned);

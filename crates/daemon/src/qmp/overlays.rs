@@ -94,7 +94,7 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
     if is_used || context.state.borrow().filter_on(&own).is_some() {
         return Err(QmpError::generic("The overlay is already in use"));
     }
-    if own_disk.disk.layer_at(1).is_some() {
+    if own_disk.layer_at(1).is_some() {
         return Err(QmpError::generic("The overlay already has a backing image"));
     }
     if own_disk.disk.image_format_name() != "qcow2" {

@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::WriteCache;
-use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, StateUse};
+use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, LayerInfo, StateUse};
 use blockhouse_engine::{EngineReport, Handle, HostFile, IoPoll};
 use blockhouse_nbd::{ExportBitmap, Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -140,6 +140,11 @@ impl RunningDisk {
     /// How it would be opened to be as it is now, but for its limits.
     pub(crate) fn setup_now(&self) -> DiskSetup {
         DiskSetup { threshold: self.threshold(), ..self.setup.clone() }
+    }
+
+    /// The image at a depth of the chain, but none in the place of a backing file that is left out: that has no name.
+    pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
+        self.disk.layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
     }
 
     /// Whether NBD clients may ask for the bitmap of this name.
