@@ -189,8 +189,7 @@ impl<S: Storage> Mirror<S> {
         clock: Rc<dyn JobClock>,
     ) -> Result<Self> {
         if source.size() != target.size() {
-            let what =
-                format!("has {} bytes, and the disk has {}", target.size(), source.size());
+            let what = format!("has {} bytes, and the disk has {}", target.size(), source.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
         }
         let options = MirrorOptions { mode: CopyMode::Background, ..MirrorOptions::default() };

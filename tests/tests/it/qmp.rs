@@ -579,10 +579,9 @@ fn copies_have_the_statuses_and_events_of_qemu() {
     };
     told(&mut both, "b", "null");
     // A mirror that ends as a copy, and one that ends in the other node.
-    for (name, end, arguments) in [
-        ("m", "block-job-cancel", "'device':'m'"),
-        ("n", "job-complete", "'id':'n'"),
-    ] {
+    for (name, end, arguments) in
+        [("m", "block-job-cancel", "'device':'m'"), ("n", "job-complete", "'id':'n'")]
+    {
         both.ask_same(&format!("{{'execute':'blockdev-mirror','arguments':{{'job-id':'{name}','device':'e','target':'t','sync':'full'}}}}"));
         told(&mut both, name, "BLOCK_JOB_READY");
         for command in ["query-jobs", "query-block-jobs"] {

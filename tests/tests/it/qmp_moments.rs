@@ -171,6 +171,7 @@ fn overlays_of_several_disks_are_put_on_at_one_moment_or_none_is() {
     for export in ["a", "b"] {
         rig.qmp.get("block-export-del", json!({ "id": export, "mode": "hard" }));
     }
+    rig.qmp.get("blockdev-del", json!({ "node-name": "a" }));
     check_bytes(&rig.path("a"), &[(0, 2), (4096, 3), (MIB / 2, 1)]);
     rig.qmp.get("blockdev-del", json!({ "node-name": "b1" }));
     assert!(rig.nodes().iter().any(|node| node == "b"));
@@ -247,13 +248,17 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
         rig.add(name);
     }
     let backup = |device: &str, target: &str, more: Value| {
-        let mut data = json!({ "job-id": target, "device": device, "target": target, "sync": "full" });
+        let mut data =
+            json!({ "job-id": target, "device": device, "target": target, "sync": "full" });
         let more = more.as_object().cloned().unwrap_or_default();
         data.as_object_mut().expect("an object").extend(more);
         data
     };
     let add = |node: &str| {
-        action("block-dirty-bitmap-add", json!({ "node": node, "name": "since", "persistent": true }))
+        action(
+            "block-dirty-bitmap-add",
+            json!({ "node": node, "name": "since", "persistent": true }),
+        )
     };
     let slow = json!({ "speed": 1, "auto-dismiss": false });
     rig.transact(&[
@@ -298,7 +303,8 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
     // One that is cancelled leaves the bitmap with what it said.
     assert_eq!(rig.connect("a").write(65_536, &[3; 512], 0), 0);
     rig.add("inc");
-    let asked = json!({ "sync": "bitmap", "bitmap": "since", "bitmap-mode": "on-success", "speed": 1 });
+    let asked =
+        json!({ "sync": "bitmap", "bitmap": "since", "bitmap-mode": "on-success", "speed": 1 });
     rig.qmp.get("blockdev-backup", backup("a", "inc", asked));
     rig.qmp.get("job-cancel", json!({ "id": "inc" }));
     rig.qmp.events_until("inc", "null");
@@ -325,7 +331,8 @@ fn clients_read_disks_as_they_were_with_what_has_changed() {
         let data = json!({ "node": "a", "name": name, "persistent": true, "disabled": disabled });
         action("block-dirty-bitmap-add", data)
     };
-    let merge = json!({ "node": "a", "target": "copied", "bitmaps": [{ "node": "a", "name": "check1" }] });
+    let merge =
+        json!({ "node": "a", "target": "copied", "bitmaps": [{ "node": "a", "name": "check1" }] });
     let backup = json!({ "job-id": "pull", "device": "a", "target": "scratch", "sync": "none", "auto-dismiss": false });
     rig.transact(&[
         bitmap("check2", false),
@@ -345,7 +352,8 @@ fn clients_read_disks_as_they_were_with_what_has_changed() {
     );
     let map = qemu_img(&["map", "--output=json", "--image-opts", &image]).success();
     let map = json_of(&map);
-    let dirty: Vec<_> = map.as_array().expect("a list").iter().filter(|one| one["data"] == false).collect();
+    let dirty: Vec<_> =
+        map.as_array().expect("a list").iter().filter(|one| one["data"] == false).collect();
     assert!(dirty.len() == 1 && dirty[0]["start"] == MIB / 2, "{map}");
     let jobs = rig.qmp.get("query-block-jobs", json!({}));
     assert_eq!((&jobs[0]["device"], &jobs[0]["type"]), (&json!("pull"), &json!("backup")));
@@ -418,7 +426,9 @@ fn a_node_stands_on_another_one() {
     rig.export("top", true);
     assert_eq!(rig.connect("top").read(0, 512), Ok(vec![7; 512]));
     let nodes = rig.nodes();
-    assert!(["top", "topf", "base", "basef"].iter().all(|name| nodes.iter().any(|node| node == name)));
+    assert!(
+        ["top", "topf", "base", "basef"].iter().all(|name| nodes.iter().any(|node| node == name))
+    );
     let export = json!({ "type": "nbd", "id": "x", "node-name": "base" });
     assert!(rig.qmp.refused("block-export-add", export).contains("use 'top'"));
     rig.qmp.get("block-export-del", json!({ "id": "top" }));
@@ -474,7 +484,8 @@ fn images_are_made_and_nodes_reopened_as_tools_do_it() {
         rig.qmp.get("blockdev-reopen", json!({ "options": [options] }));
         assert_eq!(rig.connect("a").write(0, &[1; 512], 0), outcome);
     }
-    let options = json!({ "driver": "qcow2", "node-name": "made", "file": "madef", "discard": "unmap" });
+    let options =
+        json!({ "driver": "qcow2", "node-name": "made", "file": "madef", "discard": "unmap" });
     let why = rig.qmp.refused("blockdev-reopen", json!({ "options": [options] }));
     assert!(why.contains("'discard'"), "{why}");
 }

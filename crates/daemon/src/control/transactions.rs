@@ -33,11 +33,15 @@ fn backup(given: BackupPartParams) -> Result<BackupPart, Failure> {
     let speed = speed.and_then(NonZeroU64::new);
     let kind = match target_disk {
         Some(_) if scratch.is_some() => {
-            return Err(invalid("a job has its scratch file beside the image: leave scratch out".into()));
+            return Err(invalid(
+                "a job has its scratch file beside the image: leave scratch out".into(),
+            ));
         }
         Some(target) => BackupKind::Copied { target, bitmap, is_synced: sync_bitmap },
         None if bitmap.is_some() || speed.is_some() => {
-            return Err(invalid("only a job has a bitmap and a speed: name its target-disk".into()));
+            return Err(invalid(
+                "only a job has a bitmap and a speed: name its target-disk".into(),
+            ));
         }
         None => {
             scratch.iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
@@ -50,7 +54,8 @@ fn backup(given: BackupPartParams) -> Result<BackupPart, Failure> {
 
 /// The disk, and what is changed of it.
 fn change(given: BitmapChangeParams) -> (String, BitmapChange) {
-    let changed = |BitmapParams { disk, name }, action| (disk, BitmapChange::Change { name, action });
+    let changed =
+        |BitmapParams { disk, name }, action| (disk, BitmapChange::Change { name, action });
     match given {
         BitmapChangeParams::Add(BitmapAddParams { disk, name, granularity, disabled }) => {
             (disk, BitmapChange::Add(NewBitmap { name, granularity, is_enabled: !disabled }))

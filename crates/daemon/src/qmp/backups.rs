@@ -120,7 +120,9 @@ async fn check_bitmap(
     let mode = match (mode, sync) {
         (Some(mode), _) => mode,
         (None, "incremental") => "on-success",
-        (None, _) => return refuse("Bitmap sync mode must be given when providing a bitmap".to_owned()),
+        (None, _) => {
+            return refuse("Bitmap sync mode must be given when providing a bitmap".to_owned());
+        }
     };
     match (is_of_bitmap, mode) {
         (true, "on-success") => Ok(true),

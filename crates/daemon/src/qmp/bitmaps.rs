@@ -107,7 +107,11 @@ impl Changes {
         Ok(())
     }
 
-    async fn take_merge(&mut self, context: &Context, mut given: Arguments) -> Result<(), QmpError> {
+    async fn take_merge(
+        &mut self,
+        context: &Context,
+        mut given: Arguments,
+    ) -> Result<(), QmpError> {
         let (node, target) = (given.text("node")?, given.text("target")?);
         let sources = given.list("bitmaps")?;
         given.end()?;

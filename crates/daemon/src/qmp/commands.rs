@@ -12,8 +12,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays, query, reopening, schema,
-    snapshots, transaction,
+    backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays,
+    query, reopening, schema, snapshots, transaction,
 };
 use crate::control_socket::Answers;
 
@@ -167,8 +167,7 @@ mod tests {
             told.contains(&"query-named-block-nodes") && find(&Answers::Reading, "quit").is_none()
         );
         assert!(
-            find(&Answers::All, "quit").is_some()
-                && find(&Answers::All, "drive-mirror").is_none()
+            find(&Answers::All, "quit").is_some() && find(&Answers::All, "drive-mirror").is_none()
         );
     }
 

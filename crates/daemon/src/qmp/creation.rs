@@ -77,7 +77,9 @@ async fn make(context: &Context, New { mut params, node }: New) -> Result<(), Qm
     let disk = context.disk(&node)?;
     let file = context.state.borrow().files.get(&node).cloned();
     let Some(file) = file.filter(|file| file.user.is_none()) else {
-        return Err(QmpError::generic(format!("Node '{node}' is no file without another node on it")));
+        return Err(QmpError::generic(format!(
+            "Node '{node}' is no file without another node on it"
+        )));
     };
     params["path"] = file.path.as_str().into();
     params["overwrite"] = true.into();
@@ -121,14 +123,17 @@ fn new_qcow2(mut given: Arguments) -> Result<New, QmpError> {
     given.only("encrypt", &[], "use 'blockhouse create'")?;
     given.only("preallocation", &[json!("off")], "a new image has no data")?;
     let backing = given.some_text("backing-file")?;
-    let format = given.word("backing-fmt", &["qcow2", "raw", "luks", "vdi", "vhdx", "vmdk", "vpc"])?;
+    let format =
+        given.word("backing-fmt", &["qcow2", "raw", "luks", "vdi", "vhdx", "vmdk", "vpc"])?;
     match (backing, format) {
         (Some(backing), Some(format)) => {
             params.insert("backing".into(), backing.into());
             params.insert("backing-format".into(), format.into());
         }
         (Some(_), None) => {
-            return Err(QmpError::generic("Parameter 'backing-fmt' is missing: it is never guessed"));
+            return Err(QmpError::generic(
+                "Parameter 'backing-fmt' is missing: it is never guessed",
+            ));
         }
         (None, Some(_)) => {
             return Err(QmpError::generic("Backing format cannot be used without backing file"));

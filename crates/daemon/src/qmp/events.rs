@@ -69,10 +69,8 @@ fn take(context: &Context, event: Event) {
 fn follow_disk(context: &Context, job: &str, disk: &str) {
     let Ok(job) = context.running.jobs().find(job) else { return };
     let end = job.control.stage();
-    let is_switched = matches!(
-        end,
-        JobStage::Ended(JobEnd::Completed { completion: Completion::Switch, .. })
-    );
+    let is_switched =
+        matches!(end, JobStage::Ended(JobEnd::Completed { completion: Completion::Switch, .. }));
     let mut state = context.state.borrow_mut();
     match (job.kind, &job.target_disk) {
         ("mirror", Some(target)) if is_switched => state.move_to(disk, target),

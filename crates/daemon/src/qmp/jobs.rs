@@ -7,10 +7,10 @@ use blockhouse_engine::{sleep, spawn_detached};
 use serde_json::{Value, json};
 
 use super::arguments::{Arguments, is_well_formed};
-use super::context::Context;
-use super::errors::{QmpError, Returned};
 use super::backups;
+use super::context::Context;
 use super::creation;
+use super::errors::{QmpError, Returned};
 use super::events::forget;
 use super::state::JobTraits;
 

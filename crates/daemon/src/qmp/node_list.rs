@@ -81,7 +81,15 @@ fn layer_nodes(
     let path = absolute(layer.name);
     let found = Path::new(layer.name).metadata().ok();
     let drivers = [layer.format_name, "file"];
-    let images = [backing_image(running, depth), image_of(Path::new(layer.name), "file", found.as_ref().map_or(0, |found| found.len().next_multiple_of(512)), None)];
+    let images = [
+        backing_image(running, depth),
+        image_of(
+            Path::new(layer.name),
+            "file",
+            found.as_ref().map_or(0, |found| found.len().next_multiple_of(512)),
+            None,
+        ),
+    ];
     let mut drivers = drivers.into_iter().zip(images).zip(names);
     std::array::from_fn(|_| {
         let ((driver, mut image), name) = drivers.next().expect("two of each");

@@ -321,8 +321,7 @@ impl Running {
         let frozen = self.adopt_frozen(&name, &source, &view).await?;
         let disk = BackupDisk { source: source.disk, frozen, since: None, view, scratch_limit };
         let begun = Event::BackupBegan { backup: name.clone() };
-        let backup =
-            RunningBackup { name, bitmap: None, since: None, pause, disks: vec![disk] };
+        let backup = RunningBackup { name, bitmap: None, since: None, pause, disks: vec![disk] };
         self.backups.0.lock().backups.push(Arc::new(backup));
         self.events.tell(begun);
         Ok(())

@@ -58,8 +58,8 @@ pub use sidecar::Sidecar;
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
-    Amendments, BitmapAction, BitmapChange, NewBitmap, NewSnapshot, Preparation, PreparedChange, SnapshotPlan,
-    VmStateCluster, VmStateTables,
+    Amendments, BitmapAction, BitmapChange, NewBitmap, NewSnapshot, Preparation, PreparedChange,
+    SnapshotPlan, VmStateCluster, VmStateTables,
 };
 pub use writeback::{DataWriteGuard, ReadGuard};
 
