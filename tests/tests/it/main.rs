@@ -40,6 +40,7 @@ mod hostile_backups;
 mod hostile_bitmaps;
 mod hostile_handshakes;
 mod hostile_parties;
+mod hostile_qmp;
 mod hostile_requests;
 mod image_commands;
 mod image_tools;

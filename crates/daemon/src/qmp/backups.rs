@@ -12,7 +12,7 @@ use super::bitmaps::Changes;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::events::forget;
-use super::jobs::{JobArguments, check_whole, start_all};
+use super::starting::{JobArguments, check_whole, start_all};
 use super::state::Pull;
 
 /// A backup that is asked for.
@@ -162,24 +162,6 @@ fn pull(
     }
     let frozen = format!("{disk}@{}", job.name);
     Ok(Pull { disk, target, frozen, has_ended: false })
-}
-
-/// The backups that clients read, as `job.list` tells of jobs.
-pub(super) fn pulls(context: &Context) -> Vec<Value> {
-    let told = |(name, pull): (&String, &Pull)| {
-        let size = context.running.find(&pull.disk).map_or(0, |disk| disk.disk.size());
-        json!({
-            "job": name,
-            "kind": "backup",
-            "disk": pull.disk,
-            "status": if pull.has_ended { "cancelled" } else { "running" },
-            "total": size,
-            "remaining": size,
-            // It waits for changes.
-            "idle": true,
-        })
-    };
-    context.state.borrow().pulls.iter().map(told).collect()
 }
 
 /// Ends a backup that clients read. Whether it is one.

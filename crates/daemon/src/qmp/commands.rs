@@ -13,7 +13,7 @@ use super::context::Context;
 use super::errors::Returned;
 use super::{
     backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays,
-    query, reopening, schema, snapshots, transaction,
+    query, reopening, schema, snapshots, starting, transaction,
 };
 use crate::control_socket::Answers;
 
@@ -93,9 +93,9 @@ const COMMANDS: &[Command] = &[
     command!("block-dirty-bitmap-merge", ["bitmap.list", "bitmap.merge", "disk.transaction"], bitmaps::merge),
     command!("query-jobs", ["job.list"], jobs::query),
     command!("query-block-jobs", ["job.list"], jobs::query_block_jobs),
-    command!("block-stream", ["job.list", "job.start"], jobs::stream),
-    command!("block-commit", ["job.list", "job.start"], jobs::commit),
-    command!("blockdev-mirror", ["job.list", "job.start"], jobs::mirror),
+    command!("block-stream", ["job.list", "job.start"], starting::stream),
+    command!("block-commit", ["job.list", "job.start"], starting::commit),
+    command!("blockdev-mirror", ["job.list", "job.start"], starting::mirror),
     command!("blockdev-backup", ["job.list", "bitmap.list", "disk.transaction", "backup.end"], backups::start),
     command!("job-cancel", ["job.list", "job.cancel"], jobs::cancel),
     command!("job-complete", ["job.list", "job.complete"], jobs::complete),

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
+use super::job_list::find;
 use super::opening::{check_file_name, close_disk, reopen};
 
 /// The drivers of QEMU that make images, and those of them that are possible here.
@@ -44,10 +45,7 @@ pub(super) async fn create(context: &Rc<Context>, mut given: Arguments) -> Retur
     if !is_well_formed(&job) {
         return Err(QmpError::generic(format!("Invalid job ID '{job}'")));
     }
-    let jobs = context.call("job.list", json!({})).await?;
-    let is_taken = jobs.as_array().into_iter().flatten().any(|other| other["job"] == *job)
-        || context.state.borrow().has_job(&job);
-    if is_taken {
+    if find(context, &job).await?.is_some() {
         return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
     }
     context.state.borrow_mut().creations.insert(job.clone(), None);
@@ -153,19 +151,4 @@ fn new_qcow2(mut given: Arguments) -> Result<New, QmpError> {
     }
     given.end()?;
     Ok(New { params: params.into(), node })
-}
-
-/// The images that are made or were, as `job.list` tells of jobs.
-pub(super) fn listed(context: &Context) -> Vec<Value> {
-    let told = |(name, end): (&String, &Option<Option<String>>)| {
-        let status = match end {
-            None => "running",
-            Some(None) => "completed",
-            Some(Some(_)) => "failed",
-        };
-        let remaining = u64::from(end.is_none());
-        let error = end.clone().flatten();
-        json!({ "job": name, "kind": "create", "status": status, "total": 1, "remaining": remaining, "error": error })
-    };
-    context.state.borrow().creations.iter().map(told).collect()
 }

@@ -7,7 +7,7 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs` (with `starting` and `job_list`), `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
@@ -22,6 +22,7 @@ mod errors;
 mod events;
 mod exports;
 mod filters;
+mod job_list;
 mod jobs;
 mod node_list;
 mod nodes;
@@ -35,6 +36,7 @@ mod schema;
 mod server;
 mod session;
 mod snapshots;
+mod starting;
 mod state;
 mod tokens;
 mod transaction;

@@ -215,11 +215,6 @@ impl State {
         is_left
     }
 
-    /// Whether something that is no job of the server has this name as one.
-    pub(super) fn has_job(&self, name: &str) -> bool {
-        self.pulls.contains_key(name) || self.creations.contains_key(name)
-    }
-
     /// A backup that is served in the place of a disk.
     pub(super) fn pull_to(&self, target: &str) -> Option<&Pull> {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
