@@ -267,7 +267,7 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
         "unix" => {
             let path = data.text("path")?;
             data.end()?;
-            Address::Unix(PathBuf::from(path))
+            Address::Unix(absolute(&path)?)
         }
         _ => {
             let why = format!("Addresses of the type '{kind}' are not possible here");
@@ -277,13 +277,20 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
     Ok(address)
 }
 
+/// The whole path of a socket: it is known by that.
+fn absolute(path: &str) -> Result<PathBuf, QmpError> {
+    let failed = |error| QmpError::generic(format!("Failed to bind socket to {path}: {error}"));
+    std::path::absolute(path).map_err(failed)
+}
+
 /// The path of the Unix socket that a `SocketAddress` is.
 fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> {
     match given.needed_word("type", &["inet", "unix", "vsock", "fd"])? {
         "unix" => {
             let path = given.text("path")?;
             given.end()?;
-            Ok(path)
+            let path = absolute(&path)?;
+            path.into_os_string().into_string().map_err(|_| QmpError::generic("it is not UTF-8"))
         }
         kind => Err(QmpError::generic(format!(
             "Addresses of the type '{kind}' are not possible for {export} here: use 'unix'"
