@@ -1,5 +1,6 @@
 //! `serve --qmp`: the same session as with QEMU's own qemu-storage-daemon, answer by answer.
 
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -42,9 +43,13 @@ impl Peer {
         let mut peer: Command = tool("qemu-storage-daemon");
         peer.args(["--chardev", &chardev, "--monitor", "chardev=c"]).stdin(Stdio::null());
         let peer = Self(peer.spawn().expect("it is installed"));
-        wait_until("it listens", || socket.exists());
-        let qmp = Qmp::connect(socket);
-        (peer, qmp)
+        // Its file is there a moment before it listens.
+        let mut stream = None;
+        wait_until("it listens", || {
+            stream = UnixStream::connect(socket).ok();
+            stream.is_some()
+        });
+        (peer, Qmp::over(stream.expect("it listens")))
     }
 }
 
