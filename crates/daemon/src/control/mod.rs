@@ -6,7 +6,8 @@
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
-//!   of backups; `fork_methods` and `forks`: that of forks
+//!   of backups; `fork_methods` and `forks`: that of forks; `transaction_methods` and
+//!   `transactions`: that of transactions; `image_methods` and `images`: that of new images
 //! - `snapshots`: those of snapshots
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
@@ -20,6 +21,8 @@ mod dispatch;
 mod fork_methods;
 mod forks;
 mod gate;
+mod image_methods;
+mod images;
 mod job_methods;
 mod jobs;
 mod line_stream;
@@ -30,6 +33,8 @@ mod pause_log;
 mod rpc;
 mod server;
 mod snapshots;
+mod transaction_methods;
+mod transactions;
 
 pub use client::{Connection, RpcError};
 pub(crate) use dispatch::call;
