@@ -8,6 +8,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
     Scratch, Serve, blockhouse, eventually,
     image_tool::{command, str},
@@ -100,6 +101,12 @@ fn a_control_socket_says_why_it_cannot_be_reached_and_which_disks_there_are() {
     assert_eq!(clients(), 0);
     let frontend = std::os::unix::net::UnixStream::connect(&guest).unwrap();
     assert!(eventually(LONG, || clients() == 1));
+    let client = Client::open(&server.address());
+    let exports = command(&["ctl", str(&socket), "exports"]).success().stdout;
+    let own = format!("process {}", std::process::id());
+    let rows: Vec<_> = exports.lines().filter(|row| row.ends_with(&own)).collect();
+    assert_eq!(rows.len(), 2, "a client of each kind is named: {exports}");
+    client.disconnect();
     drop(frontend);
     assert!(eventually(LONG, || clients() == 0));
     if need::root().is_ok() && need::tools(&["setpriv"]).is_ok() {
