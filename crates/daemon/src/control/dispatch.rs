@@ -216,7 +216,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
                 ExportAddress::Ublk(_) => "ublk",
             },
             clients: peers.as_ref().map(Vec::len),
-            peers: peers.unwrap_or_default(),
+            peers,
             read_only: (export.access == Access::ReadOnly).then_some(true),
             export: export.address.to_string(),
             disk: export.disk,
