@@ -36,6 +36,20 @@ fn a_wrong_command_line_of_check_is_no_corrupt_image() {
 }
 
 #[test]
+fn the_version_names_the_commit_where_the_sources_are_in_git() {
+    let said = command(&["--version"]).success().stdout;
+    let (version, rest) = said.trim().split_once(" (").unwrap_or((said.trim(), ""));
+    assert!(version.starts_with("blockhouse ") && version.contains('.'), "{said}");
+    // Of a package's sources there is no commit.
+    if let Some((commit, date)) = rest.split_once(", ") {
+        assert!(commit.bytes().all(|digit| digit.is_ascii_hexdigit()), "{said}");
+        assert!(date.ends_with(')') && date.split('-').count() == 3, "{said}");
+    } else {
+        assert_eq!(rest, "", "{said}");
+    }
+}
+
+#[test]
 fn a_message_says_what_to_do() {
     let scratch = Scratch::new();
     let at = |name: &str| scratch.path(name);
