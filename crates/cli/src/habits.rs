@@ -140,7 +140,7 @@ mod tests {
             ),
             ("blockhouse convert -m many a b", "write a whole number"),
             ("blockhouse snapshot take disk.qcow2", "no command 'take' of snapshot"),
-            ("blockhouse ctl control lsit", "'blockhouse ctl --help'"),
+            ("blockhouse ctl control xyzzy", "'blockhouse ctl --help'"),
             ("blockhouse ctl control job m finish", "no command 'finish' of ctl job"),
             ("blockhouse ctl control disks all", "unexpected argument 'all'"),
             ("blockhouse info ctl all", "unexpected argument 'all'"),
