@@ -31,6 +31,57 @@ const OPTIONS: &[Habit] = &[
 
 /// Adds the right spelling to an error of usage.
 pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
+    match plain_reason(&error, arguments) {
+        Some((kind, why)) => {
+            clap::Error::raw(kind, format!("{why}\n\nFor more information, try '--help'.\n"))
+        }
+        None => explain_habit(error, arguments),
+    }
+}
+
+/// What to say in place of a parser's words: of digits, and of a word that is no command.
+fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind, String)> {
+    let context = |kind| error.get(kind).map(ToString::to_string);
+    match error.kind() {
+        ErrorKind::ValueValidation => {
+            let source = std::error::Error::source(error)?;
+            source.downcast_ref::<std::num::ParseIntError>()?;
+            let (value, option) =
+                (context(ContextKind::InvalidValue)?, context(ContextKind::InvalidArg)?);
+            let why =
+                format!("invalid value '{value}' for '{option}': write a whole number, like 4");
+            Some((ErrorKind::ValueValidation, why))
+        }
+        ErrorKind::ArgumentConflict => {
+            // 'snapshot WORD IMAGE': the word was taken for the image.
+            let image = context(ContextKind::InvalidSubcommand)?;
+            let at = arguments.iter().position(|word| *word == image)?;
+            no_command(arguments, arguments.get(at.checked_sub(1)?)?)
+        }
+        ErrorKind::UnknownArgument => no_command(arguments, &context(ContextKind::InvalidArg)?),
+        _ => None,
+    }
+}
+
+/// Says that a word is no command, where one is expected: the last command that was typed has commands of its own.
+fn no_command(arguments: &[String], word: &str) -> Option<(ErrorKind, String)> {
+    let root = crate::command();
+    let (mut command, mut names) = (&root, Vec::new());
+    for typed in arguments.iter().skip(1).take_while(|typed| *typed != word) {
+        if let Some(found) = command.find_subcommand(typed) {
+            command = found;
+            names.push(found.get_name());
+        }
+    }
+    let is_expected = command.has_subcommands() && !names.is_empty() && !word.starts_with('-');
+    let why = format!(
+        "there is no command '{word}' of {names}; 'blockhouse {names} --help' lists those that there are",
+        names = names.join(" ")
+    );
+    is_expected.then_some((ErrorKind::InvalidSubcommand, why))
+}
+
+fn explain_habit(error: clap::Error, arguments: &[String]) -> clap::Error {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,
@@ -83,6 +134,16 @@ mod tests {
             ("blockhouse serve --tls-creds tls0 disk.img", "--tls-certificates"),
             ("blockhouse connect disk.img", "nbd-client"),
             ("blockhouse start disk.img", "blockhouse serve IMAGE"),
+            (
+                "blockhouse serve disk.img --workers many",
+                "'many' for '--workers <N>': write a whole number",
+            ),
+            ("blockhouse convert -m many a b", "write a whole number"),
+            ("blockhouse snapshot take disk.qcow2", "no command 'take' of snapshot"),
+            ("blockhouse ctl control xyzzy", "'blockhouse ctl --help'"),
+            ("blockhouse ctl control job m finish", "no command 'finish' of ctl job"),
+            ("blockhouse ctl control disks all", "unexpected argument 'all'"),
+            ("blockhouse info ctl all", "unexpected argument 'all'"),
         ] {
             let message = message(line);
             assert!(message.contains(tip), "{line}: {message}");

@@ -44,7 +44,10 @@ impl Secret {
 }
 
 fn read(path: &Path) -> Result<Secret> {
-    let host = |error| Error::host("cannot read the key", error).on(&path.display().to_string());
+    let host = |error| {
+        let error = Error::host("cannot read the key", error).on(&path.display().to_string());
+        error.hint("name a file that has the key and that this user may read")
+    };
     let mut file = File::open(path).map_err(host)?;
     // One more, so that a file that is too long is known.
     let mut bytes = LockedBytes::new(MAX_SECRET + 1).map_err(host)?;

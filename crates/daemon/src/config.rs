@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use blockhouse_disk::RateLimits;
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::Address;
@@ -152,8 +152,13 @@ impl Config {
     /// # Errors
     /// It cannot be read, or something in it is wrong: one line, with its place.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("{}: cannot read the configuration", path.display()))?;
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            let name = path.display();
+            anyhow::anyhow!(
+                "{name}: cannot read the configuration: {error}; name a file that describes disks \
+                 (docs/operations.md)"
+            )
+        })?;
         parse(&text).map_err(|Wrong { at, why }| {
             let (line, column) = place(&text, at);
             anyhow::anyhow!("{}:{line}:{column}: {why}", path.display())

@@ -8,6 +8,7 @@ use blockhouse_disk::{
     OnFull, RemoteBacking, SideFile, is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
+use blockhouse_storage::Location;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
@@ -181,8 +182,11 @@ impl DiskOptions {
         if self.trust_bitmaps && self.bitmaps_in.is_none() {
             return Err("trust-bitmaps needs bitmaps-in".into());
         }
-        let by_file = || self.path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let name = self.name.clone().or_else(by_file).filter(|name| !name.is_empty());
+        let name = self
+            .name
+            .clone()
+            .or_else(|| Location::label(&self.path))
+            .filter(|name| !name.is_empty());
         let name = name.ok_or("the disk has no name, and its path names no file")?;
         let discard = match self.discard {
             DiscardName::Unmap => Discard::Unmap,

@@ -169,7 +169,7 @@ impl Offers {
     pub fn label(&self, image: usize) -> String {
         match self.names.get(image) {
             Some(name) if !name.is_empty() => name.clone(),
-            _ => self.images[image].file_name().unwrap_or_default().to_string_lossy().into(),
+            _ => Location::label(&self.images[image]).unwrap_or_default(),
         }
     }
 }

@@ -5,11 +5,11 @@
 //! process has written it since.
 
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rustix::fs::OFlags;
 
 /// The file while this process serves.
@@ -23,19 +23,24 @@ impl PidFile {
     /// # Errors
     /// That of the kernel, with the path.
     pub(crate) fn write(path: &Path) -> Result<Self> {
-        let failed = || format!("{}: cannot write the pid file", path.display());
+        let name = path.display();
+        let failed = |error: io::Error| {
+            anyhow::anyhow!(
+                "{name}: cannot write the pid file: {error}; name one in a folder where this user may write"
+            )
+        };
         // The folder that it is in may be changed later.
-        let path = std::path::absolute(path).with_context(failed)?;
+        let path = std::path::absolute(path).map_err(failed)?;
         let new = path.with_added_extension(format!("{}.new", std::process::id()));
         let mut options = fs::OpenOptions::new();
         let mut file =
-            options.write(true).create_new(true).mode(0o644).open(&new).with_context(failed)?;
+            options.write(true).create_new(true).mode(0o644).open(&new).map_err(failed)?;
         let written = file.write_all(number().as_bytes()).and_then(|()| fs::rename(&new, &path));
         if written.is_err() {
             // The first failure is the one to tell.
             let _ = fs::remove_file(&new);
         }
-        written.with_context(failed)?;
+        written.map_err(failed)?;
         Ok(Self { path })
     }
 
@@ -56,7 +61,7 @@ impl Drop for PidFile {
 
 /// Whether the file is one with the number of this process. Another program may have put anything in its place: a link, a
 /// pipe, a file without an end.
-fn has_number(path: &Path) -> std::io::Result<bool> {
+fn has_number(path: &Path) -> io::Result<bool> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let mut content = Vec::new();

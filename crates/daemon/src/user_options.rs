@@ -16,19 +16,14 @@ impl FromStr for UserName {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = match text.parse() {
-            Ok(id) => User::from_uid(Uid::from_raw(id)),
-            Err(_) => User::from_name(text),
-        };
+        let found =
+            find_user(text).map_err(|why| format!("cannot look the user {text:?} up: {why}"))?;
         match (found, text.parse()) {
-            (Ok(Some(user)), _) => {
-                Ok(Self { id: user.uid.as_raw(), group: Some(user.gid.as_raw()) })
-            }
-            (Ok(None), Ok(id)) => Ok(Self { id, group: None }),
-            (Ok(None), Err(_)) => {
+            (Some((id, group)), _) => Ok(Self { id, group: Some(group) }),
+            (None, Ok(id)) => Ok(Self { id, group: None }),
+            (None, Err(_)) => {
                 Err(format!("there is no user {text:?} on this host; 'getent passwd' lists them"))
             }
-            (Err(errno), _) => Err(format!("cannot look the user {text:?} up: {}", errno.desc())),
         }
     }
 }
@@ -44,14 +39,52 @@ impl FromStr for GroupName {
         if let Ok(id) = text.parse() {
             return Ok(Self(id));
         }
-        match Group::from_name(text) {
-            Ok(Some(group)) => Ok(Self(group.gid.as_raw())),
-            Ok(None) => {
-                Err(format!("there is no group {text:?} on this host; 'getent group' lists them"))
-            }
-            Err(errno) => Err(format!("cannot look the group {text:?} up: {}", errno.desc())),
-        }
+        let found =
+            find_group(text).map_err(|why| format!("cannot look the group {text:?} up: {why}"))?;
+        found.map(Self).ok_or_else(|| {
+            format!("there is no group {text:?} on this host; 'getent group' lists them")
+        })
     }
+}
+
+/// Whether the C library is linked in. Modules of the host's one (NSS) crash in such a program: those of systemd did. So it reads
+/// the files alone.
+const IS_STATIC: bool = cfg!(target_feature = "crt-static");
+
+/// The ids of a user, by its name or number, and of its group.
+fn find_user(text: &str) -> Result<Option<(u32, u32)>, String> {
+    if IS_STATIC {
+        let file = std::fs::read_to_string("/etc/passwd").map_err(|error| error.to_string())?;
+        return Ok(
+            entry(&file, text).and_then(|(id, rest)| Some((id, rest.first()?.parse().ok()?)))
+        );
+    }
+    let found = match text.parse() {
+        Ok(id) => User::from_uid(Uid::from_raw(id)),
+        Err(_) => User::from_name(text),
+    };
+    let found = found.map_err(|errno| errno.desc().to_owned())?;
+    Ok(found.map(|user| (user.uid.as_raw(), user.gid.as_raw())))
+}
+
+/// The id of a group, by its name.
+fn find_group(name: &str) -> Result<Option<u32>, String> {
+    if IS_STATIC {
+        let file = std::fs::read_to_string("/etc/group").map_err(|error| error.to_string())?;
+        return Ok(entry(&file, name).map(|(id, _)| id));
+    }
+    let found = Group::from_name(name).map_err(|errno| errno.desc().to_owned())?;
+    Ok(found.map(|group| group.gid.as_raw()))
+}
+
+/// The id of a name or number in the text of /etc/passwd or /etc/group, and the fields after it.
+fn entry<'a>(file: &'a str, text: &str) -> Option<(u32, Vec<&'a str>)> {
+    file.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let (name, _, id) = (fields.next()?, fields.next()?, fields.next()?);
+        let is_it = !name.is_empty() && (name == text || id == text);
+        Some((id.parse().ok().filter(|_| is_it)?, fields.collect()))
+    })
 }
 
 impl GroupName {
@@ -88,6 +121,19 @@ pub fn ids(user: Option<UserName>, group: Option<GroupName>) -> Result<Option<Us
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_files_have_what_the_c_library_says() {
+        let passwd = "root:x:0:0:root:/root:/bin/sh\n\nbroken\n:x:7:7::/:\nvm:x:64055:994::/:\n";
+        assert_eq!(entry(passwd, "vm"), Some((64055, vec!["994", "", "/", ""])));
+        assert_eq!(entry(passwd, "64055").map(|(id, _)| id), Some(64055));
+        for missing in ["v", "7", "", "broken", "x", "994"] {
+            assert_eq!(entry(passwd, missing), None, "{missing}");
+        }
+        let of_this_host = std::fs::read_to_string("/etc/passwd").expect("every host has it");
+        assert_eq!(find_user("root"), Ok(Some((0, 0))));
+        assert_eq!(entry(&of_this_host, "root").map(|(id, rest)| (id, rest[0])), Some((0, "0")));
+    }
 
     #[test]
     fn users_and_groups_have_names_or_numbers() {

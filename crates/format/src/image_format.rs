@@ -67,7 +67,10 @@ impl ImageFormat {
 
     /// Why no image of this format is made, where it is not [writable](Self::is_writable).
     pub fn not_made(self) -> String {
-        format!("images of the format {} can be read, but not made", self.as_str())
+        format!(
+            "images of the format {} can be read, but not made; qcow2 and raw can",
+            self.as_str()
+        )
     }
 
     /// The format that a file's name stands for: `.qcow2`, `.luks` or the suffix of a format that is only read, otherwise

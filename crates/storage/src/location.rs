@@ -68,6 +68,13 @@ impl Location {
         }
     }
 
+    /// What a disk is called whose image has no other name: the [base name](Self::base_name), or what follows the last
+    /// slash where the URI of an export names none. `None` where there is neither.
+    pub fn label(name: &Path) -> Option<String> {
+        let name = Self::base_name(name).or_else(|| name.file_name().map(OsStr::to_owned))?;
+        Some(name.to_string_lossy().into_owned())
+    }
+
     /// The path of this host that is read to open the image: its own, or that of the files of TLS.
     pub fn local_path(&self) -> Option<&Path> {
         match self {
@@ -145,6 +152,10 @@ mod tests {
         assert_eq!(name("a/disk.img"), Some("disk.img".into()));
         assert_eq!(name("nbd+unix:///a/base?socket=/tmp/s.sock"), Some("base".into()));
         assert_eq!(name("nbd://localhost"), None);
+        let label = |name| Location::label(Path::new(name));
+        assert_eq!(label("nbd+unix:///disk9?socket=/tmp/s.sock").as_deref(), Some("disk9"));
+        assert_eq!(label("nbd://localhost").as_deref(), Some("localhost"));
+        assert_eq!(label("a/disk.img").as_deref(), Some("disk.img"));
         assert_eq!(name("rbd:pool/disk.qcow2@monday?id=vm"), Some("disk.qcow2".into()));
     }
 

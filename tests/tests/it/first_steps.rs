@@ -8,6 +8,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
     Scratch, Serve, blockhouse, eventually,
     image_tool::{command, str},
@@ -32,6 +33,20 @@ fn a_wrong_command_line_of_check_is_no_corrupt_image() {
         assert_eq!(outcome.status.code(), Some(1), "{}", outcome.describe("wrong usage"));
     }
     assert_eq!(command(&["info", "--nope", "check"]).status.code(), Some(2));
+}
+
+#[test]
+fn the_version_names_the_commit_where_the_sources_are_in_git() {
+    let said = command(&["--version"]).success().stdout;
+    let (version, rest) = said.trim().split_once(" (").unwrap_or((said.trim(), ""));
+    assert!(version.starts_with("blockhouse ") && version.contains('.'), "{said}");
+    // Of a package's sources there is no commit.
+    if let Some((commit, date)) = rest.split_once(", ") {
+        assert!(commit.bytes().all(|digit| digit.is_ascii_hexdigit()), "{said}");
+        assert!(date.ends_with(')') && date.split('-').count() == 3, "{said}");
+    } else {
+        assert_eq!(rest, "", "{said}");
+    }
 }
 
 #[test]
@@ -100,6 +115,12 @@ fn a_control_socket_says_why_it_cannot_be_reached_and_which_disks_there_are() {
     assert_eq!(clients(), 0);
     let frontend = std::os::unix::net::UnixStream::connect(&guest).unwrap();
     assert!(eventually(LONG, || clients() == 1));
+    let client = Client::open(&server.address());
+    let exports = command(&["ctl", str(&socket), "exports"]).success().stdout;
+    let own = format!("process {}", std::process::id());
+    let rows: Vec<_> = exports.lines().filter(|row| row.ends_with(&own)).collect();
+    assert_eq!(rows.len(), 2, "a client of each kind is named: {exports}");
+    client.disconnect();
     drop(frontend);
     assert!(eventually(LONG, || clients() == 0));
     if need::root().is_ok() && need::tools(&["setpriv"]).is_ok() {

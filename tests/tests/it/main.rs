@@ -109,3 +109,4 @@ mod vmdk_extents;
 mod vmstate;
 mod volume_bitmaps;
 mod waits;
+mod wrong_lines;

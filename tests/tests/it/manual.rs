@@ -127,6 +127,9 @@ fn bash_completes_values_that_the_option_takes() {
         (&["serve", "--workers", ""], &[""]),
         (&["serve", "--create", ""], &[""]),
         (&["serve", "--nbd", ""], &[""]),
+        // Nor what this host happens to have.
+        (&["serve", "--user", ""], &[""]),
+        (&["serve", "--socket-group", ""], &[""]),
     ] {
         let words: Vec<_> = ["blockhouse"].iter().chain(words).copied().collect();
         assert_eq!(bash_completes(&script, &words), expected, "{words:?}");

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_tests::metrics::{exchange, get};
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::{Scratch, Serve, Server};
+use blockhouse_tests::{Scratch, Serve, Server, eventually};
 use serde_json::Value;
 
 /// As many streams as the server serves at once.
@@ -174,6 +174,39 @@ fn clients_that_send_nothing_keep_out_no_scrape() {
     }
     // Who has said what it wants, keeps its place.
     stream.figures();
+    server.stop();
+}
+
+#[test]
+fn readers_that_take_nothing_keep_out_no_scrape() {
+    const DISKS: usize = 200;
+    let scratch = Scratch::new();
+    let socket = scratch.socket("metrics");
+    // Long names make more figures than a socket holds for its reader.
+    let image = |number: usize| scratch.image(&format!("{number:0200}.img"), 1 << 20);
+    let serve = (1..DISKS).fold(Serve::new(&scratch, image(0).path()), |serve, number| {
+        serve.also(image(number).path())
+    });
+    let metrics = format!("unix:{}", socket.display());
+    let server = serve.ready_lines(DISKS).option("--metrics", metrics).start();
+    let length = get(&socket, "/metrics.json", "").len();
+    assert!(length > 300_000, "the socket holds {length} bytes");
+    let ask = |path| {
+        let mut stream = UnixStream::connect(&socket).expect("it listens");
+        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        // One that finds no place is disconnected.
+        let _ = stream.write_all(request.as_bytes());
+        stream
+    };
+    let slow: Vec<_> = ["/events", "/metrics.json"]
+        .into_iter()
+        .flat_map(|path| (0..20).map(move |_| path))
+        .map(ask)
+        .collect();
+    let answer = || exchange(&socket, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    let is_answered = || answer().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"));
+    assert!(eventually(LIMIT, is_answered), "no scrape finds a place");
+    drop(slow);
     server.stop();
 }
 

@@ -53,6 +53,24 @@ fn the_messages_that_are_explained_exist() {
 }
 
 #[test]
+fn each_key_of_a_configuration_is_in_a_table() {
+    let scratch = Scratch::new();
+    let file = scratch.path("disks.toml");
+    let tables = PAGE.split("## Many disks").nth(1).expect("the section");
+    let rows: String = tables.lines().filter(|line| line.starts_with("| `")).collect();
+    for table in ["[server]", "[[disk]]\npath = \"/a\""] {
+        std::fs::write(&file, format!("{table}\nno-such-key = 1\n")).expect("room");
+        let refused = command(&["serve", "--config", str(&file)]).failure("expected one of");
+        let keys = refused.stderr.split("expected one of").nth(1).expect("the keys");
+        let keys: Vec<_> = keys.split('`').skip(1).step_by(2).collect();
+        assert!(keys.len() > 10, "{keys:?}");
+        for key in keys {
+            assert!(rows.contains(&format!("`{key}`")), "{table}: no table has {key}");
+        }
+    }
+}
+
+#[test]
 fn the_machines_start_with_the_disk() {
     require!(need::tools(&["qemu-system-x86_64"]));
     let folder = Folder::new();

@@ -283,6 +283,61 @@ for file in $(as_files); do
 done
 "#;
 
+/// Files of the sources that the package has below its folder of documentation: where they are there.
+fn packed_documents(root: &Path) -> BTreeSet<PathBuf> {
+    let description = std::fs::read_to_string(root.join("crates/cli/Cargo.toml")).expect("a file");
+    let mut packed = BTreeSet::new();
+    for line in description.lines().filter(|line| line.trim().starts_with("[\"../../")) {
+        let mut words = line.split('"').skip(1).step_by(2);
+        let source = words.next().and_then(|word| word.strip_prefix("../../")).expect("a path");
+        let target = words.next().expect("a folder");
+        let (folder, name) = source.rsplit_once('/').unwrap_or(("", source));
+        let names: Vec<String> = match name.strip_prefix('*') {
+            // Of what the program makes.
+            _ if source.starts_with("target/") => vec![name.into()],
+            Some(suffix) => std::fs::read_dir(root.join(folder))
+                .expect("a folder")
+                .map(|entry| entry.expect("an entry").file_name().into_string().expect("a name"))
+                .filter(|name| name.ends_with(suffix))
+                .collect(),
+            None => vec![name.into()],
+        };
+        assert!(!names.is_empty(), "{source} is nothing");
+        let is_there = |name: &String| root.join(folder).join(name).exists();
+        assert!(source.starts_with("target/") || names.iter().all(is_there), "{source} is missing");
+        if let Some(folder) = target.strip_prefix("usr/share/doc/blockhouse/") {
+            packed.extend(names.iter().map(|name| Path::new(folder).join(name)));
+        }
+    }
+    packed
+}
+
+#[test]
+fn the_package_has_what_its_pages_link_to() {
+    // For those who have the sources.
+    const SOURCES: [&str; 2] = ["ARCHITECTURE.md", "CONTRIBUTING.md"];
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    let packed = packed_documents(root);
+    assert!(packed.len() > 20, "{packed:?}");
+    for page in packed.iter().filter(|page| page.extension().is_some_and(|end| end == "md")) {
+        // The option reference is made by the program, and links to nothing.
+        let Ok(text) = std::fs::read_to_string(root.join(page)) else { continue };
+        let links = text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
+        for link in links.filter(|link| !link.is_empty() && !link.contains("://")) {
+            let mut target = page.parent().expect("a folder").to_owned();
+            for part in Path::new(link).components() {
+                match part {
+                    std::path::Component::ParentDir => drop(target.pop()),
+                    other => target.push(other),
+                }
+            }
+            let is_there = target.as_os_str().is_empty() || packed.contains(&target);
+            let is_source = SOURCES.iter().any(|name| target == Path::new(name));
+            assert!(is_there || is_source, "{}: {link} is not in the package", page.display());
+        }
+    }
+}
+
 /// The package of the binary under test.
 fn package(output: &Path) -> Result<PathBuf, String> {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");

@@ -2,6 +2,8 @@
 //!
 //! With `BLOCKHOUSE_PICTURES=FOLDER` in the environment its pictures are written there.
 
+use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -172,5 +174,54 @@ fn the_page_shows_what_waits_for_room_and_what_failed() {
         look(&mut page, "error");
         assert_eq!(refused.join().expect("an answer"), Some(errno::ENOSPC));
     });
+    server.stop();
+}
+
+/// Another site's page, which asks for everything of the server in every way that scripts have.
+const OTHER_SITE: &str = r#"<!DOCTYPE html><meta charset="utf-8"><title>x</title><body><script>
+const read = [], refused = [];
+const note = (list, what) => list.push(what);
+for (const path of ['/metrics.json', '/metrics', '/page.js', '/'])
+  for (const mode of ['cors', 'no-cors'])
+    fetch('SERVER' + path, { mode }).then(answer => answer.text())
+      .then(text => note(text ? read : refused, path), () => note(refused, path));
+const events = new EventSource('SERVER/events');
+events.onmessage = () => note(read, 'events');
+events.onerror = () => { events.close(); note(refused, 'events'); };
+const script = document.createElement('script');
+script.src = 'SERVER/page.js';
+script.onload = () => note(read, 'script');
+script.onerror = () => note(refused, 'script');
+const frame = document.createElement('iframe');
+frame.src = 'SERVER/';
+frame.onload = () => note(frame.contentDocument ? read : refused, 'frame');
+document.body.append(script, frame);
+</script>"#;
+
+/// A site at another name of this machine. Its thread ends with the process.
+fn other_site(server: &str) -> String {
+    let listener = TcpListener::bind("127.0.0.2:0").expect("a port");
+    let url = format!("http://{}/", listener.local_addr().expect("it is bound"));
+    let body = OTHER_SITE.replace("SERVER", server.trim_end_matches('/'));
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let _ = stream.read(&mut [0; 4096]);
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close";
+            let _ = write!(stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        }
+    });
+    url
+}
+
+#[test]
+fn a_page_of_another_site_reads_nothing() {
+    let scratch = Scratch::new();
+    scratch.image("disk.img", 1 << 20);
+    scratch.image(ODD_NAME, 1 << 20);
+    let server = serve(&scratch, "127.0.0.1:0");
+    let site = other_site(&url(&server));
+    let mut page = require!(LivePage::open(&scratch, &site));
+    page.wait_for("read.length + refused.length >= 11");
+    assert_eq!(page.evaluate("read"), serde_json::json!([]));
     server.stop();
 }

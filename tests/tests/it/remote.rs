@@ -5,9 +5,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
 use rustix::process::Signal;
+use serde_json::json as value;
 
 const SIZE: usize = 4 << 20;
 
@@ -96,7 +98,12 @@ fn an_export_is_served_again() {
     let origin = base.serve();
     let uri = base.uri();
     let again = format!("nbd+unix:///?socket={}", base.scratch.socket("again.sock").display());
-    let server = Serve::bare(&base.scratch, Path::new(&uri)).export(&again).start();
+    let control = base.scratch.socket("control");
+    let server = Serve::bare(&base.scratch, Path::new(&uri)).export(&again);
+    let server = server.option("--control", &control).start();
+    // The disk is called as the export is, without the rest of the URI.
+    let disks = Control::connect(&control).get("disk.list", value!({}));
+    assert_eq!(disks[0]["disk"], "base", "{disks}");
     let steps = ["read -P 1 1M 1M", "write -f -P 5 64k 4k", "write -z 1M 512k", "flush"];
     qemu_io("raw", Path::new(&again), &steps);
     drop((server, origin));

@@ -44,7 +44,7 @@ fn without_a_terminal_it_is_one_table() {
 #[test]
 fn what_is_no_server_with_metrics_is_one_line() {
     let scratch = Scratch::new();
-    top(&[], &scratch.socket("none")).failure("--metrics address");
+    top(&[], &scratch.socket("none")).failure("--metrics or --control");
     let image = scratch.image("disk.img", 1 << 20);
     let server = Serve::new(&scratch, image.path()).start();
     // An NBD server speaks first, and not HTTP.

@@ -83,7 +83,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 fn can_be_written(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     let folder = folder.unwrap_or(Path::new("."));
-    ensure!(folder.is_dir(), "{}: cannot be written: no such folder", path.display());
+    ensure!(
+        folder.is_dir(),
+        "{}: cannot be written: there is no such folder; make it first",
+        path.display()
+    );
     ensure!(!path.is_dir(), "{}: cannot be written: it is a folder", path.display());
     Ok(())
 }

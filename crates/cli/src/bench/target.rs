@@ -75,8 +75,10 @@ impl Target {
             _ => Path::new("."),
         };
         let folder = if is_folder { path } else { parent };
-        let system = rustix::fs::statvfs(folder)
-            .with_context(|| format!("{}: no place for a new file", folder.display()))?;
+        let system = rustix::fs::statvfs(folder).map_err(|error| {
+            let name = folder.display();
+            anyhow::anyhow!("{name}: no place for a new file: {error}; name a folder with --file")
+        })?;
         let free = system.f_bavail.saturating_mul(system.f_frsize);
         ensure!(
             free >= space,

@@ -43,9 +43,10 @@ pub fn show(method: &str, result: &Value) -> String {
                 let is_read_only = export["read-only"] == true;
                 let read_only = if is_read_only { " (read-only)" } else { "" };
                 let address = format!("{}{read_only}", text(&export["export"]));
-                [text(&export["disk"]), text(&export["kind"]), clients, address]
+                let peers = peers(&export["peers"]);
+                [text(&export["disk"]), text(&export["kind"]), clients, address, peers]
             };
-            table(["DISK", "KIND", "CLIENTS", "EXPORT"], result, row)
+            table(["DISK", "KIND", "CLIENTS", "EXPORT", "FROM"], result, row)
         }
         "disk.stats" => {
             let row = |disk: &Value| {
@@ -242,6 +243,17 @@ fn exports(result: &Value) -> String {
     exports.map(|export| format!("ready {}", text(export))).collect::<Vec<_>>().join("\n")
 }
 
+/// Who the clients are: the first of them where they are many.
+fn peers(list: &Value) -> String {
+    const SHOWN: usize = 4;
+    let all: Vec<_> = list.as_array().into_iter().flatten().map(text).collect();
+    let shown = all.iter().take(SHOWN).cloned().collect::<Vec<_>>().join(", ");
+    match all.len().saturating_sub(SHOWN) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
 /// Limits as `limit` takes them.
 fn limits(limits: &Value) -> String {
     let all = limits.as_object().into_iter().flatten();
@@ -299,6 +311,15 @@ mod tests {
         assert_eq!(lines[1], r"a          raw     1 GiB  read-only  /a\u{1b}[2J");
         assert_eq!(lines[2], "long-name  qcow2   512 B             /b");
         assert_eq!(show("disk.list", &json!([])), "");
+    }
+
+    #[test]
+    fn clients_are_told_by_who_they_are() {
+        let export = |peers: &[&str]| json!([{ "disk": "a", "kind": "nbd", "clients": peers.len(), "export": "nbd://h/", "peers": peers }]);
+        let shown = show("export.list", &export(&["process 7", "192.0.2.1"]));
+        assert!(shown.ends_with("a     nbd   2        nbd://h/  process 7, 192.0.2.1"), "{shown}");
+        let shown = show("export.list", &export(&["process 7"; 6]));
+        assert!(shown.ends_with("process 7, process 7 and 2 more"), "{shown}");
     }
 
     #[test]

@@ -3,8 +3,10 @@
 //! Guarantee: each word that is offered is accepted, because the parser of the option itself is asked. A word that some
 //! option takes need only be in [`WORDS`].
 
+use std::any::TypeId;
 use std::path::PathBuf;
 
+use blockhouse_daemon::user_options::{GroupName, UserName};
 use clap::builder::PossibleValuesParser;
 use clap::error::ErrorKind;
 use clap::{Arg, Command, ValueHint};
@@ -50,14 +52,16 @@ pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
         argument.get_action().takes_values() && argument.get_possible_values().is_empty();
     let Some(name) = argument.get_long().filter(|_| is_plain) else { return argument };
     let value_names = argument.get_value_names().unwrap_or_default().iter();
-    let is_path = argument.get_value_parser().type_id() == std::any::TypeId::of::<PathBuf>()
+    let is_path = argument.get_value_parser().type_id() == TypeId::of::<PathBuf>()
         || value_names.clone().any(|name| name.contains("FILE") || name.contains("PATH"));
     if is_path {
         let is_folder = value_names.clone().any(|name| name.as_str() == "DIR");
         let hint = if is_folder { ValueHint::DirPath } else { ValueHint::AnyPath };
         return argument.value_hint(hint);
     }
-    let words: Vec<_> = if accepts(command, name, NO_WORD) {
+    let words: Vec<_> = if is_name_of_this_host(argument.get_value_parser().type_id())
+        || accepts(command, name, NO_WORD)
+    {
         Vec::new()
     } else {
         WORDS.iter().filter(|word| accepts(command, name, word)).collect()
@@ -66,6 +70,11 @@ pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
         true => argument.value_hint(ValueHint::Other),
         false => argument.value_parser(PossibleValuesParser::new(words)),
     }
+}
+
+/// Whether the values are users or groups, which are others on another host.
+fn is_name_of_this_host(kind: impl PartialEq<TypeId>) -> bool {
+    kind == TypeId::of::<UserName>() || kind == TypeId::of::<GroupName>()
 }
 
 /// Whether the option takes the word, whatever else the command lacks then.

@@ -38,7 +38,9 @@ impl FromStr for Source {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.strip_prefix("http://").unwrap_or(text);
-        let text = text.strip_suffix("/metrics").filter(|rest| is_address(rest)).unwrap_or(text);
+        // As the server's own line has it, and as the page's address is copied.
+        let address = text.split_once('/').map(|(address, _)| address);
+        let text = address.filter(|address| is_address(address)).unwrap_or(text);
         match text.strip_prefix("unix:") {
             Some(path) => Ok(Self::Unix(path.into())),
             None if text.is_empty() => Err("use HOST:PORT or the path of a Unix socket".into()),
@@ -81,17 +83,19 @@ impl Source {
     }
 
     fn connect(&self) -> Result<Box<dyn Connection>> {
-        let hint = "is this the --metrics address or the --control socket of a running server?";
+        let failed = |error: std::io::Error| {
+            anyhow!("{error}; name what a running server has in --metrics or --control")
+        };
         match self {
             Self::Unix(path) => {
-                let stream = UnixStream::connect(path).context(hint)?;
+                let stream = UnixStream::connect(path).map_err(failed)?;
                 stream.set_read_timeout(Some(TIMEOUT))?;
                 stream.set_write_timeout(Some(TIMEOUT))?;
                 Ok(Box::new(stream))
             }
             Self::Tcp(address) => {
                 let address = address.to_socket_addrs()?.next().context("no such address")?;
-                let stream = TcpStream::connect_timeout(&address, TIMEOUT).context(hint)?;
+                let stream = TcpStream::connect_timeout(&address, TIMEOUT).map_err(failed)?;
                 stream.set_read_timeout(Some(TIMEOUT))?;
                 stream.set_write_timeout(Some(TIMEOUT))?;
                 Ok(Box::new(stream))
@@ -115,7 +119,7 @@ impl Source {
         if status.split(' ').nth(1) != Some("200") {
             bail!("the server answered '{}'", status.escape_debug());
         }
-        Ok(Some(serde_json::from_str(body).context(NO_JSON)?))
+        Ok(Some(serde_json::from_str(body).map_err(|_| anyhow!(NO_JSON))?))
     }
 
     fn ask_control(&self) -> Result<Value> {
@@ -124,7 +128,7 @@ impl Source {
         let mut line = Vec::new();
         let mut reader = std::io::BufReader::new(stream.take(MAX_ANSWER));
         std::io::BufRead::read_until(&mut reader, b'\n', &mut line)?;
-        let mut answer: Value = serde_json::from_slice(&line).context(NO_JSON)?;
+        let mut answer: Value = serde_json::from_slice(&line).map_err(|_| anyhow!(NO_JSON))?;
         match answer.get_mut("result") {
             Some(result) => Ok(result.take()),
             None => Err(anyhow!(
@@ -145,6 +149,7 @@ mod tests {
         assert_eq!("127.0.0.1:9100".parse(), tcp("127.0.0.1:9100"));
         assert_eq!("[::1]:9100".parse(), tcp("[::1]:9100"));
         assert_eq!("http://localhost:9100/metrics".parse(), tcp("localhost:9100"));
+        assert_eq!("http://127.0.0.1:9100/".parse(), tcp("127.0.0.1:9100"));
         assert_eq!("unix:a:1".parse(), unix("a:1"));
         assert_eq!("./a:1".parse(), unix("./a:1"));
         assert_eq!("run/metrics".parse(), unix("run/metrics"));

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io::{BufRead, BufReader, ErrorKind, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
@@ -17,6 +17,9 @@ fn connect(socket: &Path) -> Result<UnixStream> {
     UnixStream::connect(socket).map_err(|error| {
         let name = socket.display();
         let hint = match error.kind() {
+            ErrorKind::NotFound if is_address(socket) => {
+                "that is an address; name the path that the server has in --control".into()
+            }
             ErrorKind::NotFound => format!("there is none; 'serve --control {name}' makes it"),
             ErrorKind::PermissionDenied => {
                 let owner = std::fs::metadata(socket).map(|found| found.uid());
@@ -25,11 +28,38 @@ fn connect(socket: &Path) -> Result<UnixStream> {
                     "run this as {owner} or root, or let a group in: 'serve --control {name},group=GROUP'"
                 )
             }
+            ErrorKind::ConnectionRefused if !is_socket(socket) => {
+                "that is no socket; name the one that the server has in --control".into()
+            }
             ErrorKind::ConnectionRefused => "no server listens there any longer; start it again".into(),
             _ => format!("is 'serve --control {name}' running?"),
         };
         anyhow!("{name}: cannot reach a server there: {error}; {hint}")
     })
+}
+
+/// Whether it is written as HOST:PORT.
+fn is_address(path: &Path) -> bool {
+    let parts = path.to_str().and_then(|text| text.rsplit_once(':'));
+    parts.is_some_and(|(host, port)| !host.contains('/') && port.parse::<u16>().is_ok())
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
+}
+
+/// What a server's first line tells of a socket of another kind.
+fn other_kind(line: &str) -> Option<&'static str> {
+    let kinds = [("NBDMAGIC", "serves a disk by NBD"), ("HTTP/", "serves metrics")];
+    kinds.iter().find(|(begin, _)| line.starts_with(begin)).map(|(_, kind)| *kind)
+}
+
+/// Refuses what no control socket sends.
+fn check_kind(name: &dyn fmt::Display, line: &str) -> Result<()> {
+    match other_kind(line) {
+        Some(kind) => bail!("{name}: {kind}, and takes no requests; name the socket of --control"),
+        None => Ok(()),
+    }
 }
 
 /// A connection to a control socket.
@@ -113,6 +143,7 @@ impl Connection {
         let mut line = String::new();
         let received = self.stream.read_line(&mut line);
         received.with_context(|| format!("{}: cannot hear the server", self.name))?;
+        check_kind(&self.name, &line)?;
         if !line.ends_with('\n') {
             bail!("{}: the server has ended, or has too many clients; see its log", self.name);
         }

@@ -227,16 +227,20 @@ fn threshold_of(text: &str) -> Result<Option<Threshold>, Failure> {
 }
 
 fn exports(running: &Running) -> Vec<ExportInfo> {
-    let info = |export: RunningExport| ExportInfo {
-        kind: match export.address {
-            ExportAddress::Nbd(_) => "nbd",
-            ExportAddress::VhostUser(_) => "vhost-user-blk",
-            ExportAddress::Ublk(_) => "ublk",
-        },
-        clients: running.clients(&export),
-        read_only: (export.access == Access::ReadOnly).then_some(true),
-        export: export.address.to_string(),
-        disk: export.disk,
+    let info = |export: RunningExport| {
+        let peers = running.peers(&export);
+        ExportInfo {
+            kind: match export.address {
+                ExportAddress::Nbd(_) => "nbd",
+                ExportAddress::VhostUser(_) => "vhost-user-blk",
+                ExportAddress::Ublk(_) => "ublk",
+            },
+            clients: peers.as_ref().map(Vec::len),
+            peers,
+            read_only: (export.access == Access::ReadOnly).then_some(true),
+            export: export.address.to_string(),
+            disk: export.disk,
+        }
     };
     running.exports().into_iter().map(info).collect()
 }

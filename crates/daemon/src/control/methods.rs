@@ -216,6 +216,9 @@ pub struct ExportInfo {
     /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
+    /// Who they are: for each connection a process of this host, or an address.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peers: Option<Vec<String>>,
     /// True where its clients may not change the disk, whoever else may.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,

@@ -11,7 +11,10 @@ pub(crate) type Outcome = Result<Value, Failure>;
 
 /// The parameters of a method.
 pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {
-    serde_json::from_value(params).map_err(|why| Failure::new(INVALID_PARAMS, why.to_string()))
+    serde_json::from_value(params).map_err(|why| {
+        let hint = "docs/control.md has the parameters of each method";
+        Failure::new(INVALID_PARAMS, format!("{why}; {hint}"))
+    })
 }
 
 /// The result of a method.

@@ -2,8 +2,9 @@
 //!
 //! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at most [`MAX_CLIENTS`]
 //! clients at once, each with one request and one answer, for [`TIMEOUT`] each. A further one takes the place of the
-//! client that has owed its request for longest, so silent clients keep out no scrape; where none owes one, the
-//! further one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes find places.
+//! client that has owed its request for longest, or else of the one that has not taken its answer for longest, if that
+//! is more than [`GRACE`]: so silent clients and slow ones keep out no scrape for longer. Where there is none, the further
+//! one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes find places.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -14,7 +15,7 @@ use std::path::PathBuf;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockhouse_core::{Buffer, IoVectorList};
@@ -37,6 +38,8 @@ use crate::workers::Workers;
 const MAX_CLIENTS: usize = 8;
 /// Streams at the same time.
 const MAX_STREAMS: usize = 4;
+/// How long a client has its place for certain once it has sent its request.
+const GRACE: Duration = Duration::from_secs(1);
 /// The delay after a connection could not be accepted.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Bytes that one system call receives.
@@ -205,18 +208,19 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     // Each stream holds a clone.
     let streams = Rc::new(());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
-    let mut silent = Silent::default();
+    let mut unfinished = Unfinished::default();
     loop {
         futures_util::select! {
             () = clients.select_next_some() => {}
             connection = accepted.select_next_some() => match connection {
                 Ok(stream) => {
-                    if clients.len() >= MAX_CLIENTS && silent.end_oldest() {
+                    if clients.len() >= MAX_CLIENTS && unfinished.end_one() {
                         // The one that was told to end is ready, so this takes no time.
                         clients.next().await;
                     }
                     if clients.len() < MAX_CLIENTS {
-                        let client = Client { stream, hosts, ended: silent.join() };
+                        let (silent, slow) = unfinished.join();
+                        let client = Client { stream, hosts, silent, slow };
                         clients.push(client.serve((observed, &streams)).boxed_local());
                     }
                 }
@@ -226,23 +230,36 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     }
 }
 
-/// The clients that have not sent their request yet, the oldest first.
+/// The clients that have no answer yet, the oldest first.
 #[derive(Default)]
-struct Silent(VecDeque<oneshot::Sender<Infallible>>);
+struct Unfinished(VecDeque<Place>);
 
-impl Silent {
-    /// Adds a client. It is silent until it drops the receiver; it has to end where the receiver ends.
-    fn join(&mut self) -> oneshot::Receiver<Infallible> {
-        self.0.retain(|client| !client.is_canceled());
-        let (end, ended) = oneshot::channel();
-        self.0.push_back(end);
-        ended
+/// What ends a client: it has to end where its receiver ends.
+struct Place {
+    since: Instant,
+    /// Has no receiver once the request was sent.
+    silent: oneshot::Sender<Infallible>,
+    /// Has no receiver once the answer was taken, or the client reads the stream.
+    slow: oneshot::Sender<Infallible>,
+}
+
+impl Unfinished {
+    /// Adds a client, with the receivers of its [`Place`].
+    fn join(&mut self) -> (oneshot::Receiver<Infallible>, oneshot::Receiver<Infallible>) {
+        self.0.retain(|place| !place.slow.is_canceled());
+        let (silent, is_silent) = oneshot::channel();
+        let (slow, is_slow) = oneshot::channel();
+        self.0.push_back(Place { since: Instant::now(), silent, slow });
+        (is_silent, is_slow)
     }
 
-    /// Ends the oldest client. Returns whether there was one.
-    fn end_oldest(&mut self) -> bool {
-        self.0.retain(|client| !client.is_canceled());
-        self.0.pop_front().is_some()
+    /// Ends the oldest client that is silent, or else the oldest one that is slow. Returns whether there was one.
+    fn end_one(&mut self) -> bool {
+        self.0.retain(|place| !place.slow.is_canceled());
+        let silent = self.0.iter().position(|place| !place.silent.is_canceled());
+        let is_slow = |place: &Place| place.since.elapsed() > GRACE;
+        let ended = silent.or_else(|| self.0.iter().position(is_slow));
+        ended.and_then(|at| self.0.remove(at)).is_some()
     }
 }
 
@@ -250,16 +267,18 @@ impl Silent {
 struct Client {
     stream: Stream,
     hosts: Hosts,
-    /// Ends where another client takes the place.
-    ended: oneshot::Receiver<Infallible>,
+    /// Ends where another client takes the place before the request was sent.
+    silent: oneshot::Receiver<Infallible>,
+    /// Ends where another client takes the place before the answer was taken.
+    slow: oneshot::Receiver<Infallible>,
 }
 
 impl Client {
     /// Answers one request. A client that is gone or too slow gets none.
     async fn serve(self, (observed, streams): (&dyn Observed, &Rc<()>)) {
-        let Self { stream, hosts, ended } = self;
+        let Self { stream, hosts, silent, slow } = self;
         let request = timeout(TIMEOUT, receive_request(&stream, hosts));
-        let received = match select(pin!(request), ended).await {
+        let received = match select(pin!(request), silent).await {
             Either::Left((received, _)) => received.flatten(),
             Either::Right(_) => None,
         };
@@ -267,6 +286,7 @@ impl Client {
             Some(Ok(Request { resource: Resource::Events, wants_body: true })) => {
                 if Rc::strong_count(streams) <= MAX_STREAMS {
                     let _place = Rc::clone(streams);
+                    drop(slow);
                     return serve_stream(&stream, observed).await;
                 }
                 http::refuse(http::TOO_MANY)
@@ -275,7 +295,7 @@ impl Client {
             Some(Err(refusal)) => http::refuse(refusal),
             None => return,
         };
-        send(&stream, &answer).await;
+        select(pin!(send(&stream, &answer)), slow).await;
         stream.shutdown();
     }
 }
@@ -318,6 +338,29 @@ fn answer(Request { resource, wants_body }: Request, observed: &dyn Observed) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_further_client_takes_the_place_of_a_silent_one_or_else_of_a_slow_one() {
+        let mut unfinished = Unfinished::default();
+        let [mut first, mut second, mut third] = [(); 3].map(|()| Some(unfinished.join()));
+        let is_over = |client: &mut Option<(oneshot::Receiver<_>, oneshot::Receiver<_>)>| {
+            client.as_mut().is_some_and(|(_, slow)| !matches!(slow.try_recv(), Ok(None)))
+        };
+        // The first one has sent its request, the second one has not.
+        first.as_mut().unwrap().0.close();
+        third.as_mut().unwrap().0.close();
+        assert!(unfinished.end_one() && is_over(&mut second));
+        // Nobody has waited for long.
+        assert!(!unfinished.end_one());
+        for place in &mut unfinished.0 {
+            place.since =
+                place.since.checked_sub(2 * GRACE).expect("the machine has run for longer");
+        }
+        assert!(unfinished.end_one() && is_over(&mut first) && !is_over(&mut third));
+        // One whose answer was taken is over by itself.
+        drop(third);
+        assert!(!unfinished.end_one());
+    }
 
     #[test]
     fn only_this_machine_can_be_asked_for() {

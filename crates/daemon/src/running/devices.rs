@@ -2,8 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -11,6 +9,7 @@ use blockhouse_disk::Access;
 use blockhouse_engine::sleep;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::{Device, Export, FrontendEvent, FrontendObserver};
+use parking_lot::Mutex;
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
 use crate::blocking;
@@ -21,13 +20,15 @@ use crate::vhost_user::{self, DeviceSocket, ServedDevice};
 /// The interval at which a removed device is checked for users: a task that tells it of a new size may hold it.
 const RETRY: Duration = Duration::from_millis(1);
 
+/// Who the front-ends are that are connected.
+type Frontends = Arc<Mutex<Vec<String>>>;
+
 /// A device that is served.
 pub(crate) struct RunningDevice {
     disk: String,
     access: Access,
     served: ServedDevice,
-    /// Front-ends that are connected.
-    frontends: Arc<AtomicUsize>,
+    frontends: Frontends,
 }
 
 impl RunningDevice {
@@ -46,9 +47,9 @@ impl RunningDevice {
         self.served.stop();
     }
 
-    /// How many front-ends are connected.
-    pub(crate) fn frontends(&self) -> usize {
-        self.frontends.load(Relaxed)
+    /// Who the front-ends are that are connected.
+    pub(crate) fn frontends(&self) -> Vec<String> {
+        self.frontends.lock().clone()
     }
 
     /// Its socket and its server.
@@ -70,7 +71,7 @@ impl Running {
         let (queues, memory) = (self.options.queues, self.options.memory);
         let shared = Arc::clone(&disk.disk);
         let export = Export { disk: shared, name: label, queues, loops, memory, access };
-        let frontends = Arc::default();
+        let frontends = Frontends::default();
         let observer = self.frontend_observer(&socket, Arc::clone(&frontends));
         let served = vhost_user::serve(socket, Device::observed(export, observer))?;
         let path = served.path().to_owned();
@@ -81,18 +82,19 @@ impl Running {
         Ok(())
     }
 
-    /// Counts the front-ends of a device, and tells subscribers of them.
-    fn frontend_observer(
-        &self,
-        socket: &DeviceSocket,
-        frontends: Arc<AtomicUsize>,
-    ) -> FrontendObserver {
+    /// Lists the front-ends of a device, and tells subscribers of them.
+    fn frontend_observer(&self, socket: &DeviceSocket, frontends: Frontends) -> FrontendObserver {
         let (events, address) = (self.events.clone(), socket.bound.address.clone());
         Box::new(move |peer, what| {
             match what {
-                FrontendEvent::Came => frontends.fetch_add(1, Relaxed),
-                FrontendEvent::Left => frontends.fetch_sub(1, Relaxed),
-            };
+                FrontendEvent::Came => frontends.lock().push(peer.to_owned()),
+                FrontendEvent::Left => {
+                    let mut frontends = frontends.lock();
+                    if let Some(at) = frontends.iter().position(|one| one == peer) {
+                        frontends.remove(at);
+                    }
+                }
+            }
             let Address::Unix(path) = &address else { return };
             let (export, peer) = (path.display().to_string(), peer.to_owned());
             events.tell(match what {

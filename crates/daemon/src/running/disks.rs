@@ -369,10 +369,10 @@ impl Running {
         Ok(claimed.disk.disk.set_access(access).await?)
     }
 
-    /// How many clients an export has; `None` where that is not known.
-    pub(crate) fn clients(&self, export: &RunningExport) -> Option<usize> {
+    /// Who the clients of an export are; `None` where that is not known.
+    pub(crate) fn peers(&self, export: &RunningExport) -> Option<Vec<String>> {
         match &export.address {
-            ExportAddress::Nbd(uri) => Some(self.nbd_clients(uri)),
+            ExportAddress::Nbd(uri) => Some(self.nbd_peers(uri)),
             ExportAddress::VhostUser(path) => {
                 let devices = self.devices();
                 let device = devices.iter().find(|device| device.served().path() == path);

@@ -303,8 +303,8 @@ impl Running {
     }
 
     /// How many clients an export has.
-    pub(super) fn nbd_clients(&self, uri: &NbdUri) -> usize {
+    pub(super) fn nbd_peers(&self, uri: &NbdUri) -> Vec<String> {
         let socket = self.list.lock().socket(&uri.address);
-        socket.map_or(0, |socket| self.server.clients(&socket.exports, &uri.export))
+        socket.map_or_else(Vec::new, |socket| self.server.peers(&socket.exports, &uri.export))
     }
 }

@@ -284,8 +284,10 @@ pub async fn open_for_commit(
                 true => "has no backing file".to_owned(),
                 false => format!("no backing file of this name is behind it: {chain}"),
             };
-            let error = Error::new(ErrorKind::InvalidInput, what);
-            return Err(error.on(&path.display().to_string()));
+            let error = Error::new(ErrorKind::InvalidInput, what).on(&path.display().to_string());
+            return Err(
+                error.hint("name an overlay: 'blockhouse info IMAGE' tells what is behind one")
+            );
         };
         let plain = whole_backing(backing, chain.last())?;
         if is_base(&chain.folder.join(&plain.name)) {
@@ -688,7 +690,7 @@ impl Chain {
         }
         let what = format!("the backing files form a loop: {self}");
         Err(Error::new(ErrorKind::Corrupt, what)
-            .hint("restore the image, or give it the right file: rebase -u"))
+            .hint("restore the image, or give it the right file: 'blockhouse rebase -u'"))
     }
 
     /// What went wrong with a file behind the first one.
@@ -702,8 +704,8 @@ impl Chain {
             Error::new(error.kind(), format!("cannot open what is behind {self}: {error}"));
         match error.errno() {
             ENOENT => failed.hint(format!(
-                "put the file back; if it has another name now, store that: rebase -u -b NAME -F FORMAT \
-                 '{}' (a new file in its place would change the disk)",
+                "put the file back; if it has another name now, store that: 'blockhouse rebase -u -b NAME -F \
+                 FORMAT {}' (a new file in its place would change the disk)",
                 self.last()
             )),
             _ => failed,

@@ -107,7 +107,7 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
         wait_for_free(file, permission.used(), permission.verb())?;
     }
     for permission in ours {
-        let refuses = format!("not letting others go on {}", permission.verb());
+        let refuses = format!("keeping others from {}", permission.verb());
         wait_for_free(file, permission.refused(), &refuses)?;
     }
     Ok(Locked::Yes)

@@ -410,8 +410,21 @@ fn advice(error: Errno, path: &Path, cache: PageCache) -> Option<String> {
     })
 }
 
+/// Whether the path begins as `http://` does.
+fn is_url(path: &Path) -> bool {
+    let begin = path.to_str().and_then(|text| text.split_once("://"));
+    begin.is_some_and(|(scheme, _)| {
+        !scheme.is_empty() && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric())
+    })
+}
+
 /// What is missing of a path.
 fn missing(path: &Path) -> String {
+    if is_url(path) {
+        return "images are not opened by their URL: download it first, or serve it by NBD, as \
+                'nbdkit curl URL' does"
+            .to_owned();
+    }
     let folder = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     match folder {
         Some(folder) if !folder.exists() => {

@@ -12,7 +12,7 @@ pub(super) fn corrupt(what: impl Into<Cow<'static, str>>, offset: u64) -> Error 
 
 /// The file does not begin as `what` does.
 pub(super) fn other_signature(what: &str, offset: u64) -> Error {
-    let hint = "say which format it has (--format), or restore it from a copy if it was one";
+    let hint = "say which format it has (--format, of a backing file -F), or restore it from a copy if it was one";
     let what = format!("is no {what}: it has another signature");
     Error::new(ErrorKind::Corrupt, what).at(offset).hint(hint)
 }

@@ -192,6 +192,12 @@ impl Server {
         exports.get(name).map_or(0, |(_, id)| self.0.registry.clients(Clients::Of(id)))
     }
 
+    /// Who uses the export of this name: for each connection a process of this host, or an address.
+    pub fn peers<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Vec<String> {
+        let peers = exports.get(name).map(|(_, id)| self.0.registry.peers(Clients::Of(id)));
+        peers.into_iter().flatten().map(|peer| peer.to_string()).collect()
+    }
+
     /// How many connections use TLS. They can pause, but not go on in another process.
     pub fn encrypted_clients(&self) -> usize {
         self.0.registry.clients(Clients::Encrypted)

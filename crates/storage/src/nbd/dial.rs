@@ -1,5 +1,6 @@
 //! How an export is reached: the address, and what was agreed on.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -110,7 +111,18 @@ async fn attempt(
     context: &str,
     is_plain: bool,
 ) -> Result<Result<(Link, Negotiated), Failure>> {
-    let failed = |error| Error::host("cannot connect", error).on(name);
+    let failed = |error: io::Error| {
+        let hint = match error.kind() {
+            io::ErrorKind::NotFound => {
+                "no server has made that socket: start it, or check the path"
+            }
+            io::ErrorKind::ConnectionRefused => {
+                "no server listens there: start it, or check the address"
+            }
+            _ => "check the address, and that its server runs",
+        };
+        Error::host("cannot connect", error).on(name).hint(hint)
+    };
     let socket = connect(way.uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
     let stream = Stream::new(socket).map_err(failed)?;
     let wish = Wish { export: &way.uri.export, context, tls: way.tls.as_ref(), is_plain };

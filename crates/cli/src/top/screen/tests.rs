@@ -119,8 +119,8 @@ fn a_selected_disk_stays_selected_and_the_busiest_is_so_until_then() {
 #[test]
 fn what_a_server_that_is_gone_has_left_is_marked_as_old_with_the_cause() {
     let mut app = app();
-    let why = "/run/blockhouse/metrics: cannot read metrics: is this the --metrics address or the \
-               --control socket of a running server?: Connection refused (os error 111)";
+    let why = "/run/blockhouse/metrics: cannot read metrics: Connection refused (os error 111); name what a \
+               running server has in --metrics or --control";
     app.take(Err(anyhow::anyhow!(why)));
     for width in [60, 80, 120] {
         let screen = screen_of(&app, width, 24);

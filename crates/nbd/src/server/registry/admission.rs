@@ -287,6 +287,12 @@ impl AdmissionState {
         self.entries.iter().filter(|entry| which.contain(entry)).count()
     }
 
+    /// Who is at the other end of these connections.
+    pub fn peers(&self, which: Clients) -> Vec<Peer> {
+        let entries = self.entries.iter().filter(|entry| which.contain(entry));
+        entries.map(|entry| entry.origin().peer).collect()
+    }
+
     /// Begins their end.
     pub fn end_clients(&mut self, which: Clients) {
         self.entries.iter_mut().filter(|entry| which.contain(entry)).for_each(Entry::end);

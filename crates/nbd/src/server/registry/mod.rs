@@ -176,6 +176,11 @@ impl Registry {
         self.state.lock().clients(which)
     }
 
+    /// Who is at the other end of these connections.
+    pub fn peers(&self, which: Clients) -> Vec<Peer> {
+        self.state.lock().peers(which)
+    }
+
     fn poll(&self, context: &Context<'_>, is_over: impl Fn(&AdmissionState) -> bool) -> Poll<()> {
         let mut state = self.state.lock();
         if is_over(&state) {
