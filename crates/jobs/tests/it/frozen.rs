@@ -12,7 +12,7 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_jobs::{ClockSleep, FreezeOptions, FrozenDisk, freeze};
-use blockhouse_sim::{Config, Fault, Latency, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Scene};
@@ -310,6 +310,38 @@ fn a_disk_that_does_not_answer_is_named_in_place_of_the_scratch_file() {
     let mut all = (0..8).filter_map(|seed| zero_slowly(seed, Duration::from_secs(100)).1);
     let failure = all.next().expect("nothing is saved in time");
     assert!(failure.contains("the disk itself did not answer in time"), "{failure}");
+}
+
+#[test]
+fn no_change_waits_until_a_full_scratch_disk_has_given_its_space_back() {
+    const LENGTH: usize = 1 << 20;
+    let sim = Sim::new(1);
+    let own = sim.clone();
+    sim.block_on(async move {
+        let sim = own;
+        let source = SimDisk::new(&sim, Config::default(), vec![7; LENGTH]);
+        let source = Arc::new(Disk::raw(source, Options::default()).expect("a disk"));
+        let size = FrozenDisk::<SimDisk>::scratch_size(LENGTH as u64);
+        let scratch = SimDisk::new(&sim, Config::default(), vec![0; size as usize]);
+        scratch.fail(Fault::late(0, Duration::from_secs(3600)).of(OperationKind::Discard));
+        let scratch = Disk::raw(scratch, Options::default()).expect("a scratch disk");
+        let (scratch_limit, memory, max_index_bytes) = (256 << 10, 128 << 10, 1 << 20);
+        let options = FreezeOptions { scratch_limit, memory, max_index_bytes, timer: None };
+        let frozen = FrozenDisk::new(Arc::clone(&source), scratch, options, Box::new(|_| ()));
+        let frozen = frozen.expect("a scratch disk of the right size");
+        drop(sim.spawn(frozen.write_behind()));
+        freeze(&[&frozen]).await.expect("no limit");
+        let began = sim.clock().now();
+        for block in 0..(LENGTH / 4096) as u64 {
+            let mut buffer = Buffer::new(4096);
+            let (offset, durability) = (block * 4096, Durability::None);
+            let write = Request::Write { offset, from: buffer.lend(), durability };
+            source.submit(write).await.expect("the guest's own request");
+        }
+        assert!(frozen.failure().is_some(), "all of the scratch disk's room is used");
+        let waited = sim.clock().now() - began;
+        assert!(waited < Duration::from_secs(60), "{waited:?}");
+    });
 }
 
 /// A number in the first bytes of a disk.
