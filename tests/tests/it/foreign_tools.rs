@@ -10,6 +10,7 @@ use blockhouse_tests::{
     random_bytes, require, run, seeded, tool, wait_for_exit,
 };
 use rustix::fs::FallocateFlags;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -68,6 +69,58 @@ fn nbdinfo_lists_the_export_under_its_name() {
     assert_eq!(exports[0]["export-name"], "a disk");
     assert_eq!(exports[0]["export-size"], MIB);
     server.stop();
+}
+
+/// One half of a session with a disk of 16 MiB: its changes, or a look at what they left, after the server was killed.
+const LIBNBD: &str = r#"
+import nbd, sys
+uri, half = sys.argv[1:]
+MIB = 1 << 20
+h = nbd.NBD()
+h.add_meta_context(nbd.CONTEXT_BASE_ALLOCATION)
+h.connect_uri(uri)
+assert h.get_size() == 16 * MIB and h.can_fua() and h.can_multi_conn() and h.can_zero() and h.can_trim()
+if half == "change":
+    h.pwrite(b"" * MIB, 0)
+    h.pwrite(b"" * MIB, MIB, nbd.CMD_FLAG_FUA)
+    h.pwrite(b"" * 2 * MIB, 2 * MIB)
+    h.trim(65536, MIB)
+    h.zero(65536, 2 * MIB, nbd.CMD_FLAG_FUA)
+    h.zero(65536, 3 * MIB, nbd.CMD_FLAG_NO_HOLE)
+    h.cache(MIB, 0)
+    h.flush()
+    h.pwrite(b"" * 512, 8 * MIB + 512)
+expected = bytearray(b"" * MIB + b"" * MIB + b"" * 2 * MIB)
+for at in (MIB, 2 * MIB, 3 * MIB):
+    expected[at:at + 65536] = bytes(65536)
+assert h.pread(4 * MIB, 0) == expected
+assert h.pread(1024, 8 * MIB) == bytes(512) + b"" * 512
+found = []
+h.block_status(16 * MIB, 0, lambda context, offset, entries, error: found.extend(entries))
+lengths, kinds = found[::2], found[1::2]
+assert sum(lengths) <= 16 * MIB and 0 in kinds and nbd.STATE_HOLE | nbd.STATE_ZERO in kinds, found
+try:
+    h.pwrite(bytes(512), 16 * MIB)
+except nbd.Error as error:
+    assert error.errno in ("EINVAL", "ENOSPC"), error
+else:
+    raise AssertionError("a write past the end")
+h.shutdown()
+"#;
+
+#[test]
+fn libnbd_asks_for_everything_before_a_kill_and_after() {
+    require!(need::python_module("nbd"));
+    let scratch = Scratch::new();
+    for name in ["disk.img", "disk.qcow2"] {
+        let image = scratch.path(name);
+        for half in ["change", "look"] {
+            let server = Serve::new(&scratch, &image).option("--create", "16M").start();
+            let mut python = std::process::Command::new("/usr/bin/python3");
+            run(python.args(["-c", LIBNBD, server.uri(), half])).success();
+            server.signal(Signal::KILL);
+        }
+    }
 }
 
 /// An export as a file, by nbdfuse. It goes when this is dropped.

@@ -27,13 +27,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use blockhouse_disk::RemoteBacking;
 use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use blockhouse_storage::Location;
 
 use self::needs::Needs;
-use crate::setup::{SandboxUse, Setup};
+use crate::setup::{DiskSetup, SandboxUse, Setup};
 use crate::workers::Workers;
 
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
@@ -195,7 +196,10 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
 /// devices needs them.
 pub(crate) fn enter_before_ceph(setup: &Setup) {
     let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
-    let has_ceph = setup.disks.iter().any(|disk| is_ceph(&disk.path));
+    // A file's base may be there, too, where that is allowed.
+    let may_have =
+        |disk: &DiskSetup| disk.remote_backing == RemoteBacking::Allowed || is_ceph(&disk.path);
+    let has_ceph = setup.disks.iter().any(may_have);
     let keeps = setup.user.is_some() || !setup.ublk.is_empty();
     if !has_ceph || keeps || setup.sandbox == SandboxUse::Off {
         return;
