@@ -426,6 +426,7 @@ fn a_server_of_root_keeps_few_capabilities() {
 }
 
 /// No thread of a server has a capability of root that goes beyond files, memory and ports.
+#[track_caller]
 pub(crate) fn assert_few_capabilities(server: &Server) {
     // Of `<linux/capability.h>`: `NET_RAW`, `SYS_MODULE`, `SYS_PTRACE`, `SYS_ADMIN`, `SYSLOG`, `PERFMON`, `BPF`.
     let dangerous = [13, 16, 19, 21, 34, 38, 39].iter().fold(0_u64, |all, bit| all | 1 << bit);
