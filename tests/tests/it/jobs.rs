@@ -385,7 +385,7 @@ fn a_kill_on_the_way_back_leaves_no_two_records() {
     let call = |method: &str, params: Value| {
         json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params }).to_string()
     };
-    for round in 0..8 {
+    for round in 0..6 {
         let scratch = Scratch::new();
         let (first, second) = (image(&scratch, "a.img"), scratch.path("b.img"));
         let (server, mut control) = serve(&scratch, &first);
