@@ -5,8 +5,9 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use blockhouse_tests::image_tool::{command, qemu_img, str};
-use blockhouse_tests::{Scratch, need, require};
+use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::nbd::{Client, command as kind, flag};
+use blockhouse_tests::{Scratch, Serve, eventually, need, require, run, tool};
 
 use crate::jobs::Foreign;
 
@@ -82,6 +83,11 @@ impl Rig {
     /// Over a file with the content.
     fn start(&self, words: &str) -> Foreign {
         fs::write(self.scratch.path("disk.img"), &self.content).unwrap();
+        self.start_again(words)
+    }
+
+    /// Over the file as it is.
+    fn start_again(&self, words: &str) -> Foreign {
         let _ = fs::remove_file(self.socket());
         let word = |word: &str| match word {
             "@S" => str(&self.socket()).to_owned(),
@@ -177,4 +183,62 @@ fn what_a_server_does_not_have_or_forbids_is_told_in_a_line() {
             }
         };
     }
+}
+
+/// What a guest asks for is what the server is asked for, and goes on when the server comes back.
+#[test]
+fn durable_writes_discards_and_zeros_reach_a_server_that_comes_back() {
+    require!(need::tools(&["nbdkit", "nbdinfo"]));
+    let rig = Rig::new();
+    let log = rig.path("log");
+    let words = format!("nbdkit -f -U @S --filter=log file @F logfile={log}");
+    let origin = rig.start(&words);
+    let uri = format!("{}&reconnect=60", rig.uri());
+    let server = Serve::new(&rig.scratch, uri.as_ref()).start();
+    let mut client = Client::open(&server.address());
+    let mut content = rig.content.clone();
+    let mut change = |client: &mut Client, at: u64, byte: u8| {
+        let (plain, durable) = (at, at + (64 << 10));
+        assert_eq!(client.write(plain, &[byte; 4096], 0), 0);
+        assert_eq!(client.write(durable, &[byte; 4096], flag::FUA), 0);
+        let (discarded, zeros) = (at + (128 << 10), at + (192 << 10));
+        assert_eq!(client.simple(kind::TRIM, discarded, 65_536, 0), 0);
+        assert_eq!(client.simple(kind::WRITE_ZEROES, zeros, 65_536, flag::NO_HOLE), 0);
+        assert_eq!(client.flush(), 0);
+        for start in [plain, durable] {
+            content[start as usize..][..4096].fill(byte);
+        }
+        // nbdkit's files make a discarded range a hole.
+        content[discarded as usize..][..128 << 10].fill(0);
+    };
+    change(&mut client, 4 << 20, 1);
+    let map = json(&run(tool("nbdinfo").args(["--map", "--json", server.uri()])).success());
+    let is_hole = |part: &serde_json::Value| part["description"] == "hole,zero";
+    assert!(map.as_array().expect("a list").iter().any(is_hole), "{map}");
+    drop(origin);
+    let told = fs::read_to_string(&log).expect("a log");
+    for (kind, offset, words) in [
+        ("Write", 4 << 20, "fua=0"),
+        ("Write", (4 << 20) + (64 << 10), "fua=1"),
+        ("Trim", (4 << 20) + (128 << 10), "fua=0"),
+        ("Zero", (4 << 20) + (192 << 10), "trim=0"),
+        ("Flush", 0, ""),
+        ("Extents", 0, ""),
+    ] {
+        let (kind, offset) = (format!(" {kind} id="), format!(" offset={offset:#x} "));
+        let is_it = |line: &&str| {
+            line.contains(&kind)
+                && (words.is_empty() || line.contains(&offset) && line.contains(words))
+        };
+        assert!(told.lines().any(|line| is_it(&line)), "{kind}{offset}{words}: {told}");
+    }
+    let origin = rig.start_again(&words);
+    assert!(eventually(QUICK, || server.log().contains("connected again")), "{}", server.log());
+    change(&mut client, 6 << 20, 2);
+    let read = client.read(4 << 20, 4 << 20).expect("a read");
+    drop(client);
+    server.stop();
+    drop(origin);
+    assert!(read == content[4 << 20..], "other bytes are read");
+    assert!(fs::read(rig.path("disk.img")).expect("its file") == content, "other bytes");
 }

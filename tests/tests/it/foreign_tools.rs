@@ -1,11 +1,16 @@
 //! The main job as users do it: an image is served, and the tools they have work on it.
 
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::Duration;
 
 use blockhouse_tests::{
-    Cache, Engine, Image, Scratch, Serve, Server, need, on_every_engine_and_cache, random_bytes,
-    require, run, seeded, tool,
+    Cache, Engine, Image, Scratch, Serve, Server, eventually, need, on_every_engine_and_cache,
+    random_bytes, require, run, seeded, tool, wait_for_exit,
 };
+use rustix::fs::FallocateFlags;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -64,6 +69,134 @@ fn nbdinfo_lists_the_export_under_its_name() {
     assert_eq!(exports[0]["export-name"], "a disk");
     assert_eq!(exports[0]["export-size"], MIB);
     server.stop();
+}
+
+/// One half of a session with a disk of 16 MiB: its changes, or a look at what they left, after the server was killed.
+const LIBNBD: &str = r#"
+import nbd, sys
+uri, half = sys.argv[1:]
+MIB = 1 << 20
+h = nbd.NBD()
+h.add_meta_context(nbd.CONTEXT_BASE_ALLOCATION)
+h.connect_uri(uri)
+assert h.get_size() == 16 * MIB and h.can_fua() and h.can_multi_conn() and h.can_zero() and h.can_trim()
+if half == "change":
+    h.pwrite(b"" * MIB, 0)
+    h.pwrite(b"" * MIB, MIB, nbd.CMD_FLAG_FUA)
+    h.pwrite(b"" * 2 * MIB, 2 * MIB)
+    h.trim(65536, MIB)
+    h.zero(65536, 2 * MIB, nbd.CMD_FLAG_FUA)
+    h.zero(65536, 3 * MIB, nbd.CMD_FLAG_NO_HOLE)
+    h.cache(MIB, 0)
+    h.flush()
+    h.pwrite(b"" * 512, 8 * MIB + 512)
+expected = bytearray(b"" * MIB + b"" * MIB + b"" * 2 * MIB)
+for at in (MIB, 2 * MIB, 3 * MIB):
+    expected[at:at + 65536] = bytes(65536)
+assert h.pread(4 * MIB, 0) == expected
+assert h.pread(1024, 8 * MIB) == bytes(512) + b"" * 512
+found = []
+h.block_status(16 * MIB, 0, lambda context, offset, entries, error: found.extend(entries))
+lengths, kinds = found[::2], found[1::2]
+assert sum(lengths) <= 16 * MIB and 0 in kinds and nbd.STATE_HOLE | nbd.STATE_ZERO in kinds, found
+try:
+    h.pwrite(bytes(512), 16 * MIB)
+except nbd.Error as error:
+    assert error.errno in ("EINVAL", "ENOSPC"), error
+else:
+    raise AssertionError("a write past the end")
+h.shutdown()
+"#;
+
+#[test]
+fn libnbd_asks_for_everything_before_a_kill_and_after() {
+    require!(need::python_module("nbd"));
+    let scratch = Scratch::new();
+    for name in ["disk.img", "disk.qcow2"] {
+        let image = scratch.path(name);
+        for half in ["change", "look"] {
+            let server = Serve::new(&scratch, &image).option("--create", "16M").start();
+            let mut python = std::process::Command::new("/usr/bin/python3");
+            run(python.args(["-c", LIBNBD, server.uri(), half])).success();
+            server.signal(Signal::KILL);
+        }
+    }
+}
+
+/// An export as a file, by nbdfuse. It goes when this is dropped.
+struct Mounted {
+    process: Child,
+    folder: PathBuf,
+}
+
+impl Mounted {
+    /// `None` where this machine lets nothing be mounted.
+    fn new(scratch: &Scratch, uri: &str) -> Option<Self> {
+        let folder = scratch.path("mounted");
+        std::fs::create_dir(&folder).expect("a folder");
+        let mut nbdfuse = tool("nbdfuse");
+        nbdfuse.arg(folder.join("disk")).arg(uri).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut mounted = Self { process: nbdfuse.spawn().expect("it is installed"), folder };
+        let is_there = || mounted.file().exists() || mounted.has_ended();
+        assert!(eventually(Duration::from_secs(30), is_there), "neither a file nor an end");
+        mounted.file().exists().then_some(mounted)
+    }
+
+    fn file(&self) -> PathBuf {
+        self.folder.join("disk")
+    }
+
+    fn has_ended(&mut self) -> bool {
+        self.process.try_wait().expect("our child").is_some()
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // nbdfuse ends with its mount; nothing is mounted where it has ended.
+        run(tool("umount").arg(&self.folder));
+        if wait_for_exit(&mut self.process, Duration::from_secs(30)).is_none() {
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+        }
+    }
+}
+
+#[test]
+fn nbdfuse_shows_a_disk_as_a_file() {
+    require!(need::root());
+    require!(need::tools(&["nbdfuse", "umount"]));
+    let scratch = Scratch::new();
+    let bytes = random_bytes(&mut seeded(), 2 << 20);
+    for name in ["disk.img", "disk.qcow2"] {
+        let image = scratch.path(name);
+        let serve = || Serve::new(&scratch, &image);
+        let server = serve().option("--create", "16M").start();
+        let Some(mounted) = Mounted::new(&scratch, server.uri()) else {
+            return need::skip("nothing can be mounted here");
+        };
+        let file = std::fs::File::options().read(true).write(true).open(mounted.file());
+        let file = file.expect("root may");
+        assert_eq!(file.metadata().expect("a size").len(), 16 * MIB);
+        file.write_all_at(&bytes, MIB + 17).expect("a write");
+        file.sync_all().expect("a flush");
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, hole, 2 * MIB, 64 << 10).expect("a discard");
+        file.sync_all().expect("a flush");
+        let mut read = vec![0; bytes.len()];
+        file.read_exact_at(&mut read, MIB + 17).expect("a read");
+        let (mut expected, start) = (bytes.clone(), MIB as usize - 17);
+        expected[start..start + (64 << 10)].fill(0);
+        assert!(read == expected, "{name}: other bytes");
+        drop((file, mounted));
+        std::fs::remove_dir(scratch.path("mounted")).expect("nothing is mounted");
+        server.stop();
+        let server = serve().start();
+        let mut client = blockhouse_tests::nbd::Client::open(&server.address());
+        assert!(client.read(MIB + 17, 2 << 20) == Ok(expected), "{name}: other bytes are kept");
+        drop(client);
+        server.stop();
+    }
 }
 
 #[test]

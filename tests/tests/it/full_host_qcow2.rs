@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command as command_line, json as printed, qemu_img, str};
@@ -11,6 +12,7 @@ use blockhouse_tests::{
     Cache, Engine, FileSystem, Scratch, Serve, SmallHost, blockhouse, need, on_every_engine,
     require, run, tool,
 };
+use rustix::process::Signal;
 use serde_json::json;
 
 const MIB: u64 = 1 << 20;
@@ -257,6 +259,46 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     // It is lost after a kill, too, and can be removed.
     command_line(&["bitmap", "remove", str(&image), "fine"]).success();
     run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
+}
+
+/// What a killed server leaves to the next one (refcounts, a bitmap that was in use) takes no room that is not there.
+#[test]
+fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::in_memory();
+    let host = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, ROOM));
+    let image = host.path("disk.qcow2");
+    for (options, stride) in [
+        ("cluster_size=64K", MIB),
+        ("cluster_size=64K", 1 << 30),
+        ("cluster_size=4K,lazy_refcounts=on", 1 << 30),
+    ] {
+        create(&image, options);
+        command_line(&["bitmap", "add", str(&image), "changes"]).success();
+        let start = || {
+            let serve = Serve::new(&scratch, &image).option("--format", "qcow2");
+            serve.cache(Cache::Writeback).start()
+        };
+        let mut server = start();
+        let client = Client::open(&server.address());
+        let mut pieces = Pieces { client, stride, next: 0, written: Vec::new() };
+        pieces.fill();
+        let ballast = host.fill_up("ballast");
+        server.signal(Signal::KILL);
+        server.wait(Duration::from_secs(60));
+        let server = start();
+        pieces.client = Client::open(&server.address());
+        pieces.verify();
+        std::fs::remove_file(&ballast).expect("it is there");
+        pieces.discard_first(1);
+        assert_eq!(pieces.client.flush(), 0, "{options}");
+        assert_eq!(pieces.write(flag::FUA), 0, "{options}: there is room");
+        pieces.verify();
+        pieces.client.disconnect();
+        server.stop();
+        run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
+        std::fs::remove_file(&image).expect("it is there");
+    }
 }
 
 /// Bytes that a write has left in the file that failed for want of room are never read as data.

@@ -375,3 +375,56 @@ fn after_a_kill_what_can_be_opened_is_the_disk() {
         }
     }
 }
+
+/// The disk went to another image and is on its way back to the first, which has a record of its own by then: a kill leaves
+/// one answer to which of the two is the disk.
+#[test]
+fn a_kill_on_the_way_back_leaves_no_two_records() {
+    const MARK: &[u8] = b"blockhouse: mirror not complete\n";
+    let mut random = seeded();
+    let call = |method: &str, params: Value| {
+        json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params }).to_string()
+    };
+    for round in 0..6 {
+        let scratch = Scratch::new();
+        let (first, second) = (image(&scratch, "a.img"), scratch.path("b.img"));
+        let (server, mut control) = serve(&scratch, &first);
+        let mut writer = Writer::new(&server.address(), random.fork());
+        ctl(&scratch, &["mirror", "a.img", str(&second), "--job", "there"]).success();
+        wait_for(&mut control, "there", "ready");
+        ctl(&scratch, &["job", "there", "complete"]).success();
+        let records = ["a.img.moved", "b.img.moved"].map(|name| scratch.path(name));
+        assert!(records[0].exists() && !records[1].exists());
+        assert_eq!(writer.client.flush(), 0);
+        let back = json!({ "kind": "mirror", "disk": "a.img", "target": first, "overwrite": true,
+            "job": "back" });
+        if round % 2 == 0 {
+            let start = call("job.start", back);
+            control.send(start.as_bytes()).expect("the server listens");
+        } else {
+            control.get("job.start", back);
+            wait_for(&mut control, "back", "ready");
+            let complete = call("job.complete", json!({ "job": "back" }));
+            control.send(complete.as_bytes()).expect("the server listens");
+        }
+        std::thread::sleep(Duration::from_micros(random.u64(..60_000)));
+        server.signal(Signal::KILL);
+        drop(server);
+        let is_marked = std::fs::read(&first).expect("it is there").starts_with(MARK);
+        let [of_first, of_second] = records.each_ref().map(|record| record.exists());
+        assert!(!(of_first && of_second), "each image names the other");
+        // As docs/jobs.md tells it, of the source b.img and the target a.img.
+        let disk = match (of_second, is_marked) {
+            (true, false) => &first,
+            _ => &second,
+        };
+        for record in &records {
+            let _ = std::fs::remove_file(record);
+        }
+        let server = Serve::new(&scratch, disk).start();
+        writer.client = Client::open(&server.address());
+        writer.check();
+        drop(writer);
+        server.stop();
+    }
+}

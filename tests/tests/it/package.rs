@@ -1,6 +1,8 @@
 //! The units of contrib/systemd, and the Debian package: installed into a copy of this system, used, removed.
 
 use std::collections::BTreeSet;
+use std::fs::Permissions;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -223,6 +225,66 @@ fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
     let info = run_within(LONG, tool("qemu-img").args(["info", "--output=json", &uri])).success();
     assert!(info.stdout.contains("67108864"), "{}", info.stdout);
     assert!(folder.join("state").is_dir() && !folder.join("control").exists());
+    server.stop();
+}
+
+/// A shell of a user who has nothing but a number, as an instance's has.
+fn as_user(user: u32) -> Vec<String> {
+    let words = format!("setpriv --reuid={user} --regid={user} --clear-groups sh -c");
+    words.split(' ').map(str::to_owned).collect()
+}
+
+/// One that takes over an instance can do what its user can. Of the folders and processes of another instance, as the units make
+/// them, that is nothing; what the units forbid beside, and the sandbox, come on top.
+#[test]
+fn the_user_of_one_instance_reaches_nothing_of_another() {
+    const USERS: [u32; 2] = [64_992, 64_993];
+    require!(need::root());
+    let memory = Scratch::in_memory();
+    let (_, binary) = require!(need::nobody(memory.short(), blockhouse()));
+    let [images, runtime] = ["images", "run"].map(|name| memory.path(name));
+    let folder = |place: &Path, name: &str, mode: &str| {
+        let folder = place.join(name);
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let mode = u32::from_str_radix(setting(mode), 8).expect("a mode");
+        std::fs::set_permissions(&folder, Permissions::from_mode(mode)).expect("it is ours");
+        chown(&folder, Some(USERS[0]), Some(USERS[0])).expect("root may");
+        folder
+    };
+    let image = folder(&images, "blockhouse-images/disk", "StateDirectoryMode").join("disk");
+    let run_folder = folder(&runtime, "blockhouse-images/disk", "RuntimeDirectoryMode");
+    let socket = run_folder.join("nbd.sock");
+    let run_as = |user, script: &str| {
+        let words = as_user(user);
+        run(Command::new(&words[0]).args(&words[1..]).arg(script)).status.success()
+    };
+    let umask = setting("UMask");
+    assert!(run_as(USERS[0], &format!("umask {umask} && truncate -s 1M {}", image.display())));
+    let mut words = exec_start(str(&runtime), "disk", str(&image));
+    words[0] = str(&binary).to_owned();
+    let export = format!("nbd+unix:///?socket={}", socket.display());
+    let script = format!("umask {umask} && exec {} --nbd '{export}'", words.join(" "));
+    let shell = as_user(USERS[0]);
+    let mut server = Command::new(&shell[0]);
+    server.args(&shell[1..]).arg(script).stdout(Stdio::null()).stderr(Stdio::null());
+    let server = Activated(server.spawn().expect("it starts"));
+    let process = server.0.id();
+    let (binary, image, state) = (binary.display(), image.display(), run_folder.join("state"));
+    let attempts = [
+        format!("{binary} info '{export}'"),
+        format!("cat {image}"),
+        format!("cat < /dev/null >> {image}"),
+        format!("mv {image} {image}.other && mv {image}.other {image}"),
+        format!("ls {}", state.display()),
+        format!("kill -0 {process}"),
+        format!("ls /proc/{process}/fd/"),
+    ];
+    assert!(eventually(LONG, || socket.exists()));
+    for attempt in attempts {
+        // What its own user may shows that the attempt is one.
+        assert!(run_as(USERS[0], &attempt), "{attempt}");
+        assert!(!run_as(USERS[1], &attempt), "{attempt}");
+    }
     server.stop();
 }
 

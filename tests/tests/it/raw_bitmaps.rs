@@ -9,7 +9,9 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::Servers;
-use blockhouse_tests::{FileSystem, Scratch, Serve, Server, SmallHost, need, require, run, tool};
+use blockhouse_tests::{
+    FileSystem, Scratch, Serve, Server, SmallHost, need, require, run, seeded, tool,
+};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -550,4 +552,38 @@ fn clients_go_on_while_a_raw_image_with_a_bitmap_becomes_much_longer() {
     command(&["check", "-f", "qcow2", str(&sidecar(&image))]).success();
     let list = list(&image);
     assert_eq!(list[0]["name"], "changes", "{list}");
+}
+
+/// A kill leaves the old size or the new one, and all that was recorded.
+#[test]
+fn a_resize_that_a_kill_ends_leaves_the_bitmap_as_it_was() {
+    require!(need::tools(&["nbdinfo"]));
+    const LONGER: u64 = 32 << 30;
+    let mut random = seeded();
+    for _ in 0..6 {
+        let scratch = Scratch::new();
+        let image = image(&scratch);
+        let mut server = serve(&scratch, &image);
+        write(&server, 5 * MIB);
+        let params = json!({ "disk": "disk.img", "size": LONGER });
+        let resize =
+            json!({ "jsonrpc": "2.0", "id": 1, "method": "disk.resize", "params": params });
+        let mut control = Control::connect(&scratch.socket("control"));
+        control.send(resize.to_string().as_bytes()).expect("the server listens");
+        std::thread::sleep(Duration::from_millis(random.u64(..400)));
+        server.signal(Signal::KILL);
+        server.wait(LONG);
+        let server = serve(&scratch, &image);
+        let size = Client::open(&server.address()).size();
+        assert!(size == 64 * MIB || size == LONGER, "{size}");
+        write(&server, 6 * MIB);
+        let mut control = Control::connect(&scratch.socket("control"));
+        let list = control.get("bitmap.list", json!({ "disk": "disk.img" }));
+        assert_eq!((&list[0]["name"], &list[0]["recording"]), (&json!("changes"), &json!(true)));
+        drop(control);
+        server.stop();
+        assert_eq!(image.metadata().expect("it is there").len(), size);
+        let found = served_dirty(&scratch, &image, "changes");
+        assert!(covers(&found, 5 * MIB, 65_536) && covers(&found, 6 * MIB, 65_536), "{found:?}");
+    }
 }

@@ -403,6 +403,29 @@ fn a_disk_moves_to_ceph_and_back_while_its_client_writes() {
 }
 
 /// The sandbox lets a server load no library.
+/// Threads of Ceph's library cannot be asked to drop what they began with.
+#[test]
+fn a_server_of_an_image_in_ceph_keeps_few_capabilities() {
+    let ceph = require!(ceph());
+    let (scratch, name) = (Scratch::new(), new_image(&ceph, "8M"));
+    let location = ceph.location(&name);
+    let server = serve(&scratch, &location);
+    crate::sandbox::assert_few_capabilities(&server);
+    server.assert_serves();
+    server.stop();
+    // The base of a file.
+    let overlay = scratch.path("overlay.qcow2");
+    let allowed = ["--allow-remote", "--allow-path", &location];
+    let words = ["create", "-b", &location, "-F", "raw", str(&overlay), "8M"];
+    command(&[&words[..], &allowed].concat()).success();
+    let serve = Serve::new(&scratch, &overlay).flag("--allow-remote");
+    let server = serve.option("--allow-path", &location).start();
+    crate::sandbox::assert_few_capabilities(&server);
+    assert!(Client::open(&server.address()).read(0, 4096).is_ok());
+    assert!(server.log().contains("the sandbox restricts no files"), "{}", server.log());
+    server.stop();
+}
+
 #[test]
 fn a_server_in_its_sandbox_says_why_it_opens_no_image_in_ceph_later() {
     let scratch = Scratch::new();

@@ -204,8 +204,7 @@ fn a_server_that_is_not_who_it_has_to_be_is_refused() {
     server.stop();
 }
 
-/// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name, one that was built from source
-/// in the file that has all.
+/// It is none as an image, as a target, as a base, or for a mirror.
 #[test]
 fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     require!(need::tools(&[&TOOLS[..], &SERVERS].concat()));
@@ -222,9 +221,25 @@ fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     }
     let server = other.nbdkit(&["--tls-verify-peer", &format!("--tls-certificates={folder}")]);
     refused(&uri, &["the server"]);
+    let scratch = Scratch::new();
+    let own = scratch.image_of("own.img", &host.content);
+    failed(command(&["convert", "-n", "-O", "raw", own.str(), &uri]), &["the server"]);
+    let overlay = scratch.path("overlay.qcow2");
+    command(&["create", "-u", "-b", &uri, "-F", "raw", str(&overlay), "4M"]).success();
+    let keys = str(host.keys.parent().unwrap());
+    let words = ["map", "--allow-remote", "--allow-path", keys, str(&overlay)];
+    failed(command(&words), &["the server"]);
+    let control = scratch.socket("control");
+    let serve = Serve::new(&scratch, own.path()).option("--control", &control);
+    let running = serve.option("--sandbox-allow", keys).start();
+    let start = json!({ "kind": "mirror", "disk": "own.img", "target": uri, "overwrite": true });
+    Control::connect(&control).refused("job.start", start, -32000, &["the server"]);
+    running.stop();
     drop(server);
 }
 
+/// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name, one that was built from source
+/// in the file that has all.
 #[test]
 fn authorities_of_the_environment_or_else_of_the_system_are_trusted() {
     require!(need::tools(&[&TOOLS[..], &["openssl"]].concat()));

@@ -12,6 +12,8 @@ use blockhouse_tests::{Engine, Scratch, Serve, Server, blockhouse, image_tool, o
 use rustix::process::{Pid, Signal};
 use serde_json::json;
 
+/// Refuses system calls to what it executes.
+const WITHOUT: &str = env!("CARGO_BIN_EXE_without_syscalls");
 /// SIGSYS, which has the same number on all processors that have a filter.
 const SIGSYS: i32 = 31;
 /// The error of a request that cannot be carried out.
@@ -181,6 +183,56 @@ fn what_is_not_needed_is_refused(engine: Engine) {
     assert_eq!(client.write(4096, &[5; 70_000], 0), 0);
     assert_eq!(client.read(4096, 70_000), Ok(vec![5; 70_000]));
     assert_eq!(client.flush(), 0);
+    server.stop();
+}
+
+/// Old kernels and some containers have none.
+#[test]
+fn without_landlock_a_server_that_opens_nothing_later_opens_nothing() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let words = format!("open={} open=/etc/passwd unix-socket socket start", image.display());
+    let serve = trying(&scratch, &image, &words).under([WITHOUT, "landlock"]).flag("-v");
+    let server = serve.start();
+    assert!(!server.details().contains("landlock"), "{}", server.details());
+    if has_attempts(&server, "start") {
+        let log = server.log();
+        for word in words.split(' ') {
+            assert_eq!(outcome(&log, word), Some(NOT_PERMITTED), "{word}");
+        }
+    }
+    server.stop();
+}
+
+/// A configuration may be read again, and names disks of the folders that it has named at the start.
+#[test]
+fn a_configuration_reaches_its_folders_and_no_others() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let (image, secret) = (image(&scratch), secret(&other));
+    let file = scratch.path("blockhouse.toml");
+    let export = format!("nbd+unix:///?socket={}", scratch.socket("nbd").display());
+    let disk = format!("[[disk]]\npath = {image:?}\nexports = [{export:?}]\n");
+    std::fs::write(&file, disk).expect("room");
+    let refused = [
+        format!("open={}", secret.display()),
+        format!("remove={}", secret.display()),
+        format!("create={}", other.path("new").display()),
+    ];
+    let own = format!("open={}", image.display());
+    let serve = Serve::without_image(&scratch).option("--config", &file).ready_lines(1).flag("-v");
+    let words = format!("{} {own} start user new-ring", refused.join(" "));
+    let server = serve.environment("BLOCKHOUSE_SANDBOX_PROBE", words).start();
+    if !has_landlock(&server) || !has_attempts(&server, &own) {
+        return;
+    }
+    let log = server.log();
+    for word in &refused {
+        assert_eq!(outcome(&log, word), Some(DENIED), "{word}");
+    }
+    for word in ["start", "user", "new-ring"] {
+        assert_eq!(outcome(&log, word), Some(NOT_PERMITTED), "{word}");
+    }
+    assert_eq!(outcome(&log, &own), Some("done"));
     server.stop();
 }
 
@@ -369,6 +421,13 @@ fn a_server_of_root_keeps_few_capabilities() {
     let image = image(&scratch);
     let server =
         Serve::new(&scratch, &image).option("--control", scratch.socket("control")).start();
+    assert_few_capabilities(&server);
+    server.stop();
+}
+
+/// No thread of a server has a capability of root that goes beyond files, memory and ports.
+#[track_caller]
+pub(crate) fn assert_few_capabilities(server: &Server) {
     // Of `<linux/capability.h>`: `NET_RAW`, `SYS_MODULE`, `SYS_PTRACE`, `SYS_ADMIN`, `SYSLOG`, `PERFMON`, `BPF`.
     let dangerous = [13, 16, 19, 21, 34, 38, 39].iter().fold(0_u64, |all, bit| all | 1 << bit);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("a process");
@@ -388,5 +447,4 @@ fn a_server_of_root_keeps_few_capabilities() {
         seen += 1;
     }
     assert!(seen > 1);
-    server.stop();
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use blockhouse_tests::{
     Scratch, Serve,
     image_tool::{command, json, qemu_img, str},
+    nbd::Client,
     need, require, run, tool,
 };
 use rustix::process::Signal;
@@ -180,4 +181,37 @@ fn sizes_and_snapshots_take_bitmaps_along() {
     command(&["resize", image, "128M"]).success();
     command(&["snapshot", "apply", image, "before"]).failure("remove the bitmaps first");
     checked(&[(0, 128 * MIB)]);
+}
+
+/// What only the redo log of a killed server has is in an increment, or there is none.
+#[test]
+fn an_increment_after_a_kill_has_what_was_answered_or_is_refused() {
+    const MIB: u64 = 1 << 20;
+    let scratch = Scratch::new();
+    let paths = ["disk.qcow2", "full.qcow2", "increment.qcow2", "restored.img"];
+    let paths = paths.map(|name| scratch.path(name));
+    let [image, full, increment, restored] = paths.each_ref().map(|path| str(path));
+    command(&["create", image, "16M"]).success();
+    command(&["bitmap", "add", image, "changes"]).success();
+    command(&["backup", image, full]).success();
+    let mut server = Serve::new(&scratch, &paths[0]).start();
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(MIB, &[5; 65_536], 0), 0);
+    assert_eq!(client.flush(), 0);
+    assert_eq!(client.write(4 * MIB, &[9; 65_536], 0), 0);
+    server.signal(Signal::KILL);
+    server.wait(Duration::from_secs(60));
+    let words = ["backup", "--incremental", "changes", "--base", full, image, increment];
+    command(&words).failure("check --repair leaks");
+    assert!(!paths[2].exists());
+    let serve = Serve::new(&scratch, &paths[0]).flag("--read-only").option("--bitmap", "changes");
+    serve.refused().failed(&["check --repair leaks"]);
+    command(&["check", "--repair", "leaks", image]).success();
+    command(&words).success();
+    command(&["restore", increment, restored]).success();
+    let bytes = std::fs::read(&paths[3]).expect("a disk");
+    let mut expected = vec![0; 16 << 20];
+    expected[1 << 20..][..65_536].fill(5);
+    expected[4 << 20..][..65_536].fill(9);
+    assert!(bytes == expected, "an answered write is in no backup");
 }

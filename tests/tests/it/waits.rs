@@ -139,6 +139,9 @@ fn what_would_wait_for_a_stopped_backing_file_is_refused_and_says_so() {
         control.refused("bitmap.add", json!({ "disk": disk, "name": "b" }), FAILED, &told);
         control.refused("disk.set", json!({ "disk": disk, "read-only": true }), FAILED, &told);
         control.refused("job.start", json!({ "kind": "stream", "disk": disk }), FAILED, &told);
+        let export = format!("nbd+unix:///?socket={}", str(&stopped.scratch.socket("backup")));
+        let backup = json!({ "disks": [disk], "export": export });
+        control.refused("backup.begin", backup, FAILED, &told);
         let target = stopped.scratch.path("target.qcow2");
         for cancel in [false, true] {
             ctl(&stopped.scratch, &["mirror", disk, str(&target), "--job", "m"]).success();

@@ -27,13 +27,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use blockhouse_disk::RemoteBacking;
 use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use blockhouse_storage::Location;
 
 use self::needs::Needs;
-use crate::setup::{SandboxUse, Setup};
+use crate::setup::{DiskSetup, SandboxUse, Setup};
 use crate::workers::Workers;
 
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
@@ -131,7 +132,7 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
     }
     prepare(setup, needs, &opened);
     // A missing file is an error at its end.
-    if let Err(error) = confine_threads(ruleset, needs) {
+    if let Err(error) = confine_threads(ruleset, needs, setup) {
         tracing::debug!("while this server takes over: {error}");
     }
     if let Err(error) = system_calls::restrict(needs) {
@@ -164,7 +165,7 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
         prepare(setup, needs, opened);
     }
     // First, because the filter forbids these calls.
-    match confine_threads(ruleset, needs) {
+    match confine_threads(ruleset, needs, setup) {
         Ok(()) => {
             report.parts.push("landlock");
             report.reach = Reach::Below(rules.writable());
@@ -191,19 +192,26 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
 }
 
 /// Drops root's capabilities before Ceph's library starts threads of its own: on these nothing is
-/// put in force later. A server that becomes another user has none afterwards, and one of block
-/// devices needs them.
+/// put in force later.
 pub(crate) fn enter_before_ceph(setup: &Setup) {
-    let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
-    let has_ceph = setup.disks.iter().any(|disk| is_ceph(&disk.path));
-    let keeps = setup.user.is_some() || !setup.ublk.is_empty();
-    if !has_ceph || keeps || setup.sandbox == SandboxUse::Off {
+    if !drops_before_ceph(setup) {
         return;
     }
     let capabilities = Needs::of(setup).capabilities();
     if let Err(error) = confine(Confinement { ruleset: None, capabilities }) {
         tracing::warn!("the sandbox does not drop capabilities: {error}");
     }
+}
+
+/// Whether a server that may have an image in Ceph drops capabilities before it opens any. One that
+/// becomes another user has none afterwards, and one of block devices needs them.
+fn drops_before_ceph(setup: &Setup) -> bool {
+    let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
+    // The base of a file may be there, too, where that is allowed.
+    let may_have =
+        |disk: &DiskSetup| disk.remote_backing == RemoteBacking::Allowed || is_ceph(&disk.path);
+    let keeps = setup.user.is_some() || !setup.ublk.is_empty();
+    setup.disks.iter().any(may_have) && !keeps && setup.sandbox == SandboxUse::On
 }
 
 /// The capabilities of a process that is started to take over from this server.
@@ -247,7 +255,11 @@ impl fmt::Display for Unrestricted {
 ///
 /// # Errors
 /// Rights to files stay.
-fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> Result<(), Unrestricted> {
+fn confine_threads(
+    ruleset: Result<Option<OwnedFd>>,
+    needs: Needs,
+    setup: &Setup,
+) -> Result<(), Unrestricted> {
     let (ruleset, missing) = match ruleset {
         Ok(Some(ruleset)) => (Some(ruleset), None),
         Ok(None) => (None, Some(Unrestricted::Missing)),
@@ -255,8 +267,12 @@ fn confine_threads(ruleset: Result<Option<OwnedFd>>, needs: Needs) -> Result<(),
     };
     let capabilities = needs.capabilities();
     let ruleset = ruleset.as_ref().map(AsFd::as_fd);
+    let what = match drops_before_ceph(setup) {
+        true => "no files",
+        false => "neither files nor capabilities",
+    };
     confine(Confinement { ruleset, capabilities })
-        .map_err(|error| Unrestricted::Failed("neither files nor capabilities", error.into()))?;
+        .map_err(|error| Unrestricted::Failed(what, error.into()))?;
     missing.map_or(Ok(()), Err)
 }
 

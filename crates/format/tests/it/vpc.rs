@@ -177,6 +177,13 @@ fn a_truncated_image_reads_as_an_error_and_no_zeros() {
     sim.block_on(async move {
         let shared = dynamic(&[Some(0), Some(1), Some(0)], &[[0xff; 32]; 2], 3 * BLOCK);
         foreign::assert_shared(&open(&run, shared).await.unwrap()).await;
+        // Each 16 sectors after the one before, as one maker writes them.
+        let mut apart = dynamic(&[Some(0), Some(1), Some(2)], &[[0xff; 32]; 3], 3 * BLOCK);
+        for block in 0..3u32 {
+            let entry = (DATA / SECTOR) as u32 + 16 * block;
+            apart[TABLE + 4 * block as usize..][..4].copy_from_slice(&entry.to_be_bytes());
+        }
+        foreign::assert_shared(&open(&run, apart).await.unwrap()).await;
         let table = [Some(0), Some(1), None, None];
         let mut bytes = dynamic(&table, &[[0xff; 32]; 2], 4 * BLOCK);
         // Without the end of the last block; then without its bitmap.

@@ -12,7 +12,7 @@ use blockhouse_core::{
 };
 use blockhouse_disk::{Disk, Options};
 use blockhouse_jobs::{ClockSleep, FreezeOptions, FrozenDisk, freeze};
-use blockhouse_sim::{Config, Fault, Latency, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Scene};
@@ -310,6 +310,48 @@ fn a_disk_that_does_not_answer_is_named_in_place_of_the_scratch_file() {
     let mut all = (0..8).filter_map(|seed| zero_slowly(seed, Duration::from_secs(100)).1);
     let failure = all.next().expect("nothing is saved in time");
     assert!(failure.contains("the disk itself did not answer in time"), "{failure}");
+}
+
+/// For how long guests wait whose changes fill a scratch disk, and some more, which takes an hour to give its space back.
+fn fill_slowly_discarded(seed: u64) -> Duration {
+    const LENGTH: usize = 1 << 20;
+    let sim = Sim::new(seed);
+    let own = sim.clone();
+    sim.block_on(async move {
+        let sim = own;
+        let source = SimDisk::new(&sim, Config::default(), vec![7; LENGTH]);
+        let source = Arc::new(Disk::raw(source, Options::default()).expect("a disk"));
+        let size = FrozenDisk::<SimDisk>::scratch_size(LENGTH as u64);
+        let scratch = SimDisk::new(&sim, Config::default(), vec![0; size as usize]);
+        scratch.fail(Fault::late(0, Duration::from_secs(3600)).of(OperationKind::Discard));
+        let scratch = Disk::raw(scratch, Options::default()).expect("a scratch disk");
+        let (scratch_limit, memory, max_index_bytes) = (256 << 10, 128 << 10, 1 << 20);
+        let options = FreezeOptions { scratch_limit, memory, max_index_bytes, timer: None };
+        let frozen = FrozenDisk::new(Arc::clone(&source), scratch, options, Box::new(|_| ()));
+        let frozen = frozen.expect("a scratch disk of the right size");
+        drop(sim.spawn(frozen.write_behind()));
+        freeze(&[&frozen]).await.expect("no limit");
+        let (began, mut more) = (sim.clock().now(), 4);
+        for offset in (0..LENGTH as u64).step_by(4096) {
+            let mut buffer = Buffer::new(4096);
+            let (from, durability) = (buffer.lend(), Durability::None);
+            let write = Request::Write { offset, from, durability };
+            source.submit(write).await.expect("the guest's own request");
+            match frozen.failure() {
+                Some(_) if more == 0 => return sim.clock().now() - began,
+                Some(_) => more -= 1,
+                None => {}
+            }
+        }
+        panic!("the scratch disk has room for all");
+    })
+}
+
+#[test]
+fn no_change_waits_until_a_full_scratch_disk_has_given_its_space_back() {
+    // The simulation may have the process stand still until it has.
+    let shortest = (0..16).map(fill_slowly_discarded).min().expect("some");
+    assert!(shortest < Duration::from_secs(60), "{shortest:?}");
 }
 
 /// A number in the first bytes of a disk.
