@@ -78,7 +78,7 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
 }
 
 /// An option as it is typed.
-fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
+pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
     let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
     Some(match setting {
         Setting::ClusterSize(size) => ("cluster_size", size.to_string()),

@@ -7,8 +7,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
-    OnFull, RemoteBacking, SideFile,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat,
+    KeyFiles, OnFull, RemoteBacking, SideFile,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
@@ -196,6 +196,8 @@ pub struct DiskSetup {
     pub remote_backing: RemoteBacking,
     /// Whether no name in the image is followed.
     pub no_references: bool,
+    /// The part of its file that it is.
+    pub part: Option<FilePart>,
     /// Whether its backing file is read.
     pub backing_use: BackingUse,
     /// The keys of its encrypted images.

@@ -19,7 +19,9 @@ use blockhouse_daemon::size;
 use blockhouse_daemon::socket_options::{self, SocketMode};
 use blockhouse_daemon::ublk;
 use blockhouse_daemon::user_options::{self, GroupName, UserName};
-use blockhouse_disk::{Access, BackingUse, CacheMode, DetectZeroes, Discard, ImageFormat};
+use blockhouse_disk::{
+    Access, BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat,
+};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -99,6 +101,9 @@ pub struct Arguments {
     /// Whether the backing file is read: options of the image say it.
     #[arg(skip)]
     backing_use: BackingUse,
+    /// The part of its file that the image is: options of the image say it.
+    #[arg(skip)]
+    part: Option<FilePart>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or nbds+unix://. May be
     /// repeated. Left out, a Unix socket named after the image, in a folder of this user.
     ///
@@ -412,7 +417,11 @@ impl Arguments {
             let named = named.unwrap_or_else(|why| refuse(&why.to_string()));
             *image = named.path;
             self.format = named.format;
+            self.part = named.part;
             self.backing_use = named.backing_use;
+            self.read_only |= named.is_read_only;
+            self.discard = named.space.discard.unwrap_or(self.discard);
+            self.detect_zeroes = named.space.detect_zeroes.unwrap_or(self.detect_zeroes);
         }
     }
 
@@ -546,6 +555,7 @@ impl Arguments {
             allow_paths: self.references.allow.allow_path.clone(),
             remote_backing: self.references.allow.remote_backing(),
             no_references: self.references.no_references,
+            part: self.part,
             backing_use: self.backing_use,
             keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),

@@ -59,7 +59,7 @@ pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar
 pub use moved_record::{forget_moved, is_forked, record_forked, record_moved};
 pub use open_location::{is_address, is_foreign_address};
 pub use probe_check::{check_raw_backing, probe_nameless};
-pub use qemu_name::{QemuName, escape as escape_uri, plain_backing};
+pub use qemu_name::{QemuName, SpaceOptions, escape as escape_uri, plain_backing};
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use room::Room;
 pub use same_bytes::{check_apart, check_apart_from};

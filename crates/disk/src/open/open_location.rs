@@ -73,11 +73,11 @@ pub(super) async fn open_location(
     }
 }
 
-/// A file, or the part of it that the options say, which is locked as an image that is read; what it is where it is a
-/// whole one: two images may be parts of one file.
+/// A file, or the part of it that the options say, which is locked as a whole; what it is where it is a whole one: two
+/// images that are read may be parts of one file.
 ///
 /// # Errors
-/// `InvalidInput` where the part is to be changed, or ends after the file; the host's; `Locked`.
+/// `InvalidInput` where the part ends after the file; the host's; `Locked`.
 pub(super) fn part_of_file(
     file: HostFile,
     options: &ImageOptions,
@@ -87,11 +87,8 @@ pub(super) fn part_of_file(
         return Ok((file.into(), Some(identity)));
     };
     let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()));
-    if options.access == Access::ReadWrite {
-        return refuse("a part of a file is only read".into());
-    }
     if options.locking == Locking::Held {
-        lock(&file, Access::ReadOnly)?;
+        lock(&file, options.access)?;
     }
     let left = file.size().checked_sub(part.offset);
     match (left, part.size) {
