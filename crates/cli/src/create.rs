@@ -265,6 +265,9 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     let mut device = std::fs::File::open(image).with_context(|| format!("{name}: cannot open"))?;
     let has = std::io::Seek::seek(&mut device, std::io::SeekFrom::End(0));
     let has = has.with_context(|| format!("{name}: cannot find its size"))?;
+    if called_as::is_qemu_img() && has < size {
+        bail!("{name}: Cannot grow device files");
+    }
     if mode.is_some() {
         bail!(
             "{name}: Unsupported preallocation mode: a device has its space; leave preallocation out"
@@ -273,7 +276,9 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     if has < size {
         bail!("{name}: is a device of {has} bytes, and {size} are needed; use a larger one");
     }
-    output::tell(&format!("blockhouse: {name}: is a device, and keeps what is on it"));
+    if !called_as::is_qemu_img() {
+        output::tell(&format!("blockhouse: {name}: is a device, and keeps what is on it"));
+    }
     Ok(())
 }
 
@@ -441,6 +446,27 @@ pub async fn create_qcow2(
         open_backing(image, backing, allowed).await?;
     }
     make_qcow2(image, options, file, progress).await
+}
+
+/// Makes a new qcow2 image of the size of the image behind it.
+///
+/// # Errors
+/// As [`create_qcow2`].
+pub fn make_overlay(
+    overlay: &Path,
+    base: &Path,
+    format: ImageFormat,
+    allowed: &[PathBuf],
+) -> Result<()> {
+    let name = base.as_os_str().as_encoded_bytes().to_vec();
+    let backing = Backing { name, format: Some(format.as_str().to_owned()) };
+    let allowed = AllowedPaths::new(allowed)?;
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let size = open_backing(overlay, &backing, allowed.clone()).await?.size();
+        let mut options = qcow2::CreateOptions::new(size);
+        options.backing = Some(backing);
+        make_qcow2(overlay, &options, NewFile::default(), &ToolProgress::default()).await
+    })
 }
 
 /// As [`create_qcow2`], without a look at the backing file.

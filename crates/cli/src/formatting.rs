@@ -112,6 +112,12 @@ pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
     })
 }
 
+/// How space is taken, as it is typed; the last counts.
+pub fn preallocation_of(settings: &[Setting]) -> Option<String> {
+    let words = settings.iter().rev().filter_map(word_of);
+    words.filter(|(name, _)| *name == "preallocation").map(|(_, value)| value).next()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -87,6 +87,7 @@ const USAGE: &[(&str, &str)] = &[
 
 /// Words that are qemu-img's own.
 const OWN: &[&str] = &[
+    "Invalid number of arguments",
     "Invalid parameter",
     "Invalid number of coroutines",
     "Invalid buffer size",
@@ -99,6 +100,9 @@ const OWN: &[&str] = &[
 
 /// The words of qemu-img for wrong usage. Only under its name.
 pub fn of_usage(text: &str) -> Option<&str> {
+    if called_as::is_qemu_nbd() {
+        return OWN.iter().any(|own| text.contains(own)).then_some(text);
+    }
     let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
     if !called_as::is_qemu_img() {
         return None;

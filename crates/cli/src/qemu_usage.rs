@@ -79,11 +79,31 @@ impl Mistake<'_> {
     }
 
     fn of_server(&self, kind: ErrorKind) -> Option<String> {
-        if kind != ErrorKind::UnknownArgument {
-            return None;
-        }
-        let what = unknown_option(&self.argument)?;
-        Some(format!("{what}\nqemu-nbd: Try `qemu-nbd --help' for more information."))
+        let (value, argument) = (&self.value, &*self.argument);
+        let option = argument.split(' ').next().unwrap_or_default();
+        let what = match (kind, option) {
+            (ErrorKind::UnknownArgument, _) => {
+                let what = unknown_option(argument)?;
+                return Some(format!(
+                    "{what}\nqemu-nbd: Try `qemu-nbd --help' for more information."
+                ));
+            }
+            (ErrorKind::MissingRequiredArgument, _) => "Invalid number of arguments".to_owned(),
+            (_, "--format") => {
+                let image = self.last;
+                return Some(format!("Failed to blk_new_open '{image}': Unknown driver '{value}'"));
+            }
+            (_, "--cache") => return Some(format!("Invalid cache mode `{value}'")),
+            (_, "--aio") => return Some(format!("Invalid aio mode '{value}'")),
+            (_, "--discard") => return Some(format!("Invalid discard mode `{value}'")),
+            (_, "--shared") => return Some(format!("Invalid shared device number '{value}'")),
+            (_, "--detect-zeroes") => {
+                let why = format!("invalid parameter value: {value}");
+                return Some(format!("Failed to parse detect_zeroes mode: {why}"));
+            }
+            _ => return None,
+        };
+        Some(format!("{what}\nTry `qemu-nbd --help' for more information."))
     }
 
     /// An option, or a word too many.

@@ -75,6 +75,7 @@ impl Typed {
                 let reason = reason.replacen("Could not open", "Could not create", 1);
                 format!("{name}: error while converting {format}: {reason}")
             }
+            ("serve", _) => format!("Failed to blk_new_open '{name}': {reason}"),
             _ => {
                 // QEMU says the options as they were typed.
                 let options = self.words.iter().find(|word| {
@@ -106,6 +107,12 @@ impl Typed {
             }
             "convert" if has("image has no bitmaps") => {
                 Some("Source lacks bitmap support".to_owned())
+            }
+            "serve" => {
+                let bitmap = quoted(text, "has no bitmap '");
+                let bitmap = bitmap.map(|name| format!("Bitmap '{name}' is not found"));
+                let is_missing = has("has no snapshot '");
+                bitmap.or(is_missing.then(|| "Failed to load snapshot: Can't find snapshot".into()))
             }
             "snapshot" => self.of_snapshot(text),
             "bitmap" => self.of_bitmap(text),
@@ -187,6 +194,8 @@ fn of_resize(text: &str) -> Option<String> {
          there."
     } else if text.contains("images can only be read") {
         "Image format driver does not support resize"
+    } else if text.contains("resizing a block device is not supported here") {
+        "Cannot resize device files"
     } else if text.contains("cannot make a disk with sectors") {
         "The new size must be a multiple of 512"
     } else {

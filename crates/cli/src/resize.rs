@@ -97,6 +97,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })?;
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
+    // A raw disk of qemu-img ends anywhere, and is told in whole sectors.
+    let is_rounded = called_as::is_qemu_img() && disk.cluster_size().is_none();
+    let size = if is_rounded { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
         match called_as::is_qemu_img() {
             true => bail!("Preallocation can only be used for growing images"),

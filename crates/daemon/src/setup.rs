@@ -48,6 +48,8 @@ pub struct Setup {
     pub register_memory: RegisteredMemory,
     /// What NBD clients may take.
     pub limits: Limits,
+    /// Whether the server ends with the last NBD client, as qemu-nbd does.
+    pub ends_with_clients: bool,
     /// TLS for NBD clients.
     pub tls: Option<TlsSetup>,
     /// The users that may connect to the Unix sockets of guests that are bound.

@@ -1,6 +1,7 @@
 //! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its address.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::Access;
@@ -10,6 +11,7 @@ use blockhouse_nbd::{
     BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode,
 };
 use blockhouse_storage::ImageStorage;
+use signal_hook::consts::SIGTERM;
 
 use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
 use crate::blocking;
@@ -160,9 +162,13 @@ impl Running {
     /// Exports whose clients are told of.
     fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());
+        let clients = self.options.clients.clone();
         Exports::observed(Box::new(move |name, peer, what| {
             let uri = NbdUri { security, address: address.clone(), export: name.into() };
             let (export, peer) = (uri.to_string(), peer.to_owned());
+            if let Some(clients) = &clients {
+                end_with_the_last(clients, what);
+            }
             events.tell(match what {
                 ClientEvent::Came => Event::ClientCame { export, peer },
                 ClientEvent::Left => Event::ClientLeft { export, peer },
@@ -250,5 +256,19 @@ impl Running {
     pub(super) fn nbd_clients(&self, uri: &NbdUri) -> usize {
         let socket = self.list.lock().socket(&uri.address);
         socket.map_or(0, |socket| self.server.clients(&socket.exports, &uri.export))
+    }
+}
+
+/// Ends the server as SIGTERM does when the last client has left.
+fn end_with_the_last(clients: &AtomicUsize, what: ClientEvent) {
+    let is_last = match what {
+        ClientEvent::Came => {
+            clients.fetch_add(1, Ordering::Relaxed);
+            false
+        }
+        ClientEvent::Left => clients.fetch_sub(1, Ordering::Relaxed) == 1,
+    };
+    if is_last && let Err(error) = signal_hook::low_level::raise(SIGTERM) {
+        tracing::warn!("cannot end with the last client: {error}");
     }
 }
