@@ -48,6 +48,7 @@ mod job_targets;
 mod jobs;
 mod kept_sockets;
 mod launchers;
+mod libblkio;
 mod limits;
 mod locks;
 mod long_chains;
