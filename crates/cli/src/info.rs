@@ -351,6 +351,8 @@ fn as_json(facts: &Facts) -> Value {
     }
     if let Some(size) = facts.file_size {
         value["children"] = children_of(facts, size).into();
+    } else if let Some(export) = export_data(facts) {
+        value["children"] = json!([{ "name": "file", "info": export }]);
     }
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         value["blockhouse"]["cut-off"] =
@@ -438,6 +440,20 @@ fn available(offload: Offload) -> &'static str {
         Offload::Available => "yes",
         Offload::Unavailable => "no",
     }
+}
+
+/// The export of an NBD server that a raw image is; of others the size is not told.
+fn export_data(facts: &Facts) -> Option<Value> {
+    let name = facts.image.to_str().filter(|name| name.starts_with("nbd"))?;
+    (facts.format == "raw").then(|| {
+        json!({
+            "children": [],
+            "filename": name,
+            "format": "nbd",
+            "virtual-size": facts.virtual_size,
+            "dirty-flag": false,
+        })
+    })
 }
 
 /// What is below the image, by the keys of `qemu-img info` (QEMU 8.0 and later): the extents that it names where they can
