@@ -10,7 +10,6 @@ use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch
 use blockhouse_daemon::{size, switch};
 
 use crate::called_as;
-use crate::formatting;
 use crate::qemu_help;
 use crate::qemu_refusals::{Refusal, refusal};
 
@@ -433,9 +432,44 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
     Ok(mode)
 }
 
+/// An option as it is typed.
+pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
+    let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
+    Some(match setting {
+        Setting::ClusterSize(size) => ("cluster_size", size.to_string()),
+        Setting::Compat(version) => {
+            ("compat", if *version == Version::V2 { "0.10" } else { "1.1" }.to_owned())
+        }
+        Setting::RefcountBits(bits) => ("refcount_bits", bits.to_string()),
+        Setting::LazyRefcounts(on) => ("lazy_refcounts", switch(on)),
+        Setting::ExtendedL2(on) => ("extended_l2", switch(on)),
+        Setting::CompressionType(Compression::Zlib) => ("compression_type", "zlib".to_owned()),
+        Setting::CompressionType(Compression::Zstd) => ("compression_type", "zstd".to_owned()),
+        Setting::Preallocation(mode) => {
+            let mode = match mode {
+                Preallocation::Off => "off",
+                Preallocation::Metadata => "metadata",
+                Preallocation::Falloc => "falloc",
+                Preallocation::Full => "full",
+            };
+            ("preallocation", mode.to_owned())
+        }
+        Setting::BackingFile(name) => ("backing_file", name.clone()),
+        Setting::BackingFormat(format) => ("backing_fmt", format.clone()),
+        Setting::DataFile(name) => ("data_file", name.clone()),
+        Setting::RawDataFile(on) => ("data_file_raw", switch(on)),
+        Setting::EncryptIterTime(time) => ("iter-time", time.to_string()),
+        Setting::KeySecret(name) => ("key-secret", name.clone()),
+        Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
+        Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
+        Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
+        Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
+    })
+}
+
 /// What qemu-img says of an option that raw images do not have.
 fn not_of_raw(setting: &Setting) -> String {
-    match (setting, formatting::word_of(setting)) {
+    match (setting, word_of(setting)) {
         (Setting::BackingFile(_) | Setting::BackingFormat(_), _) => {
             "Backing file not supported for file format 'raw'".to_owned()
         }

@@ -9,6 +9,7 @@ use blockhouse_storage::{Concat, ImageStorage, Location, NbdStorage, RbdAccess, 
 use super::handed_over::Files;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
+use super::qemu_name::is_address;
 use crate::options::Access;
 
 /// Device and inode: what a file is, whatever its name.
@@ -109,10 +110,4 @@ pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
 /// Whether a name is an [address](is_address), and none that can be opened here.
 pub fn is_foreign_address(name: &[u8]) -> bool {
     is_address(name) && !Location::is_remote(name)
-}
-
-/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
-/// "json:{...}". Such a name is no path here.
-pub fn is_address(name: &[u8]) -> bool {
-    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }

@@ -16,7 +16,6 @@ use blockhouse_format::{Backing, ImageFormat};
 use serde_json::Value;
 
 use super::image_options::{BackingUse, FilePart};
-use super::open_location::is_address;
 use crate::options::{DetectZeroes, Discard};
 
 /// Options of QEMU that change nothing of what is read and written.
@@ -439,6 +438,12 @@ pub(super) fn whole_backing<'a>(backing: &'a Backing, image: &str) -> Result<Cow
             Err(Error::new(ErrorKind::Unsupported, what).on(image))
         }
     }
+}
+
+/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
+/// "json:{...}". Such a name is no path here.
+pub fn is_address(name: &[u8]) -> bool {
+    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }
 
 /// A path, also where it looks like a URI.
