@@ -29,8 +29,6 @@ const GROUPS: [(&str, &[&str]); 6] = [
         "Disks",
         &[
             "image_opts",
-            "offset",
-            "is_temporary",
             "snapshot",
             "logical_block_size",
             "physical_block_size",
