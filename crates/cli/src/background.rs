@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use blockhouse_engine::keep_descriptors_from_children;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::output;
+use crate::{called_as, output};
 
 /// The option by which a server in the background is told that it is one: it ends the lines that say where it
 /// listens with an empty one.
@@ -47,7 +47,15 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     if !names(b"/fd/") {
         keep_descriptors_from_children().context("cannot start the server")?;
     }
-    command.args(&words).process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut words = &words[..];
+    if let (true, Some(name), [_, rest @ ..]) =
+        (called_as::is_qemu_nbd(), std::env::args_os().next(), words)
+    {
+        // The name stands for the command.
+        command.arg0(name);
+        words = rest;
+    }
+    command.args(words).process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut server = command.spawn().context("cannot start the server")?;
     let outcome = until_it_listens(&mut server);
     if outcome.is_err() {

@@ -13,6 +13,7 @@ use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Command, FromArgMatches};
 use serde_json::{Value, json};
 
+use crate::called_as;
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
@@ -318,6 +319,10 @@ impl Image {
     async fn make_sidecar(&self) -> Result<bool> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
+        if called_as::is_qemu_img() {
+            // Scripts ask by it whether an image can have bitmaps, and copy the image alone.
+            return Ok(false);
+        }
         let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
         Ok(make_sidecar(&named.path, &options).await.map_err(told)?)
     }

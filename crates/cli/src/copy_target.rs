@@ -26,6 +26,7 @@ use crate::create::{
     create_luks, create_qcow2, create_raw, format_of_new, key_time, luks_header, wrong_usage,
 };
 use crate::create_options::{self, Setting};
+use crate::formatting;
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -352,6 +353,13 @@ impl TargetSpec<'_> {
         let path = self.path;
         let takes_space = |one: &Setting| matches!(one, Setting::Preallocation(mode) if *mode != Preallocation::Off);
         if self.format == ImageFormat::Raw && self.settings.iter().any(takes_space) {
+            if called_as::is_qemu_img() {
+                let mode = formatting::preallocation_of(&self.settings).unwrap_or_default();
+                bail!(
+                    "{}: error while converting raw: Unsupported preallocation mode '{mode}'",
+                    path.display()
+                );
+            }
             bail!(
                 "{}: Unsupported preallocation mode: it is {what}, which has its space; leave preallocation out",
                 path.display()

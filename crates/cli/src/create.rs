@@ -19,7 +19,7 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::qcow2::Preallocation;
-use blockhouse_format::{SpaceMode, preallocate, qcow2};
+use blockhouse_format::{SpaceMode, preallocate, probe, qcow2};
 use blockhouse_storage::ImageStorage;
 
 use crate::called_as;
@@ -74,7 +74,7 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(mut arguments: Arguments) -> Result<()> {
     let Some(mut settings) = Settings::join(std::mem::take(&mut arguments.options)) else {
-        return output::print(create_options::HELP);
+        return output::print(&create_options::help(arguments.format, arguments.image.is_some()));
     };
     settings.extend(arguments.backing.take());
     settings.extend(arguments.backing_format.take());
@@ -95,9 +95,13 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     };
     let image = behind_links(&image);
     arguments.size = size;
+    refuse_own_name(&named, &settings)?;
     if let Some(words) = missing_backing(&named, &settings)
         && !arguments.only_name
     {
+        bail!("{words}");
+    }
+    if let Some(words) = missing_format(&named, &settings) {
         bail!("{words}");
     }
     if let Some(refusal) = create_options::refusal_of(&settings) {
@@ -112,7 +116,8 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     match arguments.format.unwrap_or_else(|| format_of_new(&image)) {
         format @ ImageFormat::Raw => {
-            let mode = create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
+            let mode = create_options::raw(&settings);
+            let mode = mode.unwrap_or_else(|why| wrong_usage_of(&named, &why));
             let Some(size) = size else { wrong_usage(SIZE_IS_MISSING) };
             formatting::print(&named, format, said, &settings)?;
             if is_device(&image) {
@@ -122,7 +127,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             shown.beside(|| made.get(), work)
         }
         ImageFormat::Qcow2 => {
-            let options = arguments.qcow2_options(size, settings.clone())?;
+            let options = arguments.qcow2_options(&named, size, settings.clone())?;
             let work = || {
                 let said = (&*named, &settings[..], said);
                 let made = arguments.create_qcow2(&image, options, said, file, &made);
@@ -140,6 +145,26 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     }
 }
 
+/// Ends the program as for any other wrong usage, which under the name qemu-img names the image.
+fn wrong_usage_of(image: &Path, why: &str) -> ! {
+    match called_as::is_qemu_img() {
+        true => wrong_usage(&format!("{}: {why}", image.display())),
+        false => wrong_usage(why),
+    }
+}
+
+/// An image that is there is overwritten under the name qemu-img, but not by an overlay of itself.
+fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
+    let is_own = |setting: &Setting| matches!(setting, Setting::BackingFile(name) if Path::new(name) == image);
+    if called_as::is_qemu_img() && settings.iter().any(is_own) {
+        bail!(
+            "{}: Error: Trying to create an image with the same filename as the backing file",
+            image.display()
+        );
+    }
+    Ok(())
+}
+
 /// What is said of a disk without a size.
 const SIZE_IS_MISSING: &str = "the size is missing: 512, 64K, 20G";
 
@@ -147,13 +172,14 @@ impl Arguments {
     /// What a qcow2 image is to be like; a size of 0 is that of the backing file.
     fn qcow2_options(
         &self,
+        named: &Path,
         size: Option<u64>,
         settings: Vec<Setting>,
     ) -> Result<qcow2::CreateOptions> {
         let key_time = key_time(&settings);
         let secret = create_options::key_secret(&settings).map(str::to_owned);
         let options = create_options::qcow2(size.unwrap_or(0), settings);
-        let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
+        let mut options = options.unwrap_or_else(|why| wrong_usage_of(named, &why));
         if let Some(time) = key_time {
             options.encryption = Some(self.keys.create_header(secret.as_deref(), time)?);
         }
@@ -205,6 +231,28 @@ fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
     })
 }
 
+/// What is said of a backing file whose format is not. Only under the name qemu-img.
+fn missing_format(image: &Path, settings: &[Setting]) -> Option<String> {
+    let has_format = settings.iter().any(|one| matches!(one, Setting::BackingFormat(_)));
+    let name = settings.iter().rev().find_map(|setting| match setting {
+        Setting::BackingFile(name) => Some(name),
+        _ => None,
+    })?;
+    if !called_as::is_qemu_img() || has_format || is_address(name.as_bytes()) {
+        return None;
+    }
+    let path = resolve_relative(image, name.as_bytes());
+    let mut first = Vec::new();
+    let file = std::fs::File::open(path).ok()?;
+    std::io::Read::read_to_end(&mut std::io::Read::take(file, probe::LENGTH as u64), &mut first)
+        .ok()?;
+    let found = probe::name_of(&first).unwrap_or("raw");
+    Some(format!(
+        "{}: Backing file specified without backing format\nDetected format of {found}.",
+        image.display()
+    ))
+}
+
 /// How the file of a new image is made; under the name qemu-img in place of a file that is there.
 fn new_file(image: &Path, settings: &[Setting]) -> NewFile {
     let is_in_place = called_as::is_qemu_img() && image.is_file();
@@ -217,6 +265,9 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     let mut device = std::fs::File::open(image).with_context(|| format!("{name}: cannot open"))?;
     let has = std::io::Seek::seek(&mut device, std::io::SeekFrom::End(0));
     let has = has.with_context(|| format!("{name}: cannot find its size"))?;
+    if called_as::is_qemu_img() && has < size {
+        bail!("{name}: Cannot grow device files");
+    }
     if mode.is_some() {
         bail!(
             "{name}: Unsupported preallocation mode: a device has its space; leave preallocation out"
@@ -225,7 +276,9 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     if has < size {
         bail!("{name}: is a device of {has} bytes, and {size} are needed; use a larger one");
     }
-    output::tell(&format!("blockhouse: {name}: is a device, and keeps what is on it"));
+    if !called_as::is_qemu_img() {
+        output::tell(&format!("blockhouse: {name}: is a device, and keeps what is on it"));
+    }
     Ok(())
 }
 
@@ -393,6 +446,27 @@ pub async fn create_qcow2(
         open_backing(image, backing, allowed).await?;
     }
     make_qcow2(image, options, file, progress).await
+}
+
+/// Makes a new qcow2 image of the size of the image behind it.
+///
+/// # Errors
+/// As [`create_qcow2`].
+pub fn make_overlay(
+    overlay: &Path,
+    base: &Path,
+    format: ImageFormat,
+    allowed: &[PathBuf],
+) -> Result<()> {
+    let name = base.as_os_str().as_encoded_bytes().to_vec();
+    let backing = Backing { name, format: Some(format.as_str().to_owned()) };
+    let allowed = AllowedPaths::new(allowed)?;
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let size = open_backing(overlay, &backing, allowed.clone()).await?.size();
+        let mut options = qcow2::CreateOptions::new(size);
+        options.backing = Some(backing);
+        make_qcow2(overlay, &options, NewFile::default(), &ToolProgress::default()).await
+    })
 }
 
 /// As [`create_qcow2`], without a look at the backing file.

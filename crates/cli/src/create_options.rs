@@ -9,6 +9,8 @@ use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch
 
 use blockhouse_daemon::{size, switch};
 
+use crate::called_as;
+use crate::qemu_help;
 use crate::qemu_refusals::{Refusal, refusal};
 
 /// One option.
@@ -75,7 +77,7 @@ impl Settings {
 }
 
 /// The options, as `-o help` lists them.
-pub const HELP: &str = "\
+const HELP: &str = "\
 Options of all images:
   extent_size_hint=SIZE               in how many bytes at a time XFS gives the file space
   nocow=on|off                        have btrfs write in place (off)
@@ -102,6 +104,14 @@ Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
   iter-time=MS                        how long deriving the key takes here (2000)
   key-secret=ID                       the key, of those that --object secret,id=ID,file=FILE
                                       names; left out, the first that is named";
+
+/// What `-o help` prints; under the name qemu-img in its form.
+pub fn help(format: Option<ImageFormat>, has_file: bool) -> String {
+    match called_as::is_qemu_img() {
+        true => qemu_help::options_of(format.unwrap_or(ImageFormat::Raw), has_file),
+        false => HELP.to_owned(),
+    }
+}
 
 /// How long it takes to derive a key where nothing is said, in milliseconds: as QEMU.
 const DEFAULT_KEY_TIME: u32 = 2000;
@@ -305,7 +315,10 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
         (None, None) => None,
     };
     if data_file.is_none() && raw == Switch::On {
-        return Err("data_file_raw without data_file".to_owned());
+        return Err(match called_as::is_qemu_img() {
+            true => "data-file-raw requires data-file".to_owned(),
+            false => "data_file_raw without data_file".to_owned(),
+        });
     }
     options.data_file = data_file.map(|name| DataFile { name: name.into(), raw });
     Ok(options)
@@ -398,6 +411,9 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
             Setting::Preallocation(Preallocation::Off) => None,
             Setting::Preallocation(Preallocation::Falloc) => Some(SpaceMode::Falloc),
             Setting::Preallocation(Preallocation::Full) => Some(SpaceMode::Full),
+            Setting::Preallocation(Preallocation::Metadata) if called_as::is_qemu_img() => {
+                return Err("Unsupported preallocation mode: metadata".to_owned());
+            }
             Setting::Preallocation(Preallocation::Metadata) => {
                 return Err("Unsupported preallocation mode 'metadata' of a raw image, which has \
                             none; use off, falloc or full"
@@ -405,6 +421,7 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
             }
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => mode,
             Setting::Refused(refusal) => return Err(refusal.words.clone()),
+            other if called_as::is_qemu_img() => return Err(not_of_raw(other)),
             _ => {
                 return Err("raw images have no options (-o) but preallocation=off, falloc and \
                             full; for others say --format qcow2"
@@ -413,6 +430,52 @@ pub fn raw(settings: &[Setting]) -> Result<Option<SpaceMode>, String> {
         };
     }
     Ok(mode)
+}
+
+/// An option as it is typed.
+pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
+    let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
+    Some(match setting {
+        Setting::ClusterSize(size) => ("cluster_size", size.to_string()),
+        Setting::Compat(version) => {
+            ("compat", if *version == Version::V2 { "0.10" } else { "1.1" }.to_owned())
+        }
+        Setting::RefcountBits(bits) => ("refcount_bits", bits.to_string()),
+        Setting::LazyRefcounts(on) => ("lazy_refcounts", switch(on)),
+        Setting::ExtendedL2(on) => ("extended_l2", switch(on)),
+        Setting::CompressionType(Compression::Zlib) => ("compression_type", "zlib".to_owned()),
+        Setting::CompressionType(Compression::Zstd) => ("compression_type", "zstd".to_owned()),
+        Setting::Preallocation(mode) => {
+            let mode = match mode {
+                Preallocation::Off => "off",
+                Preallocation::Metadata => "metadata",
+                Preallocation::Falloc => "falloc",
+                Preallocation::Full => "full",
+            };
+            ("preallocation", mode.to_owned())
+        }
+        Setting::BackingFile(name) => ("backing_file", name.clone()),
+        Setting::BackingFormat(format) => ("backing_fmt", format.clone()),
+        Setting::DataFile(name) => ("data_file", name.clone()),
+        Setting::RawDataFile(on) => ("data_file_raw", switch(on)),
+        Setting::EncryptIterTime(time) => ("iter-time", time.to_string()),
+        Setting::KeySecret(name) => ("key-secret", name.clone()),
+        Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
+        Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
+        Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
+        Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
+    })
+}
+
+/// What qemu-img says of an option that raw images do not have.
+fn not_of_raw(setting: &Setting) -> String {
+    match (setting, word_of(setting)) {
+        (Setting::BackingFile(_) | Setting::BackingFormat(_), _) => {
+            "Backing file not supported for file format 'raw'".to_owned()
+        }
+        (_, Some((name, _))) => format!("Invalid parameter '{name}'"),
+        (_, None) => "Invalid parameter 'encrypt.format'".to_owned(),
+    }
 }
 
 #[cfg(test)]

@@ -135,10 +135,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let source = event_loop.block_on(open(&source, options))?;
     let part = operands.part_of(source.size()).unwrap_or_else(|| {
         let name = source.name();
-        output::tell(&format!(
-            "blockhouse: {name}: has {} bytes, and all of them are skipped",
-            source.size()
-        ));
+        output::tell(&match called_as::is_qemu_img() {
+            true => format!("qemu-img: {name}: cannot skip to specified offset"),
+            false => format!(
+                "blockhouse: {name}: has {} bytes, and all of them are skipped",
+                source.size()
+            ),
+        });
         ByteRange::between(0, 0)
     });
     let spec = TargetSpec {

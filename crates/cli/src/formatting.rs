@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use blockhouse_disk::ImageFormat;
-use blockhouse_format::qcow2::{Compression, Preallocation, Switch, Version};
 
-use crate::create_options::Setting;
+use crate::create_options::{Setting, word_of};
 use crate::{called_as, output};
 
 /// Prints it under the name qemu-img, unless `--quiet` forbids it.
@@ -77,39 +76,10 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
     line
 }
 
-/// An option as it is typed.
-fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
-    let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
-    Some(match setting {
-        Setting::ClusterSize(size) => ("cluster_size", size.to_string()),
-        Setting::Compat(version) => {
-            ("compat", if *version == Version::V2 { "0.10" } else { "1.1" }.to_owned())
-        }
-        Setting::RefcountBits(bits) => ("refcount_bits", bits.to_string()),
-        Setting::LazyRefcounts(on) => ("lazy_refcounts", switch(on)),
-        Setting::ExtendedL2(on) => ("extended_l2", switch(on)),
-        Setting::CompressionType(Compression::Zlib) => ("compression_type", "zlib".to_owned()),
-        Setting::CompressionType(Compression::Zstd) => ("compression_type", "zstd".to_owned()),
-        Setting::Preallocation(mode) => {
-            let mode = match mode {
-                Preallocation::Off => "off",
-                Preallocation::Metadata => "metadata",
-                Preallocation::Falloc => "falloc",
-                Preallocation::Full => "full",
-            };
-            ("preallocation", mode.to_owned())
-        }
-        Setting::BackingFile(name) => ("backing_file", name.clone()),
-        Setting::BackingFormat(format) => ("backing_fmt", format.clone()),
-        Setting::DataFile(name) => ("data_file", name.clone()),
-        Setting::RawDataFile(on) => ("data_file_raw", switch(on)),
-        Setting::EncryptIterTime(time) => ("iter-time", time.to_string()),
-        Setting::KeySecret(name) => ("key-secret", name.clone()),
-        Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
-        Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
-        Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
-        Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
-    })
+/// How space is taken, as it is typed; the last counts.
+pub fn preallocation_of(settings: &[Setting]) -> Option<String> {
+    let words = settings.iter().rev().filter_map(word_of);
+    words.filter(|(name, _)| *name == "preallocation").map(|(_, value)| value).next()
 }
 
 #[cfg(test)]

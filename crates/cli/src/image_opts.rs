@@ -9,7 +9,7 @@ use std::path::Path;
 
 use anyhow::{Result, anyhow, bail};
 pub use blockhouse_disk::escape_uri as escape;
-use blockhouse_disk::{BackingUse, ImageFormat, QemuName};
+use blockhouse_disk::{BackingUse, ImageFormat, QemuName, SpaceOptions};
 
 /// The option that all commands have that open one image.
 #[derive(clap::Args, Clone, Copy)]
@@ -39,7 +39,10 @@ impl ImageOptsArgs {
     /// # Errors
     /// As there; or its options say that it is not to be changed, or not to be locked.
     pub fn resolve_to_change(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
-        let named = self.resolve(image, format)?;
+        Self::check_change(self.resolve(image, format)?, image)
+    }
+
+    fn check_change(named: Named, image: &Path) -> Result<Named> {
         match () {
             () if named.is_read_only => bail!("{}: its options say read-only=on", image.display()),
             () if named.is_shared => {
@@ -52,15 +55,51 @@ impl ImageOptsArgs {
         }
     }
 
-    /// As [`resolve_to_serve`](Self::resolve_to_serve), of an image with its backing file.
+    /// As [`resolve_to_read`](Self::resolve_to_read), of a whole image with its backing file.
     ///
     /// # Errors
-    /// As there; its backing file is to be left out.
+    /// As there; a part of a file is named, or its backing file is to be left out.
     pub fn resolve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
-        let named = self.resolve_to_serve(image, format)?;
+        let named = self.resolve_whole(image, format)?;
+        if named.is_compressed {
+            bail!("{}: the driver compress is of a target: convert writes to it", image.display());
+        }
         if named.backing_use == BackingUse::LeftOut {
             bail!(
                 "{}: an image without its backing file (backing: null) is only read or served",
+                image.display()
+            );
+        }
+        Ok(named)
+    }
+
+    /// As [`resolve_to_change`](Self::resolve_to_change), for a copy that may be compressed.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn resolve_target(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+        let named = self.resolve_whole(image, format)?;
+        let is_compressed = named.is_compressed;
+        let named = Named { is_compressed: false, ..named };
+        Ok(Named { is_compressed, ..Self::check_change(named, image)? })
+    }
+
+    /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is served.
+    ///
+    /// # Errors
+    /// As there; its options say what a server does not do.
+    pub fn resolve_to_serve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+        let named = self.resolve_to_read(image, format)?;
+        if named.space.keeps_clusters {
+            bail!(
+                "{}: a server gives discarded clusters back; leave discard-no-unref out, or say discard=ignore",
+                image.display()
+            );
+        }
+        if named.is_compressed {
+            bail!(
+                "{}: what clients write is not compressed: leave the driver compress out, and convert -c the image \
+                 afterwards",
                 image.display()
             );
         }
@@ -71,12 +110,12 @@ impl ImageOptsArgs {
     ///
     /// # Errors
     /// As there; a part of a file is named.
-    pub fn resolve_to_serve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+    fn resolve_whole(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_read(image, format)?;
         if named.part.is_some() {
             bail!(
-                "{}: a part of a file (offset=, size=) is only read, by convert, info, map, check, compare, measure \
-                 and dd",
+                "{}: a part of a file (offset=, size=) is served, and read by convert, info, map, check, compare, measure and \
+                 dd",
                 image.display()
             );
         }
@@ -98,7 +137,17 @@ impl ImageOptsArgs {
                 let path = image.to_owned();
                 let (part, is_shared, is_read_only) = (None, false, false);
                 let backing_use = BackingUse::Followed;
-                return Ok(Named { path, format, part, is_shared, is_read_only, backing_use });
+                let (is_compressed, space) = (false, SpaceOptions::default());
+                return Ok(Named {
+                    path,
+                    format,
+                    part,
+                    is_shared,
+                    is_read_only,
+                    backing_use,
+                    is_compressed,
+                    space,
+                });
             }
         };
         let named = named.map_err(|why| anyhow!("{}: {why}", image.display()))?;
@@ -138,7 +187,7 @@ mod tests {
     fn options_name_images() {
         for (text, path, format) in [
             ("driver=qcow2,file.filename=a,,b.img", "a,b.img", Some(ImageFormat::Qcow2)),
-            ("driver=qcow2,file.driver=file,file.filename=d.q", "./d.q", Some(ImageFormat::Qcow2)),
+            ("driver=qcow2,file.driver=file,file.filename=d.q", "d.q", Some(ImageFormat::Qcow2)),
             (
                 "driver=raw,file.driver=host_device,file.filename=/dev/x",
                 "/dev/x",

@@ -9,7 +9,7 @@ use blockhouse_core::{Alignment, Capabilities, ErrorKind, Offload, WriteCache};
 use blockhouse_daemon::control::Listed;
 use blockhouse_daemon::qcow2_words::qcow2_data;
 use blockhouse_disk::{
-    Backing, Bitmap, CacheMode, DataFile, Features, ImageDisk, ImageOptions, Locking,
+    Backing, Bitmap, CacheMode, DataFile, Features, FilePart, ImageDisk, ImageOptions, Locking,
     PendingChanges, StateDir, StateUse, open_metadata, open_to_look, plain_backing,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
@@ -62,6 +62,8 @@ struct Facts {
     follows: bool,
     /// The limits of requests, where they are asked for.
     limits: Option<Value>,
+    /// The part of its file that it is.
+    part: Option<FilePart>,
     virtual_size: u64,
     /// In bytes; `None` where another server has the image.
     actual_size: Option<u64>,
@@ -147,11 +149,13 @@ fn facts_of(
     state: Option<&StateDir>,
 ) -> Result<Facts> {
     let follows = !options.allowed_paths.is_none();
+    let part = options.part;
     let disk = event_loop.block_on(open_as_served(&image, options))?;
-    let actual_size = match disk.file() {
-        Some(_) => Some(blocks_of(&image)? * 512 + disk.query_extents_allocated()?),
+    let is_file = disk.file().is_some() || part.is_some();
+    let actual_size = match is_file {
+        true => Some(blocks_of(&image)? * 512 + disk.query_extents_allocated()?),
         // Another server has it.
-        None => None,
+        false => None,
     };
     Ok(Facts {
         qcow2: disk.features(),
@@ -164,10 +168,11 @@ fn facts_of(
         vmdk: disk.vmdk_facts(),
         follows,
         limits: None,
+        part,
         virtual_size: disk.size(),
         actual_size,
         room_left: event_loop.block_on(disk.room_left()).ok().flatten().map(|room| room.left),
-        file_size: disk.file().map(|_| size_of(&image)).transpose()?,
+        file_size: is_file.then(|| size_of(&image)).transpose()?,
         encryption: event_loop.block_on(disk.read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
@@ -346,6 +351,8 @@ fn as_json(facts: &Facts) -> Value {
     }
     if let Some(size) = facts.file_size {
         value["children"] = children_of(facts, size).into();
+    } else if let Some(export) = export_data(facts) {
+        value["children"] = json!([{ "name": "file", "info": export }]);
     }
     if let Some(truncation) = facts.qcow2.and_then(|qcow2| qcow2.truncation) {
         value["blockhouse"]["cut-off"] =
@@ -435,6 +442,20 @@ fn available(offload: Offload) -> &'static str {
     }
 }
 
+/// The export of an NBD server that a raw image is; of others the size is not told.
+fn export_data(facts: &Facts) -> Option<Value> {
+    let name = facts.image.to_str().filter(|name| name.starts_with("nbd"))?;
+    (facts.format == "raw").then(|| {
+        json!({
+            "children": [],
+            "filename": name,
+            "format": "nbd",
+            "virtual-size": facts.virtual_size,
+            "dirty-flag": false,
+        })
+    })
+}
+
 /// What is below the image, by the keys of `qemu-img info` (QEMU 8.0 and later): the extents that it names where they can
 /// be looked at, and its own file.
 fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
@@ -451,8 +472,29 @@ fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
         if facts.follows { extents.filter_map(named).collect() } else { Vec::new() };
     let actual = blocks_of(&facts.image).ok().map(|blocks| blocks * 512);
     let info = file_data(&facts.image, size, actual);
+    let info = match facts.part {
+        Some(part) if facts.format != "raw" => part_data(&facts.image, part, info),
+        _ => info,
+    };
     children.push(json!({ "name": "file", "info": info }));
     children
+}
+
+/// A raw layer of QEMU's over a part of a file.
+fn part_data(path: &Path, part: FilePart, file: Value) -> Value {
+    let size = part.size.unwrap_or_default();
+    let name = json!({
+        "driver": "raw", "size": size, "offset": part.offset,
+        "file": { "driver": file["format"], "filename": path.display().to_string() },
+    });
+    json!({
+        "filename": format!("json:{name}"),
+        "format": "raw",
+        "virtual-size": size,
+        "actual-size": file["actual-size"],
+        "dirty-flag": false,
+        "children": [{ "name": "file", "info": file }],
+    })
 }
 
 fn file_data(path: &Path, size: u64, actual_size: Option<u64>) -> Value {

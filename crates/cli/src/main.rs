@@ -46,8 +46,11 @@ mod parallel;
 mod phases;
 mod pipe;
 mod progress;
+mod qemu_help;
 mod qemu_info;
 mod qemu_refusals;
+mod qemu_usage;
+mod qemu_words;
 mod rate;
 mod rebase;
 mod resize;
@@ -198,10 +201,15 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         // `--help` and `--version` are results; a terminal gets them with colours, by clap.
         Err(help) if !help.use_stderr() && !io::stdout().is_terminal() => {
-            return finish(output::print(help.to_string().trim_end()).map(|()| ExitCode::SUCCESS));
+            let text = help.to_string();
+            let text = match called_as::command_of(&called_as::words()) {
+                "" => qemu_help::of_program(text.trim_end()),
+                _ => text.trim_end().to_owned(),
+            };
+            return finish(output::print(&text).map(|()| ExitCode::SUCCESS));
         }
         Err(error) if error.use_stderr() => {
-            let _ = error.print();
+            output::tell_wrong_usage(&error);
             std::process::exit(called_as::wrong_usage_status());
         }
         Err(help) => help.exit(),

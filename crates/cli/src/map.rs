@@ -1,12 +1,13 @@
 //! `blockhouse map`: which parts of an image have data, and where; or which have changed since a snapshot.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use blockhouse_core::{Allocation, ByteRange, StorageChange};
 use blockhouse_daemon::size;
 use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::json;
 
+use crate::called_as;
 use crate::image_args::ImageArgs;
 use crate::output;
 
@@ -44,6 +45,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             });
         }
         let parts = parts_of(&disk, range).await?;
+        if called_as::is_qemu_img() && !image.is_json() && parts.iter().any(is_compressed) {
+            bail!("File contains external, encrypted or compressed clusters.");
+        }
         anyhow::Ok(if image.is_json() { as_json(&parts, &disk) } else { as_text(&parts, &disk) })
     })?;
     output::print(&text)
@@ -80,6 +84,10 @@ fn host(kind: MapEntryKind) -> Option<u64> {
         MapEntryKind::Zero { host } | MapEntryKind::Hole { host } => host,
         MapEntryKind::Compressed => None,
     }
+}
+
+fn is_compressed(part: &MapEntry) -> bool {
+    part.kind == MapEntryKind::Compressed
 }
 
 fn has_data(kind: MapEntryKind) -> bool {

@@ -85,7 +85,7 @@ impl Figures {
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
     let Some(settings) = Settings::join(arguments.options.clone()) else {
-        return output::print(create_options::HELP);
+        return output::print(&create_options::help(Some(arguments.target_format), false));
     };
     let figures = match arguments.target_format {
         ImageFormat::Raw => {

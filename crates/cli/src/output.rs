@@ -14,6 +14,7 @@ use tracing::Level;
 
 use crate::called_as;
 use crate::logging;
+use crate::{qemu_usage, qemu_words};
 
 /// Whether only errors and what was asked for are printed.
 static QUIET: AtomicBool = AtomicBool::new(false);
@@ -98,13 +99,24 @@ pub fn tell_error(text: &str) {
 /// Says why the command has failed. Under a name of QEMU's tools a program that reads standard error gets their words
 /// alone where they say the same; a person at a terminal gets both.
 pub fn tell_failure(error: &anyhow::Error) {
-    let words = called_as::qemu_words(error);
+    let words = qemu_words::qemu_words(error);
     let is_enough = words.as_ref().is_some_and(|words| words.is_exact);
     if !is_enough || io::stderr().is_terminal() {
         tell_error(&format!("{}: {error:#}", called_as::own_name()));
     }
     if let Some(words) = words {
         tell_error(&format!("{}: {}", called_as::own_name(), words.text));
+    }
+}
+
+/// Says what is wrong with the command line. Under a name of QEMU's tools in their words, as [`tell_failure`].
+pub fn tell_wrong_usage(error: &clap::Error) {
+    let words = qemu_usage::of_error(error, &called_as::words());
+    if words.is_none() || io::stderr().is_terminal() {
+        let _ = error.print();
+    }
+    if let Some(words) = words {
+        tell_error(&words);
     }
 }
 

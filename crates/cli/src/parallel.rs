@@ -11,9 +11,11 @@ use crate::progress::{INTERVAL, Progress};
 /// More threads than this only fight over the disk.
 const MAX_THREADS: usize = 4;
 
-/// How many threads are worth while on this host.
+/// How many threads are worth while on this host: more than processors where these are few. Reason: a loop that decompresses
+/// submits no I/O meanwhile, and a busy host shares its processors out by threads.
 pub fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS)
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors * 2).min(MAX_THREADS)
 }
 
 /// Calls `work` once on each of `threads` threads and waits for all of them, while `event_loop` runs. `progress` shows what

@@ -66,13 +66,49 @@ const USAGE: &[(&str, &str)] = &[
         "Having a backing file for the target makes no sense when concatenating multiple input images",
     ),
     ("only qcow2 images have bitmaps", "Format driver 'raw' does not support bitmaps"),
+    (
+        "only qcow2 images have compressed clusters",
+        "Compression not supported for this file format",
+    ),
+    ("both a source and a target are needed", "Must specify image file name"),
+    (
+        "both a source (if=) and a target (of=) are needed",
+        "Must specify both input and output files",
+    ),
+    (
+        "which image to make is missing",
+        "Expecting image file name\nTry 'qemu-img create --help' for more info",
+    ),
+    (
+        "which image to change is missing",
+        "Expecting one image file name\nTry 'qemu-img amend --help' for more info",
+    ),
+];
+
+/// Words that are qemu-img's own.
+const OWN: &[&str] = &[
+    "Invalid number of arguments",
+    "Invalid parameter",
+    "Invalid number of coroutines",
+    "Invalid buffer size",
+    "Cannot enable copy offloading",
+    "--target-image-opts requires",
+    "Backing file not supported",
+    "data-file-raw requires data-file",
+    "Unsupported preallocation mode: ",
 ];
 
 /// The words of qemu-img for wrong usage. Only under its name.
-pub fn of_usage(text: &str) -> Option<&'static str> {
+pub fn of_usage(text: &str) -> Option<&str> {
+    if called_as::is_qemu_nbd() {
+        return OWN.iter().any(|own| text.contains(own)).then_some(text);
+    }
     let mut words = USAGE.iter().filter(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs);
     if !called_as::is_qemu_img() {
         return None;
+    }
+    if OWN.iter().any(|own| text.contains(own)) {
+        return Some(text);
     }
     // 'create' has a line of its own.
     let is_of_convert = text.contains("is not guessed; add -F") && called_as::has_word("convert");

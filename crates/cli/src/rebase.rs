@@ -100,7 +100,13 @@ type NewBacking = (OsString, String);
 impl Arguments {
     /// The new backing file, after what cannot be meant is refused.
     fn new_backing(&self) -> Result<Option<NewBacking>> {
-        if self.only_name && self.backing.is_none() && !self.no_backing {
+        if called_as::is_qemu_img() && self.backing.is_none() {
+            if !self.only_name && !self.no_backing {
+                bail!(
+                    "Must specify backing file (-b) or use unsafe mode (-u)\nTry 'qemu-img rebase --help' for more info"
+                );
+            }
+        } else if self.only_name && self.backing.is_none() && !self.no_backing {
             wrong_usage(
                 "rebase -u stores another name and copies nothing: say -b FILE -F FORMAT, or --no-backing if \
                  the image shall lose what it reads from the old one",

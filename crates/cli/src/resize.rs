@@ -47,6 +47,26 @@ enum Space {
     /// When it is written.
     Later,
     Now(SpaceMode),
+    /// That of tables: clusters get their places together with space here.
+    Metadata,
+}
+
+impl Space {
+    fn mode(self) -> Option<SpaceMode> {
+        match self {
+            Self::Later => None,
+            Self::Now(mode) => Some(mode),
+            Self::Metadata => Some(SpaceMode::Falloc),
+        }
+    }
+}
+
+impl Arguments {
+    /// Whether tables are asked for that the image does not have, under the name qemu-img.
+    fn is_metadata_of_raw(&self, disk: &ImageDisk) -> bool {
+        let is_raw = disk.cluster_size().is_none();
+        called_as::is_qemu_img() && is_raw && self.preallocation == Space::Metadata
+    }
 }
 
 fn parse_space(text: &str) -> Result<Space, String> {
@@ -54,8 +74,7 @@ fn parse_space(text: &str) -> Result<Space, String> {
         "off" => Ok(Space::Later),
         "falloc" => Ok(Space::Now(SpaceMode::Falloc)),
         "full" => Ok(Space::Now(SpaceMode::Full)),
-        // Clusters get their places together with space here.
-        "metadata" => Ok(Space::Now(SpaceMode::Falloc)),
+        "metadata" => Ok(Space::Metadata),
         _ => Err("use off, metadata, falloc or full".into()),
     }
 }
@@ -78,6 +97,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })?;
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
+    // A raw disk of qemu-img ends anywhere, and is told in whole sectors.
+    let is_rounded = called_as::is_qemu_img() && disk.cluster_size().is_none();
+    let size = if is_rounded { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
         match called_as::is_qemu_img() {
             true => bail!("Preallocation can only be used for growing images"),
@@ -87,8 +109,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             ),
         }
     }
+    if arguments.is_metadata_of_raw(&disk) {
+        bail!("Unsupported preallocation mode: metadata");
+    }
     event_loop.block_on(resize(&disk, size, arguments.shrink))?;
-    if let Space::Now(mode) = arguments.preallocation
+    if let Some(mode) = arguments.preallocation.mode()
         && size > old
     {
         let taken = ToolProgress::default();

@@ -6,6 +6,8 @@
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use blockhouse_daemon::key_memory;
 
 use crate::called_as;
@@ -34,18 +36,19 @@ pub fn parse(text: &str) -> Result<SecretObject, String> {
         Some("tls-creds-psk") => return Err("shared keys are named by --tls-psk FILE".into()),
         _ => return Err("objects are secrets here: secret,id=ID,file=FILE".into()),
     }
-    let (mut id, mut file) = (None, None);
+    let (mut id, mut file, mut data, mut is_base64) = (None, None, None, false);
     for part in parts {
         match part.split_once('=') {
             Some(("id", value)) => id = Some(value.to_owned()),
             Some(("file", value)) => file = Some(PathBuf::from(value)),
             Some(("format", "raw")) => {}
+            Some(("format", "base64")) if called_as::tool().is_some() => is_base64 = true,
             Some(("format", _)) => {
                 return Err("a secret is the file's bytes as they are (format=raw); decode it into another file \
                             ('base64 -d')"
                     .into());
             }
-            Some(("data", key)) if called_as::tool().is_some() => file = Some(in_memory(key)?),
+            Some(("data", key)) if called_as::tool().is_some() => data = Some(key.to_owned()),
             Some(("data", _)) => {
                 return Err("a key on the command line can be read by every user of this host; put it into a file that \
                             only you can read, and say secret,id=ID,file=FILE"
@@ -54,14 +57,32 @@ pub fn parse(text: &str) -> Result<SecretObject, String> {
             _ => return Err(format!("'{part}' is not understood; use secret,id=ID,file=FILE")),
         }
     }
+    if let (true, Some(path)) = (is_base64, &file) {
+        let read = std::fs::read_to_string(path);
+        let read = read.map_err(|error| format!("{}: cannot read: {error}", path.display()))?;
+        data = Some(read);
+    }
+    if let Some(data) = data {
+        file = Some(if is_base64 {
+            in_memory(&decoded(&data)?)?
+        } else {
+            in_memory(data.as_bytes())?
+        });
+    }
     match (id, file) {
         (Some(id), Some(file)) if !id.is_empty() => Ok(SecretObject { id, file }),
         _ => Err("a secret has a name and a file: secret,id=ID,file=FILE".into()),
     }
 }
 
+/// The bytes of a key in base64, which may have line feeds.
+fn decoded(text: &str) -> Result<Vec<u8>, String> {
+    let text: String = text.split_whitespace().collect();
+    STANDARD.decode(text).map_err(|error| format!("the key is not in base64: {error}"))
+}
+
 /// A file of this process alone that has the key.
-fn in_memory(key: &str) -> Result<PathBuf, String> {
+fn in_memory(key: &[u8]) -> Result<PathBuf, String> {
     let kept = key_memory::keep(key);
     let (path, memory) = kept.map_err(|error| format!("the key cannot be kept: {error}"))?;
     // Open for as long as the process runs.

@@ -202,6 +202,7 @@ impl Config {
             ),
             control: server.control.map(|TextOf(control)| control),
             qmp: server.qmp.map(|TextOf(qmp)| qmp),
+            ends_with_clients: false,
             storage_daemon: None,
             pid_file: server.pid_file,
             metrics: server.metrics.map(|TextOf(address)| address),

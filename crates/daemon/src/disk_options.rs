@@ -234,6 +234,7 @@ impl DiskOptions {
             snapshot: self.snapshot.clone(),
             allow_paths: self.allow_paths.clone(),
             no_references: self.no_references,
+            part: None,
             backing_use: match self.without_backing {
                 true => BackingUse::LeftOut,
                 false => BackingUse::Followed,

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 ///
 /// # Errors
 /// The host's: no memory, or no descriptor.
-pub fn keep(key: &str) -> io::Result<(PathBuf, OwnedFd)> {
+pub fn keep(key: impl AsRef<[u8]>) -> io::Result<(PathBuf, OwnedFd)> {
     let mut file = File::from(rustix::fs::memfd_create("key", rustix::fs::MemfdFlags::CLOEXEC)?);
-    file.write_all(key.as_bytes())?;
+    file.write_all(key.as_ref())?;
     Ok((format!("/proc/self/fd/{}", file.as_raw_fd()).into(), file.into()))
 }

@@ -85,10 +85,11 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
         },
         remote_backing: disk.remote_backing,
         secrets: disk.keys.read()?,
-        part: None,
+        part: disk.part,
         backing_use: disk.backing_use,
         side_file: disk.side_file.clone(),
-    })
+    }
+    .in_part(disk.part))
 }
 
 /// Opens a disk, and makes its image first if that is wanted and missing.

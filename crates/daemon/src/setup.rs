@@ -7,8 +7,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
-    OnFull, RemoteBacking, SideFile,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat,
+    KeyFiles, OnFull, RemoteBacking, SideFile,
 };
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{Limits, SocketPermissions, TlsFiles, TlsMode};
@@ -48,6 +48,8 @@ pub struct Setup {
     pub register_memory: RegisteredMemory,
     /// What NBD clients may take.
     pub limits: Limits,
+    /// Whether the server ends with the last NBD client, as qemu-nbd does.
+    pub ends_with_clients: bool,
     /// TLS for NBD clients.
     pub tls: Option<TlsSetup>,
     /// The users that may connect to the Unix sockets of guests that are bound.
@@ -196,6 +198,8 @@ pub struct DiskSetup {
     pub remote_backing: RemoteBacking,
     /// Whether no name in the image is followed.
     pub no_references: bool,
+    /// The part of its file that it is.
+    pub part: Option<FilePart>,
     /// Whether its backing file is read.
     pub backing_use: BackingUse,
     /// The keys of its encrypted images.

@@ -1,7 +1,8 @@
 //! Several files one after the other as one storage, for reading: the extents of an image that is in many files.
 //!
 //! Guarantees: each file has a range of its own, which starts at a multiple of [`GAP`] and follows no other without a
-//! gap, so no extent of an image goes on in the next file; the bytes of gaps read as zeros. Nothing can be written.
+//! gap, so no extent of an image goes on in the next file; the bytes of gaps read as zeros. Only a part of one file can be
+//! written, and nothing is written around it.
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector,
@@ -18,6 +19,8 @@ pub struct Concat<S> {
     files: Vec<(ByteRange, S)>,
     /// Where in the only file its range begins; 0 where there are several.
     skip: u64,
+    /// Whether it is a part of one file.
+    is_part: bool,
 }
 
 impl<S: Storage> Concat<S> {
@@ -42,14 +45,14 @@ impl<S: Storage> Concat<S> {
             let what = "a storage of no files";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(&name));
         }
-        Ok(Self { name, files: placed, skip: 0 })
+        Ok(Self { name, files: placed, skip: 0, is_part: false })
     }
 
     /// A part of one file, which it is in.
     pub fn part(file: S, range: ByteRange) -> Self {
         let name = file.name().to_owned();
         let files = vec![(ByteRange::between(0, range.length()), file)];
-        Self { name, files, skip: range.offset() }
+        Self { name, files, skip: range.offset(), is_part: true }
     }
 
     /// The range of each file.
@@ -76,6 +79,20 @@ impl<S: Storage> Concat<S> {
         (*range, file, limit - offset)
     }
 
+    /// The file of a part, and where in it a range of the part is that is changed.
+    fn changed(&self, range: ByteRange) -> Result<(&S, ByteRange)> {
+        if !self.is_part {
+            return self.read_only();
+        }
+        let (place, file) = &self.files[0];
+        if range.end() > place.end() {
+            let what = format!("this part of the file has {} bytes", place.end());
+            return Err(Error::new(ErrorKind::NoSpace, what).on(&self.name).at(range.offset()));
+        }
+        let start = range.offset() + self.skip;
+        Ok((file, ByteRange::between(start, start + range.length())))
+    }
+
     fn read_only<T>(&self) -> Result<T> {
         let what = "the files of this image are only read";
         Err(Error::new(ErrorKind::ReadOnly, what).on(&self.name))
@@ -89,6 +106,10 @@ impl<S: Storage> Storage for Concat<S> {
 
     /// Those of the first file, with an alignment that suits all.
     fn capabilities(&self) -> Capabilities {
+        if self.is_part {
+            let own = self.files[0].1.capabilities();
+            return Capabilities { prepare_zeroes: Offload::Unavailable, ..own };
+        }
         let mut alignment = Alignment::BYTE;
         for file in self.files() {
             let one = file.capabilities().alignment;
@@ -120,21 +141,25 @@ impl<S: Storage> Storage for Concat<S> {
         Ok(())
     }
 
-    async fn write(&self, _offset: u64, _from: IoVector, _durability: Durability) -> Result<()> {
-        self.read_only()
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        let range = ByteRange::between(offset, offset.saturating_add(from.len() as u64));
+        let (file, range) = self.changed(range)?;
+        file.write(range.offset(), from, durability).await
     }
 
-    async fn write_zeroes(&self, _range: ByteRange, _unmap: Unmap) -> Result<()> {
-        self.read_only()
+    async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
+        let (file, range) = self.changed(range)?;
+        file.write_zeroes(range, unmap).await
     }
 
-    async fn discard(&self, _range: ByteRange) -> Result<()> {
-        self.read_only()
+    async fn discard(&self, range: ByteRange) -> Result<()> {
+        let (file, range) = self.changed(range)?;
+        file.discard(range).await
     }
 
-    /// Nothing is ever written.
-    async fn flush(&self, _sync: SyncMode) -> Result<()> {
-        Ok(())
+    /// Of several files nothing is ever written.
+    async fn flush(&self, sync: SyncMode) -> Result<()> {
+        if self.is_part { self.files[0].1.flush(sync).await } else { Ok(()) }
     }
 
     async fn resize(&self, _size: u64) -> Result<()> {

@@ -96,7 +96,7 @@ pub struct Arguments {
     /// SOURCE, the image to copy; several are copied one after the other into one disk. They are only read, with all files
     /// behind them. '-' is a raw disk on standard input. TARGET, the last, the new image. One that exists is left alone.
     /// '-' is standard output, which gets a raw disk.
-    #[arg(required = true, num_args = 1.., value_name = "IMAGE")]
+    #[arg(num_args = 1.., value_name = "IMAGE")]
     pub(super) sources: Vec<PathBuf>,
     #[arg(skip)]
     pub(super) target: PathBuf,
@@ -114,6 +114,29 @@ struct Habits {
     /// No host does the copy by itself.
     #[arg(short = 'C', hide = true, conflicts_with = "salvage")]
     copy_offloading: bool,
+}
+
+impl Habits {
+    /// Wrong usage of them is that of qemu-img, under its name.
+    fn check(&self, sparse: Option<u64>) {
+        const SECTOR: u64 = 512;
+        const MAX_SPARSE: u64 = 16 << 20;
+        if !called_as::is_qemu_img() {
+            return;
+        }
+        if self.coroutines.is_some_and(|number| !(1..=16).contains(&number)) {
+            wrong_usage("Invalid number of coroutines specified. Must be between 1 and 16.");
+        }
+        if sparse.is_some_and(|size| !size.is_multiple_of(SECTOR) || size > MAX_SPARSE) {
+            wrong_usage(
+                "Invalid buffer size for sparse output specified. Valid sizes are multiples of 512 up to 16777216. Select 0 \
+                 to disable sparse detection (fully allocates output).",
+            );
+        }
+        if self.copy_offloading && sparse.is_some() {
+            wrong_usage("Cannot enable copy offloading when -S is used");
+        }
+    }
 }
 
 fn parse_cache(name: &str) -> Result<CacheMode, String> {
@@ -168,7 +191,11 @@ impl Arguments {
     /// As [`ImageOptsArgs::resolve_to_change`].
     pub(super) fn resolve_target(&mut self) -> Result<()> {
         let names = ImageOptsArgs::if_used(self.target_image_opts);
-        let named = names.resolve_to_change(&self.target, self.formats.format)?;
+        if self.target_image_opts && !self.no_create && called_as::is_qemu_img() {
+            wrong_usage("--target-image-opts requires use of -n flag");
+        }
+        let named = names.resolve_target(&self.target, self.formats.format)?;
+        self.compress |= named.is_compressed;
         self.formats.format = named.format;
         self.target = behind_links(&named.path);
         Ok(())
@@ -212,6 +239,7 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
     if format == ImageFormat::Raw {
         create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
     }
+    arguments.habits.check(arguments.sparse);
     if arguments.compress && settings.contains(&Setting::EncryptLuks) {
         wrong_usage("compressed clusters (-c) are not encrypted: leave one of the two out");
     }

@@ -37,13 +37,14 @@ const MAX_IN_FLIGHT: usize = 16;
 /// Runs the command.
 pub fn run(mut arguments: Arguments) -> Result<()> {
     if Settings::join(arguments.options.clone()).is_none() {
-        return output::print(create_options::HELP);
+        let has_target = arguments.sources.len() > 1;
+        return output::print(&create_options::help(arguments.formats.format, has_target));
     }
     arguments.target = arguments.sources.pop().unwrap_or_default();
-    arguments.resolve_target()?;
     if arguments.sources.is_empty() {
         wrong_usage("both a source and a target are needed");
     }
+    arguments.resolve_target()?;
     let is_pipe = |path: &PathBuf| path == Path::new(PIPE);
     match (arguments.sources.iter().any(is_pipe), is_pipe(&arguments.target)) {
         (false, false) => run_between_images(&arguments),

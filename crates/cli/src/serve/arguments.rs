@@ -1,10 +1,12 @@
 //! The arguments of `blockhouse serve`, and what of them contradicts itself.
 
+use std::fs::File;
+use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use blockhouse_daemon::LoopOptions;
 use blockhouse_daemon::config::{Config, default_queues};
 use blockhouse_daemon::control_socket::ControlSocket;
@@ -19,14 +21,17 @@ use blockhouse_daemon::size;
 use blockhouse_daemon::socket_options::{self, SocketMode};
 use blockhouse_daemon::ublk;
 use blockhouse_daemon::user_options::{self, GroupName, UserName};
-use blockhouse_disk::{Access, BackingUse, CacheMode, DetectZeroes, Discard, ImageFormat};
+use blockhouse_disk::{
+    Access, BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, format_by_name,
+};
 use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_vhost_user::RegisteredMemory;
 use clap::builder::ValueParser;
 
 use crate::block_size_args::BlockSizeArgs;
-use crate::create::{whole_sectors, wrong_usage};
+use crate::called_as;
+use crate::create::{make_overlay, whole_sectors, wrong_usage};
 use crate::hold_args::HoldArgs;
 use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
 use crate::serve::nbd_habits::NbdHabits;
@@ -99,6 +104,9 @@ pub struct Arguments {
     /// Whether the backing file is read: options of the image say it.
     #[arg(skip)]
     backing_use: BackingUse,
+    /// The part of its file that the image is: options of the image say it.
+    #[arg(skip)]
+    part: Option<FilePart>,
     /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or nbds+unix://. May be
     /// repeated. Left out, a Unix socket named after the image, in a folder of this user.
     ///
@@ -407,13 +415,65 @@ impl Arguments {
                 if seconds == 0 { "handshake=1h".into() } else { format!("handshake={seconds}") };
             self.limits.push(limits::parse(&limit).unwrap_or_else(|why| refuse(&why)));
         }
+        if called_as::is_qemu_nbd() && self.images.len() > 1 {
+            wrong_usage("Invalid number of arguments\nTry `qemu-nbd --help' for more information.");
+        }
         for image in &mut self.images {
             let named = self.habits.image_opts.resolve_to_serve(image, self.format);
             let named = named.unwrap_or_else(|why| refuse(&why.to_string()));
             *image = named.path;
             self.format = named.format;
+            self.part = named.part;
+            if let Some(offset) = self.habits.offset {
+                let format = named.format.unwrap_or_else(|| format_by_name(image));
+                if format != ImageFormat::Raw {
+                    refuse("-o is of raw images: serve the whole disk");
+                }
+                let FilePart { offset: start, size } =
+                    named.part.unwrap_or(FilePart { offset: 0, size: None });
+                let size = size.map(|size| size.saturating_sub(offset));
+                self.part = Some(FilePart { offset: start.saturating_add(offset), size });
+            }
             self.backing_use = named.backing_use;
+            self.read_only |= named.is_read_only;
+            self.discard = named.space.discard.unwrap_or(self.discard);
+            self.detect_zeroes = named.space.detect_zeroes.unwrap_or(self.detect_zeroes);
         }
+    }
+
+    /// Whether the server goes when its last client has gone: qemu-nbd without -t.
+    fn ends_with_clients(&self) -> bool {
+        let has_others = self.control.is_some() || !self.vhost_user_blk.is_empty();
+        called_as::is_qemu_nbd() && !self.habits.persistent && !has_others && self.ublk.is_empty()
+    }
+
+    /// Has an overlay without a name, which lasts as long as the process, served in the place of the image where writes are
+    /// not to change it (qemu-nbd -s).
+    ///
+    /// # Errors
+    /// The overlay cannot be made.
+    pub(super) fn serve_overlay(&mut self) -> Result<()> {
+        if !self.habits.is_temporary {
+            return Ok(());
+        }
+        let [image] = &mut self.images[..] else { refuse("-s is of one image") };
+        if self.part.is_some() || self.snapshot.is_some() {
+            refuse("-s is of a whole image; leave offset= and -l out");
+        }
+        let base = std::path::absolute(&*image)?;
+        let format = self.format.unwrap_or_else(|| format_by_name(&base));
+        let file = format!("blockhouse-{}.qcow2", std::process::id());
+        let overlay = std::env::temp_dir().join(file);
+        make_overlay(&overlay, &base, format, &self.references.allow.allow_path)?;
+        let file = File::options().read(true).write(true).open(&overlay);
+        let removed = std::fs::remove_file(&overlay).and(file);
+        let file = removed.with_context(|| format!("{}: cannot be used", overlay.display()))?;
+        // Open for as long as the process runs.
+        let overlay = PathBuf::from(format!("/proc/self/fd/{}", file.into_raw_fd()));
+        self.references.allow.allow_path.push(base);
+        (*image, self.format) = (overlay, Some(ImageFormat::Qcow2));
+        self.state = Some("off".into());
+        Ok(())
     }
 
     /// Ends the program where something makes no sense together: wrong usage.
@@ -486,6 +546,7 @@ impl Arguments {
             permissions: socket_options::permissions(self.socket_mode, self.socket_group),
             control: self.control.clone(),
             qmp: self.qmp.clone(),
+            ends_with_clients: self.ends_with_clients(),
             storage_daemon: None,
             pid_file: self.pid_file.clone(),
             metrics: self.metrics.clone(),
@@ -546,6 +607,7 @@ impl Arguments {
             allow_paths: self.references.allow.allow_path.clone(),
             remote_backing: self.references.allow.remote_backing(),
             no_references: self.references.no_references,
+            part: self.part,
             backing_use: self.backing_use,
             keys: self.keys.files(),
             bitmaps: self.bitmap.clone(),

@@ -28,11 +28,12 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     if arguments.fork {
         return fork(called_as::words().into_iter().skip(1));
     }
+    arguments.serve_overlay()?;
     let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
         announce(service, verbose, arguments.in_background);
         match &arguments.vhost_user_blk[..] {
             _ if arguments.in_background => {}
-            _ if !arguments.wants_hint() => {}
+            _ if !arguments.wants_hint() || called_as::is_qemu_nbd() => {}
             // A unit of the service manager has no use for either.
             _ if std::env::var_os("NOTIFY_SOCKET").is_some() => {}
             [] => print_hint(service),

@@ -20,10 +20,16 @@ pub struct NbdHabits {
     export: Option<String>,
     /// Go on when the last client has gone: a server always does.
     #[arg(short = 't', long = "persistent", hide = true)]
-    persistent: bool,
+    pub(super) persistent: bool,
     /// How many clients there may be: limits are those of --limit.
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
     shared: Option<u32>,
+    /// Leave out what is before this offset, of a raw image.
+    #[arg(short = 'o', long, hide = true, value_name = "SIZE", value_parser = blockhouse_daemon::size::parse)]
+    pub(super) offset: Option<u64>,
+    /// Keep what is written for as long as the server runs, and the image as it is.
+    #[arg(short = 's', hide = true)]
+    pub(super) is_temporary: bool,
     /// Listen at this port.
     #[arg(short = 'p', long, hide = true, value_name = "PORT", conflicts_with = "socket")]
     port: Option<u16>,
@@ -100,6 +106,8 @@ mod tests {
             export: export.map(Into::into),
             persistent: true,
             shared: None,
+            offset: None,
+            is_temporary: false,
             port: None,
             bind: None,
             nocache: false,

@@ -133,6 +133,7 @@ fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
         permissions: SocketPermissions::default(),
         control: None,
         qmp: None,
+        ends_with_clients: false,
         storage_daemon: Some(daemon),
         pid_file: arguments.pidfile.clone(),
         metrics: None,

@@ -434,6 +434,12 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
             running.name()
         );
     }
+    if running.setup.part.is_some() {
+        bail!(
+            "the disk {:?} is a part of a file, and cannot be handed over; close it first",
+            running.name()
+        );
+    }
     let (mut files, mut descriptors) = (Vec::new(), Vec::new());
     let chain = disk.chain_files().map_err(|error| {
         anyhow::anyhow!(

@@ -21,6 +21,7 @@ mod ublk_devices;
 use std::path::{Path, PathBuf};
 use std::slice;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
 use anyhow::{Result, bail};
 use blockhouse_core::WriteCache;
@@ -85,6 +86,8 @@ struct Options {
     config: Option<PathBuf>,
     /// Whether exports can be added later.
     can_grow: bool,
+    /// Counts NBD clients where the server ends with the last one.
+    clients: Option<Arc<AtomicUsize>>,
 }
 
 /// What is listed.
@@ -251,6 +254,7 @@ impl Running {
                 io_poll: setup.loops.io_poll,
                 config: setup.config.clone(),
                 can_grow: setup.takes_changes(),
+                clients: setup.ends_with_clients.then(Arc::default),
             },
             tls,
             sandbox,

@@ -1,7 +1,7 @@
 //! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its address, or it was added by itself.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::Access;
@@ -11,6 +11,7 @@ use blockhouse_nbd::{
     BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode,
 };
 use blockhouse_storage::ImageStorage;
+use signal_hook::consts::SIGTERM;
 
 use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
 use crate::blocking;
@@ -165,9 +166,13 @@ impl Running {
     /// Exports whose clients are told of.
     fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());
+        let clients = self.options.clients.clone();
         Exports::observed(Box::new(move |name, peer, what| {
             let uri = NbdUri { security, address: address.clone(), export: name.into() };
             let (export, peer) = (uri.to_string(), peer.to_owned());
+            if let Some(clients) = &clients {
+                end_with_the_last(clients, what);
+            }
             events.tell(match what {
                 ClientEvent::Came => Event::ClientCame { export, peer },
                 ClientEvent::Left => Event::ClientLeft { export, peer },
@@ -306,5 +311,19 @@ impl Running {
     pub(super) fn nbd_peers(&self, uri: &NbdUri) -> Vec<String> {
         let socket = self.list.lock().socket(&uri.address);
         socket.map_or_else(Vec::new, |socket| self.server.peers(&socket.exports, &uri.export))
+    }
+}
+
+/// Ends the server as SIGTERM does when the last client has left.
+fn end_with_the_last(clients: &AtomicUsize, what: ClientEvent) {
+    let is_last = match what {
+        ClientEvent::Came => {
+            clients.fetch_add(1, Ordering::Relaxed);
+            false
+        }
+        ClientEvent::Left => clients.fetch_sub(1, Ordering::Relaxed) == 1,
+    };
+    if is_last && let Err(error) = signal_hook::low_level::raise(SIGTERM) {
+        tracing::warn!("cannot end with the last client: {error}");
     }
 }

@@ -30,9 +30,9 @@ use super::left_out::without_backing;
 use super::lock::{lock, lock_in_place_of};
 use super::moved_record::{check_not_moved, check_not_moved_but_to};
 use super::open_location::{
-    Identity, identity_of, is_address, is_foreign_address, open_file, open_location, part_of_file,
+    Identity, identity_of, is_foreign_address, open_file, open_location, part_of_file,
 };
-use super::qemu_name::{plain_backing, whole_backing};
+use super::qemu_name::{is_address, plain_backing, whole_backing};
 use super::restore::Restore;
 use super::same_bytes::{check_apart_from, files_of_layer};
 use super::sidecar::{RawImage, RawVolume, Route, route};

@@ -9,6 +9,7 @@ use blockhouse_storage::{Concat, ImageStorage, Location, NbdStorage, RbdAccess, 
 use super::handed_over::Files;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
+use super::qemu_name::is_address;
 use crate::options::Access;
 
 /// Device and inode: what a file is, whatever its name.
@@ -73,11 +74,11 @@ pub(super) async fn open_location(
     }
 }
 
-/// A file, or the part of it that the options say, which is locked as an image that is read; what it is where it is a
-/// whole one: two images may be parts of one file.
+/// A file, or the part of it that the options say, which is locked as a whole; what it is where it is a whole one: two
+/// images that are read may be parts of one file.
 ///
 /// # Errors
-/// `InvalidInput` where the part is to be changed, or ends after the file; the host's; `Locked`.
+/// `InvalidInput` where the part ends after the file; the host's; `Locked`.
 pub(super) fn part_of_file(
     file: HostFile,
     options: &ImageOptions,
@@ -87,11 +88,8 @@ pub(super) fn part_of_file(
         return Ok((file.into(), Some(identity)));
     };
     let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()));
-    if options.access == Access::ReadWrite {
-        return refuse("a part of a file is only read".into());
-    }
     if options.locking == Locking::Held {
-        lock(&file, Access::ReadOnly)?;
+        lock(&file, options.access)?;
     }
     let left = file.size().checked_sub(part.offset);
     match (left, part.size) {
@@ -112,10 +110,4 @@ pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
 /// Whether a name is an [address](is_address), and none that can be opened here.
 pub fn is_foreign_address(name: &[u8]) -> bool {
     is_address(name) && !Location::is_remote(name)
-}
-
-/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
-/// "json:{...}". Such a name is no path here.
-pub fn is_address(name: &[u8]) -> bool {
-    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }

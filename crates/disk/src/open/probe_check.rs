@@ -1,5 +1,6 @@
 //! Refuses files whose content contradicts the format that they are opened as.
 
+use std::ffi::OsStr;
 use std::io::Read;
 use std::path::Path;
 
@@ -58,15 +59,18 @@ fn advice_for(name: &str, path: &str) -> String {
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
 }
 
-/// The format of an image that is only read and has no name that says one: of a regular file without a suffix, what it
-/// looks like; also where its name says just that before its suffix (`disk.qcow2.bak`). `None` where it looks like no format that is built; the device and the disk of a server hold a guest's bytes.
+/// The format of an image that is only read and has no name that says one: of a regular file without a suffix, or with one that
+/// is none of a format (`image.0.5.1`, `image.tmp`), what it looks like; also where its name says just that before its suffix
+/// (`disk.qcow2.bak`). `None` where it looks like no format that is built; the device and the disk of a server hold a guest's
+/// bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.
 pub fn probe_nameless(path: &Path) -> Result<Option<ImageFormat>> {
     let is_file = matches!(Location::of(path), Ok(Location::File(_)))
         && std::fs::metadata(path).is_ok_and(|found| found.is_file());
-    let before = path.extension().and(path.file_stem()).map(Path::new);
+    let before = path.extension().filter(|suffix| !is_of_no_format(suffix));
+    let before = before.and(path.file_stem()).map(Path::new);
     let said = before.map(ImageFormat::by_name);
     if !is_file || said == Some(ImageFormat::Raw) || ImageFormat::by_name(path) != ImageFormat::Raw
     {
@@ -79,6 +83,13 @@ pub fn probe_nameless(path: &Path) -> Result<Option<ImageFormat>> {
     read.map_err(failed)?;
     let found = probe::name_of(&first).and_then(|name| name.parse().ok());
     Ok(found.filter(|found| said.is_none_or(|said| said == *found)))
+}
+
+/// Whether a suffix is a part of a version, or says that the file is on its way.
+fn is_of_no_format(suffix: &OsStr) -> bool {
+    const ON_ITS_WAY: [&str; 5] = ["download", "part", "partial", "tmp", "upload"];
+    let is_of_version = suffix.as_encoded_bytes().iter().all(u8::is_ascii_digit);
+    is_of_version || ON_ITS_WAY.iter().any(|known| suffix == *known)
 }
 
 /// Refuses a file that is to stand behind an image as a raw one but looks like something else: the guest

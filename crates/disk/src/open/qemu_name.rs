@@ -16,6 +16,25 @@ use blockhouse_format::{Backing, ImageFormat};
 use serde_json::Value;
 
 use super::image_options::{BackingUse, FilePart};
+use crate::options::{DetectZeroes, Discard};
+
+/// Options of QEMU that change nothing of what is read and written.
+const WITHOUT_EFFECT: [&str; 14] = [
+    "aio",
+    "auto-read-only",
+    "cache-clean-interval",
+    "cache-size",
+    "cache.direct",
+    "cache.no-flush",
+    "l2-cache-entry-size",
+    "l2-cache-size",
+    "lazy-refcounts",
+    "node-name",
+    "overlap-check",
+    "pass-discard-other",
+    "pass-discard-request",
+    "refcount-cache-size",
+];
 
 /// The characters before an export's name in [`nbd_of`].
 const EXPORT: &str = ":exportname=";
@@ -35,6 +54,21 @@ pub struct QemuName {
     pub is_read_only: bool,
     /// Whether its backing file is left out.
     pub backing_use: BackingUse,
+    /// Whether what is written to it is compressed.
+    pub is_compressed: bool,
+    /// What is said of its space, for a program that serves it.
+    pub space: SpaceOptions,
+}
+
+/// What becomes of space that is given back, and of zeros.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpaceOptions {
+    /// What a discard does.
+    pub discard: Option<Discard>,
+    /// What becomes of zeros that are written.
+    pub detect_zeroes: Option<DetectZeroes>,
+    /// Whether a discarded cluster keeps its place.
+    pub keeps_clusters: bool,
 }
 
 impl QemuName {
@@ -57,6 +91,8 @@ impl QemuName {
             is_shared: false,
             is_read_only: false,
             backing_use: BackingUse::Followed,
+            is_compressed: false,
+            space: SpaceOptions::default(),
         }))
     }
 
@@ -131,14 +167,25 @@ impl Options {
 
     /// The image that they name.
     fn named(mut self) -> Result<QemuName, String> {
+        if self.0.get("driver").is_some_and(|driver| driver == "compress") {
+            let below = self.0.into_iter().filter(|(key, _)| key != "driver");
+            let below = below.map(|(key, value)| match key.strip_prefix("file.") {
+                Some(inner) => (inner.to_owned(), value),
+                None => (key, value),
+            });
+            return Ok(QemuName { is_compressed: true, ..Self(below.collect()).named()? });
+        }
         let (mut locking, mut read_only) = (Vec::new(), Vec::new());
-        for prefix in ["", "file."] {
+        for prefix in ["", "file.", "file.file."] {
             locking.extend(self.take(&format!("{prefix}locking")));
+            let shared = self.take(&format!("{prefix}force-share"));
+            locking.extend(shared.filter(|value| value == "on").map(|_| "off".to_owned()));
             read_only.extend(self.take(&format!("{prefix}read-only")));
-            for key in ["cache.direct", "cache.no-flush", "aio", "auto-read-only"] {
+            for key in WITHOUT_EFFECT {
                 self.take(&format!("{prefix}{key}"));
             }
         }
+        let space = self.space()?;
         let driver = self.take("driver");
         // Each key is tried on each image that is opened.
         for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
@@ -196,7 +243,37 @@ impl Options {
             is_shared: locking.iter().any(|value| value == "off"),
             is_read_only: read_only.iter().any(|value| value == "on"),
             backing_use,
+            is_compressed: false,
+            space,
         })
+    }
+
+    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; those of the layers below it say the same.
+    fn space(&mut self) -> Result<SpaceOptions, String> {
+        let mut space = SpaceOptions::default();
+        for prefix in ["file.file.", "file.", ""] {
+            if let Some(discard) = self.take(&format!("{prefix}discard")) {
+                space.discard = Some(match &*discard {
+                    "unmap" | "on" => Discard::Unmap,
+                    "ignore" | "off" => Discard::Ignore,
+                    _ => return Err(format!("'discard={discard}' is neither unmap nor ignore")),
+                });
+            }
+            if let Some(zeroes) = self.take(&format!("{prefix}detect-zeroes")) {
+                space.detect_zeroes = Some(match &*zeroes {
+                    "off" => DetectZeroes::Off,
+                    "on" => DetectZeroes::On,
+                    "unmap" => DetectZeroes::Unmap,
+                    _ => {
+                        return Err(format!(
+                            "'detect-zeroes={zeroes}' is none of off, on and unmap"
+                        ));
+                    }
+                });
+            }
+        }
+        space.keeps_clusters = self.take("discard-no-unref").is_some_and(|value| value == "on");
+        Ok(space)
     }
 
     /// `offset=` and `size=` of a raw layer.
@@ -363,9 +440,18 @@ pub(super) fn whole_backing<'a>(backing: &'a Backing, image: &str) -> Result<Cow
     }
 }
 
+/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
+/// "json:{...}". Such a name is no path here.
+pub fn is_address(name: &[u8]) -> bool {
+    name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
+}
+
 /// A path, also where it looks like a URI.
 fn path_of(name: &str) -> PathBuf {
-    if Path::new(name).is_absolute() { name.into() } else { Path::new(".").join(name) }
+    match is_address(name.as_bytes()) || name == "-" {
+        true => Path::new(".").join(name),
+        false => name.into(),
+    }
 }
 
 /// The text in a URI: everything but what needs no escape there (RFC 3986, section 2.3, and the slash) as %XX.
@@ -429,6 +515,29 @@ mod tests {
     }
 
     #[test]
+    fn what_is_written_may_be_compressed_and_space_kept() {
+        let of = |options: &str| {
+            let name = format!("json:{{{options}}}");
+            QemuName::of(&name).expect("JSON").expect("an image")
+        };
+        let compressed = of(
+            "'driver':'compress','file':{'driver':'qcow2','file':{'driver':'file','filename':'a'}}",
+        );
+        assert_eq!((compressed.path.to_str(), compressed.is_compressed), (Some("a"), true));
+        assert_eq!(compressed.format, Some(ImageFormat::Qcow2));
+        let kept = of(
+            "'driver':'qcow2','discard-no-unref':true,'discard':'unmap','file.discard':'unmap',\
+             'detect-zeroes':'unmap','file':{'driver':'file','filename':'a','node-name':'n'}",
+        );
+        let expected = SpaceOptions {
+            discard: Some(Discard::Unmap),
+            detect_zeroes: Some(DetectZeroes::Unmap),
+            keeps_clusters: true,
+        };
+        assert_eq!((kept.space, kept.is_compressed), (expected, false));
+    }
+
+    #[test]
     fn a_backing_file_may_be_a_part_of_a_file() {
         let backing = |name: &str, format: Option<&str>| Backing {
             name: name.into(),
@@ -438,7 +547,7 @@ mod tests {
             "file":{"driver":"file","filename":"a.ova"}}}"#;
         let of_archive = backing(name, Some("qcow2"));
         let (plain, part) = plain_backing(&of_archive, "i").expect("a part");
-        assert_eq!((&*plain.name, plain.format.as_deref()), (&b"./a.ova"[..], Some("qcow2")));
+        assert_eq!((&*plain.name, plain.format.as_deref()), (&b"a.ova"[..], Some("qcow2")));
         assert_eq!(part, Some(FilePart { offset: 512, size: Some(1024) }));
         assert!(whole_backing(&backing(name, None), "i").is_err());
         assert!(plain_backing(&backing(name, Some("raw")), "i").is_err());

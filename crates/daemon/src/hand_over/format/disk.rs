@@ -205,6 +205,8 @@ impl From<&DiskSetup> for Opened {
             allow_paths,
             remote_backing,
             no_references,
+            // Disks that are parts of files are not handed over.
+            part: _,
             backing_use,
             // Disks with keys are not handed over.
             keys: _,
@@ -287,6 +289,7 @@ impl Opened {
                 false => RemoteBacking::Refused,
             },
             no_references: self.no_references,
+            part: None,
             backing_use: match self.without_backing {
                 true => BackingUse::LeftOut,
                 false => BackingUse::Followed,

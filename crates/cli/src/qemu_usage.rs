@@ -1,0 +1,297 @@
+//! What QEMU's tools say of wrong usage, under their names, for scripts that look for their words.
+//!
+//! Guarantee: no words of QEMU stand in the place of ours where they are not those that it has for the same mistake.
+
+use std::ffi::OsString;
+
+use blockhouse_daemon::size;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+
+use crate::called_as::{self, Tool};
+
+/// A mistake on the command line.
+struct Mistake<'a> {
+    /// The command; empty where there is none.
+    command: &'a str,
+    /// The argument, as `--format <FORMAT>`, or what is no argument.
+    argument: String,
+    value: String,
+    /// What is missing.
+    missing: Vec<String>,
+    /// The last word of the command line, and the one before it.
+    last: &'a str,
+    last_but_one: &'a str,
+}
+
+/// What is said in the place of an error of the parser. Only under the names of QEMU's tools.
+pub fn of_error(error: &clap::Error, typed: &[OsString]) -> Option<String> {
+    let tool = called_as::tool()?;
+    let typed: Vec<_> = typed.iter().map(|word| word.to_str().unwrap_or_default()).collect();
+    let said = of(tool, error, &typed)?;
+    Some(match said.strip_prefix('\0') {
+        Some(with_command) => with_command.to_owned(),
+        None => format!("{}: {said}", called_as::own_name()),
+    })
+}
+
+fn of(tool: Tool, error: &clap::Error, typed: &[&str]) -> Option<String> {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => text.clone(),
+        Some(ContextValue::Strings(texts)) => texts.join(" "),
+        _ => String::new(),
+    };
+    let last = |index: usize| typed.iter().rev().nth(index).copied().unwrap_or_default();
+    let mistake = Mistake {
+        command: called_as::command_of(typed),
+        argument: text(ContextKind::InvalidArg),
+        value: text(ContextKind::InvalidValue),
+        missing: match error.get(ContextKind::InvalidArg) {
+            Some(ContextValue::Strings(texts)) => texts.clone(),
+            _ => Vec::new(),
+        },
+        last: last(0),
+        last_but_one: last(1),
+    };
+    if tool == Tool::Nbd {
+        return mistake.of_server(error.kind());
+    }
+    match error.kind() {
+        ErrorKind::InvalidSubcommand => {
+            let word = text(ContextKind::InvalidSubcommand);
+            Some(format!("Command not found: {word}\nTry 'qemu-img --help' for more info"))
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            Some("Not enough arguments\nTry 'qemu-img --help' for more info".to_owned())
+        }
+        ErrorKind::UnknownArgument => Some(mistake.of_unknown()),
+        ErrorKind::MissingRequiredArgument => mistake.of_missing(),
+        ErrorKind::ArgumentConflict => mistake.of_conflict(),
+        ErrorKind::ValueValidation | ErrorKind::InvalidValue => mistake.of_value(),
+        _ => None,
+    }
+}
+
+impl Mistake<'_> {
+    /// Where more is told.
+    fn with_try(&self, what: &str) -> String {
+        let command = if self.command.is_empty() { "" } else { " " };
+        format!("{what}\nTry 'qemu-img{command}{} --help' for more info", self.command)
+    }
+
+    fn of_server(&self, kind: ErrorKind) -> Option<String> {
+        let (value, argument) = (&self.value, &*self.argument);
+        let option = argument.split(' ').next().unwrap_or_default();
+        let what = match (kind, option) {
+            (ErrorKind::UnknownArgument, _) => {
+                let what = unknown_option(argument)?;
+                return Some(format!(
+                    "{what}\nqemu-nbd: Try `qemu-nbd --help' for more information."
+                ));
+            }
+            (ErrorKind::MissingRequiredArgument, _) => "Invalid number of arguments".to_owned(),
+            (_, "--format") => {
+                let image = self.last;
+                return Some(format!("Failed to blk_new_open '{image}': Unknown driver '{value}'"));
+            }
+            (_, "--cache") => return Some(format!("Invalid cache mode `{value}'")),
+            (_, "--aio") => return Some(format!("Invalid aio mode '{value}'")),
+            (_, "--discard") => return Some(format!("Invalid discard mode `{value}'")),
+            (_, "--shared") => return Some(format!("Invalid shared device number '{value}'")),
+            (_, "--detect-zeroes") => {
+                let why = format!("invalid parameter value: {value}");
+                return Some(format!("Failed to parse detect_zeroes mode: {why}"));
+            }
+            _ => return None,
+        };
+        Some(format!("{what}\nTry `qemu-nbd --help' for more information."))
+    }
+
+    /// An option, or a word too many.
+    fn of_unknown(&self) -> String {
+        let Some(what) = unknown_option(&self.argument) else {
+            return match self.command {
+                "create" => self.with_try(&format!("Unexpected argument: {}", self.argument)),
+                "resize" => self.with_try("Extra argument(s) in command line"),
+                _ => self
+                    .of_images()
+                    .unwrap_or_else(|| format!("unexpected argument: {}", self.argument)),
+            };
+        };
+        // The name of the command stands where that of the program does.
+        let command = if self.command.is_empty() { "" } else { " " };
+        format!("\0{}", self.with_try(&format!("qemu-img{command}{}: {what}", self.command)))
+    }
+
+    /// The images that a command needs.
+    fn of_images(&self) -> Option<String> {
+        Some(match self.command {
+            "info" | "map" | "check" | "snapshot" | "rebase" | "amend" | "commit" => {
+                self.with_try("Expecting one image file name")
+            }
+            "compare" => self.with_try("Expecting two image file names"),
+            "resize" => self.with_try("Expecting image file name and size"),
+            "bitmap" => "Expecting filename and bitmap name".to_owned(),
+            "convert" => "Must specify image file name".to_owned(),
+            "measure" => "Either --size N or one filename must be specified.".to_owned(),
+            "dd" => "Must specify both input and output files".to_owned(),
+            _ => return None,
+        })
+    }
+
+    fn of_missing(&self) -> Option<String> {
+        let is_missing = |name: &str| self.missing.iter().any(|one| one.contains(name));
+        if is_missing("--no-create") {
+            return Some("--target-is-zero requires use of -n flag".to_owned());
+        }
+        if is_missing("--bitmaps") {
+            return Some("Use of --skip-broken-bitmaps requires --bitmaps".to_owned());
+        }
+        if self.command == "amend" && is_missing("--options") {
+            return Some(self.with_try("Must specify options (-o)"));
+        }
+        if self.command == "bitmap" && is_missing("--add") {
+            let flags = "--add, --remove, --clear, --enable, --disable, or --merge";
+            return Some(format!("Need at least one of {flags}"));
+        }
+        self.of_images()
+    }
+
+    fn of_conflict(&self) -> Option<String> {
+        let is_of = |name: &str| self.argument.contains(name);
+        match self.command {
+            "snapshot" => Some(self.with_try("Cannot mix '-l', '-a', '-c', '-d'")),
+            "measure" if is_of("--size") => {
+                Some("--size N cannot be used together with a filename.".to_owned())
+            }
+            "convert" if is_of("--no-create") || is_of("--options") => {
+                Some("-o has no effect when skipping image creation".to_owned())
+            }
+            _ => None,
+        }
+    }
+
+    fn of_value(&self) -> Option<String> {
+        let (value, command) = (&*self.value, self.command);
+        let unknown = |image: &str| format!("Could not open '{image}': Unknown driver '{value}'");
+        let argument = self.argument.split([' ', '<', '[', '.']).find(|word| !word.is_empty())?;
+        Some(match argument.trim_end_matches([']', '>']) {
+            "--format" | "--target-format" => match command {
+                "create" => {
+                    let image = if size::parse(self.last).is_ok() { self.last_but_one } else { self.last };
+                    format!("{image}: Unknown file format '{value}'")
+                }
+                "convert" | "measure" => format!("Unknown file format '{value}'"),
+                "dd" => "Unknown file format".to_owned(),
+                _ => unknown(self.last),
+            },
+            "--source-format" => unknown(self.last_but_one),
+            "--backing-format" if command == "rebase" => format!("Invalid format name: '{value}'"),
+            "--backing-format" if command == "create" => {
+                format!("{}: Unknown driver '{value}'\nCould not open backing image.", self.last)
+            }
+            "SIZE" if command == "resize" => {
+                "Parameter 'size' expects a non-negative number below 2^64\nOptional suffix k, M, G, T, P or E means \
+                 kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively."
+                    .to_owned()
+            }
+            "SIZE" | "--size" => of_size("image size", value),
+            "--cache" => format!("Invalid cache option: {value}"),
+            "-T" => format!("Invalid source cache option: {value}"),
+            "--rate-limit" => format!("Invalid rate limit specified: '{value}'."),
+            "--sparse-size" => {
+                format!("Invalid buffer size for sparse output specified: '{value}'.")
+            }
+            "--output" => {
+                self.with_try(&format!("--output expects 'human' or 'json' not '{value}'"))
+            }
+            "--repair" => {
+                self.with_try(&format!("--repair (-r) expects 'leaks' or 'all' not '{value}'"))
+            }
+            "--preallocation" => format!("Invalid preallocation mode '{value}'"),
+            "--object" => of_object(value)?,
+            "OPERAND=VALUE" => of_operand(value)?,
+            _ => return None,
+        })
+    }
+}
+
+/// An option that there is not, as getopt(3) says it; `None` for what is no option.
+fn unknown_option(argument: &str) -> Option<String> {
+    match argument.strip_prefix('-')? {
+        long if long.starts_with('-') => Some(format!("unrecognized option '{argument}'")),
+        short => Some(format!("invalid option -- '{}'", short.chars().next()?)),
+    }
+}
+
+/// A number of bytes that is none.
+fn of_size(what: &str, value: &str) -> String {
+    let is_number =
+        value.trim_end_matches(['k', 'K', 'M', 'G', 'T', 'P', 'E']).parse::<f64>().is_ok();
+    match is_number {
+        true => format!("Invalid {what} specified. Must be between 0 and {}.", i64::MAX),
+        false => format!("Invalid {what} specified: '{value}'."),
+    }
+}
+
+fn of_operand(operand: &str) -> Option<String> {
+    const MAX_BLOCK: i32 = i32::MAX;
+    let (name, value) = operand.split_once('=')?;
+    Some(match (name, value) {
+        ("bs", "0") => format!("Invalid bs specified. Must be between 1 and {MAX_BLOCK}."),
+        ("bs" | "count" | "skip" | "isize", value) => {
+            format!("Invalid {name} specified: '{value}'.")
+        }
+        _ => format!("unrecognized operand {name}"),
+    })
+}
+
+fn of_object(text: &str) -> Option<String> {
+    match text.strip_prefix("secret") {
+        Some(rest) if !rest.contains(",file=") && !rest.contains(",data=") => {
+            Some("Either 'file' or 'data' must be provided".to_owned())
+        }
+        Some(_) => None,
+        None => {
+            let kind = text.split(',').next()?;
+            Some(format!("Parameter 'qom-type' does not accept value '{kind}'"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(line: &str) -> String {
+        let typed: Vec<&str> = line.split(' ').collect();
+        let error = crate::command().try_get_matches_from(&typed).expect_err("wrong usage");
+        of(Tool::Img, &error, &typed).unwrap_or_default().replace('\0', "")
+    }
+
+    #[test]
+    fn wrong_usage_has_the_words_of_qemu_img() {
+        for (line, words) in [
+            (
+                "qemu-img info",
+                "Expecting one image file name\nTry 'qemu-img info --help' for more info",
+            ),
+            ("qemu-img info --nope a", "qemu-img info: unrecognized option '--nope'"),
+            ("qemu-img convert -s x a b", "qemu-img convert: invalid option -- 's'"),
+            ("qemu-img nope", "Command not found: nope"),
+            ("qemu-img create -f nope a.img 1M", "a.img: Unknown file format 'nope'"),
+            ("qemu-img info -f nope a.img", "Could not open 'a.img': Unknown driver 'nope'"),
+            ("qemu-img convert -f nope a b", "Could not open 'a': Unknown driver 'nope'"),
+            ("qemu-img create a 1X", "Invalid image size specified: '1X'."),
+            ("qemu-img create a 8E", "Must be between 0 and 9223372036854775807."),
+            ("qemu-img create a 1M 2M", "Unexpected argument: 2M"),
+            ("qemu-img resize a 1M 2M", "Extra argument(s) in command line"),
+            ("qemu-img check -r nope a", "--repair (-r) expects 'leaks' or 'all' not 'nope'"),
+            ("qemu-img snapshot -l -c x a", "Cannot mix '-l', '-a', '-c', '-d'"),
+            ("qemu-img bitmap a b", "Need at least one of --add"),
+            ("qemu-img dd if=a of=b seek=1", "unrecognized operand seek"),
+            ("qemu-img convert -t nope a b", "Invalid cache option: nope"),
+        ] {
+            assert!(said(line).contains(words), "{line}: {}", said(line));
+        }
+    }
+}
