@@ -33,6 +33,7 @@ const CHANGING: &[&str] = &[
     "disk.resize",
     "disk.refresh",
     "disk.fork",
+    "disk.rollback",
     "export.add",
     "export.remove",
     "limit.set",

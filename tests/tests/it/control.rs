@@ -307,6 +307,8 @@ fn the_schema_is_what_the_server_speaks() {
     check("disk.resize", json!({ "disk": "d", "size": 2 << 20 }));
     let child = json!({ "path": scratch.path("child.qcow2"), "name": "child" });
     check("disk.fork", json!({ "disks": [{ "disk": "d", "children": [child] }] }));
+    check("disk.fork", json!({ "disks": [{ "disk": "d" }] }));
+    check("disk.rollback", json!({ "disk": "d", "force": true }));
     check("export.remove", json!({ "export": add["export"] }));
     check("disk.close", disk);
     server.stop();

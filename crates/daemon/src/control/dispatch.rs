@@ -70,6 +70,7 @@ pub(crate) async fn call(
             result(RefreshResult { size, held })
         }
         "disk.fork" => forks::fork(running, params(given)?).await,
+        "disk.rollback" => forks::roll_back(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
             let ExportAddParams { disk, export, read_only } = params(given)?;

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Listed;
 use super::backup_methods::{BackupBeginParams, BackupInfo, BackupParams};
 use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
-use super::fork_methods::{ForkParams, ForkResult};
+use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -386,6 +386,11 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "disk.fork",
         "Has disks go on in overlays over what they are at one moment, and makes other disks over that.",
         of::<ForkParams, ForkResult>,
+    ),
+    (
+        "disk.rollback",
+        "Has a disk go back to the layer that its last fork left, and removes its overlay.",
+        of::<RollbackParams, RollbackResult>,
     ),
     ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),

@@ -13,6 +13,7 @@ mod limits;
 mod nbd_sockets;
 mod recording;
 mod reload;
+mod rollbacks;
 mod room;
 mod ublk_devices;
 
