@@ -237,7 +237,7 @@ impl Life {
 
     fn read(&self, image: &Path) -> Vec<u64> {
         let raw = self.scratch.path("found.raw");
-        command(&["convert", "-O", "raw", str(image), str(&raw)]).success();
+        command(&["convert", "--force", "-O", "raw", str(image), str(&raw)]).success();
         let bytes = std::fs::read(&raw).expect("a file");
         let number = |block: &[u8]| u64::from_be_bytes(block[..8].try_into().expect("8 bytes"));
         let blocks: Vec<_> = bytes.chunks(BLOCK as usize).map(number).collect();
