@@ -34,6 +34,8 @@ struct Layered {
     over: PathBuf,
     /// What the disk was at the fork.
     before: Vec<u64>,
+    /// Whether a commit has begun to bring it into what is below.
+    is_committed: bool,
 }
 
 struct Life {
@@ -110,9 +112,12 @@ impl Life {
     }
 
     fn choose(&self, random: &mut Rng) -> Act {
-        match (self.overlays.len(), random.u8(..4)) {
-            (0, _) | (1..6, 0) => Act::Fork,
-            (_, 1) => Act::Commit,
+        let is_committed = self.overlays.last().is_some_and(|top| top.is_committed);
+        match (self.overlays.len(), random.u8(..8)) {
+            (0, _) | (1..4, ..3) => Act::Fork,
+            (_, 7) => Act::Commit,
+            (1..9, _) if is_committed => Act::Fork,
+            _ if is_committed => Act::Commit,
             _ => Act::Rollback,
         }
     }
@@ -123,7 +128,8 @@ impl Life {
                 self.forks += 1;
                 let over = self.scratch.path(&format!("over{}.qcow2", self.forks));
                 let child = json!([{ "path": self.child() }]);
-                self.overlays.push(Layered { over: over.clone(), before: self.blocks.clone() });
+                let before = self.blocks.clone();
+                self.overlays.push(Layered { over: over.clone(), before, is_committed: false });
                 let disk = json!({ "disk": NAME, "overlay": over, "children": child });
                 ("disk.fork", json!({ "disks": [disk] }))
             }
@@ -149,7 +155,6 @@ impl Life {
         let mut server = self.serve().start();
         let mut control = Control::connect(&self.scratch.socket("control"));
         let mut writer = Writer::on(&server.address(), self.blocks.clone(), random.fork());
-        writer.check();
         self.add_bitmap(&mut control);
         let write = |writer: &mut Writer, random: &mut Rng| {
             writer.write(random.usize(..(SIZE / BLOCK) as usize));
@@ -159,7 +164,7 @@ impl Life {
         let first = writer.history().len();
         self.begin(act, &mut control);
         let began = Instant::now();
-        let limit = if act == Act::Commit { 400_000 } else { 150_000 };
+        let limit = if act == Act::Commit { 2_000_000 } else { 500_000 };
         let until = Duration::from_micros(random.u64(..limit));
         while began.elapsed() < until {
             write(&mut writer, random);
@@ -190,6 +195,9 @@ impl Life {
             assert!(act != Act::Rollback || !is_over, "two disks");
         }
         let gone = if is_over { None } else { self.overlays.pop() };
+        if let (Act::Commit, Some(top)) = (act, self.overlays.last_mut().filter(|_| is_over)) {
+            top.is_committed = true;
+        }
         let server = self.serve().start();
         let mut control = Control::connect(&self.scratch.socket("control"));
         let has_bitmap = self.has_bitmap(&mut control);
@@ -204,10 +212,15 @@ impl Life {
             _ => assert!(found == self.blocks, "{act:?}: an answered write is lost"),
         }
         if act == Act::Fork {
-            if self.child().exists() && is_over {
-                let child = self.read(&self.child());
-                assert!(is_between(&child, before, writes, false), "the child is no moment");
-                qemu_img(&["check", "-f", "qcow2", str(&self.child())]).success();
+            if is_over {
+                // Without a child the moment has not come.
+                let mut at_fork = self.blocks.clone();
+                if self.child().exists() {
+                    at_fork = self.read(&self.child());
+                    assert!(is_between(&at_fork, before, writes, false), "the child is no moment");
+                    qemu_img(&["check", "-f", "qcow2", str(&self.child())]).success();
+                }
+                self.overlays.last_mut().expect("it was forked").before = at_fork;
             }
             self.remove_files(!is_over, &top);
         }

@@ -24,7 +24,6 @@ use crate::qcow2::layout::{table_io, words};
 
 use super::ImageMetadata;
 use super::bitmap_removal::remove_in_place;
-use super::inherited_bitmaps::NextChange;
 use super::metadata_transaction::{MetadataTransaction, Transactions};
 
 /// A bitmap that is to be added.
@@ -462,6 +461,9 @@ pub(super) async fn mark_all<S: Storage>(
     }
     Ok(())
 }
+
+/// Finds the first changed bytes at an offset or behind it.
+pub type NextChange<'a> = &'a (dyn Fn(u64) -> Option<ByteRange> + Sync);
 
 /// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in memory at a time:
 /// those of the other bitmap are passed in order.

@@ -2,7 +2,7 @@
 //!
 //! Guarantee: all of them change in one transaction, so that a crash leaves what each said before, or what it is to say.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
 use crate::qcow2::bitmaps::{BitsReader, LiveBitmaps};
 use crate::qcow2::layout::bitmap_directory::{
@@ -10,11 +10,10 @@ use crate::qcow2::layout::bitmap_directory::{
 };
 
 use super::ImageMetadata;
-use super::bitmaps::{Merge, check_bounds, check_consistent, place_table, release_bitmap, run};
+use super::bitmaps::{
+    Merge, NextChange, check_bounds, check_consistent, place_table, release_bitmap, run,
+};
 use super::metadata_transaction::{MetadataTransaction, Transactions};
-
-/// Finds the first changed bytes at an offset or behind it.
-pub type NextChange<'a> = &'a (dyn Fn(u64) -> Option<ByteRange> + Sync);
 
 /// What bitmaps say that go on in another image.
 #[derive(Clone, Copy)]
