@@ -51,6 +51,7 @@ mod job_targets;
 mod jobs;
 mod kept_sockets;
 mod launchers;
+mod libblkio;
 mod limits;
 mod locks;
 mod long_chains;
