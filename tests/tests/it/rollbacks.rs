@@ -7,13 +7,13 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::{Servers, upgrade};
-use blockhouse_tests::{Scratch, Serve, Server, seeded};
+use blockhouse_tests::{LoopDevice, Scratch, Serve, Server, need, require, seeded};
 use rustix::process::Signal;
 use serde_json::json;
 
 use crate::fork::{check_file, image, path_of, written};
 use crate::forks_bitmaps::dirty;
-use crate::jobs::{FAILED, Writer, beside, ctl, serve};
+use crate::jobs::{FAILED, SIZE, Writer, beside, ctl, serve};
 
 /// A disk that was forked, with a client: its server, and what it was at the fork.
 struct Forked {
@@ -194,7 +194,7 @@ fn after_a_kill_the_layer_is_the_disk() {
 /// An increment on a backup of any moment, also of one after the fork, has all that differs.
 #[test]
 fn bitmaps_of_the_layer_say_what_the_overlay_had_changed() {
-    blockhouse_tests::require!(blockhouse_tests::need::tools(&["nbdinfo"]));
+    require!(need::tools(&["nbdinfo"]));
     for name in ["disk.img", "disk.qcow2"] {
         let scratch = Scratch::new();
         let path = image(&scratch, name);
@@ -216,4 +216,37 @@ fn bitmaps_of_the_layer_say_what_the_overlay_had_changed() {
         let wanted = [1, 3, 5, 7].map(|at: u64| (at << 20, 65_536));
         assert_eq!(dirty(&scratch, Path::new(&path), "changes"), wanted, "{name}");
     }
+}
+
+#[test]
+fn a_block_device_with_bitmaps_beside_it_is_forked_and_gone_back_to() {
+    let scratch = Scratch::new();
+    let file = scratch.image("device", SIZE);
+    let device = require!(LoopDevice::over(&file, &[]));
+    let socket = scratch.socket("control");
+    let serve = Serve::new(&scratch, device.path()).option("--name", "disk");
+    let serve = serve.option("--bitmaps", scratch.path("disk.bitmaps"));
+    let server = serve.option("--control", &socket).start();
+    let mut control = Control::connect(&socket);
+    control.get("bitmap.add", json!({ "disk": "disk", "name": "changes" }));
+    let mut writer = Writer::new(&server.address(), seeded());
+    ctl(&scratch, &["fork", "disk"]).failure("name an overlay elsewhere");
+    let over = scratch.path("over.qcow2");
+    let before = writer.blocks();
+    ctl(&scratch, &["fork", "disk", "--overlay", str(&over)]).success();
+    beside(&mut writer, || ());
+    writer.check();
+    let bitmaps = |control: &mut Control| {
+        control.get("bitmap.list", json!({ "disk": "disk" }))[0]["name"].clone()
+    };
+    assert_eq!(bitmaps(&mut control), "changes");
+    drop(writer);
+    ctl(&scratch, &["rollback", "disk"]).success();
+    assert!(!over.exists() && bitmaps(&mut control) == "changes");
+    let mut writer = Writer::on(&server.address(), before, seeded());
+    writer.check();
+    beside(&mut writer, || ());
+    writer.check();
+    drop((writer, control));
+    server.stop();
 }
