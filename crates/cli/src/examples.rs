@@ -396,6 +396,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "ctl rollback",
+        &[example(
+            "After an upgrade in the guest that failed, when the guest is off",
+            "blockhouse ctl control rollback disk.img",
+        )],
+    ),
+    (
         "ctl snapshot",
         &[example("While guests write", "blockhouse ctl control snapshot create disk.qcow2 now")],
     ),

@@ -37,6 +37,7 @@ const CHANGING: &[&str] = &[
     "image.create",
     "socket.add",
     "socket.remove",
+    "disk.rollback",
     "export.add",
     "export.remove",
     "limit.set",

@@ -42,6 +42,16 @@ pub enum Event {
         /// The path of the image in which it goes on.
         overlay: String,
     },
+    /// A disk went back to the layer that its last fork left.
+    #[serde(rename = "disk.rolled-back")]
+    DiskRolledBack {
+        /// Its name.
+        disk: String,
+        /// The path of the image that it is again.
+        layer: String,
+        /// The path of the image that is gone.
+        overlay: String,
+    },
     /// A disk has another size.
     #[serde(rename = "disk.resized")]
     DiskResized {
@@ -240,7 +250,7 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 24] = [
+    pub const NAMES: [&str; 25] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
@@ -265,6 +275,7 @@ impl Event {
         "backup.failed",
         "event.lost",
         "disk.forked",
+        "disk.rolled-back",
     ];
 
     /// Its name.
@@ -294,6 +305,7 @@ impl Event {
             Self::BackupFailed { .. } => 21,
             Self::Lost { .. } => 22,
             Self::DiskForked { .. } => 23,
+            Self::DiskRolledBack { .. } => 24,
         };
         Self::NAMES[index]
     }

@@ -3,7 +3,9 @@
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
 use crate::qcow2::{BitmapLossObserver, Voucher};
-use crate::{Bitmap, BitmapAction, BitmapChange, BitmapExtent, Format, NewBitmap, Qcow2};
+use crate::{
+    Bitmap, BitmapAction, BitmapChange, BitmapExtent, Format, InheritedBits, NewBitmap, Qcow2,
+};
 
 impl<S: Storage> Format<S> {
     /// Whether the image, open for writing, has persistent bitmaps that are in step with the disk.
@@ -101,6 +103,14 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmap_extents(name, range, max).await
     }
 
+    /// Has the enabled bitmaps say that `range` changes, durably.
+    ///
+    /// # Errors
+    /// As [`Qcow2::record_change`].
+    pub async fn record(&self, range: ByteRange) -> Result<()> {
+        self.image.record_change(range).await
+    }
+
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
@@ -140,5 +150,18 @@ impl<S: Storage> Bitmaps<'_, S> {
         source_name: &str,
     ) -> Result<()> {
         self.image.merge_bitmap(name, source.image, source_name).await
+    }
+
+    /// Has bitmaps of `source` go on in this image.
+    ///
+    /// # Errors
+    /// As [`Qcow2::inherit_bitmaps`].
+    pub async fn inherit(
+        &self,
+        source: &Bitmaps<'_, S>,
+        names: &[String],
+        bits: InheritedBits<'_>,
+    ) -> Result<()> {
+        self.image.inherit_bitmaps(source.image, names, bits).await
     }
 }

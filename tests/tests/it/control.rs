@@ -316,6 +316,8 @@ fn the_schema_is_what_the_server_speaks() {
     let socket = uri("", &scratch.socket("own"));
     check("socket.add", json!({ "address": socket }));
     check("socket.remove", json!({ "address": socket }));
+    check("disk.fork", json!({ "disks": [{ "disk": "d" }] }));
+    check("disk.rollback", json!({ "disk": "d", "force": true }));
     check("export.remove", json!({ "export": add["export"] }));
     check("disk.close", disk);
     server.stop();

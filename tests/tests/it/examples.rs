@@ -46,9 +46,12 @@ fn type_alone(line: &str) {
     let asks = line.contains("--control control") || line.starts_with("blockhouse ctl control");
     let serve = "blockhouse serve disk.qcow2 --control control --nbd 'nbd+unix:///?socket=disk.sock' --limit iops=9999,group=slow";
     let server = match () {
-        // Its disk has no bitmaps.
-        () if line.contains(" fork ") => {
-            Some(Serving::start(&folder, "blockhouse serve disk.img --control control"))
+        () if line.contains(" fork ") || line.contains(" rollback ") => {
+            let server = Serving::start(&folder, "blockhouse serve disk.img --control control");
+            if line.contains(" rollback ") {
+                folder.run("blockhouse ctl control fork disk.img");
+            }
+            Some(server)
         }
         () if asks => Some(Serving::start(&folder, serve)),
         () if line.starts_with("blockhouse top") => {

@@ -18,18 +18,18 @@ use crate::jobs::{BLOCK, FAILED, SIZE, Writer, beside, content, ctl, serve, wait
 const JOBS: &str = include_str!("../../../docs/jobs.md");
 
 /// A new image of the usual size.
-fn image(scratch: &Scratch, name: &str) -> PathBuf {
+pub(crate) fn image(scratch: &Scratch, name: &str) -> PathBuf {
     let path = scratch.path(name);
     command(&["create", str(&path), &SIZE.to_string()]).success();
     path
 }
 
-fn bytes_of(blocks: &[u64]) -> Vec<u8> {
+pub(crate) fn bytes_of(blocks: &[u64]) -> Vec<u8> {
     blocks.iter().flat_map(|number| content(*number)).collect()
 }
 
 /// Whether the disk of an image is this, as QEMU reads it, and QEMU finds the image in order.
-fn check_file(scratch: &Scratch, path: &Path, blocks: &[u64]) {
+pub(crate) fn check_file(scratch: &Scratch, path: &Path, blocks: &[u64]) {
     let expected = scratch.image_of("expected", &bytes_of(blocks));
     let words = ["compare", "-f", "qcow2", "-F", "raw", str(path), expected.str()];
     qemu_img(&words).success();
@@ -45,14 +45,14 @@ fn chain(path: &Path) -> Vec<(String, String)> {
     images.map(|image| (text(&image["filename"]), text(&image["format"]))).collect()
 }
 
-fn path_of(control: &mut Control, disk: &str) -> String {
+pub(crate) fn path_of(control: &mut Control, disk: &str) -> String {
     let disks = control.get("disk.list", json!({}));
     let found = disks.as_array().into_iter().flatten().find(|one| one["disk"] == disk);
     found.expect("it is open")["path"].as_str().expect("text").to_owned()
 }
 
 /// A server of the disk of an image, whose client has written to half of it.
-fn written(scratch: &Scratch, image: &Path, random: Rng) -> (Server, Control, Writer) {
+pub(crate) fn written(scratch: &Scratch, image: &Path, random: Rng) -> (Server, Control, Writer) {
     let (server, control) = serve(scratch, image);
     let writer = Writer::new(&server.address(), random);
     (server, control, writer)
@@ -265,7 +265,6 @@ fn a_server_is_upgraded_after_a_fork() {
     )
     .success();
     let socket = scratch.socket("control");
-    command(&["upgrade", "--control", str(&socket)]).failure("stands on a layer");
     control.get("disk.close", json!({ "disk": "kid" }));
     drop(control);
     beside(&mut writer, || {
@@ -428,9 +427,6 @@ fn what_cannot_be_forked_is_refused_and_leaves_nothing() {
         beside(&mut writer, || control.refused("disk.fork", params, FAILED, &[words]));
         assert_eq!(files(), before, "{words}");
     }
-    control.get("bitmap.add", json!({ "disk": "disk.qcow2", "name": "b" }));
-    control.refused("disk.fork", of("disk.qcow2", &new, json!([])), FAILED, &["has bitmaps"]);
-    control.get("bitmap.remove", json!({ "disk": "disk.qcow2", "name": "b" }));
     let target = scratch.path("target.img");
     control.get(
         "job.start",

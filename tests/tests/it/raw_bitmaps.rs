@@ -63,7 +63,7 @@ fn qemu_dirty(image: &Path, name: &str) -> Vec<(u64, u64)> {
 }
 
 /// Offset and length of what is dirty.
-fn dirty_extents(told: &Value) -> Vec<(u64, u64)> {
+pub(crate) fn dirty_extents(told: &Value) -> Vec<(u64, u64)> {
     let number = |one: &Value, key| one[key].as_u64().expect("a number");
     let extents = told.as_array().expect("a list").iter().filter(|one| one["type"] == 1);
     extents.map(|one| (number(one, "offset"), number(one, "length"))).collect()

@@ -130,6 +130,14 @@ enum Action {
     },
     /// Have disks go on in new qcow2 files over what they are at one moment, and make other disks over that.
     Fork(Fork),
+    /// Have a disk go back to the layer that its last fork left: what was written since is lost, and its overlay is removed.
+    Rollback {
+        /// The disk's name.
+        disk: String,
+        /// Also while clients use it: they find other bytes then than they know of.
+        #[arg(long)]
+        force: bool,
+    },
     /// List, add, remove and change the persistent bitmaps of a disk, which tell what has changed since.
     Bitmap {
         #[command(subcommand)]
@@ -435,6 +443,9 @@ impl Action {
             }
             Self::Snapshot { action } => action.request(),
             Self::Fork(fork) => ("disk.fork", fork.params()?),
+            Self::Rollback { disk, force } => {
+                ("disk.rollback", json!({ "disk": disk, "force": force }))
+            }
             Self::Bitmap { action } => action.request(),
             Self::Backup { action } => action.request()?,
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),

@@ -83,6 +83,11 @@ pub fn show(method: &str, result: &Value) -> String {
             format!("writes were held off for {} us", text(&result["pause-us"]))
         }
         "disk.fork" => forked(result),
+        "disk.rollback" => format!(
+            "is {} again; writes were held off for {} us",
+            text(&result["layer"]),
+            text(&result["pause-us"])
+        ),
         "disk.open" => exports(result),
         "export.add" => format!("ready {}", text(&result["export"])),
         "disk.resize" => {

@@ -81,6 +81,7 @@ pub(crate) async fn call(
             running.remove_socket(&socket(params(given)?)?).await?;
             result(Done {})
         }
+        "disk.rollback" => forks::roll_back(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
             let ExportAddParams { disk, export, read_only, bitmaps } = params(given)?;

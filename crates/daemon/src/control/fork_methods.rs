@@ -1,4 +1,6 @@
-//! What the method of forks takes and gives.
+//! What the methods of forks and rollbacks take and give.
+
+use std::path::PathBuf;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -21,4 +23,27 @@ pub struct ForkResult {
     pub pause_us: u64,
     /// The disks, in their order.
     pub disks: Vec<ForkedDisk>,
+}
+
+/// A disk that is to go back to the layer that its last fork left.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RollbackParams {
+    /// Its name.
+    pub disk: String,
+    /// Also while clients use it, which find other bytes then than they know of.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// A disk that has gone back.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct RollbackResult {
+    /// The image that it is again.
+    pub layer: PathBuf,
+    /// The image that is gone.
+    pub overlay: PathBuf,
+    /// For how long the guests' changes were held off, in microseconds.
+    pub pause_us: u64,
 }

@@ -1,6 +1,8 @@
-//! What the method of forks does.
+//! What the methods of forks and rollbacks do.
 
-use super::fork_methods::{ForkParams, ForkResult};
+use blockhouse_disk::RolledBack;
+
+use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
 use super::outcome::{Outcome, invalid, result};
 use crate::disk_options::check_absolute;
 use crate::running::{ForkReport, Running};
@@ -17,4 +19,11 @@ pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
     }
     let ForkReport { pause, disks } = running.fork(disks).await?;
     result(ForkResult { pause_us: pause.as_micros() as u64, disks })
+}
+
+/// Has a disk go back.
+pub(super) async fn roll_back(running: &Running, given: RollbackParams) -> Outcome {
+    let RollbackParams { disk, force } = given;
+    let RolledBack { layer, overlay, pause } = running.roll_back(&disk, force).await?;
+    result(RollbackResult { layer, overlay, pause_us: pause.length.as_micros() as u64 })
 }

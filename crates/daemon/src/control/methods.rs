@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use super::Listed;
 use super::backup_methods::{BackupBeginParams, BackupInfo, BackupParams};
 use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
-use super::fork_methods::{ForkParams, ForkResult};
+use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
 use super::image_methods::ImageCreateParams;
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use super::transaction_methods::TransactionParams;
@@ -429,6 +429,11 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "socket.remove",
         "Listens there no longer; a socket with exports stays until they are removed.",
         of::<SocketParams, Done>,
+    ),
+    (
+        "disk.rollback",
+        "Has a disk go back to the layer that its last fork left, and removes its overlay.",
+        of::<RollbackParams, RollbackResult>,
     ),
     ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),

@@ -30,7 +30,7 @@ use rustix::fs::{Mode, OFlags};
 use super::channel::{Channel, Frame, version};
 use super::fault::{Step, reach};
 use super::format::counters::Counts;
-use super::format::disk::{Configured, Disk, File, Limits, MovedTo};
+use super::format::disk::{Configured, Disk, File, Limits, MovedTo, StandsOn};
 use super::format::{
     Address, Connection, Device, Frontend, Listening, Message, Offer, Socket, Ublk, Yours,
 };
@@ -95,6 +95,7 @@ struct OfferedDisk {
     earlier: EarlierLife,
     is_protected: bool,
     files: Vec<HandedFile>,
+    stands_on: Option<StandsOn>,
 }
 
 /// A device that the source serves.
@@ -256,6 +257,9 @@ impl Offered {
         };
         let mut disks = Vec::new();
         for disk in offer.disks {
+            if disk.stands_on.is_some_and(|below| below.disk >= disks.len()) {
+                bail!("a disk stands on an image of one that comes later");
+            }
             disks.push(OfferedDisk::new(disk, &mut take)?);
         }
         let check_disk = |disk: usize| match disk < disks.len() {
@@ -305,7 +309,7 @@ impl Offered {
 impl OfferedDisk {
     /// Takes the descriptors of its files, in their order.
     fn new(disk: Disk, take: &mut impl FnMut(bool) -> Result<Option<OwnedFd>>) -> Result<Self> {
-        let Disk { opened, moved, is_protected, limits, files: records } = disk;
+        let Disk { opened, moved, is_protected, limits, files: records, stands_on } = disk;
         let mut files = Vec::new();
         for File { path, has_tail, has_flushed } in records {
             let file = take(true)?.context("a descriptor is missing")?;
@@ -316,7 +320,7 @@ impl OfferedDisk {
             moved: moved.map(MovedTo::moved).transpose()?,
             limits: limits.map(Limits::throttle).transpose()?,
         };
-        Ok(Self { setup: opened.setup()?, earlier, is_protected, files })
+        Ok(Self { setup: opened.setup()?, earlier, is_protected, files, stands_on })
     }
 
     /// How its image is opened: where it is now, and by the files that were handed over alone.
@@ -362,16 +366,23 @@ fn open_all(
     state: &StateUse,
     offered: Vec<OfferedDisk>,
 ) -> Result<Vec<PreparedDisk>> {
-    let open = |offered: OfferedDisk| {
+    let mut prepared: Vec<PreparedDisk> = Vec::with_capacity(offered.len());
+    for offered in offered {
         let image = offered.image_setup();
         let options = image_options(&image, state)?;
-        let OfferedDisk { setup, earlier, is_protected, files } = offered;
+        let OfferedDisk { setup, earlier, is_protected, files, stands_on } = offered;
+        let behind = stands_on.map(|StandsOn { disk, depth }| {
+            let layer = prepared[disk].disk.layer_at(depth);
+            layer.with_context(|| format!("{}: nothing is there to stand on", setup.name))
+        });
+        let behind = behind.transpose()?;
         let disk = workers.run(move || async move {
-            open_handed_over(&image.path, options, image.snapshot.as_deref(), files).await
+            let snapshot = image.snapshot.as_deref();
+            open_handed_over(&image.path, options, snapshot, files, behind).await
         })?;
-        Ok(PreparedDisk { setup, earlier, is_protected, disk })
-    };
-    offered.into_iter().map(open).collect()
+        prepared.push(PreparedDisk { setup, earlier, is_protected, disk });
+    }
+    Ok(prepared)
 }
 
 /// The connections of each socket.

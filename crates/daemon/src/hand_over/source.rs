@@ -22,7 +22,7 @@ use futures_util::future::join_all;
 use super::channel::Channel;
 use super::fault::{Step, reach};
 use super::format::counters::Counts;
-use super::format::disk::{Configured, Disk, File, Limits, MovedTo, Opened};
+use super::format::disk::{Configured, Disk, File, Limits, MovedTo, Opened, StandsOn};
 use super::format::{
     Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION, Yours,
 };
@@ -189,19 +189,12 @@ fn check_jobs(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where a fork has left a layer that could not be made durable, or that several disks stand on: its locks are those of one open
-/// file, which two disks of another process would give back one after the other.
+/// Refuses where a fork has left a layer that could not be made durable.
 fn check_layers(service: &Service) -> Result<()> {
     for disk in service.running().disks() {
         if disk.disk.has_unstable_layer() {
             bail!(
                 "what the disk {:?} stands on since its fork is not durable, and cannot be handed over; stop this server and start the new one",
-                disk.name()
-            );
-        }
-        if disk.disk.shares_layers() {
-            bail!(
-                "the disk {:?} stands on a layer that another disk stands on as well, and cannot be handed over; close one of them first",
                 disk.name()
             );
         }
@@ -366,8 +359,8 @@ fn offer_of<'a>(
 ) -> Result<(Offer, Vec<BorrowedFd<'a>>)> {
     let mut descriptors = Vec::new();
     let mut offered = Vec::new();
-    for disk in disks {
-        let (record, own) = disk_record(disk)?;
+    for (index, disk) in disks.iter().enumerate() {
+        let (record, own) = disk_record(disk, &disks[..index])?;
         offered.push(record);
         descriptors.extend(own);
     }
@@ -422,11 +415,14 @@ fn offer_of<'a>(
     Ok((offer, descriptors))
 }
 
-/// A disk, and the descriptors of its files.
+/// A disk, and the descriptors of its files, but of those that the disks `before` it have in common with it.
 ///
 /// # Errors
 /// It cannot be handed over.
-fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
+fn disk_record<'a>(
+    running: &'a RunningDisk,
+    before: &[Arc<RunningDisk>],
+) -> Result<(Disk, Vec<BorrowedFd<'a>>)> {
     let disk = &running.disk;
     if let Some(successor) = disk.retired_to() {
         bail!(
@@ -440,8 +436,15 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
             running.name()
         );
     }
+    // The open file of a layer has its locks, and two disks would give them back one after the other: it is handed over once.
+    let shared = (0..).zip(before).filter_map(|(place, other)| {
+        let (images, depth) = disk.shared_with(&other.disk)?;
+        Some((images, StandsOn { disk: place, depth }))
+    });
+    let shared = shared.min_by_key(|(images, _)| *images);
     let (mut files, mut descriptors) = (Vec::new(), Vec::new());
-    let chain = disk.chain_files().map_err(|error| {
+    let images = shared.map_or(usize::MAX, |(images, _)| images);
+    let chain = disk.first_files(images).map_err(|error| {
         anyhow::anyhow!(
             "{error}; close the disk {:?} first ('blockhouse ctl SOCKET close'), or stop this server and start the new one",
             running.name()
@@ -464,6 +467,7 @@ fn disk_record(running: &RunningDisk) -> Result<(Disk, Vec<BorrowedFd<'_>>)> {
         is_protected: disk.access() != disk.opened_access(),
         limits: running.throttle().as_ref().map(Limits::from),
         files,
+        stands_on: shared.map(|(_, stands_on)| stands_on),
     };
     Ok((record, descriptors))
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{
-    ImageDisk, StateUse, forget_moved, is_forked, keep_state, open_base, record_forked,
+    ImageDisk, StateUse, forget_moved, is_forked, keep_state, open_base, record_committed,
     record_moved,
 };
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
@@ -72,8 +72,13 @@ impl Running {
             check_size(behind.name, behind.size, disk.size())?;
             self.sandbox().check_image(Path::new(behind.name))?;
         }
+        self.check_nobody_stands(source)?;
         let options = image_options(&source.setup, &StateUse::Off)?;
         let base = open_base(disk, &source.path(), options).await?;
+        // From now on it is not what the disk was at its fork.
+        if is_forked(Path::new(base.name())) {
+            record_committed(Path::new(base.name()), &source.path())?;
+        }
         let fitted = fit(&base, disk.size()).await;
         // Also where it cannot be made longer: it is the only opening that is locked.
         if let Err(error) = disk.attach_base(Arc::clone(&base)).await {
@@ -136,7 +141,7 @@ async fn commit(
     let forget = move || {
         let forgotten = kept.iter().try_for_each(|image| {
             forget_moved(image)?;
-            if was_forked { record_forked(&layer, image) } else { Ok(()) }
+            if was_forked { record_committed(&layer, image) } else { Ok(()) }
         });
         forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
     };

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
-    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, fork,
+    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, fork, is_device,
 };
 
 use super::{Running, RunningDisk};
@@ -81,6 +81,10 @@ impl Running {
             }
             (None, Access::ReadOnly) => None,
             (Some(path), Access::ReadWrite) => Some(path.clone()),
+            (None, Access::ReadWrite) if is_device(&disk.path()) => bail!(
+                "the disk {:?} is a device, and the files beside it go when the host restarts: name an overlay elsewhere",
+                disk.name()
+            ),
             (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
         };
         let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);

@@ -14,6 +14,7 @@ mod limits;
 mod nbd_sockets;
 mod recording;
 mod reload;
+mod rollbacks;
 mod room;
 mod transactions;
 mod ublk_devices;

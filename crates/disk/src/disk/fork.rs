@@ -18,7 +18,7 @@ impl<S: Storage> Disk<S> {
     /// image over the same one in the place of that.
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
-        let layer = lower.writer().layer();
+        let layer = lower.shared_layer();
         if lower.opened_access() == Access::ReadWrite {
             layer.set_unstable();
             self.layer().set_unstable_behind();
@@ -34,10 +34,26 @@ impl<S: Storage> Disk<S> {
         self.layer().has_unstable_behind()
     }
 
-    /// Whether a layer behind the disk's image is read through another disk of this process as well.
-    pub fn shares_layers(&self) -> bool {
-        let behind = (1..).map_while(|depth| self.layer().at_depth(depth));
-        behind.into_iter().any(|layer| layer.stands() > 1)
+    /// The same disk, whose image is new here, over one that is open for reading only, with all that is behind that.
+    #[must_use]
+    pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
+        self.layer().set_backing(Arc::clone(layer), Access::ReadOnly);
+        let sizes =
+            layer.layers_behind().chain([layer]).map(|one| one.format().logical_block_size());
+        self.sector_size = sizes.fold(self.sector_size, u64::max);
+        self.uses = ImageUses::new(self.writer.layer());
+        self
+    }
+
+    /// Where the first image behind the disk's own is that `other` reads as well: how many steps behind this disk's image, and
+    /// how many behind that of `other`.
+    pub fn shared_with(&self, other: &Self) -> Option<(usize, usize)> {
+        let theirs: Vec<_> =
+            [other.shared_layer()].into_iter().chain(other.layer().layers_behind()).collect();
+        (1..).zip(self.layer().layers_behind()).find_map(|(depth, layer)| {
+            let is_it = |one: &&Arc<Layer<S>>| Arc::ptr_eq(one, layer);
+            Some((depth, theirs.iter().position(is_it)?))
+        })
     }
 
     /// As [`close`](Self::close), of a disk that nothing was written to, whatever becomes of the layers behind it.

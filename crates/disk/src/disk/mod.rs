@@ -9,6 +9,7 @@
 //! - `detach`: independent of its backing file.
 //! - `fork`: a disk over the image of another one.
 //! - `resize`: longer and shorter disks.
+//! - `rollback`: back to the image behind this one.
 //! - `redo_log`: what outlives a process that dies.
 //! - `limits`: how many requests and bytes a second are carried out.
 //! - `metrics`: what it is measured by, and what was counted before this process had it.
@@ -43,6 +44,7 @@ mod quiesced;
 mod redo_log;
 mod requests;
 mod resize;
+mod rollback;
 mod write_protection;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -350,6 +352,11 @@ impl<S: Storage> Disk<S> {
         self.writer().layer()
     }
 
+    /// As [`layer`](Self::layer), to be kept.
+    pub(crate) fn shared_layer(&self) -> &Arc<Layer<S>> {
+        self.writer().layer()
+    }
+
     /// What changes the image.
     fn writer(&self) -> &Writer<S> {
         &self.current().writer
@@ -424,10 +431,7 @@ impl<S: Storage> Disk<S> {
 
     /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
     pub fn image_name(&self) -> &str {
-        match self.format().is_sidecar() {
-            true => self.format().data().name(),
-            false => self.name(),
-        }
+        self.layer().image_name()
     }
 
     /// The size in bytes, a multiple of 512.

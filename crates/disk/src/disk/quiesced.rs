@@ -17,7 +17,7 @@ use crate::observers::ChangeObserver;
 /// A disk no change of which is in flight, and none begins, until this is dropped. Reads and flushes go on.
 pub struct QuiescedDisk<'a, S: Storage> {
     disk: &'a Disk<S>,
-    _guard: QuiescedGuard<'a>,
+    guard: QuiescedGuard<'a>,
 }
 
 impl<S: Storage> Disk<S> {
@@ -26,7 +26,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `Io` where one of them takes too long: then changes go on.
     pub async fn quiesced(&self) -> Result<QuiescedDisk<'_, S>> {
-        Ok(QuiescedDisk { disk: self, _guard: self.quiesce().await? })
+        Ok(QuiescedDisk { disk: self, guard: self.quiesce().await? })
     }
 
     /// Has `observer` told of all changes that are made from now on.
@@ -124,12 +124,20 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     /// # Errors
     /// As [`Disk::check_successor`]; nothing has changed then.
     pub fn switch_to(self, successor: Arc<Disk<S>>) -> Result<ReplacedImage<'a, S>> {
+        self.switch(successor).map(|(replaced, _guard)| replaced)
+    }
+
+    /// As [`switch_to`](Self::switch_to), but the disk stays quiesced as long as the guard.
+    pub(super) fn switch(
+        self,
+        successor: Arc<Disk<S>>,
+    ) -> Result<(ReplacedImage<'a, S>, QuiescedGuard<'a>)> {
         self.disk.check_successor(&successor)?;
         let replaced = self.disk.current();
         self.disk.pass_bitmap_observer(&successor);
         // It has none: this is the end of the chain, and no other task can have the disk quiesced.
         let _ = replaced.successor.set(successor);
-        Ok(ReplacedImage(replaced))
+        Ok((ReplacedImage(replaced), self.guard))
     }
 
     /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its changes beside it, or does so no

@@ -199,6 +199,14 @@ impl<S: Storage> Layer<S> {
         self.format.storage().name()
     }
 
+    /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
+    pub(crate) fn image_name(&self) -> &str {
+        match self.format.is_sidecar() {
+            true => self.format.data().name(),
+            false => self.name(),
+        }
+    }
+
     /// The size in bytes, a multiple of 512.
     pub(crate) fn size(&self) -> u64 {
         self.format.size()
@@ -301,6 +309,11 @@ impl<S: Storage> Layer<S> {
             layer = layer.backing_layer()?;
         }
         Some(layer)
+    }
+
+    /// The layers behind this one, the nearest first.
+    pub(crate) fn layers_behind(&self) -> impl Iterator<Item = &Arc<Self>> {
+        std::iter::successors(self.backing_layer(), |layer| layer.backing_layer())
     }
 
     /// Bytes of the backing disk; 0 without one.

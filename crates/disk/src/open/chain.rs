@@ -22,7 +22,7 @@ use blockhouse_storage::{Concat, ImageStorage, Location};
 use super::allowed_paths::{FindError, Folder, NameUse, Namer};
 use super::create::format_by_name;
 use super::disk_over::disk_over;
-use super::handed_over::{Files, HandedFile, HandedOverDisk};
+use super::handed_over::{Files, HandedFile, HandedOverDisk, SharedLayer};
 use super::image_disk::ImageDisk;
 use super::image_options::{BackingUse, ImageOptions, Locking, RemoteBacking, StateUse};
 use super::left_layer::restore_layer;
@@ -90,7 +90,8 @@ pub async fn open_snapshot(
 }
 
 /// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`](crate::Disk::chain_files)). Changes
-/// nothing, and leaves the state file to that process, before [`HandedOverDisk::take_over`].
+/// nothing, and leaves the state file to that process, before [`HandedOverDisk::take_over`]. `behind` is read behind the last of these
+/// files.
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` where the chain consists of other files.
@@ -99,6 +100,7 @@ pub async fn open_handed_over(
     options: ImageOptions,
     snapshot: Option<&str>,
     files: Vec<HandedFile>,
+    behind: Option<SharedLayer>,
 ) -> Result<HandedOverDisk> {
     let mut options = match snapshot {
         Some(_) => ImageOptions { access: Access::ReadOnly, ..options },
@@ -106,7 +108,8 @@ pub async fn open_handed_over(
     };
     // The process that hands over still has the state file.
     let state = std::mem::take(&mut options.state);
-    let disk = open_chain(path, &options, snapshot, Files::HandedOver(files.into())).await?;
+    let disk =
+        open_chain(path, &options, snapshot, Files::HandedOver(files.into(), behind)).await?;
     Ok(HandedOverDisk::new(disk, path, &state))
 }
 
@@ -157,7 +160,7 @@ async fn open_from(
     snapshot: Option<&str>,
 ) -> Result<ImageDisk> {
     let options = &*route.options;
-    let is_handed_over = matches!(chain.source, Files::HandedOver(_));
+    let is_handed_over = matches!(chain.source, Files::HandedOver(..));
     let path = chain.last_path().to_owned();
     let earlier = match is_handed_over {
         true => EarlierWrites::Stable,
@@ -174,10 +177,15 @@ async fn open_from(
     while let Some(backing) =
         disk.backing_file().filter(|_| options.backing_use == BackingUse::Followed)
     {
+        if let Some(shared) = chain.source.take_shared() {
+            disk = shared.put_behind(disk)?;
+            break;
+        }
         let next = chain.open_behind(backing, options).await?;
         disk.format().check_backing(next.format())?;
         above.push(std::mem::replace(&mut disk, next));
     }
+    chain.source.check_complete(disk.name())?;
     let disk = above.into_iter().rfold(disk, |behind, disk| disk.with_backing(Arc::new(behind)));
     // Before anything tells later processes that the image is as it was.
     route.confirm(&disk).await?;
@@ -378,6 +386,25 @@ pub async fn open_base(
     Ok(Arc::new(opened))
 }
 
+/// Opens an image for writing that this process has open for reading already, as the layer of a disk, and which a record refuses to open so:
+/// the disk is to go back to it. `take_locks` gets its file, before it is locked. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`], and those of `take_locks`.
+pub(super) async fn open_layer_again(
+    path: &Path,
+    options: &ImageOptions,
+    take_locks: impl FnOnce(&HostFile) -> Result<()>,
+) -> Result<ImageDisk> {
+    let route = route(&Files::Host, path, options).await?;
+    let (storage, identity) = route.open(&mut Files::Host).await?;
+    storage.as_file().map_or(Ok(()), take_locks)?;
+    let chain = Chain::from_image(&route.path, identity, Files::Host)?;
+    let disk = open_from(chain, storage, &route, None).await?;
+    disk.end_opening(route.options.state.is_look());
+    Ok(disk)
+}
+
 /// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
 /// asked for. Needs the loop of the current thread.
 ///
@@ -446,7 +473,7 @@ impl Chain {
         let folder = match (&source, identity) {
             (Files::Host, Some(_)) => Folder::of_image(path)?,
             (Files::Host, None) => Folder::of_remote(),
-            (Files::HandedOver(_), _) => Folder::of_handed_over(path),
+            (Files::HandedOver(..), _) => Folder::of_handed_over(path),
         };
         Ok(Self { source, ..Self::from_named(path.to_owned(), identity, folder) })
     }
@@ -538,7 +565,7 @@ impl Chain {
             return Ok(Named { path, storage, identity, folder: Folder::of_remote() });
         }
         let path = self.folder.join(name);
-        if let files @ Files::HandedOver(_) = &mut self.source {
+        if let files @ Files::HandedOver(..) = &mut self.source {
             let (file, _) = open_file(files, &path, options)?;
             let folder = Folder::of_handed_over(&path);
             let (storage, identity) = part_of_file(file, options)?;

@@ -21,6 +21,7 @@ use super::chain::{MAX_FILES, open, open_without_backing};
 use super::create::{check_new_name, create_qcow2, part_of, remove_created};
 use super::disk_over::disk_over;
 use super::durable_rename::{IfExists, rename_durable};
+use super::fork_bitmaps::{ForkedBitmaps, copy_bitmaps, give_bitmaps};
 use super::image_disk::ImageDisk;
 use super::image_options::{BackingUse, CacheMode, ImageOptions};
 use super::lock::become_reader;
@@ -66,18 +67,38 @@ pub struct Forked<'a> {
     /// Its children: where each is, and its disk if it was to be opened.
     pub children: Vec<(PathBuf, Option<ImageDisk>)>,
     replaced: Option<Replaced<'a>>,
+    disk: &'a ImageDisk,
+    bitmaps: Option<ForkedBitmaps>,
 }
 
 impl Forked<'_> {
-    /// Makes the layer durable, and lets other programs read it from then on. Guests go on meanwhile.
+    /// Makes the layer durable, and lets other programs read it from then on. Guests go on meanwhile, but while the disk's bitmaps
+    /// are completed: where that fails it is told, and they say that all has changed.
     ///
     /// # Errors
     /// What the storage answers: it stays locked, and flushes of what stands on it fail as well.
     pub async fn settle(&self) -> Result<()> {
         let Some(replaced) = &self.replaced else { return Ok(()) };
         replaced.close_as_layer().await?;
-        replaced.layer().format().storage().storage().files().into_iter().for_each(become_reader);
+        let format = replaced.layer().format();
+        for storage in [format.storage(), format.data()] {
+            storage.storage().files().into_iter().for_each(become_reader);
+        }
+        if let Some(bitmaps) = &self.bitmaps
+            && let Err(error) = bitmaps.complete(self.disk, replaced).await
+        {
+            tracing::warn!("{error}; the bitmaps of this disk say that all of it has changed");
+        }
         Ok(())
+    }
+}
+
+impl Drop for Forked<'_> {
+    fn drop(&mut self) {
+        if let Some(bitmaps) = &self.bitmaps {
+            // It may have been told for the last time already.
+            self.disk.stop_observing(&bitmaps.observer());
+        }
     }
 }
 
@@ -87,6 +108,7 @@ struct Steps<'a> {
     layer: PathBuf,
     backing: Backing,
     overlay: Option<Arc<ImageDisk>>,
+    bitmaps: Option<ForkedBitmaps>,
     is_recorded: bool,
     children: Vec<(PathBuf, Option<ImageDisk>)>,
 }
@@ -119,6 +141,7 @@ pub async fn fork(forks: Vec<ForkOf<'_>>) -> Result<(Vec<Forked<'_>>, Pause)> {
 async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
     for steps in &mut *all {
         steps.make_overlay().await?;
+        steps.give_bitmaps().await?;
         steps.make_children().await?;
     }
     // From the first record on no failure leaves a child whose layer goes on being changed, but where it is undone.
@@ -142,9 +165,13 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         disk.check_successor(overlay)?;
     }
     // Nothing of it can fail: it was checked.
-    let switched = quiesced
-        .into_iter()
-        .map(|one| one.map(|(quiesced, overlay)| quiesced.switch_to(overlay)).transpose());
+    let switched = quiesced.into_iter().zip(&*all).map(|(one, steps)| {
+        let Some((quiesced, overlay)) = one else { return Ok(None) };
+        if let Some(bitmaps) = &steps.bitmaps {
+            quiesced.observe(bitmaps.observer());
+        }
+        quiesced.switch_to(overlay).map(Some)
+    });
     let switched = switched.collect::<Result<Vec<_>>>()?;
     Ok((switched, Pause { length: began.elapsed() }))
 }
@@ -152,7 +179,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
 impl<'a> Steps<'a> {
     async fn new(mut fork: ForkOf<'a>) -> Result<Self> {
         if fork.overlay.is_some() {
-            check_goes_on(fork.disk).await?;
+            check_goes_on(fork.disk)?;
         }
         let layer = check_forkable(fork.disk, fork.overlay.is_some())?;
         fork.overlay = fork.overlay.as_deref().map(whole_path).transpose()?;
@@ -161,8 +188,8 @@ impl<'a> Steps<'a> {
         }
         let format = fork.disk.image_format_name();
         let backing = Backing { name: Vec::new(), format: Some(format.to_owned()) };
-        let (overlay, children) = (None, Vec::new());
-        Ok(Self { fork, layer, backing, overlay, is_recorded: false, children })
+        let (overlay, bitmaps, children) = (None, None, Vec::new());
+        Ok(Self { fork, layer, backing, overlay, bitmaps, is_recorded: false, children })
     }
 
     /// The layer, as an image at this path names it.
@@ -223,6 +250,14 @@ impl<'a> Steps<'a> {
         let given = given.await;
         let closed = image.close().await;
         given.and(closed)
+    }
+
+    /// Has the disk's bitmaps go on in the overlay.
+    async fn give_bitmaps(&mut self) -> Result<()> {
+        if let Some(overlay) = &self.overlay {
+            self.bitmaps = give_bitmaps(self.fork.disk, overlay).await?;
+        }
+        Ok(())
     }
 
     async fn make_children(&mut self) -> Result<()> {
@@ -318,8 +353,9 @@ impl<'a> Steps<'a> {
     }
 
     fn forked(self, replaced: Option<Replaced<'a>>) -> Forked<'a> {
-        let (layer, overlay) = (self.layer, self.fork.overlay);
-        Forked { layer, overlay, children: self.children, replaced }
+        let Self { fork, layer, bitmaps, children, .. } = self;
+        let ForkOf { disk, overlay, .. } = fork;
+        Forked { layer, overlay, children, replaced, disk, bitmaps }
     }
 }
 
@@ -344,6 +380,9 @@ pub async fn fork_image(image: &Path, options: ImageOptions, overlay: &Path) -> 
     let mut steps = Steps::new(fork).await?;
     let made = async {
         steps.make_overlay().await?;
+        if let Some(overlay) = &steps.overlay {
+            copy_bitmaps(&disk, overlay).await?;
+        }
         steps.record()
     };
     if let Err(error) = made.await {
@@ -385,20 +424,14 @@ async fn check_unwritten(image: &ImageDisk) -> Result<()> {
 }
 
 /// Refuses a disk that cannot go on in an overlay.
-async fn check_goes_on(disk: &ImageDisk) -> Result<()> {
+fn check_goes_on(disk: &ImageDisk) -> Result<()> {
     let refuse = |what: &str, hint: &'static str| {
         let error = Error::new(ErrorKind::Unsupported, what.to_owned());
         Err(error.on(disk.image_name()).hint(hint))
     };
     disk.check_access(0)?;
     disk.check_stays()?;
-    let has_bitmaps =
-        disk.image_format_name() == "qcow2" && !disk.bitmaps().list().await?.is_empty();
-    if disk.has_sidecar() || has_bitmaps {
-        let what = "has bitmaps, which would not record what is written to its overlay";
-        return refuse(what, "remove them first, and make a full backup after the fork");
-    }
-    if disk.data_file().is_some() {
+    if disk.data_file().is_some() && !disk.has_sidecar() {
         let what = "keeps its data in another file, and is not forked";
         return refuse(what, "mirror the disk to an image that stands alone");
     }
@@ -423,7 +456,12 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = "is open for writing, and would change what others are over";
         return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
     }
-    let Some(file) = disk.file() else {
+    // Of a raw image with a sidecar the one that has the data.
+    let file = match disk.has_sidecar() {
+        true => disk.format().data().storage().as_file(),
+        false => disk.file(),
+    };
+    let Some(file) = file else {
         let what = "is no file or device of this host, and is not forked";
         return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");
     };

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenFiles};
@@ -33,8 +34,23 @@ pub struct HandedFile {
 pub(super) enum Files {
     /// They are opened by their paths.
     Host,
-    /// Another process has opened them, in this order.
-    HandedOver(VecDeque<HandedFile>),
+    /// Another process has opened them, in this order. Behind them comes an image that is open here already.
+    HandedOver(VecDeque<HandedFile>, Option<SharedLayer>),
+}
+
+/// An image that several disks of this process read from.
+#[derive(Clone)]
+pub struct SharedLayer(Arc<Layer<ImageStorage>>);
+
+impl SharedLayer {
+    /// A disk whose image is new here, over this image.
+    ///
+    /// # Errors
+    /// `InvalidInput` where its image does not fit this one.
+    pub(super) fn put_behind(&self, disk: ImageDisk) -> Result<ImageDisk> {
+        disk.format().check_backing(self.0.format())?;
+        Ok(disk.over_layer(&self.0))
+    }
 }
 
 impl Files {
@@ -42,7 +58,7 @@ impl Files {
     pub(super) fn is_next(&self, path: &Path) -> bool {
         match self {
             Self::Host => false,
-            Self::HandedOver(files) => {
+            Self::HandedOver(files, _) => {
                 files.front().is_some_and(|file| Path::new(&file.path) == path)
             }
         }
@@ -55,8 +71,31 @@ impl Files {
     /// `Unsupported`.
     pub(super) fn check_local(&self, location: &Location, name: &Path) -> Result<()> {
         match (self, location) {
-            (Self::Host, _) | (Self::HandedOver(_), Location::File(_)) => Ok(()),
-            (Self::HandedOver(_), _) => Err(not_handed_over(&name.to_string_lossy())),
+            (Self::Host, _) | (Self::HandedOver(..), Location::File(_)) => Ok(()),
+            (Self::HandedOver(..), _) => Err(not_handed_over(&name.to_string_lossy())),
+        }
+    }
+
+    /// The image that comes next, if that is open here already.
+    pub(super) fn take_shared(&mut self) -> Option<SharedLayer> {
+        match self {
+            Self::HandedOver(files, shared) if files.is_empty() => shared.take(),
+            Self::Host | Self::HandedOver(..) => None,
+        }
+    }
+
+    /// Refuses a chain that ends before an image that is open here already; `name` is the first one's.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub(super) fn check_complete(&self, name: &str) -> Result<()> {
+        match self {
+            Self::HandedOver(_, Some(_)) => {
+                let what =
+                    "does not stand on the image that the process which hands over has behind it";
+                Err(Error::new(ErrorKind::InvalidInput, what).on(name))
+            }
+            Self::Host | Self::HandedOver(..) => Ok(()),
         }
     }
 
@@ -64,7 +103,7 @@ impl Files {
     pub(super) fn open(&mut self, path: &Path, options: &ImageOptions) -> Result<HostFile> {
         let access = options.open_mode();
         let cache = options.cache.page_cache();
-        let Self::HandedOver(files) = self else { return HostFile::open(path, access, cache) };
+        let Self::HandedOver(files, _) = self else { return HostFile::open(path, access, cache) };
         let name = path.display().to_string();
         match files.pop_front() {
             Some(file) if file.path == name => HostFile::adopt(path, file.files, access, cache),
@@ -91,14 +130,25 @@ impl ImageDisk {
     /// # Errors
     /// `Unsupported` where another server has one of the images: its connections cannot be handed over.
     pub fn chain_files(&self) -> Result<Vec<(PathBuf, &HostFile)>> {
+        self.first_files(usize::MAX)
+    }
+
+    /// As [`chain_files`](Self::chain_files), of the first images alone: so many, the disk's own included.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn first_files(&self, images: usize) -> Result<Vec<(PathBuf, &HostFile)>> {
         let mut all = Vec::new();
         let mut path = PathBuf::from(self.name());
-        for layer in self.layers() {
+        for (depth, layer) in self.layers().take(images).enumerate() {
             let (image, data) = (layer.format().storage(), layer.format().data());
-            let is_as_opened = Path::new(layer.name()) == path;
+            // Behind another image a raw one is read without the file that has its bitmaps.
+            let image = if depth > 0 && layer.format().is_sidecar() { data } else { image };
+            let name = image.name();
+            let is_as_opened = Path::new(name) == path;
             let folder = Folder::of_handed_over(&path);
             for file in files_of_storage(image.storage())? {
-                let is_image = file.name() == layer.name();
+                let is_image = file.name() == name;
                 all.push((if is_image { path.clone() } else { file.name().into() }, file));
             }
             if !std::ptr::eq(image, data) {
@@ -108,9 +158,9 @@ impl ImageDisk {
                     all.push((name.unwrap_or_else(|| file.name().into()), file));
                 }
             }
-            let behind = layer.backing_layer().map(|behind| PathBuf::from(behind.name()));
+            let behind = layer.backing_layer().map(|behind| PathBuf::from(behind.image_name()));
             let named = layer.format().backing_file();
-            let named = named.and_then(|named| plain_backing(named, layer.name()).ok());
+            let named = named.and_then(|named| plain_backing(named, name).ok());
             path = match (named, behind) {
                 (Some((named, _)), Some(_)) if !Location::is_remote(&named.name) => {
                     folder.join(&named.name)
@@ -191,6 +241,13 @@ impl HandedOverDisk {
         Self { disk, state }
     }
 
+    /// The image `depth` steps behind the disk's own (0: that), for other disks that stand on it.
+    pub fn layer_at(&self, depth: usize) -> Option<SharedLayer> {
+        let own = [self.disk.shared_layer()];
+        let mut layers = own.into_iter().chain(self.disk.layer().layers_behind());
+        layers.nth(depth).cloned().map(SharedLayer)
+    }
+
     /// The image is this process's alone from now on: its locks go when it is dropped, and it may be changed. The next flush
     /// covers what the other process has written. `failures` are those that the other process remembers: they stay
     /// in force. The state file is this process's, too. There is no way back: what goes wrong is logged.
@@ -219,7 +276,6 @@ impl HandedOverDisk {
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, BorrowedFd};
-    use std::sync::Arc;
     use std::sync::atomic::AtomicU64;
 
     use blockhouse_core::{Buffer, Durability, Request, StateMemory};
@@ -256,9 +312,11 @@ mod tests {
                 disk.submit(write).await.unwrap();
                 disk.settle().await.unwrap();
                 // It never owned the locks, so it can be dropped.
-                let opened = open_handed_over(&path, options.clone(), None, files_of(&disk)).await;
+                let opened =
+                    open_handed_over(&path, options.clone(), None, files_of(&disk), None).await;
                 drop(opened.unwrap());
-                let other = open_handed_over(&path, options.clone(), None, files_of(&disk)).await;
+                let other =
+                    open_handed_over(&path, options.clone(), None, files_of(&disk), None).await;
                 let other = other.unwrap().take_over([None, None]).await;
                 let before = other.stats().flushes_issued;
                 assert_eq!(before, 0, "what was settled is stable");
@@ -267,7 +325,8 @@ mod tests {
                 buffer.bytes_mut().fill(0);
                 other.submit(Request::Read { offset, into: buffer.lend() }).await.unwrap();
                 assert_eq!(buffer.bytes(), [7; 4096]);
-                let third = open_handed_over(&path, options, None, files_of(&other)).await.unwrap();
+                let third =
+                    open_handed_over(&path, options, None, files_of(&other), None).await.unwrap();
                 let third = third.take_over([Some(5), None]).await;
                 assert_eq!(third.flush_failures()[0], Some(5));
                 assert_eq!(third.flush().await.unwrap_err().errno(), 5);
@@ -294,7 +353,8 @@ mod tests {
             };
             write(0).await;
             disk.settle().await.unwrap();
-            let other = open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
+            let other =
+                open_handed_over(&path, options, None, files_of(&disk), None).await.unwrap();
             assert!(other.disk.format().has_session_bit(), "a replay would refuse what follows");
             drop(other);
             write(1 << 19).await;
@@ -316,7 +376,7 @@ mod tests {
                 lock_byte_shared(other.as_fd(), byte).unwrap();
             }
             let options = ImageOptions::default();
-            open_handed_over(&path, options, None, files_of(&disk)).await.unwrap();
+            open_handed_over(&path, options, None, files_of(&disk), None).await.unwrap();
         });
     }
 
@@ -341,7 +401,7 @@ mod tests {
                 files[0].path.clone_from(&name);
                 let options =
                     ImageOptions { format: Some(ImageFormat::Raw), ..ImageOptions::default() };
-                let opened = open_handed_over(Path::new(&name), options, None, files).await;
+                let opened = open_handed_over(Path::new(&name), options, None, files, None).await;
                 let why = opened.err().expect("no file").to_string();
                 assert!(why.contains("cannot be handed over"), "{why}");
             }
@@ -359,7 +419,8 @@ mod tests {
             }
             let disk = open(&one, ImageOptions::default()).await.unwrap();
             let refused = async |path: &Path, files| {
-                let opened = open_handed_over(path, ImageOptions::default(), None, files).await;
+                let opened =
+                    open_handed_over(path, ImageOptions::default(), None, files, None).await;
                 opened.err().expect("another file").to_string()
             };
             let other = refused(&two, files_of(&disk)).await;

@@ -12,7 +12,7 @@ use blockhouse_storage::ImageStorage;
 use super::disk_over::disk_over;
 use super::image_options::{ImageOptions, StateUse};
 use super::lock::is_being_written;
-use super::moved_record::forked_to;
+use super::moved_record::{end_rollback, forked_to};
 use super::restore::find_state;
 use crate::disk::EarlierWrites;
 use crate::options::Access;
@@ -31,6 +31,7 @@ pub(super) async fn restore_layer(
     if forked_to(path)?.is_none() || is_being_written(file) {
         return Ok(());
     }
+    end_rollback(path)?;
     let dir = options.state.directory();
     // Also one without changes: it may tell of a flush that failed.
     if find_state(file, dir)?.is_some() {

@@ -12,9 +12,11 @@ mod create;
 mod disk_over;
 mod durable_rename;
 mod fork;
+mod fork_bitmaps;
 mod handed_over;
 mod image_disk;
 mod image_options;
+mod images_over;
 mod key_slots;
 mod left_layer;
 mod left_out;
@@ -27,6 +29,7 @@ mod probe_check;
 mod qemu_name;
 mod refresh_size;
 mod restore;
+mod rollback;
 mod room;
 mod same_bytes;
 mod sidecar;
@@ -49,7 +52,7 @@ pub use create::{
 };
 pub use durable_rename::{IfExists, rename_durable};
 pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};
-pub use handed_over::{HandedFile, HandedOverDisk, keep_state};
+pub use handed_over::{HandedFile, HandedOverDisk, SharedLayer, keep_state};
 pub use image_disk::ImageDisk;
 pub use image_options::{
     BackingUse, CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, SideFile, StateUse,
@@ -57,11 +60,12 @@ pub use image_options::{
 pub use key_slots::{KeySlotChange, LastKey, change_key_slots};
 pub use lock::open_locked;
 pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
-pub use moved_record::{forget_moved, is_forked, record_forked, record_moved};
+pub use moved_record::{forget_moved, is_forked, record_committed, record_forked, record_moved};
 pub use open_location::is_foreign_address;
 pub use probe_check::{check_raw_backing, probe_nameless};
 pub use qemu_name::{QemuName, SpaceOptions, escape as escape_uri, is_address, plain_backing};
 pub use restore::{NOT_KEPT, PendingChanges};
+pub use rollback::{RolledBack, roll_back};
 pub use room::Room;
 pub use same_bytes::{check_apart, check_apart_from};
 pub use start_recording::{start_recording, stop_recording};

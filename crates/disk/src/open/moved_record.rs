@@ -23,6 +23,12 @@ const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 /// The last line of the record of a fork.
 const FORK: &str = "\nfork";
 
+/// What is before it where the disk is about to go back to the image.
+const ROLLBACK: &str = "\nrollback";
+
+/// The same where a commit has begun to bring the overlay into the image.
+const COMMIT: &str = "\ncommit";
+
 /// The most bytes of a record that are read.
 const MAX_RECORD: u64 = 4096;
 
@@ -31,11 +37,26 @@ enum Found {
     Nothing,
     /// No record: it is left alone.
     Foreign,
-    /// The successor's name, and whether its image is one over this one (a fork).
+    /// One of a rollback that was carried out: it says nothing any more.
+    Void,
+    /// The successor's name, and what became of the disk.
     Record {
         successor: String,
-        is_fork: bool,
+        stage: Stage,
     },
+}
+
+/// What became of an image's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It was moved to another image.
+    Moved,
+    /// It goes on in an image over this one.
+    Forked,
+    /// The same, and it is about to go back to this one.
+    Rollback,
+    /// The same, and this one may have a part of what it has there.
+    Commit,
 }
 
 /// The path of an image's record. A symbolic link has that of its file, whichever name the file is opened by.
@@ -68,11 +89,34 @@ fn find(record: &Path) -> io::Result<Found> {
             let text = String::from_utf8_lossy(text);
             let text = text.trim_end();
             let forked = text.strip_suffix(FORK);
-            let successor = forked.unwrap_or(text).escape_debug().to_string();
-            Found::Record { successor, is_fork: forked.is_some() }
+            let back = forked.and_then(|forked| forked.strip_suffix(ROLLBACK));
+            let committed = forked.and_then(|forked| forked.strip_suffix(COMMIT));
+            let successor = back.or(committed).or(forked).unwrap_or(text);
+            // It is removed in the one step that makes this image the disk again.
+            let is_gone = || match symlink_metadata(successor) {
+                Ok(_) => Ok(false),
+                Err(error) if error.kind() == IoErrorKind::NotFound => Ok(true),
+                Err(error) => Err(error),
+            };
+            if back.is_some() && is_gone()? {
+                return Ok(Found::Void);
+            }
+            let successor = successor.to_owned();
+            let stage = match (forked, back, committed) {
+                (None, ..) => Stage::Moved,
+                (_, Some(_), _) => Stage::Rollback,
+                (_, _, Some(_)) => Stage::Commit,
+                _ => Stage::Forked,
+            };
+            Found::Record { successor, stage }
         }
         None => Found::Foreign,
     })
+}
+
+fn found_beside(image: &Path) -> Result<Found> {
+    let record = record_of(image);
+    find(&record).map_err(|error| Error::host("cannot read", error).on(&record.to_string_lossy()))
 }
 
 /// Notes durably that the disk of an image is moved to `successor`, its name for people.
@@ -92,6 +136,54 @@ pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{FORK}", overlay.display()))
 }
 
+/// Notes durably that the disk of an image goes on in `overlay` as long as that is there, and is this image again from then on. The path of
+/// `overlay` is canonical, and text in one line.
+///
+/// # Errors
+/// As [`record_moved`].
+pub(super) fn record_rollback(image: &Path, overlay: &Path) -> Result<()> {
+    write_record(image, &format!("{}{ROLLBACK}{FORK}", overlay.display()))
+}
+
+/// As [`record_forked`], where a commit is about to bring the overlay into the image.
+///
+/// # Errors
+/// As [`record_moved`].
+pub fn record_committed(image: &Path, overlay: &Path) -> Result<()> {
+    let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
+    write_record(image, &format!("{}{COMMIT}{FORK}", overlay.display()))
+}
+
+/// Refuses an image as what a disk was that was forked, where a commit may have changed it since.
+///
+/// # Errors
+/// `InvalidInput`; the host's.
+pub(super) fn check_not_committed(image: &Path) -> Result<()> {
+    let found = found_beside(image)?;
+    match found {
+        Found::Record { stage: Stage::Commit, .. } => {
+            let what = "a commit has begun to change it, and it is not what the disk was any more";
+            let error = Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy());
+            Err(error.hint("commit the disk again"))
+        }
+        Found::Nothing | Found::Foreign | Found::Void | Found::Record { .. } => Ok(()),
+    }
+}
+
+/// Where a rollback was not carried out, notes durably that the disk goes on in its overlay, whatever becomes of that.
+///
+/// # Errors
+/// As [`record_moved`].
+pub(super) fn end_rollback(image: &Path) -> Result<()> {
+    let found = found_beside(image)?;
+    match found {
+        Found::Record { successor, stage: Stage::Rollback } => {
+            write_record(image, &format!("{successor}{FORK}"))
+        }
+        Found::Nothing | Found::Foreign | Found::Void | Found::Record { .. } => Ok(()),
+    }
+}
+
 /// Whether a record says that an image was forked.
 pub fn is_forked(image: &Path) -> bool {
     forked_to(image).is_ok_and(|to| to.is_some())
@@ -102,11 +194,10 @@ pub fn is_forked(image: &Path) -> bool {
 /// # Errors
 /// The host's.
 pub(super) fn forked_to(image: &Path) -> Result<Option<String>> {
-    let record = record_of(image);
-    let found = find(&record)
-        .map_err(|error| Error::host("cannot read", error).on(&record.to_string_lossy()))?;
+    let found = found_beside(image)?;
     Ok(match found {
-        Found::Record { successor, is_fork: true } => Some(successor),
+        Found::Record { stage: Stage::Moved, .. } => None,
+        Found::Record { successor, .. } => Some(successor),
         _ => None,
     })
 }
@@ -116,7 +207,7 @@ fn write_record(image: &Path, successor: &str) -> Result<()> {
     let failed = |error| Error::host("cannot write", error).on(&record.to_string_lossy());
     let if_exists = match find(&record).map_err(failed)? {
         Found::Nothing => IfExists::Fail,
-        Found::Record { .. } => IfExists::Replace,
+        Found::Record { .. } | Found::Void => IfExists::Replace,
         Found::Foreign => {
             let what = "has the name of a record that the disk was moved, but is not one";
             return Err(Error::new(ErrorKind::InvalidInput, what)
@@ -151,7 +242,7 @@ pub fn forget_moved(image: &Path) -> Result<()> {
         |what| move |error| Error::host(what, error).on(&record_of(image).to_string_lossy());
     match find(&record).map_err(failed("cannot read"))? {
         Found::Nothing | Found::Foreign => Ok(()),
-        Found::Record { .. } => {
+        Found::Record { .. } | Found::Void => {
             remove_file(&record).map_err(failed("cannot remove"))?;
             sync_folder(&record)
         }
@@ -164,7 +255,7 @@ pub fn forget_moved(image: &Path) -> Result<()> {
 /// As there.
 pub(super) fn check_not_moved_but_to(image: &Path, overlay: &Path) -> Result<()> {
     let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
-    let is_it = |to: String| *to == *overlay.display().to_string().escape_debug().to_string();
+    let is_it = |to: String| to == overlay.display().to_string();
     match forked_to(image)?.is_some_and(is_it) {
         true => Ok(()),
         false => check_not_moved(image),
@@ -182,9 +273,9 @@ pub(super) fn check_not_moved(image: &Path) -> Result<()> {
             .on(&record.to_string_lossy())
             .hint("it may say that the image's disk was moved: let this user read it")
     })?;
-    let Found::Record { successor, is_fork } = found else { return Ok(()) };
-    let record = record.display();
-    if is_fork {
+    let Found::Record { successor, stage } = found else { return Ok(()) };
+    let (record, successor) = (record.display(), successor.escape_debug());
+    if stage != Stage::Moved {
         let what = format!("its disk was forked and goes on in '{successor}'");
         let error = Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy());
         return Err(error.hint(format!(
@@ -217,6 +308,44 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         forget_moved(&image).unwrap();
         assert!(check_not_moved(&image).is_ok());
+    }
+
+    #[test]
+    fn the_record_of_a_rollback_holds_as_long_as_the_overlay_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, over) = (folder.path().join("disk.img"), folder.path().join("over"));
+        for path in [&image, &over] {
+            fs::write(path, "").unwrap();
+        }
+        record_forked(&image, &over).unwrap();
+        record_rollback(&image, &over).unwrap();
+        assert_eq!(forked_to(&image).unwrap().as_deref(), over.to_str());
+        check_not_moved_but_to(&image, &over).unwrap();
+        assert!(check_not_moved(&image).unwrap_err().to_string().contains("goes on in"));
+        end_rollback(&image).unwrap();
+        fs::rename(&over, folder.path().join("elsewhere")).unwrap();
+        assert!(check_not_moved(&image).is_err(), "it was not dropped");
+        record_rollback(&image, &over).unwrap();
+        check_not_moved(&image).unwrap();
+        assert!(!is_forked(&image));
+        end_rollback(&image).unwrap();
+        record_forked(&image, &over).unwrap();
+        assert!(check_not_moved(&image).is_err(), "it was forked again");
+        record_rollback(&image, &over).unwrap();
+        forget_moved(&image).unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_layer_that_a_commit_may_have_changed_is_no_longer_what_the_disk_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, over) = (folder.path().join("disk.img"), folder.path().join("over"));
+        record_forked(&image, &over).unwrap();
+        check_not_committed(&image).unwrap();
+        record_committed(&image, &over).unwrap();
+        assert!(check_not_committed(&image).is_err());
+        check_not_moved_but_to(&image, &over).unwrap();
+        assert!(check_not_moved(&image).is_err() && is_forked(&image));
     }
 
     #[test]

@@ -280,7 +280,7 @@ pub(super) async fn route<'a>(
             }
             Found::Nothing => (None, Through::Itself),
         },
-        Files::HandedOver(_) => {
+        Files::HandedOver(..) => {
             let path = place_of(image, options);
             let name = options.side_file.is_some().then(|| image.to_owned());
             match files.is_next(&path) {

@@ -16,11 +16,11 @@ use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 use crate::common::crash_points::at_every_operation;
 use crate::common::span;
 
-const SECTOR: u64 = 512;
-const SIZE: usize = 96 * SECTOR as usize;
+pub(crate) const SECTOR: u64 = 512;
+pub(crate) const SIZE: usize = 96 * SECTOR as usize;
 const BACKING: &[u8] = b"below";
 
-fn plain() -> Config {
+pub(crate) fn plain() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
 
@@ -29,7 +29,7 @@ fn options(access: Access) -> Options {
 }
 
 /// A new overlay for a disk over images of this format.
-async fn overlay(
+pub(crate) async fn overlay(
     storage: &SimDisk,
     format: ImageFormat,
     cluster_size: u64,
@@ -48,7 +48,7 @@ async fn overlay(
     Disk::open(storage.clone(), ImageFormat::Qcow2, options).await
 }
 
-async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
+pub(crate) async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
     let mut buffer = Buffer::new(SIZE);
     disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await?;
     Ok(buffer.bytes().to_vec())
@@ -56,18 +56,18 @@ async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
 
 /// What may be read of each byte after a crash: what was durable, and what was written since.
 #[derive(Clone, Default)]
-struct Promise {
-    durable: Vec<u8>,
+pub(crate) struct Promise {
+    pub(crate) durable: Vec<u8>,
     /// Each change since, with its range.
-    later: Vec<(std::ops::Range<usize>, u8)>,
+    pub(crate) later: Vec<(std::ops::Range<usize>, u8)>,
 }
 
 impl Promise {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { durable: vec![0; SIZE], later: Vec::new() }
     }
 
-    fn now(&self) -> Vec<u8> {
+    pub(crate) fn now(&self) -> Vec<u8> {
         let mut now = self.durable.clone();
         self.later.iter().for_each(|(range, byte)| now[range.clone()].fill(*byte));
         now
@@ -79,7 +79,7 @@ impl Promise {
         }
     }
 
-    fn check(&self, found: &[u8]) -> Result<(), String> {
+    pub(crate) fn check(&self, found: &[u8]) -> Result<(), String> {
         let sector = SECTOR as usize;
         for start in (0..SIZE).step_by(sector) {
             let of = start..start + sector;
@@ -134,7 +134,7 @@ async fn change(disk: &Disk<SimDisk>, promise: &RefCell<Promise>, random: &mut R
     Ok(())
 }
 
-async fn flush(disk: &Disk<SimDisk>, promise: &RefCell<Promise>) -> Result<()> {
+pub(crate) async fn flush(disk: &Disk<SimDisk>, promise: &RefCell<Promise>) -> Result<()> {
     let count = promise.borrow().later.len();
     disk.flush().await?;
     promise.borrow_mut().flushed(count);
@@ -142,7 +142,11 @@ async fn flush(disk: &Disk<SimDisk>, promise: &RefCell<Promise>) -> Result<()> {
 }
 
 /// Some changes and flushes; the disk reads as it should.
-async fn go_on(disk: &Disk<SimDisk>, promise: &RefCell<Promise>, random: &mut Rng) -> Result<()> {
+pub(crate) async fn go_on(
+    disk: &Disk<SimDisk>,
+    promise: &RefCell<Promise>,
+    random: &mut Rng,
+) -> Result<()> {
     for _ in 0..random.usize(1..6) {
         match random.u8(..5) {
             0 => flush(disk, promise).await?,
@@ -213,7 +217,7 @@ async fn use_disk(
 }
 
 /// What the last of these images reads over the others.
-fn recover(images: Vec<(Vec<u8>, ImageFormat)>) -> Result<Vec<u8>, String> {
+pub(crate) fn recover(images: Vec<(Vec<u8>, ImageFormat)>) -> Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let storages: Vec<_> = images
         .into_iter()

@@ -38,6 +38,7 @@ mod qemu;
 mod replaced;
 mod requests;
 mod restarts;
+mod rollbacks;
 mod snapshot;
 mod snapshot_crash;
 mod storages;

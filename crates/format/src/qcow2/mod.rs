@@ -58,8 +58,8 @@ pub use sidecar::Sidecar;
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
-    Amendments, BitmapAction, BitmapChange, NewBitmap, NewSnapshot, Preparation, PreparedChange,
-    SnapshotPlan, VmStateCluster, VmStateTables,
+    Amendments, BitmapAction, BitmapChange, InheritedBits, NewBitmap, NewSnapshot, NextChange,
+    Preparation, PreparedChange, SnapshotPlan, VmStateCluster, VmStateTables,
 };
 pub use writeback::{DataWriteGuard, ReadGuard};
 
@@ -492,6 +492,20 @@ impl<S: Storage> Qcow2<S> {
         transaction::bitmap_extents(&self.metadata, &self.bitmaps, name, range, max).await
     }
 
+    /// Has the enabled bitmaps say that `range` changes, though nothing is written to it; durable when it returns. One in which that
+    /// cannot be recorded is given up, as by a change.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn record_change(&self, range: ByteRange) -> Result<()> {
+        let mut rest = range;
+        while !rest.is_empty() {
+            let recorded = self.bitmaps.record(&self.metadata, rest).await?;
+            rest = rest.skip(recorded.length());
+        }
+        Ok(())
+    }
+
     /// Adds a bitmap without any change in it; durable when it returns. No change of the guest's data may be in flight.
     ///
     /// # Errors
@@ -535,6 +549,22 @@ impl<S: Storage> Qcow2<S> {
         let source = (&source.metadata, source_name);
         let (transactions, live) = (&self.transactions, &self.bitmaps);
         transaction::merge_bitmap(&self.metadata, transactions, live, name, source).await
+    }
+
+    /// Has the bitmaps of these names, which `source` has, go on in this image, with their granularity and state; durable when it
+    /// returns. What ones of these names said here is replaced. No change of the guest's data may be in flight, and of `source` none
+    /// from then on, unless `bits` say that all has changed or the bitmaps are disabled.
+    ///
+    /// # Errors
+    /// `InvalidInput` for disks of different sizes; or as [`merge_bitmap`](Self::merge_bitmap).
+    pub async fn inherit_bitmaps(
+        &self,
+        source: &Self,
+        names: &[String],
+        bits: InheritedBits<'_>,
+    ) -> Result<()> {
+        let ours = (&self.transactions, &self.bitmaps);
+        transaction::inherit_bitmaps(&self.metadata, ours, &source.metadata, names, bits).await
     }
 }
 

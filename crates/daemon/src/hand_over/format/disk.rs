@@ -32,6 +32,19 @@ pub struct Disk {
     pub limits: Option<Limits>,
     /// The files: of each image of the chain the image, then its data file if it has one.
     pub files: Vec<File>,
+    /// What comes behind these images.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stands_on: Option<StandsOn>,
+}
+
+/// An image that an earlier disk of the offer reads as well, with all behind it.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct StandsOn {
+    /// The place of that disk.
+    pub disk: usize,
+    /// How many steps behind that disk's own image.
+    pub depth: usize,
 }
 
 /// A file.

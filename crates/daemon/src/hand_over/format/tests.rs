@@ -1,7 +1,7 @@
 //! The format as it is and was, byte by byte.
 
 use super::counters::{Done, Requests, StageOf};
-use super::disk::{DetectZeroesName, DiscardName, Export, File, Limits, MovedTo, Opened};
+use super::disk::{DetectZeroesName, DiscardName, Export, File, Limits, MovedTo, Opened, StandsOn};
 use super::*;
 
 fn opened(limits: Option<Limits>) -> Opened {
@@ -48,6 +48,7 @@ fn offer() -> Message {
         is_protected: true,
         limits: Some(limits),
         files: vec![file("a.qcow2", true), file("base", false)],
+        stands_on: None,
     };
     let exports = vec![Export::Nbd("nbd://h/".into()), Export::VhostUser(b"/v".to_vec())];
     let device = Listening { address: Address::Unix(b"v".to_vec()), has_file: false };
@@ -170,6 +171,11 @@ fn later_fields_are_read_as_they_were_written() {
     };
     let text = serde_json::to_string(&said).expect("plain values");
     assert_eq!(serde_json::from_str::<Opened>(&text).expect("it was written"), said);
+    let Message::Offer(Offer { mut disks, .. }) = offer() else { panic!("an offer") };
+    let stands_on = Some(StandsOn { disk: 3, depth: 2 });
+    let said = Disk { stands_on, ..disks.remove(0) };
+    let text = serde_json::to_string(&said).expect("plain values");
+    assert_eq!(serde_json::from_str::<Disk>(&text).expect("it was written"), said);
 }
 
 #[test]

@@ -54,6 +54,18 @@ impl<'a, S: Storage> BitsReader<'a, S> {
         Ok(Self { storage, geometry, table, granularity_bits, bits: entry.bits_for(size) })
     }
 
+    /// A bitmap without any change.
+    pub(crate) fn empty(
+        storage: &'a S,
+        geometry: Geometry,
+        entry: &BitmapEntry,
+        size: u64,
+    ) -> Self {
+        let table = vec![BitsCluster::Zeros; entry.clusters_for(size, geometry) as usize];
+        let granularity_bits = entry.granularity_bits;
+        Self { storage, geometry, table, granularity_bits, bits: entry.bits_for(size) }
+    }
+
     /// Where the clusters of bits are.
     pub(crate) fn table(&self) -> &[BitsCluster] {
         &self.table

@@ -264,13 +264,13 @@ async fn merge_entry<S: Storage>(
     let entry = &mut entries[index_of(image, name, entries)?];
     check_consistent(image, entry, transaction.header())?;
     let old = BitsReader::open(metadata.storage(), metadata.geometry(), entry, metadata.size());
-    let merged = Merge::run(&old.await?, reader, transaction).await?;
+    let merged = Merge::run(&old.await?, reader, None, transaction).await?;
     release_bitmap(entry, metadata.storage(), transaction).await?;
     place_table(entry, merged, transaction).await
 }
 
 /// Runs a change of the directory, with the old entries.
-async fn run<S: Storage>(
+pub(super) async fn run<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
     live: &LiveBitmaps,
@@ -389,7 +389,7 @@ fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<(
     Err(error.hint("disable or remove one of them first"))
 }
 
-fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result<()> {
+pub(super) fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result<()> {
     if !entry.is_inconsistent(header) {
         return Ok(());
     }
@@ -403,7 +403,7 @@ fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header) -> Result
 }
 
 /// Clusters of a bitmap that is gone are free.
-async fn release_bitmap<S: Storage>(
+pub(super) async fn release_bitmap<S: Storage>(
     entry: &BitmapEntry,
     storage: &S,
     transaction: &mut MetadataTransaction<'_, S>,
@@ -424,7 +424,12 @@ async fn place_empty_table<S: Storage>(
 }
 
 /// Whether a bitmap may have so many clusters: QEMU opens no image that has a larger one.
-fn check_bounds(image: &str, entry: &BitmapEntry, clusters: u64, geometry: Geometry) -> Result<()> {
+pub(super) fn check_bounds(
+    image: &str,
+    entry: &BitmapEntry,
+    clusters: u64,
+    geometry: Geometry,
+) -> Result<()> {
     if clusters <= MAX_BITMAP_BYTES >> geometry.cluster_bits {
         return Ok(());
     }
@@ -437,7 +442,7 @@ fn check_bounds(image: &str, entry: &BitmapEntry, clusters: u64, geometry: Geome
     Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint(hint))
 }
 
-async fn place_table<S: Storage>(
+pub(super) async fn place_table<S: Storage>(
     entry: &mut BitmapEntry,
     mut table: Vec<BitsCluster>,
     transaction: &mut MetadataTransaction<'_, S>,
@@ -551,10 +556,15 @@ pub(super) async fn mark_all<S: Storage>(
     Ok(())
 }
 
+/// Finds the first changed bytes at an offset or behind it.
+pub type NextChange<'a> = &'a (dyn Fn(u64) -> Option<ByteRange> + Sync);
+
 /// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in memory at a time:
 /// those of the other bitmap are passed in order.
-struct Merge<'a, S: Storage> {
+pub(super) struct Merge<'a, S: Storage> {
     old: &'a BitsReader<'a, S>,
+    /// More changes.
+    more: Option<NextChange<'a>>,
     table: Vec<BitsCluster>,
     /// The cluster in memory.
     at: u64,
@@ -563,12 +573,13 @@ struct Merge<'a, S: Storage> {
 
 impl<'a, S: Storage> Merge<'a, S> {
     /// Stores the merged bits, and answers their table.
-    async fn run(
+    pub(super) async fn run(
         old: &'a BitsReader<'a, S>,
         other: &BitsReader<'_, S>,
+        more: Option<NextChange<'a>>,
         transaction: &mut MetadataTransaction<'_, S>,
     ) -> Result<Vec<BitsCluster>> {
-        let mut merge = Self { old, table: Vec::new(), at: 0, bytes: Vec::new() };
+        let mut merge = Self { old, more, table: Vec::new(), at: 0, bytes: Vec::new() };
         merge.load(0).await?;
         for cluster in 0..other.clusters() {
             let bits = match other.read(cluster).await? {
@@ -636,6 +647,22 @@ impl<'a, S: Storage> Merge<'a, S> {
                 Bits::Some(bytes) => bytes,
             },
         };
+        self.set_more();
         Ok(())
+    }
+
+    /// Sets the bits of more changes in the cluster that is in memory.
+    fn set_more(&mut self) {
+        let Some(more) = self.more.filter(|_| !self.bytes.is_empty()) else { return };
+        let (shift, in_cluster) = (self.old.granularity_bits(), self.old.cluster_bits());
+        let first = self.at * in_cluster;
+        let end = self.old.bits().min(first + in_cluster);
+        let mut from = first << shift;
+        while let Some(changed) = more(from).filter(|changed| changed.offset() >> shift < end) {
+            let last = changed.end().div_ceil(1 << shift).min(end);
+            let start = (changed.offset() >> shift).max(first);
+            set_bits(&mut self.bytes, start - first..last - first);
+            from = changed.end();
+        }
     }
 }

@@ -23,6 +23,7 @@ mod bitmap_removal;
 mod bitmaps;
 mod data_file;
 mod freeze;
+mod inherited_bitmaps;
 mod metadata_transaction;
 mod prepared_change;
 mod recount;
@@ -40,10 +41,12 @@ use crate::qcow2::writeback::{Metadata, State};
 pub use amend::Amendments;
 pub(crate) use amend::amend;
 pub(crate) use backing::set_backing;
-pub use bitmaps::{BitmapAction, BitmapChange, NewBitmap};
+pub use bitmaps::{BitmapAction, BitmapChange, NewBitmap, NextChange};
 pub(crate) use bitmaps::{
     add_bitmap, bitmap_extents, change_bitmap, change_bitmaps, list_bitmaps, merge_bitmap,
 };
+pub use inherited_bitmaps::InheritedBits;
+pub(crate) use inherited_bitmaps::inherit_bitmaps;
 pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
 pub(crate) use prepared_change::prepare_change;
 pub use prepared_change::{Preparation, PreparedChange, SnapshotPlan};

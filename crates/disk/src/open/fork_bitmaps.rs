@@ -1,0 +1,127 @@
+//! Bitmaps over a fork: those of the disk go on in its overlay, under their names, and the layer keeps its own.
+//!
+//! Guarantees: a bitmap of the overlay never lacks a change. From before the overlay can become the disk until the layer is
+//! [settled](super::fork::Forked::settle) it says that all has changed; then what it said at the moment, and what has changed since: the
+//! same as if there had been no fork. A crash leaves one of the two. A fork is refused nothing because of them, and its pause
+//! does not wait for them.
+
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, IoVector, Result, SyncMode};
+use blockhouse_format::{Bitmap, InheritedBits};
+use blockhouse_storage::ImageStorage;
+
+use super::image_disk::ImageDisk;
+use crate::dirty_map::DirtyMap;
+use crate::disk::ReplacedImage;
+use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
+
+/// The most memory for what changes until the layer is settled: where it does not suffice, a bitmap may say of more that it has changed.
+const MAX_MEMORY: u64 = 64 << 20;
+
+/// Notes what changes.
+struct Changes(DirtyMap);
+
+impl ChangeObserver for Changes {
+    fn begins(&self, range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
+        self.0.mark(range);
+        0
+    }
+
+    fn completed(&self, _change: ChangeId, _range: ByteRange) -> Option<ChangeWait> {
+        None
+    }
+
+    fn abandoned(&self, _change: ChangeId, _range: ByteRange) {}
+}
+
+/// The enabled bitmaps of a disk's overlay, until they say what they are to.
+pub(super) struct ForkedBitmaps {
+    names: Vec<String>,
+    changes: Arc<Changes>,
+}
+
+/// Gives the overlay of a disk, to which nothing was written, the bitmaps of the disk's image; `None` where none of them has to be
+/// [completed](ForkedBitmaps::complete), because none records changes.
+///
+/// # Errors
+/// The host's.
+pub(super) async fn give_bitmaps(
+    disk: &ImageDisk,
+    overlay: &ImageDisk,
+) -> Result<Option<ForkedBitmaps>> {
+    let (enabled, disabled) = usable_bitmaps(disk).await?;
+    if enabled.is_empty() && disabled.is_empty() {
+        return Ok(None);
+    }
+    let (theirs, ours) = (disk.format().bitmaps()?, overlay.format().bitmaps()?);
+    if !disabled.is_empty() {
+        ours.inherit(&theirs, &names(&disabled), InheritedBits::Exact(&|_| None)).await?;
+    }
+    let Some(finest) = enabled.iter().map(|bitmap| bitmap.granularity).min() else {
+        return Ok(None);
+    };
+    let names = names(&enabled);
+    ours.inherit(&theirs, &names, InheritedBits::All).await?;
+    let least = DirtyMap::min_granularity(disk.size(), MAX_MEMORY);
+    let changes = Arc::new(Changes(DirtyMap::new(disk.size(), finest.max(least))?));
+    Ok(Some(ForkedBitmaps { names, changes }))
+}
+
+/// As [`give_bitmaps`], of an image that nobody changes: its bitmaps say what they are to at once.
+///
+/// # Errors
+/// As there.
+pub(super) async fn copy_bitmaps(disk: &ImageDisk, overlay: &ImageDisk) -> Result<()> {
+    let (mut all, disabled) = usable_bitmaps(disk).await?;
+    all.extend(disabled);
+    if all.is_empty() {
+        return Ok(());
+    }
+    let (theirs, ours) = (disk.format().bitmaps()?, overlay.format().bitmaps()?);
+    ours.inherit(&theirs, &names(&all), InheritedBits::Exact(&|_| None)).await
+}
+
+/// The bitmaps that record changes, and those that do not; none that lacks any.
+async fn usable_bitmaps(disk: &ImageDisk) -> Result<(Vec<Bitmap>, Vec<Bitmap>)> {
+    if !disk.format().has_bitmaps() {
+        return Ok(Default::default());
+    }
+    let (lost, usable): (Vec<_>, Vec<_>) =
+        disk.bitmaps().list().await?.into_iter().partition(|bitmap| bitmap.is_inconsistent);
+    for Bitmap { name, .. } in lost {
+        tracing::warn!("{}: the bitmap {name:?} lacks changes, and does not go on", disk.name());
+    }
+    Ok(usable.into_iter().partition(|bitmap| bitmap.is_enabled))
+}
+
+fn names(bitmaps: &[Bitmap]) -> Vec<String> {
+    bitmaps.iter().map(|bitmap| bitmap.name.clone()).collect()
+}
+
+impl ForkedBitmaps {
+    /// Who is to be told of all changes from the moment on.
+    pub(super) fn observer(&self) -> Arc<dyn ChangeObserver> {
+        Arc::clone(&self.changes) as Arc<dyn ChangeObserver>
+    }
+
+    /// Has them say what they are to: `layer` is the image that was the disk's, which is not changed any more. Changes of the disk
+    /// are held off meanwhile.
+    ///
+    /// # Errors
+    /// What the storage answers: they say that all has changed.
+    pub(super) async fn complete(
+        &self,
+        disk: &ImageDisk,
+        layer: &ReplacedImage<'_, ImageStorage>,
+    ) -> Result<()> {
+        // The less is left to the pause.
+        disk.format().flush(SyncMode::Data).await?;
+        let _quiesced = disk.quiesce().await?;
+        disk.stop_observing(&self.observer());
+        let theirs = layer.layer().format().bitmaps()?;
+        let next = |from| self.changes.0.next(from, u64::MAX);
+        let bits = InheritedBits::Exact(&next);
+        disk.format().bitmaps()?.inherit(&theirs, &self.names, bits).await
+    }
+}

@@ -1,0 +1,113 @@
+//! Image files that stand on another one, as far as they are in the same folders: whoever changes that one spoils them.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use blockhouse_core::{Error, Result};
+use blockhouse_format::{Backing, probe};
+use rustix::fs::OFlags;
+
+use super::qemu_name::plain_backing;
+
+/// The longest name of a backing file that the format has.
+const MAX_NAME: u32 = 1023;
+
+/// The qcow2 files of these folders whose backing file is `layer`, but for copies that were not completed.
+///
+/// # Errors
+/// The host's, where a folder cannot be read.
+pub(super) fn images_over(layer: &Path, folders: &[&Path]) -> Result<Vec<PathBuf>> {
+    let failed = |path: &Path| {
+        let name = path.display().to_string();
+        move |error| Error::host("cannot look for images in", error).on(&name)
+    };
+    let wanted = layer.metadata().map_err(failed(layer))?;
+    let mut found: Vec<PathBuf> = Vec::new();
+    for folder in folders {
+        for entry in fs::read_dir(folder).map_err(failed(folder))? {
+            let path = entry.map_err(failed(folder))?.path();
+            let is_part = path.extension().is_some_and(|extension| extension == "part");
+            let names = |name: PathBuf| {
+                let is_it =
+                    |one: &fs::Metadata| (one.dev(), one.ino()) == (wanted.dev(), wanted.ino());
+                fs::metadata(path.parent().unwrap_or(folder).join(name))
+                    .is_ok_and(|one| is_it(&one))
+            };
+            // What cannot be read is no image that anybody here uses.
+            if !is_part && backing_of(&path).is_some_and(names) && !found.contains(&path) {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The name of the backing file in the header of a qcow2 file.
+fn backing_of(path: &Path) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStringExt;
+    if !fs::symlink_metadata(path).ok()?.is_file() {
+        return None;
+    }
+    // Another file may have taken its place since: a pipe would have the opener wait.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+    let mut file: File = fs::OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
+    let mut header = [0; 20];
+    file.read_exact(&mut header).ok()?;
+    let (offset, length) = (header[8..16].try_into().ok()?, header[16..20].try_into().ok()?);
+    let (offset, length) = (u64::from_be_bytes(offset), u32::from_be_bytes(length));
+    if probe::name_of(&header) != Some("qcow2") || offset == 0 || length > MAX_NAME {
+        return None;
+    }
+    let mut name = vec![0; length as usize];
+    file.read_exact_at(&mut name, offset).ok()?;
+    let backing = Backing { name, format: None };
+    let (plain, _) = plain_backing(&backing, &path.to_string_lossy()).ok()?;
+    Some(std::ffi::OsString::from_vec(plain.into_owned().name).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_engine::{EngineChoice, EventLoop};
+    use blockhouse_format::qcow2::CreateOptions;
+
+    use super::super::create::{create, open_created};
+    use super::*;
+    use crate::ImageFormat;
+
+    #[test]
+    fn images_are_found_by_what_their_names_lead_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let other = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::write(path("layer"), [0; 512]).unwrap();
+        std::os::unix::fs::symlink("layer", path("link")).unwrap();
+        fs::create_dir(path("QFI")).unwrap();
+        fs::write(path("short"), b"QFI\xfb").unwrap();
+        let whole = path("layer");
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            for (name, backing) in [
+                (path("a"), "layer"),
+                (path("b"), "./link"),
+                (other.path().join("c"), whole.to_str().unwrap()),
+                (path("d"), "a"),
+                (path("e.part"), "layer"),
+            ] {
+                create(&name, 0, ImageFormat::Raw).await.unwrap();
+                let storage = open_created(&name).await.unwrap();
+                let backing = Backing { name: backing.into(), format: Some("raw".into()) };
+                let backing = Some(backing);
+                let options = CreateOptions { backing, ..CreateOptions::new(512) };
+                blockhouse_format::qcow2::create(&storage, &options).await.unwrap();
+            }
+        });
+        let folders = [folder.path(), other.path(), folder.path()];
+        let mut wanted = vec![path("a"), path("b"), other.path().join("c")];
+        wanted.sort();
+        assert_eq!(images_over(&whole, &folders).unwrap(), wanted);
+        assert_eq!(images_over(&path("a"), &folders).unwrap(), [path("d")]);
+        assert!(images_over(&path("none"), &folders).is_err());
+    }
+}

@@ -1,0 +1,240 @@
+//! Rollback: a disk goes back to the layer that a fork left, and its overlay is dropped. See *Rollback* in README.md of the crate.
+//!
+//! Guarantees: until the overlay's file is removed the disk is the overlay, and from then on the layer; the record beside the layer, and
+//! whether that file is there, say which. Nothing is written to the layer before that the overlay would show. A layer is only changed
+//! where no other image is known to stand on it.
+
+use std::fs::remove_file;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{HostFile, OpenMode, PageCache, sleep};
+use blockhouse_storage::ImageStorage;
+
+use super::chain::open_layer_again;
+use super::durable_rename::sync_folder;
+use super::image_disk::ImageDisk;
+use super::image_options::{ImageOptions, Locking};
+use super::images_over::images_over;
+use super::lock::{lock, lock_in_place_of};
+use super::moved_record::{
+    check_not_committed, end_rollback, forget_moved, forked_to, record_rollback,
+};
+use super::open_location::identity_of;
+use crate::disk::ReplacedImage;
+use crate::layer::Layer;
+use crate::options::Access;
+use crate::snapshots::Pause;
+
+/// How long reads of an overlay may take to end, until its space is given back.
+const MAX_WAIT: Duration = Duration::from_secs(2);
+
+/// How often that is looked at.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What a rollback did.
+pub struct RolledBack {
+    /// The image that the disk is again.
+    pub layer: PathBuf,
+    /// The image that is gone.
+    pub overlay: PathBuf,
+    /// For how long changes were held off.
+    pub pause: Pause,
+}
+
+/// How a rollback ended that was not carried out.
+enum Failed {
+    /// The disk goes on in its overlay.
+    Unchanged(Error),
+    /// The overlay is gone, as long as the host does not lose power.
+    Unknown(Error),
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Self {
+        Self::Unchanged(error)
+    }
+}
+
+impl ImageDisk {
+    /// Whether an image behind this disk's is the one that is next behind that of `other`.
+    pub fn stands_on_layer_of(&self, other: &Self) -> bool {
+        let Some(wanted) = other.layers().nth(1).and_then(identity_of_layer) else { return false };
+        self.layers().skip(1).filter_map(identity_of_layer).any(|one| one == wanted)
+    }
+}
+
+fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location::Identity> {
+    identity_of(layer.data().storage().as_file()?).ok()
+}
+
+/// Has a disk that is in use go back to the layer behind it, from which a fork had it go on in an overlay, and removes that overlay with
+/// all that was written to it. `options` are those that the disk was opened with. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the disk or file: no fork has made its overlay, others stand on the layer, it has another size than the disk, or the
+/// host refuses. The disk goes on as before then; or, where it is not known whether the host would find the overlay after a loss of power,
+/// it can only be read.
+pub async fn roll_back(disk: &ImageDisk, options: &ImageOptions) -> Result<RolledBack> {
+    let (layer, overlay) = check_rollback(disk)?;
+    let lower = Arc::new(open_lower(disk, &layer, options).await?);
+    match go_back(disk, &lower, &layer, &overlay).await {
+        Ok(pause) => Ok(RolledBack { layer, overlay, pause }),
+        Err(Failed::Unchanged(error)) => {
+            if let Err(error) = end_rollback(&layer) {
+                tracing::warn!("{error}");
+            }
+            if let Err(error) = lower.close().await {
+                tracing::warn!("{error}");
+            }
+            drop(lower);
+            lock_readers(disk, options)?;
+            Err(error)
+        }
+        Err(Failed::Unknown(error)) => Err(error),
+    }
+}
+
+/// The canonical paths of the layer and of the overlay.
+fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
+    let name = disk.image_name().to_owned();
+    let refuse = |what: String, hint: &'static str| {
+        Err(Error::new(ErrorKind::InvalidInput, what).on(&name).hint(hint))
+    };
+    disk.check_access(0)?;
+    disk.check_stays()?;
+    if disk.base().is_some() {
+        let what = "its backing file is open for writing since a commit that did not complete";
+        return refuse(what.into(), "commit it again and complete that");
+    }
+    let (Some(file), Some(behind)) = (disk.file(), disk.layer().backing_layer()) else {
+        return refuse("stands on no layer".into(), "only a fork leaves one");
+    };
+    let canonical = |name: &str| {
+        Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
+    };
+    let (layer, overlay) = (canonical(behind.image_name())?, canonical(&name)?);
+    let is_plain = overlay.to_str().is_some_and(|text| !text.contains(['\n', '\u{fffd}']));
+    if forked_to(&layer)?.as_deref() != overlay.to_str() || !is_plain {
+        let what =
+            format!("no fork of {} has made it, as far as a record there says", layer.display());
+        return refuse(what, "a commit brings it into the layer instead");
+    }
+    check_not_committed(&layer)?;
+    if identity_of(&HostFile::open(&overlay, OpenMode::ReadOnly, PageCache::Used)?)?
+        != identity_of(file)?
+    {
+        let what = "is another file than the one that is in use, which had its path";
+        return refuse(what.into(), "give the image its name back");
+    }
+    let folder = |path: &'_ Path| path.parent().unwrap_or(Path::new("/")).to_owned();
+    let folders = [folder(&layer), folder(&overlay)];
+    let mut others = images_over(&layer, &[&folders[0], &folders[1]])?;
+    others.retain(|other| *other != overlay);
+    if behind.stands() > 1 || !others.is_empty() {
+        let mut names: Vec<_> = others.iter().map(|other| other.display().to_string()).collect();
+        if names.is_empty() {
+            names.push("other disks of this server".into());
+        }
+        let what = format!("{} is the layer of {} as well", layer.display(), names.join(", "));
+        return refuse(what, "remove these first, or make them independent (stream)");
+    }
+    Ok((layer, overlay))
+}
+
+/// The files of the layer that is read.
+fn readers(disk: &ImageDisk) -> Vec<&HostFile> {
+    let Some(behind) = disk.layer().backing_layer() else { return Vec::new() };
+    let (image, data) = (behind.format().storage(), behind.data());
+    let mut files = image.storage().files();
+    if !std::ptr::eq(image, data) {
+        files.extend(data.storage().files());
+    }
+    files
+}
+
+fn lock_readers(disk: &ImageDisk, options: &ImageOptions) -> Result<()> {
+    if options.locking == Locking::Held {
+        for file in readers(disk) {
+            lock(file, Access::ReadOnly)?;
+        }
+    }
+    Ok(())
+}
+
+/// Opens the layer of a disk for writing, in the place of the one that is read.
+async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<ImageDisk> {
+    let behind = disk.layers().nth(1);
+    let format = behind.map(|layer| match layer.format().is_sidecar() {
+        true => Ok(crate::ImageFormat::Raw),
+        false => layer.format().name().parse(),
+    });
+    let format = format.and_then(std::result::Result::ok);
+    let options =
+        ImageOptions { format, access: Access::ReadWrite, copy_on_read: false, ..options.clone() };
+    let take_locks = |file: &HostFile| {
+        let wanted = identity_of(file)?;
+        for reader in readers(disk).into_iter().filter(|_| options.locking == Locking::Held) {
+            match identity_of(reader)? == wanted {
+                true => lock_in_place_of(file, reader)?,
+                // The other one of a raw image and the file of its bitmaps: it is locked next.
+                false => reader.release_locks(),
+            }
+        }
+        Ok(())
+    };
+    let opened = open_layer_again(layer, &options, take_locks).await;
+    if opened.is_err() {
+        lock_readers(disk, &options)?;
+    }
+    opened
+}
+
+async fn go_back(
+    disk: &ImageDisk,
+    lower: &Arc<ImageDisk>,
+    layer: &Path,
+    overlay: &Path,
+) -> Result<Pause, Failed> {
+    disk.check_successor(lower)?;
+    record_rollback(layer, overlay)?;
+    let began = Instant::now();
+    let quiesced = disk.quiesced().await?;
+    // It may have become read-only or longer meanwhile.
+    disk.check_access(0)?;
+    disk.check_successor(lower)?;
+    disk.note_own_parts_in(lower).await?;
+    let failed = |error| Error::host("cannot remove", error).on(&overlay.to_string_lossy());
+    remove_file(overlay).map_err(failed)?;
+    if let Err(error) = sync_folder(overlay) {
+        quiesced.retire(layer.display().to_string());
+        return Err(Failed::Unknown(error));
+    }
+    let replaced = quiesced.go_back_to(Arc::clone(lower)).await?;
+    let pause = Pause { length: began.elapsed() };
+    let forgotten = forget_moved(layer).and(replaced.forget_state());
+    forgotten.unwrap_or_else(|error| tracing::warn!("{error}"));
+    disk.unlock_former();
+    give_back_space(disk, &replaced).await;
+    Ok(pause)
+}
+
+/// Gives the space of an overlay back that is gone, and whose file stays open as long as its disk. A read that is in flight there is waited
+/// for, but not for ever: then that is for the end of the disk.
+async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
+    let began = Instant::now();
+    while disk.metrics().counters().in_flight > 0 {
+        if began.elapsed() > MAX_WAIT {
+            tracing::info!("{}: its space is free when the disk is closed", overlay.layer().name());
+            return;
+        }
+        sleep(LOOK).await;
+    }
+    for file in overlay.layer().format().storage().storage().files() {
+        if let Err(error) = rustix::fs::ftruncate(file.descriptor(), 0) {
+            tracing::warn!("{}: cannot give its space back: {error}", file.name());
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Bitmaps of an image from which its disk goes on in this one, a fork: they go on here by their names.
+//!
+//! Guarantee: all of them change in one transaction, so that a crash leaves what each said before, or what it is to say.
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+
+use crate::qcow2::bitmaps::{BitsReader, LiveBitmaps};
+use crate::qcow2::layout::bitmap_directory::{
+    self, BitmapEntry, BitmapFlags, BitsCluster, index_of,
+};
+
+use super::ImageMetadata;
+use super::bitmaps::{
+    Merge, NextChange, check_bounds, check_consistent, place_table, release_bitmap, run,
+};
+use super::metadata_transaction::{MetadataTransaction, Transactions};
+
+/// What bitmaps say that go on in another image.
+#[derive(Clone, Copy)]
+pub enum InheritedBits<'a> {
+    /// All of the disk has changed: more than has, while what has changed is not known yet.
+    All,
+    /// What they say in the image that is not changed any more, and these changes.
+    Exact(NextChange<'a>),
+}
+
+/// Gives an image bitmaps of these names, with the granularity and the state that they have in `source`. Where it has one, what that
+/// says is replaced.
+pub(crate) async fn inherit_bitmaps<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    (transactions, live): (&Transactions, &LiveBitmaps),
+    source: &ImageMetadata<S>,
+    names: &[String],
+    bits: InheritedBits<'_>,
+) -> Result<()> {
+    let image = source.storage().name();
+    if metadata.size() != source.size() {
+        let what = "is of another size than the image whose bitmaps go on in it";
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
+    }
+    let header = source.lock().tables.headers().disk().clone();
+    let theirs = bitmap_directory::read(source.storage(), &header).await?;
+    let change = async |entries: &mut Vec<BitmapEntry>,
+                        transaction: &mut MetadataTransaction<'_, S>| {
+        for name in names {
+            let of_source = &theirs[index_of(image, name, &theirs)?];
+            check_consistent(image, of_source, &header)?;
+            let place = entries.iter().position(|entry| entry.name == of_source.name);
+            let place = place.unwrap_or(entries.len());
+            if place == entries.len() {
+                let flags = of_source.flags.intersection(BitmapFlags::AUTO);
+                let bits = of_source.granularity_bits;
+                entries.push(BitmapEntry::new(&of_source.name, bits, flags));
+            } else {
+                release_bitmap(&entries[place], metadata.storage(), transaction).await?;
+            }
+            let entry = &mut entries[place];
+            let clusters = entry.clusters_for(transaction.size(), transaction.geometry());
+            check_bounds(metadata.storage().name(), entry, clusters, transaction.geometry())?;
+            let table = match bits {
+                InheritedBits::All => vec![BitsCluster::Ones; clusters as usize],
+                InheritedBits::Exact(changed) => {
+                    let (storage, geometry) = (metadata.storage(), metadata.geometry());
+                    let empty = BitsReader::empty(storage, geometry, entry, metadata.size());
+                    let (storage, geometry) = (source.storage(), source.geometry());
+                    let theirs = BitsReader::open(storage, geometry, of_source, source.size());
+                    Merge::run(&empty, &theirs.await?, Some(changed), transaction).await?
+                }
+            };
+            place_table(entry, table, transaction).await?;
+        }
+        Ok(())
+    };
+    run(metadata, transactions, live, change).await
+}
