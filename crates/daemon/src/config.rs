@@ -14,20 +14,20 @@ use blockhouse_vhost_user::RegisteredMemory;
 use serde::Deserialize;
 use toml::Spanned;
 
-use crate::control_socket::ControlSocket;
-use crate::disk_options::{DiskOptions, check_absolute};
-use crate::limit_options::{DiskThrottle, LimitOptions};
-use crate::limits::{self, Limit};
+use crate::endpoints::ublk;
 use crate::metrics::MetricsAddress;
-use crate::offers::Offer;
+use crate::options::control_socket::ControlSocket;
+use crate::options::limit_options::{DiskThrottle, LimitOptions};
+use crate::options::limits::{self, Limit};
+use crate::options::socket_options::{self, SocketMode};
+use crate::options::text_fields::TextOf;
+use crate::options::user_options::{self, GroupName, UserIds, UserName};
+use crate::process::workers::LoopOptions;
 use crate::running::ExportAddress;
+use crate::setup::disk_options::{DiskOptions, check_absolute};
+use crate::setup::offers::Offer;
+use crate::setup::tls_options::{TlsChoice, TlsOptions, parse_allowed};
 use crate::setup::{DiskSetup, SandboxUse, Setup, StateSetup, TlsSetup, UblkSetup};
-use crate::socket_options::{self, SocketMode};
-use crate::text_fields::TextOf;
-use crate::tls_options::{TlsChoice, TlsOptions, parse_allowed};
-use crate::ublk;
-use crate::user_options::{self, GroupName, UserIds, UserName};
-use crate::workers::LoopOptions;
 
 /// A file, read and checked.
 #[derive(Clone, Debug)]

@@ -4,81 +4,50 @@
 //! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
 //! command line is one way to make a `Setup`; nothing here reads arguments or prints.
 //!
-//! - [`setup`]: the description; its parts: [`offers`], [`limits`], [`rate_limits`], [`limit_options`], [`tls_options`],
-//!   [`socket_options`], [`size`]
-//! - [`config`]: a file that describes it
-//! - [`run()`]: the process: signals, start, upgrade, stop
-//! - [`Service`]: what serves, as a whole
-//! - `running`: disks and exports, by name, while they are served; they come and go. `claims`: who changes what;
-//!   `blocking`: what may block
-//! - [`events`]: what happens meanwhile; `failures`: of it, requests that fail
+//! - `options`: values as people write them, [`limits`], [`size`] and others; [`setup`]: the description that they make,
+//!   with [`offers`] and [`tls_options`]; [`config`]: a file that describes it
+//! - `process`: threads, signals, and what service managers are told
+//! - `server`: [`run()`], its start, upgrade and stop; [`Service`]: what serves, as a whole
+//! - `running`: disks and exports, by name, while they are served; they come and go
+//! - `endpoints`: listening sockets and devices, [`ublk`] among them
+//! - [`events`]: what happens meanwhile
 //! - `jobs`: long work on disks while they are served
-//! - [`control`]: what a user may ask of a running server, and the client that asks
+//! - [`control`]: what a user may ask of a running server, and the client that asks; [`forks`]: of forks
 //! - `qmp`: the same in the words of QEMU's monitor
 //! - [`metrics`]: what is measured of all that runs
-//! - `hand_over`: another process goes on
-//! - `watchdog`, `pid_file`, `stopping_notice`: what service managers are told
-//! - `workers`, `sockets`, `vhost_user`, [`ublk`], `open`: threads, listening sockets, devices, images
+//! - `hand_over`: another process goes on; `launcher`: what starts it; `sandbox`: what neither may do
 #![forbid(unsafe_code)]
 
-mod blocking;
-mod claims;
 pub mod config;
 pub mod control;
-pub mod control_socket;
-pub mod disk_options;
+mod endpoints;
 pub mod events;
-mod failures;
-mod finishing;
 pub mod forks;
 mod hand_over;
-mod io_poll;
 mod jobs;
-mod kept_sockets;
-pub mod key_memory;
 mod launcher;
-pub mod limit_options;
-pub mod limits;
 pub mod metrics;
-pub mod offers;
-mod open;
-mod pid_file;
-pub mod qcow2_words;
+mod options;
+mod process;
 mod qmp;
-pub mod rate_limits;
-mod room_watch;
-mod run;
 mod running;
 mod sandbox;
-mod scratch;
-mod service;
-mod service_manager;
+mod server;
 pub mod setup;
-pub mod size;
-pub mod socket_options;
-mod sockets;
-pub mod stop_request;
-mod stopper;
-mod stopping_notice;
-#[doc(hidden)]
-pub mod strangers;
-pub mod switch;
-mod text_fields;
-pub mod threshold;
-mod tls;
-pub mod tls_options;
-pub mod ublk;
-pub mod user_options;
 
-mod vhost_user;
-mod warnings;
-mod watchdog;
-mod workers;
-
+pub use endpoints::sockets::runtime_folder;
+pub use endpoints::ublk;
 pub use launcher::{WORD as LAUNCH_WORD, run as launch};
-pub use run::run;
+pub use options::{
+    control_socket, limit_options, limits, qcow2_words, rate_limits, size, socket_options, switch,
+    threshold, user_options,
+};
+pub use process::workers::LoopOptions;
+pub use process::{key_memory, stop_request};
 pub use sandbox::SandboxReport;
-pub use service::Service;
+pub use server::run::run;
+pub use server::service::Service;
+#[doc(hidden)]
+pub use server::strangers;
 pub use setup::Setup;
-pub use sockets::runtime_folder;
-pub use workers::LoopOptions;
+pub use setup::{disk_options, offers, tls_options};

@@ -9,6 +9,9 @@
 //! - [`GuestMemory`] maps memory that another process shares. If it vanishes, its owner's connection ends, not
 //!   this process.
 //!
+//! `event_loop` has tasks, timers and wake-ups; `driver` the three engines and their operations; `mapping` memory that may
+//! vanish below a running loop; `process` what this process may do at its host.
+//!
 //! ```
 //! use blockhouse_core::{Buffer, Storage};
 //! use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
@@ -33,96 +36,53 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("Blockhouse serves disks on Linux only");
 
-mod adaptive_poll;
-#[cfg(debug_assertions)]
-pub mod attempts;
-mod broken_wait;
-mod byte_lock;
-mod confinement;
-mod descriptors;
-mod detached_syncs;
-mod device_user;
 mod driver;
-mod engine;
-mod epoll;
 mod event_loop;
-mod event_signal;
-mod file;
-mod fixed_file_probe;
-mod fixed_files;
-mod guest_memory;
 mod host_file;
-mod io_poll;
-mod linux_aio;
-mod local;
-mod local_time;
-mod locked;
-mod loop_shared;
-mod loop_thread;
-mod mailbox;
 mod mapping;
-mod operation;
-mod probe;
-mod queued_flag;
-mod registered_buffer_count;
-mod registered_buffers;
-mod registrations;
-mod request_queue;
-mod ring_restrictions;
-mod signal_rings;
-mod sleep;
+mod memory;
+mod process;
 mod socket;
-mod socket_option;
-mod spawn;
-mod submit;
-mod system_call;
-mod task;
-mod thread_pool;
-mod timer;
 mod ublk;
-mod uring;
-mod user;
-mod wait_queue;
-mod wait_released;
-mod watch;
-mod watches;
 
-pub use adaptive_poll::DEFAULT_POLLING;
-pub use byte_lock::{is_byte_locked, lock_byte_shared, unlock_byte};
-pub use descriptors::{
+pub use driver::adaptive_poll::DEFAULT_POLLING;
+pub use driver::byte_lock::{is_byte_locked, lock_byte_shared, unlock_byte};
+pub use driver::engine::{Engine, EngineChoice, EngineReport};
+pub use driver::fixed_files::FixedFiles;
+pub use driver::io_poll::{IoPoll, check_io_poll};
+pub use driver::ring_restrictions::DeviceCommands;
+pub use event_loop::event_signal::{EventSignal, is_eventfd};
+pub use event_loop::loop_thread::LoopThread;
+pub use event_loop::signal_rings::reserve_signal_rings;
+pub use event_loop::sleep::{Sleep, has_timers, sleep, timeout};
+pub use event_loop::spawn::{Task, current_party, spawn, spawn_detached};
+pub use event_loop::wait_released::wait_until_released;
+pub use event_loop::{EventLoop, Handle, Submission};
+pub use host_file::fixed_file_probe::probe_fixed_file;
+pub use host_file::probe::FileKind;
+pub use host_file::{DeviceWrites, HostFile, NewFile, OpenFiles, OpenMode, PageCache};
+pub use mapping::{Fault, FaultDomain};
+pub use memory::guest_memory::{
+    GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
+};
+pub use memory::locked::{Locked, LockedBytes};
+pub use memory::registered_buffer_count::count_registered_buffers;
+pub use process::descriptors::{
     DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage,
     keep_descriptors_from_children, raise_descriptor_limit,
 };
-pub use device_user::{device_folder, device_user, is_in_use};
-pub use engine::{Engine, EngineChoice, EngineReport};
-pub use event_loop::{EventLoop, Handle, Submission};
-pub use event_signal::{EventSignal, is_eventfd};
-pub use fixed_file_probe::probe_fixed_file;
-pub use fixed_files::FixedFiles;
-pub use guest_memory::{
-    GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
-};
-pub use host_file::{DeviceWrites, HostFile, NewFile, OpenFiles, OpenMode, PageCache};
-pub use io_poll::{IoPoll, check_io_poll};
-pub use local_time::{DateTime, local_time};
-pub use locked::{Locked, LockedBytes};
-pub use loop_thread::LoopThread;
-pub use mapping::{Fault, FaultDomain};
-pub use probe::FileKind;
-pub use registered_buffer_count::count_registered_buffers;
-pub use ring_restrictions::DeviceCommands;
-pub use signal_rings::reserve_signal_rings;
-pub use sleep::{Sleep, has_timers, sleep, timeout};
+pub use process::device_user::{device_folder, device_user, is_in_use};
+pub use process::local_time::{DateTime, local_time};
+pub use socket::socket_option::{peer_process, unsent_bytes};
 pub use socket::{Listener, Stream, is_stopped};
-pub use socket_option::{peer_process, unsent_bytes};
-pub use spawn::{Task, current_party, spawn, spawn_detached};
 pub use ublk::{
     UblkCommand, UblkControl, UblkDescriptor, UblkDevice, UblkInfo, ublk_flag, ublk_state,
 };
-pub use wait_released::wait_until_released;
 // From core, because it works on any executor.
 pub use blockhouse_core::yield_now;
-pub use confinement::{Confinement, confine};
-pub use user::become_user;
-pub use watch::Watch;
-pub use watches::PollSource;
+pub use driver::watches::PollSource;
+pub use event_loop::watch::Watch;
+#[cfg(debug_assertions)]
+pub use process::attempts;
+pub use process::confinement::{Confinement, confine};
+pub use process::user::become_user;

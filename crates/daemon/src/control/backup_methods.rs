@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text_fields::{Size, some_size};
+use crate::options::text_fields::{Size, some_size};
 
 /// A backup to be begun.
 #[derive(Debug, Deserialize, JsonSchema)]

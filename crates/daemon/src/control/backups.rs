@@ -7,8 +7,8 @@ use super::backup_methods::{BackupBeginParams, BackupDiskInfo, BackupInfo, Backu
 use super::methods::{Done, NoParams};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
-use crate::disk_options::check_absolute;
 use crate::running::{BackupDisk, BackupSetup, ExportAddress, Running, RunningBackup};
+use crate::setup::disk_options::check_absolute;
 
 /// Carries a request out that is about backups.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {

@@ -4,7 +4,7 @@ use blockhouse_disk::Bitmap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text_fields::{Size, some_size};
+use crate::options::text_fields::{Size, some_size};
 
 /// A bitmap of a disk.
 #[derive(Debug, Deserialize, JsonSchema)]

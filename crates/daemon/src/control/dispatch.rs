@@ -19,12 +19,12 @@ use super::pause_log::log;
 use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
 use super::{backups, bitmaps, forks, images, jobs, transactions};
-use crate::control_socket::Answers;
-use crate::disk_options::DiskOptions;
 use crate::events::Event;
-use crate::limit_options::LimitOptions;
+use crate::options::control_socket::Answers;
+use crate::options::limit_options::LimitOptions;
+use crate::options::threshold::Threshold;
 use crate::running::{ExportAddress, Refreshed, Reloaded, Running, RunningDisk, RunningExport};
-use crate::threshold::Threshold;
+use crate::setup::disk_options::DiskOptions;
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
 /// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.

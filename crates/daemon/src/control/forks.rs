@@ -4,8 +4,8 @@ use blockhouse_disk::RolledBack;
 
 use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
 use super::outcome::{Outcome, invalid, result};
-use crate::disk_options::check_absolute;
 use crate::running::{ForkReport, Running};
+use crate::setup::disk_options::check_absolute;
 
 /// Forks disks.
 pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {

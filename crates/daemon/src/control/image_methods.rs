@@ -6,7 +6,7 @@ use blockhouse_disk::ImageFormat;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use crate::text_fields::{Size, some_size, text};
+use crate::options::text_fields::{Size, some_size, text};
 
 /// A new image.
 #[derive(Debug, Deserialize, JsonSchema)]

@@ -6,8 +6,8 @@ use super::image_methods::{CompressionName, ImageCreateParams};
 use super::methods::Done;
 use super::outcome::{Outcome, invalid, result};
 use super::rpc::Failure;
-use crate::disk_options::check_absolute;
 use crate::running::Running;
+use crate::setup::disk_options::check_absolute;
 
 /// Makes an image.
 pub(super) async fn create(running: &Running, given: ImageCreateParams) -> Outcome {

@@ -6,7 +6,7 @@ use blockhouse_disk::ImageFormat;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::text_fields::{Size, some_size, some_text};
+use crate::options::text_fields::{Size, some_size, some_text};
 
 /// A job.
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]

@@ -14,9 +14,9 @@ use super::job_methods::{
 use super::methods::{Done, NoParams, PauseResult};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
-use crate::disk_options::check_absolute;
 use crate::jobs::{JobSetup, MirrorTarget, OnFailure, RunningJob, TargetSetup};
 use crate::running::Running;
+use crate::setup::disk_options::check_absolute;
 
 /// Carries a request out that is about jobs.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {

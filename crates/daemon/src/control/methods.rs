@@ -13,9 +13,9 @@ use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult
 use super::image_methods::ImageCreateParams;
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use super::transaction_methods::TransactionParams;
-use crate::disk_options::DiskOptions;
 use crate::events::Event;
-use crate::limit_options::LimitOptions;
+use crate::options::limit_options::LimitOptions;
+use crate::setup::disk_options::DiskOptions;
 
 /// The version of the protocol. It rises where something that worked works no longer; what is added shows in
 /// `server.version`.
@@ -528,7 +528,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::control_socket::all_methods;
+    use crate::options::control_socket::all_methods;
 
     #[test]
     fn a_control_socket_knows_of_each_method_whether_it_changes_something() {

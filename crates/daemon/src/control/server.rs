@@ -31,11 +31,11 @@ use super::rpc::{
     self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, UNKNOWN_METHOD,
     notification, response,
 };
-use crate::control_socket::Answers;
 use crate::events::{Event, Subscription};
 use crate::hand_over::requests::{EncryptedClients, UpgradeRequests};
+use crate::options::control_socket::Answers;
+use crate::process::workers::Workers;
 use crate::running::Running;
-use crate::workers::Workers;
 
 /// Connections at the same time; further ones are refused.
 const MAX_CLIENTS: usize = 16;

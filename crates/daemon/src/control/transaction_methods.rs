@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 use super::bitmap_methods::{BitmapAddParams, BitmapMergeParams, BitmapParams};
-use crate::text_fields::{Size, some_size};
+use crate::options::text_fields::{Size, some_size};
 
 /// Changes that are made at one moment, all or none.
 #[derive(Debug, Deserialize, JsonSchema)]

@@ -10,9 +10,9 @@ use super::methods::PauseResult;
 use super::outcome::{Outcome, invalid, result};
 use super::rpc::Failure;
 use super::transaction_methods::{BackupPartParams, BitmapChangeParams, TransactionParams};
-use crate::disk_options::check_absolute;
 use crate::jobs::JobSetup;
 use crate::running::{BackupKind, BackupPart, Running};
+use crate::setup::disk_options::check_absolute;
 
 /// Changes bitmaps, and begins backups, at one moment.
 pub(super) async fn transact(running: &Running, given: TransactionParams) -> Outcome {

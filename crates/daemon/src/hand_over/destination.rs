@@ -36,16 +36,16 @@ use super::format::{
 };
 use super::frontends::front_end;
 use crate::config::ConfiguredDisk;
+use crate::endpoints::sockets::ListenSocket;
+use crate::endpoints::ublk::HandedOverUblk;
+use crate::endpoints::vhost_user::{DeviceOfDisk, DeviceSocket, registered_memory};
 use crate::metrics::StartTime;
-use crate::offers::Offer as ExportOffer;
-use crate::open::{image_options, state_use};
+use crate::process::workers::Workers;
+use crate::running::open::{image_options, state_use};
 use crate::running::{EarlierLife, Moved, OpenedDisk};
 use crate::sandbox;
+use crate::setup::offers::Offer as ExportOffer;
 use crate::setup::{DiskSetup, Setup};
-use crate::sockets::ListenSocket;
-use crate::ublk::HandedOverUblk;
-use crate::vhost_user::{DeviceOfDisk, DeviceSocket, registered_memory};
-use crate::workers::Workers;
 
 /// How long the source may take to make its offer.
 const OFFER_TIME: Duration = Duration::from_secs(10);

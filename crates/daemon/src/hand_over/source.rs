@@ -30,9 +30,9 @@ use super::frontends;
 use super::requests::EncryptedClients;
 use crate::control::Closed;
 use crate::launcher::{Launched, Launcher};
+use crate::process::service_manager;
 use crate::running::{RunningDevice, RunningDisk, ServedSocket};
-use crate::service::Service;
-use crate::service_manager;
+use crate::server::service::Service;
 
 /// How long the destination may take to be ready, and to take over.
 const ANSWER_TIME: Duration = Duration::from_secs(10);

@@ -18,7 +18,7 @@ use blockhouse_disk::{
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
 
 use super::{JobSetup, RunningJob, run_job};
-use crate::open::image_options;
+use crate::running::open::image_options;
 use crate::running::{Running, RunningDisk};
 
 impl Running {

@@ -16,7 +16,7 @@ use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOpt
 
 use super::target::{Target, TargetSetup, check, remove};
 use super::{JobSetup, RunningJob, run_job};
-use crate::claims::{Claim, Name};
+use crate::running::claims::{Claim, Name};
 use crate::running::{Running, RunningDisk};
 
 /// Where a mirror goes.

@@ -24,7 +24,7 @@ use futures_util::future::{join, join_all};
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
-use crate::workers::Workers;
+use crate::process::workers::Workers;
 
 pub(crate) use backup::{CopiedBitmap, FrozenSource};
 pub(crate) use mirror::MirrorTarget;

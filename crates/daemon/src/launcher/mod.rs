@@ -34,8 +34,8 @@ pub use process::{run, serve_stranger};
 use protocol::{Channel, Reply, Request, Rules};
 pub use reach::read_mounts;
 
+use crate::options::user_options::UserIds;
 use crate::sandbox::Reach;
-use crate::user_options::UserIds;
 
 /// The word of the command line that asks for the process.
 pub const WORD: &str = "__launch";

@@ -30,9 +30,9 @@ use super::http::{self, Hosts, Request, Resource};
 use super::json::to_json;
 use super::stream::{Observed, TIMEOUT, send, serve_stream};
 use super::text::to_text;
-use crate::kept_sockets;
-use crate::socket_options::{PrivatePermissions, split_options};
-use crate::workers::Workers;
+use crate::options::socket_options::{PrivatePermissions, split_options};
+use crate::process::kept_sockets;
+use crate::process::workers::Workers;
 
 /// Connections at the same time.
 const MAX_CLIENTS: usize = 8;

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::errors::QmpError;
-use crate::switch;
+use crate::options::switch;
 
 /// Arguments, or a part of them that is an object.
 #[derive(Debug)]

@@ -15,7 +15,7 @@ use super::{
     backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays,
     query, reopening, schema, snapshots, starting, transaction,
 };
-use crate::control_socket::Answers;
+use crate::options::control_socket::Answers;
 
 /// The command that comes first.
 pub(super) const NEGOTIATION: &str = "qmp_capabilities";
@@ -140,7 +140,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::control_socket::all_methods;
+    use crate::options::control_socket::all_methods;
 
     #[test]
     fn commands_are_told_once_and_call_methods_that_there_are() {

@@ -12,8 +12,8 @@ use super::broadcast::Broadcast;
 use super::errors::QmpError;
 use super::state::State;
 use crate::control::{Gate, call};
-use crate::control_socket::Answers;
 use crate::events::Subscription;
+use crate::options::control_socket::Answers;
 use crate::running::Running;
 
 /// Ends when the server does.

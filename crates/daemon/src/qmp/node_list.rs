@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use crate::qcow2_words::qcow2_data;
+use crate::options::qcow2_words::qcow2_data;
 use crate::running::RunningDisk;
 
 /// The keys of limits in QEMU, and here.

@@ -12,7 +12,7 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::state::Object;
-use crate::key_memory;
+use crate::process::key_memory;
 
 /// The kinds of objects that there are.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];

@@ -23,11 +23,11 @@ use super::context::{Context, Stopped};
 use super::events::{catch_up, forward};
 use super::session::serve_client;
 use crate::control::{Gate, accept_clients};
-use crate::control_socket::{Answers, ControlSocket};
-use crate::kept_sockets;
+use crate::options::control_socket::{Answers, ControlSocket};
+use crate::process::kept_sockets;
+use crate::process::workers::Workers;
 use crate::running::Running;
 use crate::setup::{FirstCommand, Setup};
-use crate::workers::Workers;
 
 /// The delay after an address was in use.
 const RETRY_DELAY: Duration = Duration::from_millis(100);

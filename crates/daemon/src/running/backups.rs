@@ -23,9 +23,9 @@ use blockhouse_storage::{ImageStorage, ViewStorage};
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Running, RunningDisk};
-use crate::claims::Name;
 use crate::events::{Event, Events};
-use crate::scratch::open_scratch;
+use crate::running::claims::Name;
+use crate::running::scratch::open_scratch;
 use crate::setup::DiskSetup;
 
 /// How long changes may be held off until all disks are frozen.

@@ -12,10 +12,10 @@ use blockhouse_vhost_user::{Device, Export, FrontendEvent, FrontendObserver};
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
-use crate::blocking;
+use crate::endpoints::vhost_user::{self, DeviceSocket, ServedDevice};
 use crate::events::Event;
-use crate::kept_sockets;
-use crate::vhost_user::{self, DeviceSocket, ServedDevice};
+use crate::process::blocking;
+use crate::process::kept_sockets;
 
 /// The interval at which a removed device is checked for users: a task that tells it of a new size may hold it.
 const RETRY: Duration = Duration::from_millis(1);

@@ -10,12 +10,12 @@ use blockhouse_nbd::ExportBitmap;
 use parking_lot::Mutex;
 
 use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
-use crate::claims::{Claim, Name};
+use crate::events::failures::FailureTeller;
+use crate::events::room_watch::RoomWatch;
 use crate::events::{Event, Events};
-use crate::failures::FailureTeller;
-use crate::io_poll;
-use crate::open::open_disk;
-use crate::room_watch::RoomWatch;
+use crate::running::claims::{Claim, Name};
+use crate::running::io_poll;
+use crate::running::open::open_disk;
 use crate::setup::DiskSetup;
 
 /// A disk that is not closed or changed meanwhile.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{NbdUri, Security};
 
-use crate::disk_options::check_absolute;
+use crate::setup::disk_options::check_absolute;
 
 /// Where an export is served, which is also what it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]

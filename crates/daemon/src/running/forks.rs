@@ -10,10 +10,10 @@ use blockhouse_disk::{
 };
 
 use super::{Running, RunningDisk};
-use crate::claims::Name;
 use crate::events::Event;
 use crate::forks::{ForkChildParams, ForkDiskParams, ForkedDisk};
-use crate::open::image_options;
+use crate::running::claims::Name;
+use crate::running::open::image_options;
 use crate::setup::DiskSetup;
 
 /// What a fork did.

@@ -10,7 +10,7 @@ use anyhow::{Result, bail};
 use blockhouse_disk::{RateLimits, ThrottleGroup};
 
 use super::{List, Running, RunningDisk};
-use crate::limit_options::DiskThrottle;
+use crate::options::limit_options::DiskThrottle;
 
 impl RunningDisk {
     /// The limits in force; `None`: none.
@@ -35,7 +35,7 @@ impl Running {
     ///
     /// # Errors
     /// They are those of a group that does not exist.
-    pub(super) fn check_limits(&self, throttle: &DiskThrottle) -> Result<()> {
+    pub(crate) fn check_limits(&self, throttle: &DiskThrottle) -> Result<()> {
         match &throttle.group {
             Some(name)
                 if throttle.limits.is_unlimited() && self.list.lock().group(name).is_none() =>

@@ -1,21 +1,25 @@
 //! What runs, by name: disks, and their exports at listening sockets.
 //!
 //! Guarantees: names are unique. An export's disk is open as long as the export is served. Changes of different disks
-//! do not wait for each other ([`claims`](crate::claims)), and a change that fails leaves what runs as it was. What is
+//! do not wait for each other ([`claims`](crate::running::claims)), and a change that fails leaves what runs as it was. What is
 //! listed is what runs: a thing is listed from when it is served until nothing of it is.
 
 mod backups;
+pub(crate) mod claims;
 mod devices;
 mod disks;
 mod export;
 mod forks;
 mod images;
+pub(crate) mod io_poll;
 mod limits;
 mod nbd_sockets;
+pub(crate) mod open;
 mod recording;
 mod reload;
 mod rollbacks;
 mod room;
+pub(crate) mod scratch;
 mod transactions;
 mod ublk_devices;
 
@@ -34,19 +38,19 @@ use parking_lot::Mutex;
 use rustix::fs::OFlags;
 use serde_json::Value;
 
-use crate::claims::Claims;
 use crate::config::ConfiguredDisk;
+use crate::endpoints::tls::Tls;
+use crate::endpoints::vhost_user::registered_memory;
 use crate::events::Events;
+use crate::events::room_watch::RoomWatch;
 use crate::jobs::Jobs;
-use crate::limit_options::DiskThrottle;
 use crate::metrics::{MeasuredDisk, Samples, StartTime, gather, to_json};
-use crate::open::state_use;
-use crate::room_watch::RoomWatch;
+use crate::options::limit_options::DiskThrottle;
+use crate::options::threshold::Threshold;
+use crate::running::claims::Claims;
+use crate::running::open::state_use;
 use crate::sandbox::SandboxReport;
 use crate::setup::{DiskSetup, Setup, StateSetup};
-use crate::threshold::Threshold;
-use crate::tls::Tls;
-use crate::vhost_user::registered_memory;
 use backups::Backups;
 pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;

@@ -14,11 +14,11 @@ use blockhouse_storage::ImageStorage;
 use signal_hook::consts::SIGTERM;
 
 use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
-use crate::blocking;
-use crate::claims::Name;
+use crate::endpoints::tls::Tls;
 use crate::events::Event;
-use crate::kept_sockets;
-use crate::tls::Tls;
+use crate::process::blocking;
+use crate::process::kept_sockets;
+use crate::running::claims::Name;
 
 /// A listening socket of NBD clients.
 pub(crate) struct ServedSocket {

@@ -11,7 +11,7 @@ use blockhouse_disk::{
 use blockhouse_engine::sleep;
 
 use super::{Running, RunningDisk};
-use crate::open::image_options;
+use crate::running::open::image_options;
 
 impl Running {
     /// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for how long its changes were held

@@ -6,8 +6,8 @@ use anyhow::Result;
 use blockhouse_disk::Access;
 
 use super::{ExportAddress, Running};
-use crate::claims::Name;
 use crate::config::{Config, ConfiguredDisk};
+use crate::running::claims::Name;
 use crate::setup::DiskSetup;
 
 /// What a reload did.

@@ -5,7 +5,7 @@ use blockhouse_disk::{Access, RolledBack, roll_back};
 
 use super::{Running, RunningDisk};
 use crate::events::Event;
-use crate::open::image_options;
+use crate::running::open::image_options;
 use crate::setup::DiskSetup;
 
 impl Running {

@@ -7,7 +7,7 @@ use anyhow::Result;
 use blockhouse_engine::sleep;
 
 use super::{Running, RunningDisk};
-use crate::threshold::Threshold;
+use crate::options::threshold::Threshold;
 
 /// How often it is looked how much is left.
 const LOOK: Duration = Duration::from_millis(500);

@@ -19,8 +19,8 @@ use futures_util::future::try_join_all;
 
 use super::backups::{MAX_BITMAP_BYTES, MAX_FREEZE_TIME, frozen_name};
 use super::{Running, RunningDisk};
-use crate::claims::Name;
 use crate::jobs::{CopiedBitmap, FrozenSource, JobSetup};
+use crate::running::claims::Name;
 
 /// A backup that begins in a transaction.
 #[derive(Clone, Debug)]

@@ -14,8 +14,8 @@ use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 
 use super::{ExportAddress, Running, RunningDisk, RunningExport};
-use crate::blocking;
-use crate::ublk::PreparedUblk;
+use crate::endpoints::ublk::PreparedUblk;
+use crate::process::blocking;
 
 /// A device that is served.
 pub(crate) struct RunningUblk {

@@ -22,9 +22,9 @@ use landlock::{
 
 use super::Opened;
 use super::needs::Needs;
+use crate::endpoints::sockets::runtime_folder;
 use crate::metrics::MetricsAddress;
 use crate::setup::{Setup, StateSetup};
-use crate::sockets::runtime_folder;
 
 /// What a rule may be about. Later versions know rights that would forbid more, as to connect to a Unix socket.
 const VERSION: ABI = ABI::V5;

@@ -34,8 +34,8 @@ use blockhouse_nbd::uri::Address;
 use blockhouse_storage::Location;
 
 use self::needs::Needs;
+use crate::process::workers::Workers;
 use crate::setup::{DiskSetup, SandboxUse, Setup};
-use crate::workers::Workers;
 
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
 const SPARE_SIGNAL_RINGS: usize = 16;

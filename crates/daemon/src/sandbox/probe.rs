@@ -13,7 +13,7 @@ use std::process::Command;
 
 use blockhouse_engine::attempts;
 
-use crate::workers::Workers;
+use crate::process::workers::Workers;
 
 /// Tries what the environment asks for.
 pub(super) fn run(workers: &Workers) {

@@ -213,7 +213,7 @@ const DEADLY: &[c_long] = &[
 ];
 
 /// Registrations of rings (`<linux/io_uring.h>`) that the engine makes while it runs: those of
-/// `engine/ring_restrictions`.
+/// `engine/driver/ring_restrictions`.
 const REGISTRATIONS: &[u64] = &[1, 3, 4, 5, 6, 13, 15, 16];
 
 /// `BLKDISCARD` of `<linux/fs.h>`, whose argument is no size.

@@ -14,7 +14,7 @@ use rustix::fs::fstat;
 use rustix::time::{ClockId, clock_gettime};
 
 use super::{DeviceWrites, FileKind, HostFile};
-use crate::sleep::sleep;
+use crate::event_loop::sleep::sleep;
 
 /// How long one wait is.
 const PAUSE: Duration = Duration::from_millis(1);

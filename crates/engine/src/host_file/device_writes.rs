@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::fs::Dev;
 
-use crate::device_user::device_folder;
+use crate::process::device_user::device_folder;
 
 /// Bits of a count: 512 TiB in sectors.
 const COUNT_BITS: u32 = 40;

@@ -9,9 +9,11 @@
 
 mod change_time;
 mod device_writes;
+pub(crate) mod fixed_file_probe;
 mod new_file;
 mod open;
 mod open_files;
+pub(crate) mod probe;
 mod written_zeros;
 
 use std::fmt;
@@ -27,13 +29,13 @@ use blockhouse_core::{
 use rustix::fs::{Advice, FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
-use crate::engine::Engine;
-use crate::file::{Caching, File, Medium};
-use crate::local;
-use crate::operation::{Operation, Transfer, WriteThrough};
-use crate::probe::{self, FileKind};
-use crate::submit::submit;
-use crate::thread_pool::{MAX_THREADS, blocking};
+use crate::driver::engine::Engine;
+use crate::driver::file::{Caching, File, Medium};
+use crate::driver::operation::{Operation, Transfer, WriteThrough};
+use crate::driver::thread_pool::{MAX_THREADS, blocking};
+use crate::event_loop::local;
+use crate::event_loop::submit::submit;
+use crate::host_file::probe::FileKind;
 use device_writes::WriteCounter;
 
 pub use device_writes::DeviceWrites;

@@ -13,13 +13,13 @@ use rustix::io::Errno;
 use super::device_writes::WriteCounter;
 use super::new_file::NewFile;
 use super::{HostFile, OpenFiles, Unsupported};
-use crate::descriptors::DESCRIPTORS_HINT;
-use crate::device_user::device_user;
-use crate::file::{Caching, File, Medium};
-use crate::io_poll::{IoPoll, check_io_poll};
-use crate::local;
-use crate::probe::{self, FileKind};
-use crate::wait_released::wait_until_released;
+use crate::driver::file::{Caching, File, Medium};
+use crate::driver::io_poll::{IoPoll, check_io_poll};
+use crate::event_loop::local;
+use crate::event_loop::wait_released::wait_until_released;
+use crate::host_file::probe::{self, FileKind};
+use crate::process::descriptors::DESCRIPTORS_HINT;
+use crate::process::device_user::device_user;
 
 /// Whether an open file may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

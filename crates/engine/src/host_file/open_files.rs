@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use super::HostFile;
-use crate::byte_lock;
+use crate::driver::byte_lock;
 
 /// What a [`HostFile`] has open: one to three open files.
 #[derive(Debug)]

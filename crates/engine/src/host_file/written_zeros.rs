@@ -10,10 +10,10 @@ use std::sync::Arc;
 use blockhouse_core::{ByteRange, IoVector};
 use rustix::io::Errno;
 
-use crate::file::File;
-use crate::operation::Operation;
-use crate::submit::submit;
-use crate::thread_pool::blocking;
+use crate::driver::file::File;
+use crate::driver::operation::Operation;
+use crate::driver::thread_pool::blocking;
+use crate::event_loop::submit::submit;
 
 /// `FALLOC_FL_WRITE_ZEROES` from `<linux/falloc.h>`.
 const WRITE_ZEROES: i32 = 0x80;

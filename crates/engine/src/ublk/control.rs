@@ -15,8 +15,8 @@ use io_uring::{IoUring, opcode, squeue};
 use rustix::fs::{Mode, OFlags};
 
 use super::wire::{UblkCommand, UblkInfo, control_bytes};
-use crate::broken_wait::BrokenWait;
-use crate::ring_restrictions::{CONTROL, enable};
+use crate::driver::broken_wait::BrokenWait;
+use crate::driver::ring_restrictions::{CONTROL, enable};
 
 /// The driver's control device.
 const PATH: &str = "/dev/ublk-control";

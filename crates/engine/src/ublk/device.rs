@@ -18,8 +18,8 @@ use super::wire::{
     COMMIT_AND_FETCH, DESCRIPTOR_BYTES, FETCH, MAX_DEPTH, UblkDescriptor, UblkInfo, queue_bytes,
     ublk_flag,
 };
-use crate::operation::{DeviceCommand, Operation};
-use crate::submit::submit;
+use crate::driver::operation::{DeviceCommand, Operation};
+use crate::event_loop::submit::submit;
 
 /// Ways of data other than by copies from and to a command's memory.
 const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
@@ -180,9 +180,9 @@ mod tests {
     use blockhouse_core::Buffer;
 
     use super::*;
-    use crate::engine::{Engine, EngineChoice};
+    use crate::driver::engine::{Engine, EngineChoice};
+    use crate::driver::ring_restrictions::DeviceCommands;
     use crate::event_loop::EventLoop;
-    use crate::ring_restrictions::DeviceCommands;
 
     /// What becomes of a command to a file that takes none, on such a loop; `None` where it cannot be had here.
     fn command_on(engine: Engine, commands: DeviceCommands) -> Option<io::Error> {

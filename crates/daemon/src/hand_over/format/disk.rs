@@ -14,7 +14,7 @@ use blockhouse_disk::{
 use serde::{Deserialize, Serialize};
 
 use crate::config::ConfiguredDisk;
-use crate::limit_options::DiskThrottle;
+use crate::options::limit_options::DiskThrottle;
 use crate::running::{ExportAddress, Moved};
 use crate::setup::DiskSetup;
 

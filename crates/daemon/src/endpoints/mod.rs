@@ -1,0 +1,6 @@
+//! Places where guests and clients find disks: listening sockets with their TLS, devices of vhost-user and ublk.
+
+pub(crate) mod sockets;
+pub(crate) mod tls;
+pub mod ublk;
+pub(crate) mod vhost_user;

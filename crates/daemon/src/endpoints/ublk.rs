@@ -1,0 +1,118 @@
+//! The ublk devices of `serve`: what is checked and made before the sandbox.
+//!
+//! Guarantee: a device has its commands on every loop that serves it, and leaves room there for the I/O of the image.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_disk::ImageDisk;
+use blockhouse_engine::{DeviceCommands, Engine};
+use blockhouse_storage::ImageStorage;
+use blockhouse_ublk::{DeviceOptions, HandedOverDevice, PreparedDevice};
+
+use crate::process::workers::Workers;
+use crate::setup::{DiskSetup, Setup, UblkSetup};
+
+/// How many requests a queue may have in flight, if the loop has room.
+const MAX_DEPTH: usize = 128;
+/// How many commands all queues of a loop may have: half of the operations that a loop has room for.
+const MAX_COMMANDS: usize = 1024;
+
+/// A device that waits for its start.
+pub(crate) type PreparedUblk = PreparedDevice<ImageStorage>;
+/// The same, with the place of its disk.
+pub(crate) type UblkOfDisk = (PreparedUblk, usize);
+/// One that another process still serves, with the place of its disk.
+pub(crate) type HandedOverUblk = (HandedOverDevice, usize);
+
+/// Whether loops send commands to devices.
+pub fn commands(devices: &[UblkSetup]) -> DeviceCommands {
+    match devices {
+        [] => DeviceCommands::Refused,
+        _ => DeviceCommands::Allowed,
+    }
+}
+
+/// Finds out whether a server can have the devices of its setup.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn check(setup: &Setup, workers: &Workers) -> Result<()> {
+    if setup.ublk.is_empty() {
+        return Ok(());
+    }
+    let report = workers.report();
+    if report.engine != Engine::IoUring {
+        bail!(
+            "cannot serve ublk devices by the engine {report}: the kernel takes their commands by io_uring alone; use \
+             --nbd or --vhost-user-blk"
+        );
+    }
+    if setup.user.is_some() {
+        bail!(
+            "a ublk device needs root's rights to its end; leave out --user, or use --nbd or --vhost-user-blk"
+        );
+    }
+    Ok(blockhouse_ublk::check_driver()?)
+}
+
+/// Makes the devices of a server, or takes those that wait for it, once [`check`] found nothing against it. `disks` are
+/// those of the setup, in their order.
+///
+/// # Errors
+/// Why one of them cannot be served. Those that were made are removed again.
+pub(crate) fn prepare(
+    setup: &Setup,
+    workers: &Workers,
+    disks: &[Arc<ImageDisk>],
+) -> Result<Vec<UblkOfDisk>> {
+    if setup.ublk.is_empty() {
+        return Ok(Vec::new());
+    }
+    let depth = (MAX_COMMANDS / setup.ublk.len()).clamp(1, MAX_DEPTH) as u16;
+    let loops = workers.handles();
+    let prepare = |device: &UblkSetup| {
+        let image = image_of(&setup.disks[device.disk]);
+        let options = DeviceOptions { id: device.id, queues: loops.len() as u16, depth, image };
+        Ok((PreparedDevice::new(options, &disks[device.disk], &loops)?, device.disk))
+    };
+    let devices = setup.ublk.iter().map(prepare).collect::<Result<Vec<_>>>()?;
+    let all: usize = devices.iter().map(|(device, _)| device.commands(loops.len())).sum();
+    if all > MAX_COMMANDS {
+        bail!(
+            "the ublk devices may have {all} requests in flight on each loop, more than {MAX_COMMANDS}; use more \
+             --workers, or another server for some of them"
+        );
+    }
+    Ok(devices)
+}
+
+/// Takes the devices of a process that has handed them over, as soon as it has ended. One that cannot be had goes on waiting
+/// for a server, which is logged: what else was taken over is served.
+pub(crate) fn take_over(
+    devices: Vec<HandedOverUblk>,
+    workers: &Workers,
+    disks: &[Arc<ImageDisk>],
+) -> Vec<UblkOfDisk> {
+    let loops = workers.handles();
+    let take = |(device, disk): HandedOverUblk| match device.take_over(&disks[disk], &loops) {
+        Ok(device) => Some((device, disk)),
+        Err(error) => {
+            tracing::error!(
+                disk = disks[disk].name(),
+                "{error}; what uses it waits until this server is stopped and started again"
+            );
+            None
+        }
+    };
+    devices.into_iter().filter_map(take).collect()
+}
+
+/// What an image is known by: the place where it is, and the snapshot of it.
+fn image_of(disk: &DiskSetup) -> String {
+    let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
+    match &disk.snapshot {
+        Some(snapshot) => format!("{}\n{snapshot}", path.display()),
+        None => path.display().to_string(),
+    }
+}

@@ -1,0 +1,412 @@
+//! What happens while images are served, told to those who subscribe.
+//!
+//! Guarantees: telling never waits for a subscriber. A subscriber that falls `QUEUE` events behind loses
+//! the newer ones, and is told how many.
+
+pub(crate) mod failures;
+pub(crate) mod room_watch;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+
+use blockhouse_core::sync::Condvar;
+use parking_lot::Mutex;
+use serde::Serialize;
+
+/// Events that wait for a subscriber, at most.
+const QUEUE: usize = 1024;
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, schemars::JsonSchema)]
+#[serde(tag = "event", rename_all_fields = "kebab-case")]
+pub enum Event {
+    /// A disk was opened.
+    #[serde(rename = "disk.opened")]
+    DiskOpened {
+        /// Its name.
+        disk: String,
+    },
+    /// A disk was closed.
+    #[serde(rename = "disk.closed")]
+    DiskClosed {
+        /// Its name.
+        disk: String,
+        /// Why its last changes could not be made durable, if so.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        error: Option<String>,
+    },
+    /// A disk goes on in an overlay over what it was.
+    #[serde(rename = "disk.forked")]
+    DiskForked {
+        /// Its name.
+        disk: String,
+        /// The path of the image that it was.
+        layer: String,
+        /// The path of the image in which it goes on.
+        overlay: String,
+    },
+    /// A disk went back to the layer that its last fork left.
+    #[serde(rename = "disk.rolled-back")]
+    DiskRolledBack {
+        /// Its name.
+        disk: String,
+        /// The path of the image that it is again.
+        layer: String,
+        /// The path of the image that is gone.
+        overlay: String,
+    },
+    /// A disk has another size.
+    #[serde(rename = "disk.resized")]
+    DiskResized {
+        /// Its name.
+        disk: String,
+        /// Its size in bytes.
+        size: u64,
+    },
+    /// Requests failed because of the host or the image. Of one operation and errno this is told once in ten seconds.
+    #[serde(rename = "disk.error")]
+    DiskError {
+        /// The name of the disk.
+        disk: String,
+        /// What was asked for: read, write, write_fua, write_zeroes, discard, flush or prefetch, as in the metrics.
+        operation: &'static str,
+        /// The errno, as on Linux.
+        errno: i32,
+        /// Why the last of them failed, in one line.
+        message: String,
+        /// How many failed so since this was last told.
+        count: u64,
+    },
+    /// Requests failed because the host has no space left for what they write: told in place of `disk.error`, as often.
+    #[serde(rename = "disk.no-space")]
+    NoSpace {
+        /// The name of the disk.
+        disk: String,
+        /// What was asked for.
+        operation: &'static str,
+        /// Why the last of them failed, in one line.
+        message: String,
+        /// How many failed so since this was last told.
+        count: u64,
+    },
+    /// The host has less room for what the disk's guest writes than its threshold. Told once for each crossing, before writes are
+    /// held or fail.
+    #[serde(rename = "disk.threshold")]
+    DiskThreshold {
+        /// The name of the disk.
+        disk: String,
+        /// How many bytes are left.
+        left: u64,
+        /// The threshold: bytes, or a part of all room there is (10%).
+        threshold: String,
+    },
+    /// Writes are held, because the host has no room for them, until there is some. Told once, however many there are.
+    #[serde(rename = "disk.held")]
+    DiskHeld {
+        /// The name of the disk.
+        disk: String,
+        /// Why the first of them found no room, in one line.
+        message: String,
+    },
+    /// No write is held any more: told after `disk.held`.
+    #[serde(rename = "disk.released")]
+    DiskReleased {
+        /// The name of the disk.
+        disk: String,
+        /// For how many milliseconds writes were held.
+        held_ms: u64,
+        /// How many of them failed with ENOSPC, because there was no room until their limit or the disk's end.
+        failed: u64,
+    },
+    /// A flush failed: data that was written may be lost, and each later flush fails until the disk is opened again. Told
+    /// once.
+    #[serde(rename = "disk.flush-failed")]
+    FlushFailed {
+        /// The name of the disk.
+        disk: String,
+        /// The errno, as on Linux.
+        errno: i32,
+        /// Why, in one line.
+        message: String,
+    },
+    /// A bitmap was given up, because its place is full or fails: the guest's change was made and
+    /// is not in it. It can only be removed, and the next backup has to be a full one.
+    #[serde(rename = "bitmap.lost")]
+    BitmapLost {
+        /// The name of the disk.
+        disk: String,
+        /// The bitmap's name.
+        bitmap: String,
+        /// Why, in one line.
+        message: String,
+    },
+    /// An export is served.
+    #[serde(rename = "export.added")]
+    ExportAdded {
+        /// The export: its URI, or the path of its socket.
+        export: String,
+        /// The name of its disk.
+        disk: String,
+    },
+    /// An export is served no longer.
+    #[serde(rename = "export.removed")]
+    ExportRemoved {
+        /// The export: its URI, or the path of its socket.
+        export: String,
+        /// The name of its disk.
+        disk: String,
+    },
+    /// An NBD client chose an export, or a vhost-user front-end connected to it.
+    #[serde(rename = "client.came")]
+    ClientCame {
+        /// The export: its URI, or the path of its socket.
+        export: String,
+        /// Who it is, as far as the kernel knows.
+        peer: String,
+    },
+    /// A client's connection is over.
+    #[serde(rename = "client.left")]
+    ClientLeft {
+        /// The export: its URI, or the path of its socket.
+        export: String,
+        /// Who it was.
+        peer: String,
+    },
+    /// A job began.
+    #[serde(rename = "job.started")]
+    JobStarted {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// What it does: mirror.
+        kind: String,
+    },
+    /// A job keeps up with the guest and can be completed.
+    #[serde(rename = "job.ready")]
+    JobReady {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+    },
+    /// A job was asked to complete, and cannot yet: the guest would be held off for too long. It goes on, and can be asked
+    /// again.
+    #[serde(rename = "job.postponed")]
+    JobPostponed {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// Why, in one line.
+        error: String,
+    },
+    /// A job is over, as it was asked.
+    #[serde(rename = "job.ended")]
+    JobEnded {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// completed or cancelled.
+        outcome: String,
+    },
+    /// A job failed. Its disk goes on as before.
+    #[serde(rename = "job.failed")]
+    JobFailed {
+        /// Its name.
+        job: String,
+        /// The name of its disk.
+        disk: String,
+        /// Why, in one line.
+        error: String,
+    },
+    /// A backup began: its disks are served as they were at that moment.
+    #[serde(rename = "backup.began")]
+    BackupBegan {
+        /// Its name.
+        backup: String,
+    },
+    /// A backup ended, as it was asked.
+    #[serde(rename = "backup.ended")]
+    BackupEnded {
+        /// Its name.
+        backup: String,
+    },
+    /// What a disk was cannot be read any more. The disk itself goes on.
+    #[serde(rename = "backup.failed")]
+    BackupFailed {
+        /// The name of the backup.
+        backup: String,
+        /// The name of the disk.
+        disk: String,
+        /// Why, in one line.
+        error: String,
+    },
+    /// The subscriber was too slow.
+    #[serde(rename = "event.lost")]
+    Lost {
+        /// How many events it was not told.
+        count: u64,
+    },
+}
+
+impl Event {
+    /// The names of all events.
+    pub const NAMES: [&str; 25] = [
+        "disk.opened",
+        "disk.closed",
+        "disk.resized",
+        "disk.error",
+        "disk.no-space",
+        "disk.threshold",
+        "disk.held",
+        "disk.released",
+        "disk.flush-failed",
+        "bitmap.lost",
+        "export.added",
+        "export.removed",
+        "client.came",
+        "client.left",
+        "job.started",
+        "job.ready",
+        "job.postponed",
+        "job.ended",
+        "job.failed",
+        "backup.began",
+        "backup.ended",
+        "backup.failed",
+        "event.lost",
+        "disk.forked",
+        "disk.rolled-back",
+    ];
+
+    /// Its name.
+    pub fn name(&self) -> &'static str {
+        let index = match self {
+            Self::DiskOpened { .. } => 0,
+            Self::DiskClosed { .. } => 1,
+            Self::DiskResized { .. } => 2,
+            Self::DiskError { .. } => 3,
+            Self::NoSpace { .. } => 4,
+            Self::DiskThreshold { .. } => 5,
+            Self::DiskHeld { .. } => 6,
+            Self::DiskReleased { .. } => 7,
+            Self::FlushFailed { .. } => 8,
+            Self::BitmapLost { .. } => 9,
+            Self::ExportAdded { .. } => 10,
+            Self::ExportRemoved { .. } => 11,
+            Self::ClientCame { .. } => 12,
+            Self::ClientLeft { .. } => 13,
+            Self::JobStarted { .. } => 14,
+            Self::JobReady { .. } => 15,
+            Self::JobPostponed { .. } => 16,
+            Self::JobEnded { .. } => 17,
+            Self::JobFailed { .. } => 18,
+            Self::BackupBegan { .. } => 19,
+            Self::BackupEnded { .. } => 20,
+            Self::BackupFailed { .. } => 21,
+            Self::Lost { .. } => 22,
+            Self::DiskForked { .. } => 23,
+            Self::DiskRolledBack { .. } => 24,
+        };
+        Self::NAMES[index]
+    }
+}
+
+/// Those who are told. Clones are the same.
+#[derive(Clone, Default)]
+pub(crate) struct Events(Arc<Mutex<Vec<Weak<Queue>>>>);
+
+#[derive(Default)]
+struct Queue {
+    state: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Waiting {
+    events: VecDeque<Event>,
+    lost: u64,
+}
+
+/// What one subscriber is told, from its subscription on.
+pub(crate) struct Subscription(Arc<Queue>);
+
+impl Events {
+    /// Tells all subscribers.
+    pub(crate) fn tell(&self, event: Event) {
+        let mut queues = self.0.lock();
+        queues.retain(|queue| {
+            let Some(queue) = queue.upgrade() else { return false };
+            queue.push(event.clone());
+            true
+        });
+    }
+
+    /// What happens from now on.
+    pub(crate) fn subscribe(&self) -> Subscription {
+        let queue = Arc::new(Queue::default());
+        self.0.lock().push(Arc::downgrade(&queue));
+        Subscription(queue)
+    }
+}
+
+impl Queue {
+    fn push(&self, event: Event) {
+        {
+            let mut state = self.state.lock();
+            match state.events.len() < QUEUE {
+                true => state.events.push_back(event),
+                false => state.lost += 1,
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    fn pop(&self) -> Option<Event> {
+        let mut state = self.state.lock();
+        state.events.pop_front().or_else(|| {
+            let count = std::mem::take(&mut state.lost);
+            (count > 0).then_some(Event::Lost { count })
+        })
+    }
+}
+
+impl Subscription {
+    /// Waits for the next event. One that is dropped while it waits loses none.
+    pub(crate) async fn next(&self) -> Event {
+        self.0.changed.wait_until(|| self.0.pop()).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+
+    use super::*;
+
+    #[test]
+    fn a_subscriber_is_told_in_order_and_how_many_it_lost() {
+        let events = Events::default();
+        events.tell(Event::DiskOpened { disk: "before".into() });
+        let subscription = events.subscribe();
+        let told = |subscription: &Subscription| subscription.next().now_or_never();
+        assert_eq!(told(&subscription), None);
+        let resized = |size| Event::DiskResized { disk: "a".into(), size };
+        (0..QUEUE as u64 + 3).for_each(|size| events.tell(resized(size)));
+        (0..QUEUE as u64).for_each(|size| assert_eq!(told(&subscription), Some(resized(size))));
+        assert_eq!(told(&subscription), Some(Event::Lost { count: 3 }));
+        assert_eq!(told(&subscription), None);
+        drop(subscription);
+        events.tell(resized(1));
+        assert!(events.0.lock().is_empty(), "who is gone is forgotten");
+    }
+
+    #[test]
+    fn names_are_those_of_the_messages() {
+        let event = Event::ClientLeft { export: "e".into(), peer: "p".into() };
+        let json = serde_json::to_value(&event).expect("plain values");
+        assert_eq!(json["event"], event.name());
+    }
+}

@@ -1,0 +1,78 @@
+//! Telling that a disk's host is about to be full.
+//!
+//! Guarantee: each crossing of the threshold is told once, and before the disk's writes are held or fail for want of room:
+//! what finds no room has it told first. What is told again was above the threshold meanwhile.
+
+use std::sync::Arc;
+
+use blockhouse_disk::Room;
+use parking_lot::Mutex;
+
+use crate::events::{Event, Events};
+use crate::options::threshold::Threshold;
+
+/// What is watched of a disk.
+pub(crate) struct RoomWatch {
+    disk: String,
+    events: Events,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    threshold: Option<Threshold>,
+    /// Whether it was crossed when this was looked at last.
+    is_crossed: bool,
+    /// Whether a task looks.
+    is_watched: bool,
+}
+
+impl RoomWatch {
+    pub(crate) fn new(disk: &str, events: &Events) -> Arc<Self> {
+        let (disk, events) = (disk.to_owned(), events.clone());
+        Arc::new(Self { disk, events, state: Mutex::default() })
+    }
+
+    pub(crate) fn threshold(&self) -> Option<Threshold> {
+        self.state.lock().threshold
+    }
+
+    /// From now on. Whether a task has to begin to look.
+    pub(crate) fn set(&self, threshold: Option<Threshold>) -> bool {
+        let mut state = self.state.lock();
+        state.threshold = threshold;
+        state.is_crossed = false;
+        let begins = threshold.is_some() && !state.is_watched;
+        state.is_watched |= begins;
+        begins
+    }
+
+    /// Whether it is still looked.
+    pub(crate) fn goes_on(&self) -> bool {
+        let mut state = self.state.lock();
+        state.is_watched = state.threshold.is_some();
+        state.is_watched
+    }
+
+    /// A write found no room.
+    pub(crate) fn note_full(&self) {
+        self.note(Room { left: 0, total: 1 });
+    }
+
+    pub(crate) fn note(&self, room: Room) {
+        let crossed = {
+            let mut state = self.state.lock();
+            let Some(threshold) = state.threshold else { return };
+            let was_crossed = state.is_crossed;
+            state.is_crossed = threshold.is_crossed(room);
+            (state.is_crossed && !was_crossed).then_some(threshold)
+        };
+        if let Some(threshold) = crossed {
+            let (disk, left, threshold) = (self.disk.clone(), room.left, threshold.to_string());
+            tracing::warn!(
+                "{disk}: {left} bytes of room are left on the host, less than {threshold}"
+            );
+            self.events.tell(Event::DiskThreshold { disk, left, threshold });
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Values that people write as texts, in the configuration and in requests: the words of the command line.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::str::FromStr;
+
+use schemars::JsonSchema;
+use serde::de::{Deserialize, Deserializer, Error, Visitor};
+
+use crate::options::size;
+
+/// A value that is written as a text.
+pub(crate) fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
+    from: D,
+) -> Result<T, D::Error> {
+    struct Text<T>(PhantomData<T>);
+    impl<T: FromStr<Err = String>> Visitor<'_> for Text<T> {
+        type Value = T;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a text")
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<T, E> {
+            text.parse().map_err(E::custom)
+        }
+    }
+    from.deserialize_str(Text(PhantomData))
+}
+
+/// As [`text`], for what may be left out.
+pub(crate) fn some_text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
+    from: D,
+) -> Result<Option<T>, D::Error> {
+    text(from).map(Some)
+}
+
+/// A size that may be left out: bytes, or a text like "20G".
+pub(crate) fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    struct Bytes;
+    impl Visitor<'_> for Bytes {
+        type Value = u64;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a size: bytes, or a text like \"20G\"")
+        }
+
+        fn visit_u64<E: Error>(self, bytes: u64) -> Result<u64, E> {
+            // File offsets are signed.
+            i64::try_from(bytes).map(|_| bytes).map_err(|_| E::custom("too large"))
+        }
+
+        fn visit_i64<E: Error>(self, bytes: i64) -> Result<u64, E> {
+            u64::try_from(bytes).map_err(|_| E::custom("a size is not negative"))
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<u64, E> {
+            size::parse(text).map_err(E::custom)
+        }
+    }
+    from.deserialize_any(Bytes).map(Some)
+}
+
+/// A value that is written as a text, as an element of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TextOf<T>(pub(crate) T);
+
+impl<'de, T: FromStr<Err = String>> Deserialize<'de> for TextOf<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        text(from).map(Self)
+    }
+}
+
+/// For the schema: what [`some_size`] reads.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "the schema alone is used")]
+pub(crate) enum Size {
+    Bytes(u64),
+    Text(String),
+}

@@ -1,0 +1,11 @@
+//! The process and its service manager: threads with loops, signals, the watchdog, the pid file, kept sockets.
+
+pub(crate) mod blocking;
+pub(crate) mod kept_sockets;
+pub mod key_memory;
+pub(crate) mod pid_file;
+pub(crate) mod service_manager;
+pub mod stop_request;
+pub(crate) mod stopping_notice;
+pub(crate) mod watchdog;
+pub(crate) mod workers;

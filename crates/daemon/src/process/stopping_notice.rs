@@ -1,0 +1,54 @@
+//! Telling the service manager that the server stops, and that it is still at it.
+//!
+//! Guarantee: from [`StoppingNotice::start`] to [`end`](StoppingNotice::end) the service manager always
+//! knows of more time than the next message takes to come (`EXTEND_TIMEOUT_USEC`, sd_notify(3)). Reason:
+//! clients that still receive replies, and a last flush of a slow disk, may take longer than a unit's
+//! `TimeoutStopSec=`, and what comes after that is SIGKILL. Without a service manager nothing is sent.
+
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use sd_notify::NotifyState;
+
+use crate::process::service_manager;
+
+/// How often more time is asked for.
+const EVERY: Duration = Duration::from_secs(5);
+/// How much: enough for a loaded machine to be late with the next message.
+const MORE: Duration = Duration::from_secs(20);
+
+/// A stop that is under way.
+pub struct StoppingNotice {
+    ended: Sender<()>,
+    /// `None` without a service manager, or where the host has no thread left.
+    thread: Option<JoinHandle<()>>,
+}
+
+impl StoppingNotice {
+    /// Tells that the stop begins, and from now on that it goes on.
+    pub fn start() -> Self {
+        let (ended, end) = channel();
+        if std::env::var_os("NOTIFY_SOCKET").is_none() {
+            return Self { ended, thread: None };
+        }
+        let more = || NotifyState::ExtendTimeoutUsec(MORE.as_micros() as u32);
+        let status =
+            NotifyState::Status("stopping: requests in flight complete, then the last flush");
+        service_manager::tell(&[NotifyState::Stopping, status, more()]);
+        let go_on = move || {
+            while end.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+                service_manager::tell(&[more()]);
+            }
+        };
+        let thread = std::thread::Builder::new().name("stopping-notice".into()).spawn(go_on).ok();
+        Self { ended, thread }
+    }
+
+    /// The stop is over.
+    pub fn end(self) {
+        drop(self.ended);
+        // It does nothing but wait.
+        self.thread.map(JoinHandle::join);
+    }
+}

@@ -1,0 +1,172 @@
+//! The end of what is in flight, in bounded time.
+//!
+//! Requests that were taken complete, and are answered. One whose storage does not answer cannot: it does not keep the server
+//! from its end, nor the other disks from theirs. Its disk is left as by a kill then, but flushed, so that all that was answered
+//! is durable: it is not closed, because what is in flight may still change it.
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+use blockhouse_engine::{Handle, timeout};
+use futures_util::future::join_all;
+use parking_lot::Mutex;
+
+use crate::control::Control;
+use crate::process::workers::Workers;
+use crate::qmp::Qmp;
+use crate::running::{Running, RunningDisk};
+
+/// For how long no request completes while some are in flight, before they are dropped.
+const MAX_STUCK: Duration = Duration::from_secs(10);
+/// How often it is looked at whether any has completed.
+const LOOK: Duration = Duration::from_millis(250);
+/// How long the last flush of a disk may take.
+const MAX_CLOSE: Duration = Duration::from_secs(60);
+/// The same where its storage seems not to answer.
+const MAX_FLUSH: Duration = Duration::from_secs(15);
+
+/// A part of the server that has requests in flight.
+pub(crate) struct Finishing {
+    /// The parts that run.
+    pub(crate) running: Arc<Running>,
+    /// The loop that clients are waited for on.
+    pub(crate) handle: Handle,
+    /// The control socket.
+    pub(crate) control: Option<Control>,
+    /// The QMP socket.
+    pub(crate) qmp: Option<Qmp>,
+}
+
+/// What has none any more.
+pub(crate) struct Finished {
+    /// The loops of the control socket and of QMP, on which disks may have connections.
+    pub(crate) asked: Vec<Workers>,
+}
+
+impl Finishing {
+    /// Takes nothing more, and completes what is in flight. `None` where that cannot be completed.
+    pub(crate) fn finish(self) -> Option<Finished> {
+        let (running, finishing) = (Arc::clone(&self.running), Arc::new(Mutex::new(Some(self))));
+        let (sender, finished) = channel();
+        let begun = Arc::clone(&finishing);
+        let work = move || {
+            let finished = begun.lock().take().map(Self::complete);
+            // It may have been dropped.
+            let _ = sender.send(finished);
+        };
+        let thread = std::thread::Builder::new().name("blockhouse-finish".into()).spawn(work);
+        if thread.is_err() {
+            // At a limit on threads it has all the time.
+            return finishing.lock().take().map(Self::complete);
+        }
+        let (mut last, mut since) = (Progress::of(&running), Instant::now());
+        loop {
+            match finished.recv_timeout(LOOK) {
+                Ok(finished) => return finished,
+                Err(RecvTimeoutError::Disconnected) => return None,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let now = Progress::of(&running);
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            let patience = match now.in_flight {
+                // Clients take their replies, or something is opened.
+                0 => running.server().drain_time() + MAX_STUCK,
+                _ => MAX_STUCK,
+            };
+            if since.elapsed() >= patience {
+                return None;
+            }
+        }
+    }
+
+    fn complete(self) -> Finished {
+        let Self { running, handle, control, qmp } = self;
+        // All of them, before one of them is waited for.
+        let devices = running.begin_stop_devices();
+        // While the sockets still listen: see `SocketFile`.
+        running.forget_sockets();
+        let draining = running.server().clone();
+        draining.begin_drain();
+        let control = control.map(Control::stop);
+        let asked = control.into_iter().chain(qmp.map(Qmp::stop)).collect();
+        devices.into_iter().for_each(|device| device.stop());
+        running.stop_ublk();
+        let drained = handle.spawn(move || async move { draining.drain().await });
+        // The loop runs until all has ended.
+        let _ = drained.wait();
+        Finished { asked }
+    }
+}
+
+/// How many requests of all disks have completed, and how many have not.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Progress {
+    completed: u64,
+    in_flight: u64,
+}
+
+impl Progress {
+    fn of(running: &Running) -> Self {
+        let mut progress = Self { completed: 0, in_flight: 0 };
+        for disk in running.disks() {
+            let stats = disk.disk.stats();
+            let changes = stats.writes + stats.zero_writes + stats.discards;
+            let all = stats.reads + stats.flushes + changes;
+            progress.completed += all.saturating_sub(stats.in_flight);
+            progress.in_flight += stats.in_flight;
+        }
+        progress
+    }
+}
+
+/// Makes all disks durable, one beside the other, and closes those that have nothing in flight. Whether that is all of them, and
+/// the first error.
+pub(crate) async fn close_all(
+    disks: Vec<Arc<RunningDisk>>,
+    is_finished: bool,
+) -> (bool, Result<()>) {
+    let closing = disks.iter().map(|disk| async move {
+        let in_flight = disk.disk.stats().in_flight;
+        match is_finished || in_flight == 0 {
+            true => close(disk).await,
+            false => (false, give_up(disk, in_flight).await),
+        }
+    });
+    let outcomes = join_all(closing).await;
+    let are_closed = outcomes.iter().all(|(is_closed, _)| *is_closed);
+    (are_closed, outcomes.into_iter().try_for_each(|(_, outcome)| outcome))
+}
+
+async fn close(disk: &RunningDisk) -> (bool, Result<()>) {
+    match timeout(MAX_CLOSE, disk.disk.close()).await {
+        Some(outcome) => (true, outcome.map_err(Into::into)),
+        None => (false, late(disk, MAX_CLOSE)),
+    }
+}
+
+/// Leaves a disk as a kill does, but flushed.
+async fn give_up(disk: &RunningDisk, in_flight: u64) -> Result<()> {
+    let name = disk.name();
+    let cause = match disk.disk.backing_wait() {
+        Some(wait) => wait.to_string(),
+        None => format!("{} does not answer", disk.disk.image_name()),
+    };
+    tracing::error!("{name}: {in_flight} requests in flight are given up: {cause}");
+    match timeout(MAX_FLUSH, disk.disk.flush()).await {
+        Some(outcome) => outcome?,
+        None => return late(disk, MAX_FLUSH),
+    }
+    bail!("{name}: ended with requests in flight; all that was answered is durable ({cause})")
+}
+
+fn late(disk: &RunningDisk, limit: Duration) -> Result<()> {
+    bail!(
+        "{}: the last flush has not ended in {limit:?}, as {} does not answer; what was answered is left as by a kill",
+        disk.name(),
+        disk.disk.image_name()
+    )
+}

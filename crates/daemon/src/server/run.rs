@@ -1,0 +1,420 @@
+//! The process that serves: what starts, what signals mean, and the end in order.
+//!
+//! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
+//! longer, and the configuration, and reads the files of TLS again; SIGUSR2 has another process go on.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use blockhouse_disk::{ImageDisk, StateUse};
+use blockhouse_engine::{IoPoll, keep_descriptors_from_children, raise_descriptor_limit};
+use blockhouse_nbd::BoundSocket;
+use blockhouse_nbd::uri::Address;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
+use signal_hook::iterator::Signals;
+
+use crate::config::ConfiguredDisk;
+use crate::control::UpgradeReply;
+use crate::endpoints::sockets::{self, ListenSocket};
+use crate::endpoints::tls::Tls;
+use crate::endpoints::ublk::{self, UblkOfDisk};
+use crate::endpoints::vhost_user::{self, DeviceOfDisk};
+use crate::hand_over::destination::{self, TakenOver};
+use crate::hand_over::requests::{EncryptedClients, UpgradeRequest, UpgradeRequests};
+use crate::hand_over::source::{self, HandedOver, Outcome};
+use crate::launcher::{LaunchRules, Launcher};
+use crate::metrics::StartTime;
+use crate::options::control_socket::ControlSocket;
+use crate::process::kept_sockets;
+use crate::process::pid_file::PidFile;
+use crate::process::service_manager;
+use crate::process::stop_request::StopRequest;
+use crate::process::watchdog::{self, Started};
+use crate::process::workers::Workers;
+use crate::qmp::{self, Qmp};
+use crate::running::OpenedDisk;
+use crate::running::io_poll;
+use crate::running::open::{open_all, state_use};
+use crate::sandbox::{self, SandboxReport};
+use crate::server::service::Service;
+use crate::server::stopper::Stopper;
+use crate::server::warnings;
+use crate::setup::{Setup, WrongUsage};
+
+/// Serves until a signal asks for the end, or another process goes on. `ready` is called when everything listens; not
+/// where another process's exports are taken over, because that one has announced them.
+///
+/// # Errors
+/// Why it cannot start, or did not end in order. [`WrongUsage`] where `setup` contradicts what the service manager passed.
+pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
+    // Before any thread starts, so that no signal is missed.
+    let mut signals =
+        Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2]).context("cannot watch for signals")?;
+    // A write beyond a limit on the size of files is to fail, not to end everything.
+    signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
+    if let Err(error) = raise_descriptor_limit() {
+        tracing::warn!("cannot raise the limit on open files: {error}");
+    }
+    if let Err(error) = keep_descriptors_from_children() {
+        tracing::debug!("the launcher inherits what this process has inherited: {error}");
+    }
+    let launcher = Launcher::start();
+    service_manager::prepare();
+    let upgrades = UpgradeRequests::default();
+    let (service, pid_file) = begin(setup, &launcher, &upgrades, ready)?;
+    let stopper = Stopper::start(signals.handle())?;
+    loop {
+        match signals.forever().next() {
+            Some(SIGHUP) => {
+                service.reload_tls();
+                service.refresh_sizes();
+                service.reload();
+            }
+            Some(SIGUSR2) => match upgrade(&service, &launcher, &upgrades) {
+                Upgrade::GoesOn => {}
+                Upgrade::Done => {
+                    // What came meanwhile is meant for the one that serves.
+                    let stops =
+                        signals.pending().filter(|signal| [SIGTERM, SIGINT].contains(signal));
+                    stops.for_each(|signal| launcher.signal(signal));
+                    service.leave();
+                    pid_file.into_iter().for_each(PidFile::leave);
+                    return Ok(());
+                }
+                Upgrade::Lost(error) => {
+                    // Nothing of it may be touched any more.
+                    std::mem::forget(service);
+                    return Err(error);
+                }
+            },
+            _ => break,
+        }
+    }
+    let request = StopRequest::at(Instant::now());
+    tracing::debug!("finishing what is in flight");
+    // It was there before: at a limit on threads there might be none now.
+    stopper.stop(service);
+    let mut stops = signals.forever().filter(|signal| ![SIGHUP, SIGUSR2].contains(signal));
+    if stops.any(|_| !request.is_repeated_at(Instant::now())) {
+        bail!("quit at once on a second signal; what was in flight may be lost");
+    }
+    stopper.outcome().context("the server ended badly")?
+}
+
+/// Starts to serve or goes on, and tells those who want to know: the user, the pid file, the service manager.
+fn begin(
+    setup: &Setup,
+    launcher: &Launcher,
+    upgrades: &UpgradeRequests,
+    ready: impl FnOnce(&Service),
+) -> Result<(Service, Option<PidFile>)> {
+    if setup.hand_over {
+        // It was executed by a descriptor, whose number it would be called by.
+        let _ = rustix::thread::set_name(c"blockhouse");
+        let (service, pid_file) = take_over(setup, launcher, upgrades)?;
+        watchdog::start(service.workers().handles(), Started::Before);
+        return Ok((service, pid_file));
+    }
+    warnings::about(setup).iter().for_each(|warning| tracing::warn!("{warning}"));
+    let (service, pid_file) = start(setup, launcher, upgrades)?;
+    watchdog::start(service.workers().handles(), Started::Here);
+    ready(&service);
+    Ok((service, pid_file))
+}
+
+fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
+    setup.pid_file.as_deref().map(PidFile::write).transpose()
+}
+
+/// That of a storage daemon, whose commands are carried out.
+fn write_pid_of_daemon(setup: &Setup) -> Result<Option<PidFile>> {
+    if setup.storage_daemon.is_some() { write_pid(setup) } else { Ok(None) }
+}
+
+/// The loops beside those of guests. They are made before the sandbox forbids to make rings.
+struct LoopsAside {
+    control: Option<Workers>,
+    jobs: Option<Workers>,
+    metrics: Option<Workers>,
+    qmp: Option<Workers>,
+    reloads: Option<Workers>,
+}
+
+impl LoopsAside {
+    fn start(setup: &Setup) -> Result<Self> {
+        let start = |is_wanted: bool| {
+            is_wanted.then(|| Workers::start_aside(setup.loops.engine)).transpose()
+        };
+        let has_prefetch = setup.disks.iter().any(|disk| disk.prefetch.is_some());
+        // A configuration may have others when it is read again.
+        let is_asked = setup.control.is_some() || setup.has_qmp();
+        let has_jobs = has_prefetch || is_asked || setup.config.is_some();
+        Ok(Self {
+            control: start(setup.control.is_some())?,
+            jobs: start(has_jobs)?,
+            metrics: start(setup.metrics.is_some())?,
+            qmp: start(setup.has_qmp())?,
+            reloads: start(setup.config.is_some())?,
+        })
+    }
+}
+
+/// What is open, and not served yet.
+struct Opened {
+    workers: Workers,
+    disks: Vec<OpenedDisk>,
+    /// What is configured; `None`: what is going to be served.
+    configured: Option<Vec<ConfiguredDisk>>,
+    sockets: Vec<ListenSocket>,
+    devices: Vec<DeviceOfDisk>,
+    ublk: Vec<UblkOfDisk>,
+    control: Option<BoundSocket>,
+    tls: Option<Tls>,
+    /// Since when counters count.
+    since: StartTime,
+}
+
+impl Opened {
+    /// Confines the process. `others` are bound already.
+    fn confine(
+        &self,
+        setup: &Setup,
+        launcher: &Launcher,
+        others: &[BoundSocket],
+    ) -> Result<SandboxReport> {
+        let bound = self.sockets.iter().map(|socket| &socket.bound);
+        let bound = bound.chain(self.devices.iter().map(|(device, _)| &device.bound));
+        let opened = sandbox::Opened {
+            devices: self.devices.len(),
+            sockets: sandbox::socket_files(bound.chain(&self.control).chain(others)),
+        };
+        let sandbox = sandbox::enter(setup, &self.workers, &opened)?;
+        launcher.tell(launch_rules(setup, &sandbox));
+        Ok(sandbox)
+    }
+
+    /// Serves all of it, but metrics and QMP.
+    fn serve(
+        self,
+        setup: &Setup,
+        sandbox: SandboxReport,
+        loops: LoopsAside,
+        upgrades: &UpgradeRequests,
+    ) -> Result<Service> {
+        let Self { workers, disks, configured, sockets, devices, ublk, control, tls, since } = self;
+        let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
+        service.add_devices(devices)?;
+        match service.add_ublk(ublk) {
+            // What was taken over is served whatever becomes of one device.
+            Err(error) if setup.hand_over => tracing::error!("{error:#}"),
+            outcome => outcome?,
+        }
+        if let (Some(socket), Some(own)) = (control, loops.control) {
+            let answers = setup.control.as_ref().map(|control| control.answers.clone());
+            service.add_control(socket, answers.unwrap_or_default(), own, upgrades.clone())?;
+        }
+        match configured {
+            Some(configured) => service.running().set_configured(configured),
+            None => service.running().set_all_configured(),
+        }
+        service.add_jobs(loops.jobs);
+        service.add_reloads(loops.reloads);
+        Ok(service)
+    }
+}
+
+/// Starts to serve.
+fn start(
+    setup: &Setup,
+    launcher: &Launcher,
+    upgrades: &UpgradeRequests,
+) -> Result<(Service, Option<PidFile>)> {
+    let passed = sockets::from_systemd()?;
+    let workers = Workers::start(setup.workers, setup.loops)?;
+    if setup.loops.io_poll == IoPoll::On {
+        io_poll::check(workers.report(), &setup.disks)?;
+    }
+    ublk::check(setup, &workers)?;
+    let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
+    // Before the image: an address in use must not leave a new image behind.
+    let sockets = listen(setup, passed)?;
+    let devices = vhost_user::listen(setup)?;
+    let bind = |control: &ControlSocket| {
+        kept_sockets::bind(&Address::Unix(control.path.clone()), control.permissions)
+    };
+    let control = setup.control.as_ref().map(bind).transpose()?;
+    let mut others = Qmp::bind_all(setup)?;
+    let metrics = setup.metrics.as_ref().map(|address| address.bind()).transpose()?;
+    let qmp_count = others.len();
+    others.extend(metrics);
+    kept_sockets::give_up_unused();
+    let mut loops = LoopsAside::start(setup)?;
+    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
+    sandbox::enter_before_ceph(setup);
+    let disks = open_disks(&workers, setup, &state)?;
+    let ublk =
+        ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
+    // That of a storage daemon tells that its commands are carried out.
+    let pid_file = if setup.storage_daemon.is_some() { Ok(None) } else { write_pid(setup) };
+    let pid_file = pid_file.inspect_err(|_| close_all(&workers, &disks))?;
+    let disks = setup.disks.iter().cloned().zip(disks);
+    let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
+    let (configured, since) = (None, StartTime::now());
+    let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
+    let sandbox = opened.confine(setup, launcher, &others);
+    let sandbox = sandbox.inspect_err(|_| {
+        let disks: Vec<_> = opened.disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
+        close_all(&opened.workers, &disks);
+    })?;
+    let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
+    let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
+    let metrics = others.split_off(qmp_count).pop();
+    if let Some(own) = qmp_loop
+        && let Err(error) = service.add_qmp(qmp::Served::new(setup, others)?, own)
+    {
+        // The error that counts is the first one.
+        let _ = service.end();
+        return Err(error);
+    }
+    let pid_file = match write_pid_of_daemon(setup) {
+        Ok(own) => own.or(pid_file),
+        Err(error) => {
+            let _ = service.end();
+            return Err(error);
+        }
+    };
+    if let (Some(bound), Some(own)) = (metrics, metrics_loop) {
+        service.add_metrics(bound, own);
+    }
+    Ok((service, pid_file))
+}
+
+/// Closes disks that were never served. What fails then is not what is to be told.
+fn close_all(workers: &Workers, disks: &[Arc<ImageDisk>]) {
+    for disk in disks {
+        let disk = Arc::clone(disk);
+        let _ = workers.run(move || async move { disk.close().await });
+    }
+}
+
+/// Opens all disks, several at a time.
+///
+/// # Errors
+/// That of the first one that cannot be opened; then those that were opened are closed again.
+fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<Arc<ImageDisk>>> {
+    let (disks, state) = (setup.disks.clone(), state.clone());
+    let outcomes = workers.run(move || async move { open_all(&disks, &state).await });
+    let (opened, failed): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(Result::is_ok);
+    let opened: Vec<_> = opened.into_iter().flatten().map(Arc::new).collect();
+    match failed.into_iter().find_map(Result::err) {
+        None => Ok(opened),
+        Some(error) => {
+            close_all(workers, &opened);
+            Err(error)
+        }
+    }
+}
+
+/// Goes on with what another process serves.
+fn take_over(
+    setup: &Setup,
+    launcher: &Launcher,
+    upgrades: &UpgradeRequests,
+) -> Result<(Service, Option<PidFile>)> {
+    // Before anything is taken over.
+    let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
+    let mut loops = LoopsAside::start(setup)?;
+    let taken = destination::take_over(setup)?;
+    let TakenOver { workers, disks, configured, sockets, devices, ublk, control, .. } = taken;
+    sockets.iter().for_each(|socket| kept_sockets::keep(&socket.bound));
+    devices.iter().for_each(|(device, _)| kept_sockets::keep(&device.bound));
+    control.iter().for_each(kept_sockets::keep);
+    // Clients are served whatever becomes of the file.
+    let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
+    let since = taken.measured_since;
+    let configured = Some(configured);
+    let images: Vec<_> = disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
+    // Before the sandbox, in which their files cannot be opened.
+    let ublk = ublk::take_over(ublk, &workers, &images);
+    let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
+    let sandbox = opened.confine(setup, launcher, &[])?;
+    let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
+    let mut service = opened.serve(setup, sandbox, loops, upgrades)?;
+    service.add_qmp_when_free(setup, qmp_loop);
+    service.add_metrics_when_free(setup, metrics_loop);
+    tracing::info!("took over from process {}", taken.source.unwrap_or_default());
+    Ok((service, pid_file.unwrap_or_default()))
+}
+
+/// Who serves after upgrades were asked for.
+enum Upgrade {
+    /// This process.
+    GoesOn,
+    /// The process that was launched last.
+    Done,
+    /// None that can go on.
+    Lost(anyhow::Error),
+}
+
+/// Carries out the upgrades that were asked for, until one succeeds.
+fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -> Upgrade {
+    let mut request = upgrades.take();
+    loop {
+        // Without a request it was a signal that asked for it.
+        let (binary, encrypted, reply) = match request {
+            Some(UpgradeRequest { binary, encrypted, reply }) => (binary, encrypted, Some(reply)),
+            None => (None, EncryptedClients::Keep, None),
+        };
+        // The client may have gone.
+        let answer = |text| drop(reply.map(|reply| reply.send(text)));
+        match source::hand_over(service, launcher, binary, encrypted) {
+            Ok(Outcome::HandedOver(HandedOver { process, gap })) => {
+                tracing::info!("process {process} serves now; requests waited for {gap:?}");
+                answer(Ok(UpgradeReply { process, gap_us: gap.as_micros() as u64 }));
+                return Upgrade::Done;
+            }
+            Ok(Outcome::Lost(error)) => return Upgrade::Lost(error),
+            Err(error) => {
+                tracing::warn!("not upgraded, this server goes on: {error:#}");
+                answer(Err(format!("not upgraded, the server goes on: {error:#}")));
+            }
+        }
+        match upgrades.take() {
+            Some(next) => request = Some(next),
+            None => return Upgrade::GoesOn,
+        }
+    }
+}
+
+/// What the launcher of this server may start.
+fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
+    LaunchRules {
+        arguments: source::arguments(),
+        user: setup.user,
+        programs: setup.upgrade_to.clone(),
+        reach: sandbox.reach().clone(),
+        capabilities: sandbox::capabilities_of_successor(setup),
+    }
+}
+
+/// Listens for NBD clients: at the sockets of the service manager, of the setup, or at one named after the image.
+fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> {
+    let all = || match &setup.offers {
+        Some(offers) => offers.all().map_err(WrongUsage),
+        None => Err(WrongUsage("the configuration serves nothing at the passed sockets".into())),
+    };
+    if !passed.is_empty() {
+        let sockets = match setup.nbd.is_empty() {
+            true => sockets::passed_for_all(passed, &all()?),
+            false => sockets::passed_for(passed, setup.nbd.clone(), setup.tls.as_ref()),
+        };
+        return Ok(sockets.map_err(WrongUsage)?);
+    }
+    let has_devices = !setup.devices.is_empty() || !setup.ublk.is_empty();
+    let is_filled_later = setup.config.is_some() || setup.storage_daemon.is_some();
+    if setup.nbd.is_empty() && !has_devices && !is_filled_later {
+        return Ok(vec![sockets::at_default(&setup.disks[0].path, setup.permissions, all()?)?]);
+    }
+    sockets::bind_uris(setup.nbd.clone(), setup.permissions, setup.tls.as_ref())
+}

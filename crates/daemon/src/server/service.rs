@@ -1,0 +1,372 @@
+//! What serves: workers, what runs on them, the control socket, and their orderly end.
+
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use blockhouse_nbd::uri::NbdUri;
+use blockhouse_nbd::{BoundSocket, Server};
+use sd_notify::NotifyState;
+
+use crate::control::{Closed, Control, Gate, listed_jobs};
+use crate::endpoints::sockets::ListenSocket;
+use crate::endpoints::tls::Tls;
+use crate::endpoints::ublk::UblkOfDisk;
+use crate::endpoints::vhost_user::DeviceOfDisk;
+use crate::events::Subscription;
+use crate::hand_over::requests::UpgradeRequests;
+use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
+use crate::options::control_socket::Answers;
+use crate::process::service_manager;
+use crate::process::workers::Workers;
+use crate::qmp::{self, Qmp};
+use crate::running::{
+    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningExport,
+    RunningUblk, ServedSocket, SocketOffer,
+};
+use crate::sandbox::SandboxReport;
+use crate::server::finishing::{Finishing, close_all};
+use crate::setup::Setup;
+use crate::setup::offers::Offer;
+
+/// How often what the control socket does is asked for.
+const CONTROL_RETRY: Duration = Duration::from_millis(5);
+
+/// Everything that serves.
+pub struct Service {
+    workers: Workers,
+    running: Arc<Running>,
+    control: Option<Control>,
+    qmp: Option<Qmp>,
+    metrics: Option<MetricsServer>,
+    /// The loop that reads the configuration again, if there is one: no guest waits for what is opened.
+    reloads: Option<Workers>,
+}
+
+impl Service {
+    /// Serves open disks at NBD sockets.
+    ///
+    /// # Errors
+    /// Limits that cannot be put in force, or a socket that cannot be used.
+    pub(crate) fn start(
+        workers: Workers,
+        disks: Vec<OpenedDisk>,
+        sockets: Vec<ListenSocket>,
+        setup: &Setup,
+        secrets: (Option<Tls>, SandboxReport),
+        measured_since: StartTime,
+    ) -> Result<Self> {
+        let running =
+            Running::new(workers.handles(), workers.report(), setup, secrets, measured_since);
+        let running = Arc::new(running);
+        let disks = adopt_all(&running, disks)?;
+        for ListenSocket { bound, security, offers, connections } in sockets {
+            let offers = offers.into_iter();
+            let offers = offers.map(|offer| SocketOffer {
+                name: offer.name,
+                disk: Arc::clone(&disks[offer.image]),
+                access: offer.access,
+            });
+            running.serve_socket(bound, security, offers.collect(), connections)?;
+        }
+        Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
+    }
+
+    /// Serves vhost-user-blk devices at their sockets.
+    ///
+    /// # Errors
+    /// No thread can be had for one.
+    pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceOfDisk>) -> Result<()> {
+        let disks = self.running.disks();
+        let mut sockets = sockets.into_iter();
+        sockets.try_for_each(|(socket, disk)| self.running.serve_device(socket, &disks[disk]))
+    }
+
+    /// Serves block devices of this host.
+    pub(crate) fn add_ublk(&self, devices: Vec<UblkOfDisk>) -> Result<()> {
+        let disks = self.running.disks();
+        let mut devices = devices.into_iter();
+        devices.try_for_each(|(device, disk)| self.running.serve_ublk(device, &disks[disk]))
+    }
+
+    /// The block devices of this host, in the order in which they were added.
+    pub(crate) fn ublk_devices(&self) -> Vec<Arc<RunningUblk>> {
+        self.running.ublk_devices()
+    }
+
+    /// Runs the jobs that are asked for on this loop, and those that disks begin by themselves.
+    pub(crate) fn add_jobs(&self, workers: Option<Workers>) {
+        let Some(workers) = workers else { return };
+        let (handle, running) = (workers.first().clone(), Arc::clone(&self.running));
+        self.running.jobs().run_on(workers);
+        drop(handle.spawn(move || async move {
+            for disk in running.disks() {
+                running.begin_prefetch(&disk).await;
+            }
+        }));
+    }
+
+    /// Serves requests at a control socket: those for the methods of `answers`.
+    pub(crate) fn add_control(
+        &mut self,
+        socket: BoundSocket,
+        answers: Answers,
+        workers: Workers,
+        upgrades: UpgradeRequests,
+    ) -> Result<()> {
+        let running = Arc::clone(&self.running);
+        self.control = Some(Control::start(socket, workers, running, answers, upgrades)?);
+        Ok(())
+    }
+
+    /// Serves QMP, when the first commands of it are carried out.
+    ///
+    /// # Errors
+    /// That of the first command that fails.
+    pub(crate) fn add_qmp(&mut self, served: qmp::Served, workers: Workers) -> Result<()> {
+        let (qmp, outcome) = Qmp::start(served, workers, Arc::clone(&self.running));
+        self.qmp = Some(qmp);
+        outcome
+    }
+
+    /// As [`add_qmp`](Self::add_qmp), once the process that another one goes on for has ended.
+    pub(crate) fn add_qmp_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
+        if let (Some(socket), Some(workers)) = (setup.qmp.clone(), workers) {
+            self.qmp = Some(Qmp::start_when_free(socket, workers, Arc::clone(&self.running)));
+        }
+    }
+
+    /// Serves metrics at a listening socket.
+    pub(crate) fn add_metrics(&mut self, bound: BoundSocket, workers: Workers) {
+        self.metrics = Some(MetricsServer::start(bound, workers, self.running.clone()));
+    }
+
+    /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
+    pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
+        if let (Some(address), Some(workers)) = (setup.metrics.clone(), workers) {
+            self.metrics =
+                Some(MetricsServer::start_when_free(address, workers, self.running.clone()));
+        }
+    }
+
+    /// Reads the configuration again by this loop, whenever that is asked for.
+    pub(crate) fn add_reloads(&mut self, workers: Option<Workers>) {
+        self.reloads = workers;
+    }
+
+    /// The loops.
+    pub(crate) fn workers(&self) -> &Workers {
+        &self.workers
+    }
+
+    /// The disks, in the order in which they were opened.
+    pub(crate) fn disks(&self) -> Vec<Arc<RunningDisk>> {
+        self.running.disks()
+    }
+
+    /// The server of NBD clients.
+    pub(crate) fn server(&self) -> &Server {
+        self.running.server()
+    }
+
+    /// Reads the files of TLS again.
+    pub(crate) fn reload_tls(&self) {
+        self.running.reload_tls();
+    }
+
+    /// The listening sockets of NBD clients, in the order in which they were first served.
+    pub(crate) fn sockets(&self) -> Vec<Arc<ServedSocket>> {
+        self.running.sockets()
+    }
+
+    /// The exports at a socket: images are places of disks.
+    pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<Offer> {
+        let disks = self.disks();
+        let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
+        let exports = self.running.exports_at(socket).into_iter();
+        let offer = |(name, export): (String, RunningExport)| {
+            Some(Offer { name, image: place(&export.disk)?, access: export.access })
+        };
+        exports.filter_map(offer).collect()
+    }
+
+    /// The control socket.
+    pub(crate) fn control(&self) -> Option<&Control> {
+        self.control.as_ref()
+    }
+
+    /// The vhost-user-blk devices, in the order in which they were added.
+    pub(crate) fn devices(&self) -> Vec<Arc<RunningDevice>> {
+        self.running.devices()
+    }
+
+    /// What runs, by name.
+    pub(crate) fn running(&self) -> &Running {
+        &self.running
+    }
+
+    /// Holds off what is asked at the control socket and by QMP, once what is carried out now has ended. `None` if that takes
+    /// longer than `time`.
+    pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
+        let deadline = Instant::now() + time;
+        let control = self.control.iter().map(Control::gate);
+        let gates = control.chain(self.qmp.iter().map(Qmp::gate));
+        gates.map(|gate| pause(gate, deadline)).collect()
+    }
+
+    /// Ends without touching what another process goes on with: no file of a socket is removed, no lock given back, no
+    /// connection closed. All of that is left to the end of this process.
+    pub(crate) fn leave(mut self) {
+        // So that the client that asked for it gets its answer.
+        self.control.take().into_iter().for_each(Control::leave);
+        // The other process waits for its address, as it does for that of the metrics.
+        self.qmp.take().into_iter().for_each(|qmp| qmp.stop().stop());
+        self.metrics.take().into_iter().for_each(MetricsServer::stop);
+        std::mem::forget(self);
+    }
+
+    /// Takes over the sizes of images that became longer, has guests told, and held writes tried again.
+    pub(crate) fn refresh_sizes(&self) {
+        for disk in self.disks() {
+            let (running, name) = (Arc::clone(&self.running), disk.name().to_owned());
+            let refreshed = self.workers.run(move || async move { running.refresh(&name).await });
+            if let Err(error) = refreshed {
+                tracing::error!("{error:#}");
+            }
+        }
+    }
+
+    /// Takes over the configuration, if there is one, and logs what that did.
+    pub(crate) fn reload(&self) {
+        let Some(path) = self.running.config().map(ToOwned::to_owned) else { return };
+        let running = Arc::clone(&self.running);
+        let Some(workers) = &self.reloads else { return };
+        let outcome = workers.run(move || async move { running.reload(&path).await });
+        match outcome {
+            Ok(done) => done.log(),
+            Err(error) => tracing::error!("not reloaded, everything stays as it is: {error:#}"),
+        }
+    }
+
+    /// A line for each export, of its address, when everything listens; with engine, FUA and sandbox if it is to say more.
+    pub fn ready_lines(&self, is_verbose: bool) -> Vec<String> {
+        let report = self.workers.report();
+        if report.refused.is_empty() {
+            tracing::debug!("engine {report}");
+        } else {
+            tracing::info!("engine {report}");
+        }
+        let exports = self.running.exports();
+        let line = |export: &RunningExport| match is_verbose {
+            false => format!("ready {}", export.address),
+            true => {
+                let disk = self.running.find(&export.disk).map(|disk| Arc::clone(&disk.disk));
+                let fua = disk.map(|disk| {
+                    self.workers.run(move || async move { disk.capabilities().fua }).as_str()
+                });
+                let fua = fua.unwrap_or_default();
+                let (engine, sandbox) = (report.engine, self.running.sandbox());
+                format!("ready {} engine={engine} fua={fua} sandbox={sandbox}", export.address)
+            }
+        };
+        exports.iter().map(line).collect()
+    }
+
+    /// Tells the service manager that everything listens.
+    pub fn notify_ready(&self) {
+        let count = |number: usize, one: &str, more: &str| match number {
+            1 => format!("1 {one}"),
+            _ => format!("{number} {more}"),
+        };
+        let disks = count(self.running.disks().len(), "disk", "disks");
+        let addresses = count(self.running.exports().len(), "address", "addresses");
+        let engine = self.workers.report().engine;
+        let status = format!("serving {disks} at {addresses} by {engine}");
+        service_manager::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    }
+
+    /// The URI of the first NBD export, if that is the first of all.
+    pub fn first_uri(&self) -> Option<NbdUri> {
+        match self.running.exports().into_iter().next()?.address {
+            ExportAddress::Nbd(uri) => Some(uri),
+            ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
+        }
+    }
+
+    /// Stops accepting, completes what is in flight, and flushes. What a storage does not answer is given up.
+    pub(crate) fn end(self) -> Result<()> {
+        let Self { workers, running, control, qmp, metrics, reloads } = self;
+        // So that nothing else holds the disks.
+        metrics.into_iter().for_each(MetricsServer::stop);
+        // What waits for its turn is let go, so that the end does not wait for it.
+        let disks = running.disks();
+        let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
+        // Nor for room on the host.
+        disks.iter().for_each(|disk| disk.disk.end_holding());
+        // While the workers still execute what it may wait for.
+        // Requests wait for jobs.
+        let jobs = running.jobs().stop();
+        let handle = workers.first().clone();
+        let finished = Finishing { running: Arc::clone(&running), handle, control, qmp }.finish();
+        let (disks, is_finished) = (running.disks(), finished.is_some());
+        let (are_closed, outcome) = workers.run(move || close_all(disks, is_finished));
+        let asked = finished.map(|finished| finished.asked).unwrap_or_default();
+        let loops = [jobs, reloads].into_iter().flatten().chain(asked).chain([workers]);
+        if !(is_finished && are_closed) {
+            tracing::warn!(
+                "ends beside what does not: requests, clients, or what the control socket was asked for"
+            );
+            // A request in flight there may be waited for for ever.
+            loops.for_each(std::mem::forget);
+            return outcome;
+        }
+        drop(running);
+        // After the last flush: a disk may have connections on the loop by which it was opened, or moved.
+        loops.for_each(Workers::stop);
+        outcome
+    }
+}
+
+/// Closes a gate between requests, if there is a time between them before `deadline`.
+fn pause(gate: &Gate, deadline: Instant) -> Option<Closed<'_>> {
+    loop {
+        if let Some(closed) = gate.try_close() {
+            return Some(closed);
+        }
+        if Instant::now() >= deadline {
+            return None;
+        }
+        sleep(CONTROL_RETRY);
+    }
+}
+
+/// Takes in the disks that were opened, with their limits.
+fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<RunningDisk>>> {
+    let adopt = |OpenedDisk { setup, disk, earlier }| {
+        let moved = earlier.as_ref().and_then(|earlier: &EarlierLife| earlier.moved.clone());
+        (running.adopt(setup, disk, moved), earlier)
+    };
+    let adopted: Vec<_> = disks.into_iter().map(adopt).collect();
+    for (disk, earlier) in &adopted {
+        match earlier {
+            None => running.limit_as_set_up(disk)?,
+            Some(earlier) => running.limit_as_before(disk, earlier.limits.as_ref())?,
+        }
+    }
+    Ok(adopted.into_iter().map(|(disk, _)| disk).collect())
+}
+
+impl Observed for Running {
+    fn samples(&self) -> Vec<Samples> {
+        self.gathered()
+    }
+
+    fn jobs(&self) -> serde_json::Value {
+        serde_json::json!(listed_jobs(self))
+    }
+
+    fn subscribe(&self) -> Subscription {
+        self.events().subscribe()
+    }
+}

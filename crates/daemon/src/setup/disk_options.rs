@@ -1,0 +1,355 @@
+//! A disk as people describe it: in the configuration and in `disk.open`, with the same words as the command line.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use blockhouse_disk::{
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
+    OnFull, RemoteBacking, SideFile, is_address,
+};
+use blockhouse_nbd::MAX_EXPORT_BITMAPS;
+use blockhouse_storage::Location;
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+use crate::options::limit_options::LimitOptions;
+use crate::options::text_fields::{Size, some_size, some_text, text};
+use crate::options::threshold::Threshold;
+use crate::setup::DiskSetup;
+
+/// A disk to be opened.
+#[derive(Clone, Debug, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct DiskOptions {
+    /// The disk's name, unlike all others. Left out: the name of the image's file.
+    pub name: Option<String>,
+    /// The image: an absolute path, or the URI of an export of another server.
+    pub path: PathBuf,
+    /// raw, qcow2, or a format that is only read (docs/formats.md). Left out, the file's name decides (.qcow2 and
+    /// those formats, otherwise raw).
+    #[serde(default, deserialize_with = "some_text")]
+    #[schemars(with = "Option<String>")]
+    pub format: Option<ImageFormat>,
+    /// Refuse all writes.
+    #[serde(default)]
+    pub read_only: bool,
+    /// The host's cache: none, writeback, writethrough, directsync or unsafe. Left out: none.
+    #[serde(default, deserialize_with = "text")]
+    #[schemars(with = "Option<String>")]
+    pub cache: CacheMode,
+    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does nothing. Left out: unmap.
+    #[serde(default)]
+    pub discard: DiscardName,
+    /// Writes of nothing but zeros: off, on or unmap. Left out: off.
+    #[serde(default)]
+    pub detect_zeroes: DetectZeroesName,
+    /// Bytes of the disk's sectors, 512 to 4096, by which its partitions are numbered. Left out: as the image says (VHDX),
+    /// otherwise 512.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub logical_block_size: Option<u64>,
+    /// Bytes of the blocks that guests had better write at once. Left out: the host's.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub physical_block_size: Option<u64>,
+    /// Bytes of the unit of discards that guests are told. Left out: a cluster, at least 64 KiB.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub discard_granularity: Option<u64>,
+    /// Writes that find no room on the host: report fails them with ENOSPC, hold has them wait until there is some. Left
+    /// out: report.
+    #[serde(default)]
+    pub on_full: OnFullName,
+    /// With on-full hold: for how many seconds each waits at most, before it fails. Left out: 300.
+    pub hold_seconds: Option<u32>,
+    /// How little room may be left on the host before the event disk.threshold tells: bytes, as a text like "10G", or "10%" of
+    /// all. Left out: nothing is told.
+    #[serde(default, deserialize_with = "some_text")]
+    #[schemars(with = "Option<String>")]
+    pub threshold: Option<Threshold>,
+    /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
+    #[serde(default)]
+    pub copy_on_read: bool,
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (0: no limit), and
+    /// detach the backing file: the job `stream`. Left out: not.
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub prefetch: Option<u64>,
+    /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
+    pub snapshot: Option<String>,
+    /// Make the image with this size if it is missing: bytes, or a text like "20G".
+    #[serde(default, deserialize_with = "some_size")]
+    #[schemars(with = "Option<Size>")]
+    pub create: Option<u64>,
+    /// What the image may name as its backing file or data file, beside regular files below its own folder: folders and
+    /// files, by absolute paths.
+    #[serde(default)]
+    pub allow_paths: Vec<PathBuf>,
+    /// Whether the image may name an export of another server as its backing file.
+    #[serde(default)]
+    pub allow_remote: bool,
+    /// Whether no name in the image is followed: it has no backing file, no data file and no extents elsewhere, or is
+    /// refused.
+    #[serde(default)]
+    pub no_references: bool,
+    /// Whether the backing file that the image names is left out: what the image does not have reads as zeros.
+    #[serde(default)]
+    pub without_backing: bool,
+    /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on each image of the chain.
+    #[serde(default)]
+    pub key_files: Vec<PathBuf>,
+    /// Files whose first line is the passphrase of an encrypted image, by absolute paths.
+    #[serde(default)]
+    pub passphrase_files: Vec<PathBuf>,
+    /// Persistent bitmaps of the image that NBD clients may ask for (qemu:dirty-bitmap:NAME), by their names.
+    #[serde(default)]
+    pub bitmaps: Vec<String>,
+    /// Where the bitmaps of a raw image are: a file, or a folder with one named after the image, by its absolute path. Left out:
+    /// beside the image.
+    pub bitmaps_in: Option<PathBuf>,
+    /// Whether these bitmaps are used also where nothing tells whether somebody else has written to the image.
+    #[serde(default)]
+    pub trust_bitmaps: bool,
+    /// How many operations and bytes a second it may have. Left out: no limits.
+    #[serde(default)]
+    pub limits: LimitOptions,
+    /// Where it is served: URIs of NBD exports, absolute paths of vhost-user-blk sockets.
+    #[serde(default)]
+    pub exports: Vec<String>,
+}
+
+/// Refuses to fill a disk from its backing file that is read-only.
+///
+/// # Errors
+/// What contradicts itself, in words.
+pub fn check_filling(
+    copy_on_read: bool,
+    prefetch: Option<u64>,
+    is_read_only: bool,
+) -> Result<(), String> {
+    match (copy_on_read || prefetch.is_some()) && is_read_only {
+        true => Err("copy-on-read and prefetch write to the image: leave read-only and snapshot out, or these".into()),
+        false => Ok(()),
+    }
+}
+
+/// What discards do.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiscardName {
+    /// The space goes back to the host.
+    #[default]
+    Unmap,
+    /// Nothing.
+    Ignore,
+}
+
+/// What becomes of writes that find no room.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnFullName {
+    /// They fail.
+    #[default]
+    Report,
+    /// They wait.
+    Hold,
+}
+
+/// What becomes of writes of zeros.
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum DetectZeroesName {
+    /// They are written.
+    #[default]
+    Off,
+    /// It is stored that the range is zero.
+    On,
+    /// So, and its space goes back to the host.
+    Unmap,
+}
+
+impl DiskOptions {
+    /// The disk that is to be opened.
+    ///
+    /// # Errors
+    /// What contradicts itself, in words.
+    pub fn setup(&self) -> Result<DiskSetup, String> {
+        if !is_address(self.path.as_os_str().as_bytes()) {
+            check_absolute(&self.path)?;
+        }
+        let named = self.allow_paths.iter().chain(&self.key_files).chain(&self.passphrase_files);
+        named.chain(&self.bitmaps_in).try_for_each(|path| check_absolute(path))?;
+        if self.trust_bitmaps && self.bitmaps_in.is_none() {
+            return Err("trust-bitmaps needs bitmaps-in".into());
+        }
+        let name = self
+            .name
+            .clone()
+            .or_else(|| Location::label(&self.path))
+            .filter(|name| !name.is_empty());
+        let name = name.ok_or("the disk has no name, and its path names no file")?;
+        let discard = match self.discard {
+            DiscardName::Unmap => Discard::Unmap,
+            DiscardName::Ignore => Discard::Ignore,
+        };
+        let detect_zeroes = match self.detect_zeroes {
+            DetectZeroesName::Off => DetectZeroes::Off,
+            DetectZeroesName::On => DetectZeroes::On,
+            DetectZeroesName::Unmap => DetectZeroes::Unmap,
+        };
+        if detect_zeroes == DetectZeroes::Unmap && discard == Discard::Ignore {
+            return Err(
+                "detect-zeroes unmap needs discard unmap; detect-zeroes on does without".into()
+            );
+        }
+        if self.create.is_some() && self.snapshot.is_some() {
+            return Err("a new image has no snapshots; leave out create or snapshot".into());
+        }
+        if self.no_references && (self.allow_remote || !self.allow_paths.is_empty()) {
+            return Err(
+                "no-references follows no name; leave allow-paths and allow-remote out, or it"
+                    .into(),
+            );
+        }
+        check_filling(self.copy_on_read, self.prefetch, self.read_only || self.snapshot.is_some())?;
+        check_bitmaps(&self.bitmaps, self.snapshot.as_deref())?;
+        Ok(DiskSetup {
+            name,
+            path: self.path.clone(),
+            format: self.format,
+            access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
+            cache: self.cache,
+            discard,
+            detect_zeroes,
+            block_sizes: BlockSizes::new(
+                self.logical_block_size,
+                self.physical_block_size,
+                self.discard_granularity,
+            )?,
+            on_full: OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)?,
+            threshold: self.threshold,
+            copy_on_read: self.copy_on_read,
+            prefetch: self.prefetch,
+            create: self.create.map(|size| size.next_multiple_of(512)),
+            snapshot: self.snapshot.clone(),
+            allow_paths: self.allow_paths.clone(),
+            no_references: self.no_references,
+            part: None,
+            backing_use: match self.without_backing {
+                true => BackingUse::LeftOut,
+                false => BackingUse::Followed,
+            },
+            keys: KeyFiles {
+                keys: self.key_files.clone(),
+                passphrases: self.passphrase_files.clone(),
+            },
+            bitmaps: self.bitmaps.clone(),
+            side_file: self
+                .bitmaps_in
+                .clone()
+                .map(|path| SideFile { path, is_alone: self.trust_bitmaps }),
+            throttle: self.limits.throttle()?,
+            remote_backing: match self.allow_remote {
+                true => RemoteBacking::Allowed,
+                false => RemoteBacking::Refused,
+            },
+        })
+    }
+}
+
+/// Refuses bitmaps that cannot be offered to NBD clients.
+///
+/// # Errors
+/// There are too many, one is named twice, or a snapshot is served.
+pub fn check_bitmaps(bitmaps: &[String], snapshot: Option<&str>) -> Result<(), String> {
+    if !bitmaps.is_empty() && snapshot.is_some() {
+        return Err("bitmaps tell of the disk and not of a snapshot; leave out one of them".into());
+    }
+    if bitmaps.len() > MAX_EXPORT_BITMAPS {
+        let count = bitmaps.len();
+        return Err(format!("{count} bitmaps are more than an export has ({MAX_EXPORT_BITMAPS})"));
+    }
+    match bitmaps.iter().enumerate().find(|(index, name)| bitmaps[..*index].contains(name)) {
+        Some((_, name)) => Err(format!("the bitmap '{name}' is named twice; name it once")),
+        None => Ok(()),
+    }
+}
+
+/// Refuses a path that depends on the working directory of a server.
+///
+/// # Errors
+/// Where it is relative.
+pub fn check_absolute(path: &Path) -> Result<(), String> {
+    match path.is_absolute() {
+        true => Ok(()),
+        false => Err(format!("{}: write the whole path, from / on", path.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(json: &str) -> Result<DiskSetup, String> {
+        let options: DiskOptions = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        options.setup()
+    }
+
+    #[test]
+    fn a_disk_is_described_in_the_words_of_the_command_line() {
+        let disk = options(r#"{"path":"/vm/a.qcow2"}"#).expect("a path is enough");
+        assert_eq!(
+            (disk.name.as_str(), disk.cache, disk.create),
+            ("a.qcow2", CacheMode::None, None)
+        );
+        let disk = options(
+            r#"{"path":"/a","name":"n","format":"raw","read-only":true,"cache":"unsafe","create":"1.5K"}"#,
+        );
+        let disk = disk.expect("all of it makes sense");
+        assert!(disk.is_read_only() && disk.format == Some(ImageFormat::Raw));
+        assert_eq!(
+            (disk.name.as_str(), disk.cache, disk.create),
+            ("n", CacheMode::Unsafe, Some(1536))
+        );
+    }
+
+    #[test]
+    fn writes_that_find_no_room_are_held_for_five_minutes_or_as_long_as_is_said() {
+        let on_full = |json| options(json).expect("it makes sense").on_full;
+        let hold = |seconds| OnFull::Hold(std::time::Duration::from_secs(seconds));
+        assert_eq!(on_full(r#"{"path":"/a"}"#), OnFull::Report);
+        assert_eq!(on_full(r#"{"path":"/a","on-full":"report"}"#), OnFull::Report);
+        assert_eq!(on_full(r#"{"path":"/a","on-full":"hold"}"#), hold(300));
+        assert_eq!(on_full(r#"{"path":"/a","on-full":"hold","hold-seconds":7}"#), hold(7));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for (json, why) in [
+            (r#"{}"#, "path"),
+            (r#"{"path":"a"}"#, "whole path"),
+            (r#"{"path":"/"}"#, "no name"),
+            (r#"{"path":"/a","name":""}"#, "no name"),
+            (r#"{"path":"/a","cache":"some"}"#, "no cache mode 'some'"),
+            (r#"{"path":"/a","format":"vmx"}"#, "vmx"),
+            (r#"{"path":"/a","create":-1}"#, "negative"),
+            (r#"{"path":"/a","create":"1Q"}"#, "no unit"),
+            (r#"{"path":"/a","create":18446744073709551615}"#, "too large"),
+            (r#"{"path":"/a","detect-zeroes":"unmap","discard":"ignore"}"#, "needs discard unmap"),
+            (r#"{"path":"/a","create":1,"snapshot":"s"}"#, "no snapshots"),
+            (r#"{"path":"/a","logical-block-size":"8K"}"#, "from 512 to 4096"),
+            (r#"{"path":"/a","no-references":true,"allow-paths":["/b"]}"#, "follows no name"),
+            (r#"{"path":"/a","bitmaps":["b"],"snapshot":"s"}"#, "not of a snapshot"),
+            (r#"{"path":"/a","bitmaps":["b","c","b"]}"#, "'b' is named twice"),
+            (r#"{"path":"/a","on-full":"hold","hold-seconds":0}"#, "holds nothing"),
+            (r#"{"path":"/a","hold-seconds":5}"#, "needs on-full hold"),
+            (r#"{"path":"/a","on-full":"stop"}"#, "stop"),
+            (r#"{"path":"/a","bitmaps-in":"b"}"#, "whole path"),
+            (r#"{"path":"/a","trust-bitmaps":true}"#, "needs bitmaps-in"),
+            (r#"{"path":"/a","read_only":true}"#, "unknown field"),
+        ] {
+            let error = options(json).expect_err(json);
+            assert!(error.contains(why), "{json}: {error}");
+        }
+    }
+}

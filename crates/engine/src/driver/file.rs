@@ -1,0 +1,149 @@
+//! An open file as the engines see it.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::driver::byte_lock;
+use crate::driver::detached_syncs::DetachedSyncs;
+use crate::driver::fixed_files::FileId;
+use crate::driver::io_poll::Pollable;
+use crate::driver::registrations::Registrations;
+
+/// An open file and what an engine must know to choose a way for it.
+pub(crate) struct File {
+    descriptor: OwnedFd,
+    pub(crate) medium: Medium,
+    pub(crate) caching: Caching,
+    /// Of the file, however often it is open.
+    pub(crate) detached_syncs: Arc<DetachedSyncs>,
+    /// In which rings it has a slot.
+    pub(crate) registrations: Registrations<FileId>,
+    /// Which completions can be polled for.
+    pub(crate) pollable: Pollable,
+    /// Whether its locks are given back when it is dropped, or belong to another process as well.
+    releases_locks: AtomicBool,
+}
+
+/// Where the bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Medium {
+    /// In memory (tmpfs): an operation is a copy and never waits for a device, so that doing it on
+    /// the spot is cheaper than any way to do it asynchronously.
+    Memory,
+    /// Behind something that may take its time.
+    Device,
+}
+
+/// Whether the host's page cache stands in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Caching {
+    /// `O_DIRECT`.
+    Direct,
+    PageCache,
+}
+
+impl File {
+    pub(crate) fn new(descriptor: OwnedFd, medium: Medium, caching: Caching) -> Self {
+        let (detached_syncs, registrations) = (Arc::default(), Registrations::new(FileId::take()));
+        let pollable = match caching {
+            Caching::Direct => Pollable::find(&descriptor),
+            Caching::PageCache => Pollable::none(),
+        };
+        let releases_locks = AtomicBool::new(true);
+        Self {
+            descriptor,
+            medium,
+            caching,
+            detached_syncs,
+            registrations,
+            pollable,
+            releases_locks,
+        }
+    }
+
+    /// Whether the file's locks are given back when it is dropped, because it is this process's alone.
+    pub(crate) fn releases_locks(&self) -> bool {
+        self.releases_locks.load(Ordering::Acquire)
+    }
+
+    /// Says whether the file's locks are given back when it is dropped. They belong to the open file
+    /// description, which another process may have, too.
+    pub(crate) fn set_releases_locks(&self, releases: bool) {
+        self.releases_locks.store(releases, Ordering::Release);
+    }
+
+    /// The same file opened once more, through the page cache. `path` is where it was opened.
+    ///
+    /// # Errors
+    /// The kernel's; ESTALE where there is no /proc and another file is at `path` by now.
+    pub(crate) fn reopen_cached(&self, access: OFlags, path: &Path) -> rustix::io::Result<Self> {
+        let flags = access | OFlags::CLOEXEC;
+        let link = format!("/proc/self/fd/{}", self.raw());
+        let descriptor = match rustix::fs::open(link, flags, Mode::empty()) {
+            // A chroot or container without /proc.
+            Err(Errno::NOENT | Errno::NOTDIR) => self.reopen_at(path, flags)?,
+            opened => opened?,
+        };
+        Ok(self.through_page_cache(descriptor))
+    }
+
+    /// The same file, which is open a second time by `descriptor`, through the page cache.
+    pub(crate) fn through_page_cache(&self, descriptor: OwnedFd) -> Self {
+        Self {
+            descriptor,
+            medium: self.medium,
+            caching: Caching::PageCache,
+            detached_syncs: Arc::clone(&self.detached_syncs),
+            registrations: Registrations::new(FileId::take()),
+            pollable: Pollable::none(),
+            // Locks are taken by the first one.
+            releases_locks: AtomicBool::new(false),
+        }
+    }
+
+    /// Opens the path and makes sure that this file is there.
+    fn reopen_at(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        // What took its place may be a pipe, and those wait.
+        let descriptor = rustix::fs::open(path, flags | OFlags::NONBLOCK, Mode::empty())?;
+        let identity = |descriptor: &OwnedFd| {
+            rustix::fs::fstat(descriptor).map(|status| (status.st_dev, status.st_ino))
+        };
+        if identity(&descriptor)? != identity(&self.descriptor)? {
+            return Err(Errno::STALE);
+        }
+        rustix::fs::fcntl_setfl(&descriptor, flags & !OFlags::CLOEXEC)?;
+        Ok(descriptor)
+    }
+
+    /// Where it is now, for messages.
+    pub(crate) fn path(&self) -> String {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", self.raw()));
+        link.map_or_else(|_| "an open file".into(), |path| path.display().to_string())
+    }
+
+    pub(crate) fn raw(&self) -> RawFd {
+        self.descriptor.as_raw_fd()
+    }
+}
+
+impl Drop for File {
+    /// A ring may keep the file open for a moment more, in a slot or for an operation that is over, and its
+    /// locks with it.
+    fn drop(&mut self) {
+        if *self.releases_locks.get_mut() {
+            // A file system without locks refuses, and then there is none.
+            let _ = byte_lock::release_all(self.descriptor.as_fd());
+        }
+    }
+}
+
+impl AsFd for File {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}

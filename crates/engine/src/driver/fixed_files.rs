@@ -1,0 +1,196 @@
+//! Open files in a ring's own table (`IORING_REGISTER_FILES`), so that a request names a slot there and
+//! the kernel need not look the descriptor up.
+//!
+//! A file has a small id of its own, which the process gives out at open. Each ring finds the slot by one
+//! look into an array. A slot is filled by the file's first request on that ring.
+//!
+//! Guarantees: a slot is emptied only after the file was closed. That is after its last request completed,
+//! as each request owns the file; so no request finds another file in its slot. An id is given out again
+//! only after every ring has emptied the file's slot. A file that finds no slot keeps its descriptor.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use io_uring::Submitter;
+use parking_lot::Mutex;
+
+use crate::driver::registrations::{Registrations, Unregister};
+
+/// Slots of one ring. A ring with more images uses the descriptors of the others.
+const SLOTS: u32 = 256;
+
+/// Whether the rings know open files by slots of their own tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FixedFiles {
+    /// Every request names a slot, where the kernel (5.19 on) has such tables and the file found one.
+    On,
+    /// Every request names the plain descriptor.
+    Off,
+}
+
+/// The id of an open file in this process. It goes back when the last owner is gone: the file
+/// itself, or a ring that has it in a slot.
+pub(crate) struct FileId(u32);
+
+/// What is free below `next`, the smallest id that was never given out.
+struct FileIds {
+    free: Vec<u32>,
+    next: u32,
+}
+
+static IDS: Mutex<FileIds> = Mutex::new(FileIds { free: Vec::new(), next: 0 });
+
+impl FileId {
+    pub(crate) fn take() -> Self {
+        let mut ids = IDS.lock();
+        let fresh = ids.next;
+        Self(ids.free.pop().unwrap_or_else(|| {
+            ids.next = fresh + 1;
+            fresh
+        }))
+    }
+
+    fn index(&self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl Drop for FileId {
+    fn drop(&mut self) {
+        IDS.lock().free.push(self.0);
+    }
+}
+
+/// What a request of a ring names as its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FileRef {
+    Fd(RawFd),
+    Fixed(u32),
+}
+
+/// The state of a file in a ring's table.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FileSlot {
+    /// It has no slot, as far as is known.
+    Unregistered,
+    Registered(u32),
+    /// The kernel does not take it.
+    Rejected,
+}
+
+/// The table of one ring.
+pub(crate) struct FixedTable {
+    owner: Arc<dyn Unregister<FileId>>,
+    state: State,
+    /// By the file's id.
+    file_slots: Vec<FileSlot>,
+    /// By slot: the id stays taken as long as the slot is.
+    slots: Vec<Option<Arc<FileId>>>,
+    free: Vec<u32>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// The kernel has not been asked for a table yet.
+    Pending,
+    Registered,
+    /// Not asked for, or refused: the kernel is too old, or the limit on open files too low.
+    Absent,
+}
+
+impl FixedTable {
+    /// The table of a ring that the loop `owner` has. It takes nothing before the first file comes.
+    pub(crate) fn new(owner: Arc<dyn Unregister<FileId>>, fixed: FixedFiles) -> Self {
+        let state = match fixed {
+            FixedFiles::On => State::Pending,
+            FixedFiles::Off => State::Absent,
+        };
+        Self { owner, state, file_slots: Vec::new(), slots: Vec::new(), free: Vec::new() }
+    }
+
+    /// What a request for that file is to name. Its first request puts it into a free slot.
+    pub(crate) fn file_ref(
+        &mut self,
+        ring: &Submitter<'_>,
+        file: &Registrations<FileId>,
+        descriptor: RawFd,
+    ) -> FileRef {
+        match self.file_slots.get(file.resource().index()) {
+            Some(FileSlot::Registered(slot)) => FileRef::Fixed(*slot),
+            Some(FileSlot::Rejected) => FileRef::Fd(descriptor),
+            Some(FileSlot::Unregistered) | None => match self.register(ring, file, descriptor) {
+                Some(slot) => FileRef::Fixed(slot),
+                None => FileRef::Fd(descriptor),
+            },
+        }
+    }
+
+    fn register(
+        &mut self,
+        ring: &Submitter<'_>,
+        file: &Registrations<FileId>,
+        descriptor: RawFd,
+    ) -> Option<u32> {
+        if self.state == State::Pending {
+            self.create(ring);
+        }
+        let slot = self.free.pop()?;
+        let index = file.resource().index();
+        if self.file_slots.len() <= index {
+            self.file_slots.resize(index + 1, FileSlot::Unregistered);
+        }
+        if fill(ring, slot, descriptor).is_err() {
+            self.free.push(slot);
+            self.file_slots[index] = FileSlot::Rejected;
+            // So that the mark goes with the file, and is not left to the next of that id.
+            file.add(&self.owner);
+            return None;
+        }
+        self.file_slots[index] = FileSlot::Registered(slot);
+        self.slots[slot as usize] = Some(Arc::clone(file.resource()));
+        file.add(&self.owner);
+        Some(slot)
+    }
+
+    fn create(&mut self, ring: &Submitter<'_>) {
+        self.state = State::Absent;
+        if ring.register_files_sparse(SLOTS).is_ok() {
+            self.state = State::Registered;
+            self.slots.resize_with(SLOTS as usize, || None);
+            self.free.extend((0..SLOTS).rev());
+        }
+    }
+
+    /// Empties the slot of a file that is closed.
+    pub(crate) fn unregister(&mut self, ring: &Submitter<'_>, id: &FileId) {
+        let Some(file_slot) = self.file_slots.get_mut(id.index()) else { return };
+        let file_slot = std::mem::replace(file_slot, FileSlot::Unregistered);
+        if let FileSlot::Registered(slot) = file_slot {
+            // It cannot fail for a slot of the table. If it did, the slot would be filled anew all
+            // the same: to fill it replaces what is there.
+            let _ = fill(ring, slot, EMPTY);
+            self.slots[slot as usize] = None;
+            self.free.push(slot);
+        }
+    }
+
+    /// Gives the whole table back. No request is in flight.
+    pub(crate) fn close(&mut self, ring: &Submitter<'_>) {
+        if self.state == State::Registered {
+            // Only a ring without a table refuses.
+            let _ = ring.unregister_files();
+        }
+        self.state = State::Absent;
+        self.file_slots.clear();
+        self.slots.clear();
+        self.free.clear();
+    }
+}
+
+/// What stands for "no file" where a descriptor is expected.
+const EMPTY: RawFd = -1;
+
+fn fill(ring: &Submitter<'_>, slot: u32, descriptor: RawFd) -> io::Result<()> {
+    ring.register_files_update(slot, &[descriptor]).map(drop)
+}

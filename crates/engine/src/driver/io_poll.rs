@@ -1,0 +1,112 @@
+//! Which completions on a file can be polled for, instead of waiting for the device's interrupts: those of
+//! direct I/O on a block device with queues made for that. Of a file in a file system on such a device it
+//! is those of reads alone.
+//!
+//! It is found out at open, from what the kernel says of the device; a kernel that refuses all the same is
+//! believed from then on. Nothing here changes anything.
+
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use blockhouse_core::{Error, ErrorKind, Result};
+use rustix::fs::FileType;
+
+use crate::driver::request_queue::RequestQueue;
+
+/// Whether a loop polls for the completions of reads and writes, on files where that is possible.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoPoll {
+    /// It does, and does not sleep while any such operation is in flight.
+    On,
+    /// They complete by interrupts.
+    Off,
+}
+
+/// Finds out whether completions of direct I/O on `path`, a file or block device, can be polled for.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] with the reason and what to do; the host's, if it cannot be found out.
+pub fn check_io_poll(path: &Path) -> Result<()> {
+    let name = path.display().to_string();
+    let status = rustix::fs::stat(path)
+        .map_err(|error| Error::host("cannot examine", error.into()).on(&name))?;
+    let queue = RequestQueue::of_file(&status);
+    if queue.has_polled() {
+        return Ok(());
+    }
+    let why = match queue.device_name() {
+        Some(device) => format!("{device} has no queues to poll"),
+        None => "it is on no block device that has queues to poll".into(),
+    };
+    let what = format!("completions cannot be polled for: {why}");
+    let hint = "load the disk's driver with some (nvme or virtio_blk: poll_queues=N), or leave out \
+                --io-poll";
+    Err(Error::new(ErrorKind::Unsupported, what).on(&name).hint(hint))
+}
+
+/// Which operations on an open file can be polled for.
+pub(crate) struct Pollable {
+    /// Anything at all, and so reads.
+    reads: AtomicBool,
+    writes: PollableWrites,
+}
+
+/// Which writes can be polled for, where reads can.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PollableWrites {
+    /// None: after a write to a file in a file system there is more to do, so Linux completes it by an
+    /// interrupt (`fs/iomap/direct-io.c`), and to poll for it would be waste.
+    None,
+    /// Those without `RWF_DSYNC`. Where the device has no FUA, the kernel makes a flush of its own after
+    /// a durable one, and may not poll for that.
+    Plain,
+    All,
+}
+
+impl Pollable {
+    /// Nothing: the page cache completes it, or memory does.
+    pub(crate) fn none() -> Self {
+        Self { reads: false.into(), writes: PollableWrites::None }
+    }
+
+    /// What the device says that the file, open for direct I/O, is or lies on.
+    pub(crate) fn find(file: &impl AsFd) -> Self {
+        let Ok(status) = rustix::fs::fstat(file) else { return Self::none() };
+        let queue = RequestQueue::of_file(&status);
+        let writes = match FileType::from_raw_mode(status.st_mode) {
+            FileType::BlockDevice if queue.has_fua() || queue.has_no_cache() => PollableWrites::All,
+            FileType::BlockDevice => PollableWrites::Plain,
+            _ => PollableWrites::None,
+        };
+        Self { reads: queue.has_polled().into(), writes }
+    }
+
+    /// Whether reads can be.
+    pub(crate) fn reads(&self) -> bool {
+        self.reads.load(Relaxed)
+    }
+
+    /// Whether plain writes can be.
+    pub(crate) fn plain_writes(&self) -> bool {
+        self.writes != PollableWrites::None && self.reads()
+    }
+
+    /// Whether durable writes can be.
+    pub(crate) fn durable_writes(&self) -> bool {
+        self.writes == PollableWrites::All && self.reads()
+    }
+
+    /// Notes that the kernel refuses. Says whether that is new.
+    pub(crate) fn refuse(&self) -> bool {
+        self.reads.swap(false, Relaxed)
+    }
+}
+
+#[cfg(test)]
+impl Pollable {
+    /// Whatever the device says.
+    pub(crate) fn everything() -> Self {
+        Self { reads: true.into(), writes: PollableWrites::All }
+    }
+}

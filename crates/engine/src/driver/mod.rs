@@ -1,0 +1,133 @@
+//! The three engines (io_uring, Linux AIO by epoll, threads) behind one trait, and what they share: operations in flight,
+//! open and registered files, registered buffers, watches of descriptors.
+
+pub(crate) mod adaptive_poll;
+pub(crate) mod broken_wait;
+pub(crate) mod byte_lock;
+pub(crate) mod detached_syncs;
+pub(crate) mod engine;
+pub(crate) mod epoll;
+pub(crate) mod file;
+pub(crate) mod fixed_files;
+pub(crate) mod io_poll;
+pub(crate) mod linux_aio;
+pub(crate) mod loop_shared;
+pub(crate) mod mailbox;
+pub(crate) mod operation;
+pub(crate) mod queued_flag;
+pub(crate) mod registered_buffers;
+pub(crate) mod registrations;
+pub(crate) mod request_queue;
+pub(crate) mod ring_restrictions;
+pub(crate) mod system_call;
+pub(crate) mod thread_pool;
+pub(crate) mod uring;
+pub(crate) mod wait_queue;
+pub(crate) mod watches;
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use crate::driver::fixed_files::{FileId, FixedFiles};
+use crate::driver::io_poll::IoPoll;
+use crate::driver::operation::{Operation, OperationTable, Token};
+use crate::driver::registrations::Registrations;
+use crate::driver::watches::WatchKey;
+use crate::mapping::Mapping;
+
+/// Gets operations to the kernel and their results back, for one loop on one thread.
+pub(crate) trait Driver {
+    /// Does an operation inline, if this engine can do so without waiting.
+    /// The answer is the result as in [`Completion`].
+    fn try_inline(&mut self, operation: &Operation) -> Option<i32>;
+
+    /// Starts an operation. It stays where it is, unmoved and unchanged by the caller, until its
+    /// result was reported by a later `poll`. The engine may put off the actual submission to the
+    /// next `poll`, so that one system call submits many.
+    fn start(&mut self, token: Token, operation: &Operation);
+
+    /// Asks for an operation that may wait without bound (on a socket) to be cancelled. Its result is
+    /// reported all the same, `-ECANCELED` if it was.
+    fn cancel(&mut self, token: Token, operation: &Operation);
+
+    /// Whether `poll` may find something. A loop that busy-polls asks again and again. No event is missed; an
+    /// engine that cannot tell says yes.
+    fn may_have_events(&mut self) -> bool;
+
+    /// Has each time that the descriptor becomes readable reported by a later `poll`, and once if it
+    /// is readable already. It stays open until `unwatch`.
+    fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()>;
+
+    /// Ends a watch. Events of it that were found before may still be reported.
+    fn unwatch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>);
+
+    /// The next event of a watch that the last `poll` found.
+    fn next_event(&mut self) -> Option<WatchKey>;
+
+    /// Whether files get slots in the engine's own table, from now on. No operation is in flight.
+    fn set_fixed_files(&mut self, fixed: FixedFiles);
+
+    /// A file that may have a slot was closed: the slot is free.
+    fn unregister_file(&mut self, file: &FileId);
+
+    /// Whether completions on files are polled for, where engine and file allow it, from now on. No
+    /// operation is in flight.
+    fn io_poll(&mut self, io_poll: IoPoll);
+
+    /// Whether operations are in flight that only `poll` completes, without an interrupt. While there are
+    /// any, `poll` does not sleep.
+    fn is_polling(&self) -> bool;
+
+    /// Puts memory into slots of the engine's own table, if it has such a table.
+    ///
+    /// # Errors
+    /// The kernel's; requests for what has no slot are carried out all the same.
+    fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()>;
+
+    /// This memory, which may have slots, is no longer used: the slots are free.
+    fn unregister_memory(&mut self, mapping: &Mapping);
+
+    /// Gives back all slots of memory. No operation is in flight.
+    fn unregister_all_memory(&mut self);
+
+    /// Submits what waits for submission, then sleeps as `wait` says until something happens (a
+    /// completion, a notification, the deadline), then appends all results to `done`. `operations` holds
+    /// everything that was started.
+    fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>);
+
+    /// Opens a file by the ring: its descriptor or a negative errno. `None` without a ring. For tests of its restrictions.
+    #[cfg(debug_assertions)]
+    fn attempt_open(&mut self) -> Option<i32> {
+        None
+    }
+}
+
+/// An operation's end: the kernel's answer, a count of bytes or a negative errno.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Completion {
+    pub(crate) token: Token,
+    pub(crate) result: i32,
+}
+
+/// How long `poll` may sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// Not at all: there is other work.
+    Never,
+    /// Until something happens.
+    Event,
+    /// Until something happens, or for so long.
+    AtMost(Duration),
+}
+
+impl Wait {
+    /// The same, but not longer than `time`.
+    pub(crate) fn not_longer(self, time: Duration) -> Self {
+        match self {
+            Self::Never => Self::Never,
+            Self::Event => Self::AtMost(time),
+            Self::AtMost(limit) => Self::AtMost(limit.min(time)),
+        }
+    }
+}

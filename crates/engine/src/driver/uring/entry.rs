@@ -1,0 +1,82 @@
+//! Transfers between memory and a file, and commands, as a ring takes them.
+
+use std::os::fd::AsRawFd;
+
+use blockhouse_core::Segment;
+use io_uring::types::Fd;
+use io_uring::{opcode, squeue};
+
+use crate::driver::operation::{DeviceCommand, Transfer};
+
+/// The entry that reads; it points into the transfer. `slot` names all of its memory, if it has one.
+pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::Entry {
+    match (transfer.vector.segments(), slot) {
+        ([Segment { address, length }], Some(slot)) => {
+            opcode::ReadFixed::new(file, address.as_ptr(), bounded(*length), slot)
+                .offset(transfer.offset)
+                .build()
+        }
+        ([Segment { address, length }], None) => {
+            opcode::Read::new(file, address.as_ptr(), bounded(*length))
+                .offset(transfer.offset)
+                .build()
+        }
+        (many, Some(slot)) => {
+            let (first, count) = array(many);
+            opcode::ReadvFixed::new(file, first, count, slot).offset(transfer.offset).build()
+        }
+        (many, None) => {
+            let (first, count) = array(many);
+            opcode::Readv::new(file, first, count).offset(transfer.offset).build()
+        }
+    }
+}
+
+/// The entry that writes, with `RWF_` flags; otherwise as [`read`].
+pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32) -> squeue::Entry {
+    match (transfer.vector.segments(), slot) {
+        ([Segment { address, length }], Some(slot)) => {
+            opcode::WriteFixed::new(file, address.as_ptr(), bounded(*length), slot)
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
+        ([Segment { address, length }], None) => {
+            opcode::Write::new(file, address.as_ptr(), bounded(*length))
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
+        (many, Some(slot)) => {
+            let (first, count) = array(many);
+            opcode::WritevFixed::new(file, first, count, slot)
+                .offset(transfer.offset)
+                .rw_flags(flags)
+                .build()
+        }
+        (many, None) => {
+            let (first, count) = array(many);
+            opcode::Writev::new(file, first, count).offset(transfer.offset).rw_flags(flags).build()
+        }
+    }
+}
+
+/// The entry that sends a command. What it refers to belongs to the command.
+pub(super) fn command(command: &DeviceCommand) -> squeue::Entry {
+    let DeviceCommand { file, code, argument, memory } = command;
+    let address = memory.segments().first().map_or(0, |first| first.address.addr().get());
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(argument);
+    bytes[8..].copy_from_slice(&(address as u64).to_ne_bytes());
+    opcode::UringCmd16::new(Fd(file.as_raw_fd()), *code).cmd(bytes).build()
+}
+
+/// A transfer's length, cut to what the kernel does at once (`MAX_RW_COUNT`, a multiple of a page).
+fn bounded(length: usize) -> u32 {
+    length.min(0x7fff_f000) as u32
+}
+
+/// A `Segment` is laid out as an `iovec`.
+fn array(segments: &[Segment]) -> (*const libc::iovec, u32) {
+    (segments.as_ptr().cast(), segments.len().min(libc::UIO_MAXIOV as usize) as u32)
+}

@@ -1,0 +1,263 @@
+//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files and the
+//! memory that it knows by slots.
+//!
+//! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run when
+//! the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that submits
+//! also gets events, or nothing would ever complete. That completions wait to be run is seen in memory
+//! (`TASKRUN_FLAG`), so that polling for them takes no system call. It carries out what the engine uses and nothing
+//! else (`ring_restrictions`).
+
+use std::io;
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockhouse_core::IoVector;
+use io_uring::types::{Fd, Timespec};
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue};
+
+use crate::driver::broken_wait::BrokenWait;
+use crate::driver::file::File;
+use crate::driver::fixed_files::{FileId, FileRef, FixedFiles, FixedTable};
+use crate::driver::loop_shared::LoopShared;
+use crate::driver::operation::MAX_OPERATIONS;
+use crate::driver::registered_buffers::BufferTable;
+use crate::driver::registrations::Registrations;
+use crate::driver::ring_restrictions::{DeviceCommands, LOOP, VectoredSlots, enable};
+use crate::mapping::Mapping;
+
+/// Entries of the submission queue between two system calls. More cost an extra call, nothing else.
+const SUBMISSIONS: u32 = 256;
+
+/// `enter` flags, from `<linux/io_uring.h>`.
+const ENTER_GETEVENTS: u32 = 1;
+const ENTER_EXT_ARG: u32 = 8;
+
+pub(super) struct Ring {
+    uring: IoUring,
+    shared: Arc<LoopShared>,
+    files: FixedTable,
+    memory: BufferTable,
+    /// Whether requests in several segments name slots, too.
+    vectored_slots: VectoredSlots,
+    broken_wait: BrokenWait,
+}
+
+/// How a ring learns of completions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum CompletionMode {
+    /// Devices and peers interrupt.
+    Interrupt,
+    /// The kernel polls the devices' queues whenever the ring is entered (`IORING_SETUP_IOPOLL`).
+    Polled,
+}
+
+/// The submission queue has no room: the ring is to be entered first.
+pub(super) struct Full;
+
+/// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
+#[repr(C)]
+struct GetEvents {
+    signals: u64,
+    signals_size: u32,
+    min_wait_usec: u32,
+    timeout: u64,
+}
+
+impl Ring {
+    /// A ring for the calling thread, whose loop is `shared`.
+    ///
+    /// # Errors
+    /// The kernel's, where io_uring is missing, forbidden or too old.
+    pub(super) fn open(
+        shared: &Arc<LoopShared>,
+        completions: CompletionMode,
+        commands: DeviceCommands,
+    ) -> io::Result<Self> {
+        let uring = best_ring(completions)?;
+        let vectored_slots = check(&uring)?;
+        enable(&uring, &LOOP.with(commands).with_slots(vectored_slots))?;
+        let files = FixedTable::new(shared.clone(), FixedFiles::Off);
+        let memory = BufferTable::new(shared.clone());
+        let (shared, broken_wait) = (Arc::clone(shared), BrokenWait::default());
+        Ok(Self { uring, shared, files, memory, vectored_slots, broken_wait })
+    }
+
+    /// Adds an entry, to be submitted by the next `enter`.
+    pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
+        // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
+        // there unmoved until its completion (guaranteed by `operation`); or it is the header for that
+        // operation, which the engine keeps as long; or it points to nothing. No completion is made
+        // up: those that the caller reports come from the kernel, which is done then. Where the kernel
+        // loses one, the process ends (`enter`).
+        unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
+    }
+
+    /// The entry that `build` makes for the file, by its slot if it has one. The flag that says so comes
+    /// last: what builds an entry sets all of its flags.
+    pub(super) fn on_file(
+        &mut self,
+        file: &File,
+        build: impl FnOnce(Fd) -> squeue::Entry,
+    ) -> squeue::Entry {
+        match self.files.file_ref(&self.uring.submitter(), &file.registrations, file.raw()) {
+            FileRef::Fd(descriptor) => build(Fd(descriptor)),
+            FileRef::Fixed(slot) => build(Fd(slot as i32)).flags(squeue::Flags::FIXED_FILE),
+        }
+    }
+
+    /// The slot that has all of this memory, if there is one that a request for it can name.
+    pub(super) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
+        let can_name =
+            vector.segments().len() == 1 || self.vectored_slots == VectoredSlots::Available;
+        can_name.then(|| self.memory.slot_of(vector)).flatten()
+    }
+
+    /// Submits everything and waits for `want` completions, or for as long as `limit` says.
+    pub(super) fn enter(&mut self, want: u32, limit: Option<Duration>) {
+        let timeout =
+            limit.map(|limit| Timespec::new().sec(limit.as_secs()).nsec(limit.subsec_nanos()));
+        let argument = GetEvents {
+            signals: 0,
+            signals_size: 0,
+            min_wait_usec: 0,
+            timeout: timeout.as_ref().map_or(0, |timeout| ptr::from_ref(timeout).addr() as u64),
+        };
+        let count = self.uring.submission().len() as u32;
+        let flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
+        // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and lives,
+        // as the timeout that it points to, until the call returns.
+        let entered = unsafe { self.uring.submitter().enter(count, want, flags, Some(&argument)) };
+        match entered {
+            Ok(_) => self.broken_wait.worked(),
+            Err(error) => match error.raw_os_error() {
+                // Interrupted, timed out, or the kernel wants its completions reaped first, which is
+                // what happens next anyhow.
+                Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
+                Some(libc::EBADR) => end_process_without_completions(),
+                // No memory for a request: without a completion to reap, only time helps.
+                Some(libc::EAGAIN) if !self.uring.completion().is_empty() => {}
+                _ => self.broken_wait.failed("io_uring_enter", &error),
+            },
+        }
+    }
+
+    /// The completions that are there.
+    pub(super) fn completions(&mut self) -> cqueue::CompletionQueue<'_> {
+        self.uring.completion()
+    }
+
+    /// Whether the kernel has completions ready to be run by the next `enter`.
+    pub(super) fn has_completions(&mut self) -> bool {
+        self.uring.submission().taskrun()
+    }
+
+    /// Whether there is something to submit, or to be run, or completions wait for room.
+    pub(super) fn needs_enter(&mut self) -> bool {
+        let submission = self.uring.submission();
+        !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
+    }
+
+    /// Whether files get slots from now on. No operation is in flight.
+    pub(super) fn set_fixed_files(&mut self, fixed: FixedFiles) {
+        self.files.close(&self.uring.submitter());
+        self.files = FixedTable::new(self.shared.clone(), fixed);
+    }
+
+    /// A file that may have a slot was closed.
+    pub(super) fn unregister_file(&mut self, file: &FileId) {
+        self.files.unregister(&self.uring.submitter(), file);
+    }
+
+    /// Puts memory into slots.
+    pub(super) fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()> {
+        self.memory.add(&self.uring.submitter(), memory)
+    }
+
+    /// Memory that may have slots is no longer used.
+    pub(super) fn unregister_memory(&mut self, mapping: &Mapping) {
+        self.memory.unregister(&self.uring.submitter(), mapping);
+    }
+
+    /// Gives all slots of memory back. No operation is in flight.
+    pub(super) fn unregister_all_memory(&mut self) {
+        self.memory.close(&self.uring.submitter());
+    }
+}
+
+/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). Nothing tells which: a cancel
+/// does not find a direct transfer that its device still makes, and its memory must not be used again. So
+/// the process ends; the kernel then waits for the devices, and a service manager starts the server anew.
+pub(super) fn end_process_without_completions() -> ! {
+    eprintln!(
+        "blockhouse: io_uring dropped completions, because the kernel is short of memory: ending"
+    );
+    std::process::abort()
+}
+
+/// The best kind of ring that this kernel has, disabled.
+fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
+    let mut builder = IoUring::builder();
+    builder.setup_cqsize(2 * MAX_OPERATIONS as u32).setup_clamp().dontfork().setup_r_disabled();
+    if completions == CompletionMode::Polled {
+        builder.setup_iopoll();
+    }
+    let kinds: [fn(&mut io_uring::Builder); 3] = [
+        |builder| {
+            builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+            builder.setup_submit_all();
+        },
+        |builder| {
+            builder.setup_coop_taskrun().setup_taskrun_flag();
+            builder.setup_submit_all();
+        },
+        |_| {},
+    ];
+    let mut refused = io::Error::from_raw_os_error(libc::EINVAL);
+    for kind in kinds {
+        let mut attempt = builder.clone();
+        kind(&mut attempt);
+        match attempt.build(SUBMISSIONS) {
+            Ok(ring) => return Ok(ring),
+            // A flag that the kernel does not know.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(refused)
+}
+
+/// Refuses a ring that lacks something this engine uses. Says whether it has what is used only where it is there.
+fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
+    let too_old = |what: &str| {
+        let text = format!("this kernel's io_uring is too old: it lacks {what}");
+        Err(io::Error::new(io::ErrorKind::Unsupported, text))
+    };
+    let parameters = ring.params();
+    if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
+        return too_old("kept completions or timed waits");
+    }
+    // It came together with this feature, and nothing else tells.
+    if !parameters.is_feature_resource_tagging() {
+        return too_old("polls that stay");
+    }
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe)?;
+    let needed = [
+        ("read", opcode::Read::CODE),
+        ("write", opcode::Write::CODE),
+        ("readv", opcode::Readv::CODE),
+        ("writev", opcode::Writev::CODE),
+        ("fsync", opcode::Fsync::CODE),
+        ("fallocate", opcode::Fallocate::CODE),
+        ("recvmsg", opcode::RecvMsg::CODE),
+        ("sendmsg", opcode::SendMsg::CODE),
+        ("accept", opcode::Accept::CODE),
+        ("poll", opcode::PollAdd::CODE),
+        ("cancel", opcode::AsyncCancel::CODE),
+    ];
+    match needed.into_iter().find(|&(_, code)| !probe.is_supported(code)) {
+        Some((name, _)) => too_old(name),
+        None => Ok(VectoredSlots::of(&probe)),
+    }
+}

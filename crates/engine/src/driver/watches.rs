@@ -1,0 +1,128 @@
+//! The watches of a loop: which task waits for which event, and how the loop polls for it.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use crate::driver::adaptive_poll::EventSource;
+
+/// A source of events that a loop polls by itself, such as a ring in shared memory. Neither method may
+/// make or drop watches, or run a loop.
+pub trait PollSource {
+    /// Whether there is something to do. Called in every iteration of the loop, so it must be quick.
+    fn is_ready(&self) -> bool;
+
+    /// The loop is about to sleep: has the eventfd signalled from now on. Says whether there was
+    /// something to do already, checked after that took effect.
+    fn enable_notify(&self) -> bool;
+}
+
+/// For an eventfd that is signalled at every event.
+impl PollSource for () {
+    fn is_ready(&self) -> bool {
+        false
+    }
+
+    fn enable_notify(&self) -> bool {
+        false
+    }
+}
+
+/// Names a watch of a loop; never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct WatchKey(pub(crate) u32);
+
+/// What happened to the descriptor of a watch.
+#[derive(Default)]
+pub(crate) struct Events {
+    happened: Cell<bool>,
+    waiter: RefCell<Option<Waker>>,
+}
+
+impl Events {
+    /// Ready when something happened since the last time; otherwise the task is woken by the next event.
+    pub(crate) fn poll(&self, context: &mut Context<'_>) -> Poll<()> {
+        if self.happened.take() {
+            return Poll::Ready(());
+        }
+        let mut waiter = self.waiter.borrow_mut();
+        match &mut *waiter {
+            Some(waiter) => waiter.clone_from(context.waker()),
+            None => *waiter = Some(context.waker().clone()),
+        }
+        Poll::Pending
+    }
+
+    fn signal(&self) {
+        self.happened.set(true);
+        let waiter = self.waiter.borrow();
+        waiter.iter().for_each(Waker::wake_by_ref);
+    }
+}
+
+/// The watches of a loop.
+#[derive(Default)]
+pub(crate) struct Watches {
+    list: RefCell<Vec<WatchEntry>>,
+    issued: Cell<u32>,
+}
+
+struct WatchEntry {
+    key: WatchKey,
+    /// What the loop's estimates know its events by.
+    event_source: EventSource,
+    events: Rc<Events>,
+    poll_source: Rc<dyn PollSource>,
+}
+
+impl Watches {
+    pub(crate) fn add(
+        &self,
+        event_source: EventSource,
+        poll_source: Rc<dyn PollSource>,
+    ) -> (WatchKey, Rc<Events>) {
+        self.issued.update(|issued| issued + 1);
+        let (key, events) = (WatchKey(self.issued.get()), Rc::<Events>::default());
+        let entry = WatchEntry { key, event_source, events: Rc::clone(&events), poll_source };
+        self.list.borrow_mut().push(entry);
+        (key, events)
+    }
+
+    pub(crate) fn remove(&self, key: WatchKey) {
+        let mut list = self.list.borrow_mut();
+        let entry = list.iter().position(|entry| entry.key == key).map(|at| list.swap_remove(at));
+        // The drop of a poll source may do anything.
+        drop(list);
+        drop(entry);
+    }
+
+    /// Passes an event on. One for a watch that is gone is ignored. Gives its source, unless the loop has
+    /// polled the event before: then it says nothing of what comes next.
+    pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
+        let list = self.list.borrow();
+        let entry = list.iter().find(|entry| entry.key == key)?;
+        entry.events.signal();
+        entry.poll_source.is_ready().then_some(entry.event_source)
+    }
+
+    /// Polls all sources and signals those that are ready. Gives one of them.
+    pub(crate) fn find_ready(&self) -> Option<EventSource> {
+        self.signal_those(|source| source.is_ready())
+    }
+
+    /// Enables the notifications of all sources, as the loop is about to sleep. Gives one that is ready.
+    pub(crate) fn enable_notify(&self) -> Option<EventSource> {
+        self.signal_those(|source| source.enable_notify())
+    }
+
+    fn signal_those(&self, is_ready: impl Fn(&dyn PollSource) -> bool) -> Option<EventSource> {
+        let mut found = None;
+        for entry in &*self.list.borrow() {
+            if is_ready(&*entry.poll_source) {
+                entry.events.signal();
+                found = Some(entry.event_source);
+            }
+        }
+        found
+    }
+}

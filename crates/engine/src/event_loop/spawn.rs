@@ -1,0 +1,68 @@
+//! Running more futures on the loop of the current thread.
+
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use crate::event_loop::local;
+
+/// The outcome of a spawned task, on the same thread. Dropping it lets the task run on.
+pub struct Task<T>(Rc<Outcome<T>>);
+
+struct Outcome<T> {
+    value: Cell<Option<T>>,
+    waiter: Cell<Option<Waker>>,
+}
+
+/// Runs a future on the current thread's loop. It shares the turns of the task that spawns it.
+///
+/// # Panics
+/// Outside of an event loop.
+pub fn spawn<F>(future: F) -> Task<F::Output>
+where
+    F: Future + 'static,
+    F::Output: 'static,
+{
+    let outcome = Rc::new(Outcome { value: Cell::new(None), waiter: Cell::new(None) });
+    let result = Rc::clone(&outcome);
+    spawn_detached(async move {
+        result.value.set(Some(future.await));
+        if let Some(waiter) = result.waiter.take() {
+            waiter.wake();
+        }
+    });
+    Task(outcome)
+}
+
+/// As [`spawn`], for a future whose end no task waits for.
+pub fn spawn_detached(future: impl Future<Output = ()> + 'static) {
+    local::current(|local| local.tasks.add(Box::pin(future)));
+}
+
+/// As [`spawn_detached`], as a party of its own, which gets its turns beside the others whatever they do.
+pub(crate) fn spawn_party(future: impl Future<Output = ()> + 'static) {
+    local::current(|local| local.tasks.add_party(Box::pin(future)));
+}
+
+/// The party of the current task: what was submitted through a [`Handle`](crate::Handle), a client's connection or a
+/// guest's queue, with all that it spawned. A number that no other party of the process has while it exists; 0 where no
+/// event loop runs.
+pub fn current_party() -> usize {
+    local::try_current(|local| local.tasks.current_party()).unwrap_or(0)
+}
+
+impl<T> Future for Task<T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        match self.0.value.take() {
+            Some(value) => Poll::Ready(value),
+            None => {
+                self.0.waiter.set(Some(cx.waker().clone()));
+                Poll::Pending
+            }
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! Tasks of one loop: futures that stay on their thread, in fair turns.
+//!
+//! Tasks belong to parties: what was submitted through a [`Handle`](crate::Handle), a client's
+//! connection or a guest's queue, is one, with all that it spawns. A party that computes for long (a task of
+//! it yields, or many of its tasks are ready at once) is *deferred*. Its tasks run in turns of
+//! [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with what the kernel has
+//! for them. So a party that waits for I/O, and computes little, waits for one such turn at most, whatever
+//! the others do. A deferred party gets a turn at least in every third iteration of the loop.
+//!
+//! A party that is the only one of its loop keeps nobody waiting. Of its tasks, as many as are ready are polled before the
+//! loop asks the kernel for more, so that one system call submits what all of them want; within limits, since the kernel
+//! is to have something to do meanwhile.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use blockhouse_core::InFlightLimits;
+use blockhouse_core::metrics::{Timestamp, clock};
+
+use crate::driver::loop_shared::{LoopShared, MAIN, Ready, TaskHeader};
+use crate::driver::queued_flag::QueuedFlag;
+
+struct TaskEntry {
+    header: Arc<TaskHeader>,
+    party: Rc<Party>,
+    /// Taken out while it is polled.
+    work: Option<Work>,
+}
+
+struct Work {
+    future: Pin<Box<dyn Future<Output = ()>>>,
+    waker: Waker,
+}
+
+/// Tasks that share turns.
+#[derive(Default)]
+struct Party {
+    /// Whether it is deferred.
+    is_deferred: Cell<bool>,
+    /// While it is: its tasks that are ready.
+    ready: RefCell<VecDeque<Arc<TaskHeader>>>,
+    /// How many of its tasks were polled in the iteration with that number.
+    polls: Cell<(u64, u32)>,
+    /// How many it has.
+    tasks: Cell<usize>,
+}
+
+/// How many tasks of a party are polled in an iteration before it is deferred.
+const MAX_POLLS: u32 = 32;
+
+/// For how long a party that is the only one goes on beyond that: tasks that take longer each compute much, and what the
+/// first ones asked the kernel for should not wait for the others.
+const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
+
+/// How often in a row deferred parties let the others go first.
+const MAX_WAITS: u32 = 2;
+
+/// How many operations a task may do in one poll without waiting for any.
+const BUDGET: u32 = 32;
+
+/// What is left of it in the current poll. An operation that completes inline never makes its task wait:
+/// without a bound, a task that does many of them would keep all others from running.
+#[derive(Default)]
+pub(crate) struct Budget(Cell<u32>);
+
+impl Budget {
+    pub(crate) fn renew(&self) {
+        self.0.set(BUDGET);
+    }
+
+    pub(crate) fn spend(&self) {
+        self.0.update(|left| left.saturating_sub(1));
+    }
+
+    pub(crate) fn is_spent(&self) -> bool {
+        self.0.get() == 0
+    }
+}
+
+/// All tasks of a loop.
+pub(crate) struct Tasks {
+    shared: Arc<LoopShared>,
+    pub(crate) ready: Rc<Ready>,
+    table: RefCell<slab::Slab<TaskEntry>>,
+    /// Of the task that is polled.
+    pub(crate) budget: Budget,
+    /// That of the task that is polled; outside of all tasks, one for whatever is spawned there.
+    party: RefCell<Rc<Party>>,
+    /// The deferred parties, the next one first.
+    deferred: RefCell<VecDeque<Rc<Party>>>,
+    /// How often they let others go first since the last turn of theirs.
+    waited: Cell<u32>,
+    iteration: Cell<u64>,
+    /// How many parties have tasks.
+    parties: Cell<usize>,
+}
+
+impl Tasks {
+    /// The tasks of the loop with this `shared` part.
+    pub(crate) fn new(shared: &Arc<LoopShared>) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            ready: Ready::new(shared),
+            table: RefCell::default(),
+            budget: Budget::default(),
+            party: RefCell::default(),
+            deferred: RefCell::default(),
+            waited: Cell::new(0),
+            iteration: Cell::new(0),
+            parties: Cell::new(0),
+        }
+    }
+
+    /// Takes a future in, ready to be polled, of the party that spawns it.
+    pub(crate) fn add(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
+        let party = Rc::clone(&self.party.borrow());
+        self.add_to(party, future);
+    }
+
+    /// As [`add`](Self::add), of a party of its own.
+    pub(crate) fn add_party(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
+        self.add_to(Rc::default(), future);
+    }
+
+    fn add_to(&self, party: Rc<Party>, future: Pin<Box<dyn Future<Output = ()>>>) {
+        let mut table = self.table.borrow_mut();
+        let entry = table.vacant_entry();
+        let header = TaskHeader::new(entry.key(), QueuedFlag::new(true), &self.shared);
+        let waker = Waker::from(Arc::clone(&header));
+        self.ready.push(Arc::clone(&header));
+        self.count_task(&party);
+        entry.insert(TaskEntry { header, party, work: Some(Work { future, waker }) });
+    }
+
+    /// The waker of the future that `block_on` runs, which is to be polled at once.
+    pub(crate) fn main_waker(&self) -> Waker {
+        self.ready.set_main();
+        Waker::from(TaskHeader::new(MAIN, QueuedFlag::new(false), &self.shared))
+    }
+
+    /// The party of the task that is polled, as a number that no other party has while it exists.
+    pub(crate) fn current_party(&self) -> usize {
+        Rc::as_ptr(&self.party.borrow()).addr()
+    }
+
+    /// Polls every task that is ready now, except those of deferred parties. Tasks that become ready
+    /// meanwhile wait for the next iteration, so that no task keeps the loop from its completions.
+    pub(crate) fn run_ready(&self) {
+        self.iteration.update(|number| number + 1);
+        let count = self.ready.len();
+        let start = (count >= MAX_POLLS as usize).then(clock::now);
+        for _ in 0..count {
+            let Some(header) = self.ready.pop() else { return };
+            if let Some((party, work)) = self.take_work(&header) {
+                self.poll(&header, &party, work);
+                let count = party.count_poll(self.iteration.get());
+                let is_enough = count.is_multiple_of(MAX_POLLS) && !self.may_go_on(start);
+                // One that is ready again has yielded.
+                if header.queued.is_set() || is_enough {
+                    self.defer(party);
+                }
+            }
+        }
+    }
+
+    /// Gives the next deferred party its turn, unless others are ready and have not been let go first often
+    /// enough.
+    pub(crate) fn run_deferred(&self) {
+        if self.deferred.borrow().is_empty() {
+            return;
+        }
+        self.sort_ready();
+        if !self.ready.is_empty() && self.waited.get() < MAX_WAITS {
+            self.waited.update(|count| count + 1);
+            return;
+        }
+        self.waited.set(0);
+        let next = self.deferred.borrow_mut().pop_front();
+        let Some(party) = next else { return };
+        // Not read again after a task that has measured what it did: a turn is longer at most by what its last task computed
+        // after that.
+        let mut now = clock::now();
+        let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
+        let mut has_yielded = false;
+        while let Some(header) = self.next_of(&party) {
+            if let Some(work) = self.take_deferred_work(&header) {
+                self.poll(&header, &party, work);
+                has_yielded |= header.queued.is_set();
+            }
+            now = clock::later_than(now);
+            let goes_on = self.is_alone() && !has_yielded && now < end_alone;
+            if now >= end && !goes_on {
+                self.deferred.borrow_mut().push_back(party);
+                return;
+            }
+        }
+        party.is_deferred.set(false);
+    }
+
+    /// Whether there is nothing to poll.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.ready.is_empty() && self.deferred.borrow().is_empty()
+    }
+
+    /// The next ready task of a deferred party.
+    fn next_of(&self, party: &Party) -> Option<Arc<TaskHeader>> {
+        let next = party.ready.borrow_mut().pop_front();
+        if next.is_some() {
+            return next;
+        }
+        self.sort_ready();
+        party.ready.borrow_mut().pop_front()
+    }
+
+    /// Moves ready tasks of deferred parties to their party.
+    fn sort_ready(&self) {
+        let table = self.table.borrow();
+        self.ready.retain(|header| {
+            let entry = table.get(header.index);
+            match entry
+                .filter(|entry| Arc::ptr_eq(&entry.header, header) && entry.party.is_deferred.get())
+            {
+                Some(entry) => {
+                    entry.party.ready.borrow_mut().push_back(Arc::clone(header));
+                    false
+                }
+                None => true,
+            }
+        });
+    }
+
+    /// Whether more tasks of the party that was polled since then are polled.
+    fn may_go_on(&self, start: Option<Timestamp>) -> bool {
+        let goes_on = |start| clock::later_than(start) < start + MAX_TIME_ALONE;
+        self.is_alone() && start.is_some_and(goes_on)
+    }
+
+    /// Whether one party has all tasks.
+    fn is_alone(&self) -> bool {
+        self.parties.get() == 1
+    }
+
+    fn count_task(&self, party: &Party) {
+        if party.tasks.replace(party.tasks.get() + 1) == 0 {
+            self.parties.update(|count| count + 1);
+        }
+    }
+
+    fn discount_task(&self, party: &Party) {
+        party.tasks.update(|count| count - 1);
+        if party.tasks.get() == 0 {
+            self.parties.update(|count| count - 1);
+        }
+    }
+
+    fn defer(&self, party: Rc<Party>) {
+        if !party.is_deferred.replace(true) {
+            self.deferred.borrow_mut().push_back(party);
+        }
+    }
+
+    fn poll(&self, header: &Arc<TaskHeader>, party: &Rc<Party>, mut work: Work) {
+        self.budget.renew();
+        let outside = self.party.replace(Rc::clone(party));
+        let poll = work.future.as_mut().poll(&mut Context::from_waker(&work.waker));
+        let mut table = self.table.borrow_mut();
+        if poll.is_pending() {
+            table[header.index].work = Some(work);
+        } else {
+            table.remove(header.index);
+            self.discount_task(party);
+            // The drop of a future may wake, spawn or detach.
+            drop(table);
+            drop(work);
+        }
+        self.party.replace(outside);
+    }
+
+    /// Takes the task out to be polled, or passes it to its party if that is deferred.
+    fn take_work(&self, header: &Arc<TaskHeader>) -> Option<(Rc<Party>, Work)> {
+        let mut table = self.table.borrow_mut();
+        // The slot may be empty, or belong to a later task: then this was a late wake-up.
+        let entry = table.get_mut(header.index).filter(|entry| Arc::ptr_eq(&entry.header, header));
+        match entry {
+            Some(entry) if entry.party.is_deferred.get() => {
+                entry.party.ready.borrow_mut().push_back(Arc::clone(header));
+                None
+            }
+            Some(entry) => {
+                // Before the poll: a wake-up during it counts for the next iteration.
+                header.queued.clear();
+                Some((Rc::clone(&entry.party), entry.work.take()?))
+            }
+            None => {
+                header.queued.clear();
+                None
+            }
+        }
+    }
+
+    /// As [`take_work`](Self::take_work), of the party that has its turn.
+    fn take_deferred_work(&self, header: &Arc<TaskHeader>) -> Option<Work> {
+        let mut table = self.table.borrow_mut();
+        header.queued.clear();
+        let entry = table.get_mut(header.index).filter(|entry| Arc::ptr_eq(&entry.header, header));
+        entry.and_then(|entry| entry.work.take())
+    }
+
+    /// Drops all tasks, those too that are spawned meanwhile, and forgets what is ready.
+    pub(crate) fn clear(&self) {
+        while !self.table.borrow().is_empty() {
+            let table = self.table.take();
+            table.iter().for_each(|(_, entry)| self.discount_task(&entry.party));
+            drop(table);
+        }
+        self.ready.clear();
+        for party in self.deferred.take() {
+            party.is_deferred.set(false);
+            party.ready.take();
+        }
+    }
+}
+
+impl Party {
+    /// Says how many of its tasks were polled in this iteration.
+    fn count_poll(&self, iteration: u64) -> u32 {
+        let (last, polls) = self.polls.get();
+        let polls = if last == iteration { polls + 1 } else { 1 };
+        self.polls.set((iteration, polls));
+        polls
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How many of so many tasks of one party are polled at once, beside another party or alone.
+    fn polled_at_once(count: usize, is_alone: bool) -> usize {
+        let shared = LoopShared::new().expect("a loop");
+        let tasks = Rc::new(Tasks::new(&shared));
+        let polled = Rc::new(Cell::new(0));
+        if !is_alone {
+            tasks.add_party(Box::pin(std::future::pending()));
+        }
+        let (party, count_poll) = (Rc::downgrade(&tasks), Rc::clone(&polled));
+        tasks.add_party(Box::pin(async move {
+            for _ in 0..count {
+                let polled = Rc::clone(&count_poll);
+                let task = async move {
+                    polled.update(|count| count + 1);
+                    std::future::pending().await
+                };
+                party.upgrade().expect("it polls").add(Box::pin(task));
+            }
+        }));
+        tasks.run_ready();
+        tasks.run_ready();
+        let polled = polled.get();
+        tasks.clear();
+        assert_eq!(tasks.parties.get(), 0, "nothing is left");
+        polled
+    }
+
+    #[test]
+    fn a_party_lets_others_go_first() {
+        assert_eq!(polled_at_once(100, false), MAX_POLLS as usize);
+    }
+
+    #[test]
+    fn a_party_that_is_alone_goes_on() {
+        // A machine that is busy may take longer than the limit now and then.
+        assert!((0..10_000).any(|_| polled_at_once(100, true) == 100));
+    }
+}

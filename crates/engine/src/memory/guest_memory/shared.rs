@@ -1,0 +1,346 @@
+//! A mapping of memory that other processes write to at any time.
+//!
+//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs of bytes
+//! are copied as `core/shared_copy` does. So whatever the others do meanwhile, a value is one that a process
+//! stored, and nothing is undefined. Every access is checked against the length of the mapping.
+//!
+//! The others may also take the memory away: values are zeros from then on, and the memory's
+//! [`FaultDomain`] says so (`mapping`). What they cannot do is keep a reader waiting, because only files are
+//! mapped whose pages are in memory: those of tmpfs (a memfd is one) and hugetlbfs. A page of any other file
+//! comes from a file system that may take its time: FUSE asks a process of a stranger's, NFS asks a server,
+//! and ext4 or XFS read the disk and hold a writer back while much is dirty, as often as the owner drops the
+//! page. A loop that touched it would hold up all its guests. Device DAX and dma-bufs are not mapped either:
+//! what a fault there does is a driver's business, and no length can be asked of them.
+
+use std::fmt;
+use std::io;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use blockhouse_core::{StateMemory, copy_from_shared, copy_to_shared};
+use rustix::fs::SealFlags;
+
+use crate::driver::registrations::Registrations;
+use crate::mapping::{FaultDomain, Mapping};
+
+/// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// Memory shared with others. It is unmapped when it is dropped and every ring has emptied the slots that
+/// it has there.
+pub struct SharedMemory {
+    /// Of the bytes that were asked for.
+    address: NonNull<u8>,
+    length: usize,
+    kind: MemoryKind,
+    /// The whole pages around them, and in which rings they have slots.
+    pages: Registrations<Mapping>,
+}
+
+/// What a memory file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryKind {
+    /// Bytes of a page.
+    pub page: usize,
+    /// Whether the file can be made shorter (no `F_SEAL_SHRINK` when it was mapped).
+    pub can_shrink: bool,
+}
+
+impl MemoryKind {
+    /// Whether the pages are of hugetlbfs.
+    pub fn is_huge(&self) -> bool {
+        self.page != rustix::param::page_size()
+    }
+
+    /// Looks at a file, without asking its file system anything unless it is one in memory: a FUSE
+    /// daemon may leave even `fstatfs(2)` without an answer. The kernel knows of seals for files of
+    /// tmpfs and hugetlbfs only (`memfd_file_seals_ptr` in its `mm/memfd.c`), so they tell.
+    fn of(file: impl AsFd) -> io::Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| {
+            let what = "its pages may have to be waited for; use a memfd (QEMU: -object \
+                        memory-backend-memfd,share=on; libvirt: <source type='memfd'/>), or a file in \
+                        /dev/shm or on hugetlbfs";
+            io::Error::new(io::ErrorKind::Unsupported, what)
+        })?;
+        let status = rustix::fs::fstatfs(&file)?;
+        let page = match status.f_type as u64 == HUGETLBFS_MAGIC {
+            true => status.f_bsize as usize,
+            false => rustix::param::page_size(),
+        };
+        Ok(Self { page, can_shrink: !seals.contains(SealFlags::SHRINK) })
+    }
+}
+
+// SAFETY: the object owns its mapping, which is not tied to a thread.
+unsafe impl Send for SharedMemory {}
+// SAFETY: all accesses by reference are atomic, or copies by address of memory that nothing has a
+// reference to and that its users expect to change at any time.
+unsafe impl Sync for SharedMemory {}
+
+impl SharedMemory {
+    /// Maps `length` bytes of the file from `offset` on, which need no alignment. They may reach up to the end of the
+    /// file's last page. If they vanish later, `domain` fails.
+    ///
+    /// # Errors
+    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has fewer
+    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`, or the kernel's.
+    pub fn map(
+        file: impl AsFd,
+        offset: u64,
+        length: usize,
+        domain: &Arc<FaultDomain>,
+    ) -> io::Result<Self> {
+        let kind = MemoryKind::of(&file)?;
+        let page = kind.page as u64;
+        let invalid = |what| io::Error::new(io::ErrorKind::InvalidInput, what);
+        let start = offset & !(page - 1);
+        let lead = (offset - start) as usize;
+        let end =
+            offset.checked_add(length as u64).and_then(|end| end.checked_next_multiple_of(page));
+        let mapped_length = end
+            .and_then(|end| usize::try_from(end - start).ok())
+            .filter(|_| length > 0)
+            .ok_or_else(|| invalid("no such range"))?;
+        // The rest of the last page is there, too.
+        let size = (rustix::fs::fstat(&file)?.st_size as u64).next_multiple_of(page);
+        if size < offset + length as u64 {
+            return Err(invalid("the file ends before the range does"));
+        }
+        let pages = Mapping::of(&file, start, mapped_length, kind.page, domain)?;
+        // SAFETY: `lead` lies inside the first page of the mapping.
+        let address = unsafe { pages.start().add(lead) };
+        Ok(Self { address, length, kind, pages: Registrations::new(pages) })
+    }
+
+    /// What its file is.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// What fails when it vanishes.
+    pub fn domain(&self) -> &Arc<FaultDomain> {
+        self.pages.resource().domain()
+    }
+
+    /// The offset of an address of this process, as a [`Fault`](crate::Fault) has it; `None` when it is
+    /// not in the memory's pages. An address before the first byte, in its page, has the offset 0.
+    pub fn offset_of(&self, address: usize) -> Option<usize> {
+        let pages = self.pages.resource();
+        let inside = address.checked_sub(pages.start().addr().get())? < pages.length();
+        inside.then(|| address.saturating_sub(self.address.addr().get()))
+    }
+
+    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best fallback. To
+    /// register memory is quick then.
+    pub fn populate(&self) {
+        self.pages.resource().populate();
+    }
+
+    /// The pages, for a ring's table.
+    pub(super) fn pages(&self) -> &Registrations<Mapping> {
+        &self.pages
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Never: an empty range cannot be mapped.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// The address of `length` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    fn at(&self, offset: usize, length: usize) -> NonNull<u8> {
+        let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
+        assert!(inside, "{length} bytes at {offset} of a mapping of {}", self.length);
+        // SAFETY: just checked to be inside of the mapping.
+        unsafe { self.address.add(offset) }
+    }
+
+    /// As `at`, for a value of its own alignment.
+    fn aligned(&self, offset: usize, length: usize) -> NonNull<u8> {
+        let address = self.at(offset, length);
+        assert!(address.addr().get().is_multiple_of(length), "a misaligned value at {offset}");
+        address
+    }
+
+    /// The address of a range that lies inside, for an `IoVector` that keeps this alive.
+    pub(super) fn address(&self, offset: usize, length: usize) -> NonNull<u8> {
+        self.at(offset, length)
+    }
+
+    /// Copies bytes out: headers and the like.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        let source = self.at(offset, into.len()).as_ptr();
+        // SAFETY: inside of the mapping, just checked; what is ours accesses it atomically or by such
+        // copies. The target is borrowed, so it is elsewhere.
+        unsafe { copy_from_shared(source, into.as_mut_ptr(), into.len()) };
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Panics
+    /// When the range is not inside.
+    pub fn write(&self, offset: usize, from: &[u8]) {
+        let target = self.at(offset, from.len()).as_ptr();
+        // SAFETY: as in `read`, with the roles exchanged.
+        unsafe { copy_to_shared(from.as_ptr(), target, from.len()) };
+    }
+
+    fn atomic_u8(&self, offset: usize) -> &AtomicU8 {
+        // SAFETY: inside of the mapping, which lives as long as `self`; used as an atomic only.
+        unsafe { AtomicU8::from_ptr(self.at(offset, 1).as_ptr()) }
+    }
+
+    fn atomic_u16(&self, offset: usize) -> &AtomicU16 {
+        // SAFETY: as above, and aligned.
+        unsafe { AtomicU16::from_ptr(self.aligned(offset, 2).as_ptr().cast()) }
+    }
+
+    fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: as above, and aligned.
+        unsafe { AtomicU32::from_ptr(self.aligned(offset, 4).as_ptr().cast()) }
+    }
+
+    fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: as above, and aligned.
+        unsafe { AtomicU64::from_ptr(self.aligned(offset, 8).as_ptr().cast()) }
+    }
+}
+
+impl fmt::Debug for SharedMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {:p}", self.length, self.address)
+    }
+}
+
+/// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has them;
+/// offsets are in bytes from the start of the view, and each access panics when it is not inside or
+/// not a multiple of its size.
+#[derive(Clone, Debug)]
+pub struct VolatileSlice {
+    memory: Arc<SharedMemory>,
+    start: usize,
+    length: usize,
+}
+
+impl VolatileSlice {
+    /// The `length` bytes of `memory` from `start` on; `None` when it has fewer.
+    pub fn new(memory: Arc<SharedMemory>, start: usize, length: usize) -> Option<Self> {
+        let inside = start.checked_add(length).is_some_and(|end| end <= memory.len());
+        inside.then_some(Self { memory, start, length })
+    }
+
+    /// How many bytes.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Whether the first byte's address is a multiple of `alignment`, a power of two.
+    pub fn is_aligned(&self, alignment: usize) -> bool {
+        let address = self.memory.address.addr().get() + self.start;
+        address & (alignment - 1) == 0
+    }
+
+    fn place(&self, offset: usize, length: usize) -> usize {
+        let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
+        assert!(inside, "{length} bytes at {offset} of a view of {}", self.length);
+        self.start + offset
+    }
+
+    /// Copies bytes out.
+    pub fn read(&self, offset: usize, into: &mut [u8]) {
+        self.memory.read(self.place(offset, into.len()), into);
+    }
+
+    /// Loads a value.
+    pub fn load_u8(&self, offset: usize) -> u8 {
+        self.memory.atomic_u8(self.place(offset, 1)).load(Ordering::Relaxed)
+    }
+
+    /// Loads a value.
+    pub fn load_u16(&self, offset: usize, order: Ordering) -> u16 {
+        u16::from_le(self.memory.atomic_u16(self.place(offset, 2)).load(order))
+    }
+
+    /// Loads a value.
+    pub fn load_u32(&self, offset: usize) -> u32 {
+        u32::from_le(self.memory.atomic_u32(self.place(offset, 4)).load(Ordering::Relaxed))
+    }
+
+    /// Loads a value.
+    pub fn load_u64(&self, offset: usize, order: Ordering) -> u64 {
+        u64::from_le(self.memory.atomic_u64(self.place(offset, 8)).load(order))
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u8(&self, offset: usize, value: u8) {
+        self.memory.atomic_u8(self.place(offset, 1)).store(value, Ordering::Release);
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u16(&self, offset: usize, value: u16) {
+        let place = self.place(offset, 2);
+        self.memory.atomic_u16(place).store(value.to_le(), Ordering::Release);
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u32(&self, offset: usize, value: u32) {
+        let place = self.place(offset, 4);
+        self.memory.atomic_u32(place).store(value.to_le(), Ordering::Release);
+    }
+
+    /// Stores a value, after everything that was stored before.
+    pub fn store_u64(&self, offset: usize, value: u64) {
+        let place = self.place(offset, 8);
+        self.memory.atomic_u64(place).store(value.to_le(), Ordering::Release);
+    }
+
+    /// Sets bits, keeping those that others set at the same time.
+    pub fn set_bits_u8(&self, offset: usize, bits: u8) {
+        self.memory.atomic_u8(self.place(offset, 1)).fetch_or(bits, Ordering::Release);
+    }
+
+    /// Sets bits, keeping those that others set at the same time.
+    pub fn set_bits_u64(&self, offset: usize, bits: u64) {
+        let place = self.place(offset, 8);
+        self.memory.atomic_u64(place).fetch_or(bits.to_le(), Ordering::Release);
+    }
+}
+
+/// Outlives the process if the file of the memory does.
+impl StateMemory for VolatileSlice {
+    fn words(&self) -> usize {
+        self.length / size_of::<u64>()
+    }
+
+    fn load(&self, index: usize) -> u64 {
+        self.load_u64(index * size_of::<u64>(), Ordering::Acquire)
+    }
+
+    fn store(&self, index: usize, value: u64) {
+        self.store_u64(index * size_of::<u64>(), value);
+    }
+
+    /// All of it is there, if the file of the memory has no holes.
+    fn reserve(&self, _words: usize) -> bool {
+        true
+    }
+
+    fn release(&self, _words: usize) {}
+}
