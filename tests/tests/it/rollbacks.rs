@@ -218,11 +218,22 @@ fn bitmaps_of_the_layer_say_what_the_overlay_had_changed() {
     }
 }
 
+/// The record of a device is no part of a test's folder: the next device of its name is another one.
+struct RemovedAtTheEnd(PathBuf);
+
+impl Drop for RemovedAtTheEnd {
+    fn drop(&mut self) {
+        // It need not be there.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
 #[test]
 fn a_block_device_with_bitmaps_beside_it_is_forked() {
     let scratch = Scratch::new();
     let file = scratch.image("device", SIZE);
     let device = require!(LoopDevice::over(&file, &[]));
+    let _record = RemovedAtTheEnd(PathBuf::from(format!("{}.moved", device.path().display())));
     let socket = scratch.socket("control");
     let serve = Serve::new(&scratch, device.path()).option("--name", "disk");
     // The record is beside the device, in a folder that a sandbox leaves alone.
