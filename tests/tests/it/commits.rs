@@ -298,7 +298,10 @@ fn what_cannot_be_committed_is_refused_with_a_reason() {
     refused(json!({ "kind": "commit", "disk": "alone.qcow2" }), &["has no backing file"]);
     refused(json!({ "kind": "commit", "disk": "short.qcow2" }), &["more than the disk"]);
     // Another disk of this server is over the same base.
-    refused(json!({ "kind": "commit", "disk": "over.qcow2" }), &["locked"]);
+    refused(
+        json!({ "kind": "commit", "disk": "over.qcow2" }),
+        &["layer of other disks", "short.qcow2"],
+    );
     control.get("disk.close", json!({ "disk": "short.qcow2" }));
     // Refused as it was, the base is still protected.
     let outcome = blockhouse_tests::tool("qemu-io")
