@@ -18,11 +18,8 @@ use crate::image_opts::ImageOptsArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::snapshot_list::{as_json, as_qemu_table, as_text};
-use blockhouse_daemon::control::legacy::{
-    CreateReply, ListArgs, PauseReply, RenameArgs, Request, SnapshotArgs,
-};
-use blockhouse_daemon::control::{Connection, Listed, ask};
-use serde_json::json;
+use blockhouse_daemon::control::{Connection, Listed};
+use serde_json::{Value, json};
 
 /// Arguments of `snapshot`.
 #[derive(clap::Args)]
@@ -215,29 +212,48 @@ async fn run_closed(action: Action) -> Result<()> {
 fn run_served(socket: &Path, action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
-            let request = Request::List(ListArgs { image: Some(image.canonical()?) });
-            print_list(&ask::<Vec<Listed>>(socket, &request)?, &style)
+            let listed = image.served_by(socket)?.call("snapshot.list", json!({}))?;
+            print_list(&serde_json::from_value::<Vec<Listed>>(listed)?, &style)
         }
         Action::Create { image, external: Some(overlay), .. } => {
-            fork_served(socket, &image, &overlay)
+            let mut disk = image.served_by(socket)?;
+            let overlay = std::path::absolute(overlay)?;
+            let fork = json!({ "disks": [{ "disk": disk.name, "overlay": overlay }] });
+            print_pause(&disk.server.call("disk.fork", fork)?)
         }
         Action::Create { image, name, .. } => {
-            let request = Request::Create(image.named(name.unwrap_or_default())?);
-            print_pause(ask::<CreateReply>(socket, &request)?.pause_us)
+            let name = name.unwrap_or_default();
+            print_pause(&image.served_by(socket)?.call("snapshot.create", json!({ "name": name }))?)
         }
         Action::Apply { image, name } => {
-            let request = Request::Apply(image.named(name)?);
-            print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
+            image.served_by(socket)?;
+            bail!(
+                "{}: is being served, and its bytes must not change while guests use them; stop the server, then \
+                 apply {name:?}",
+                image.image.display()
+            )
         }
         Action::Delete { image, name } => {
-            let request = Request::Delete(image.named(name)?);
-            print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
+            print_pause(&image.served_by(socket)?.call("snapshot.delete", json!({ "name": name }))?)
         }
         Action::Rename { image, name, new_name } => {
-            let image = Some(image.canonical()?);
-            let request = Request::Rename(RenameArgs { image, name, new_name });
-            print_pause(ask::<PauseReply>(socket, &request)?.pause_us)
+            let params = json!({ "name": name, "new-name": new_name });
+            print_pause(&image.served_by(socket)?.call("snapshot.rename", params)?)
         }
+    }
+}
+
+/// A disk of a running server.
+struct ServedDisk {
+    server: Connection,
+    name: Value,
+}
+
+impl ServedDisk {
+    /// Has a method of this disk carried out.
+    fn call(&mut self, method: &str, mut params: Value) -> Result<Value> {
+        params["disk"] = self.name.clone();
+        self.server.call(method, params)
     }
 }
 
@@ -250,33 +266,25 @@ async fn fork(image: &Image, overlay: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The same, of a disk that a server has.
-fn fork_served(socket: &Path, image: &Image, overlay: &Path) -> Result<()> {
-    let mut server = Connection::open(socket)?;
-    let path = image.canonical()?;
-    let disks = server.call("disk.list", json!({}))?;
-    let mut disks = disks.as_array().into_iter().flatten();
-    let found = disks.find(|disk| disk["path"].as_str().is_some_and(|at| Path::new(at) == path));
-    let Some(disk) = found else {
-        bail!("{}: the server at {} does not have it open", path.display(), socket.display())
-    };
-    let overlay = std::path::absolute(overlay)?;
-    let fork = json!({ "disks": [{ "disk": disk["disk"], "overlay": overlay }] });
-    let done = server.call("disk.fork", fork)?;
-    print_pause(done["pause-us"].as_u64().unwrap_or_default())
-}
-
 impl Image {
-    /// As servers know it.
-    fn canonical(&self) -> Result<PathBuf> {
-        if Location::is_remote(self.image.as_os_str().as_bytes()) {
-            return Ok(self.image.clone());
+    /// The disk over this image at the server that listens at `socket`.
+    fn served_by(&self, socket: &Path) -> Result<ServedDisk> {
+        let path = match Location::is_remote(self.image.as_os_str().as_bytes()) {
+            true => self.image.clone(),
+            false => self.image.canonicalize().with_context(|| self.image.display().to_string())?,
+        };
+        let mut server = Connection::open(socket)?;
+        let disks = server.call("disk.list", json!({}))?;
+        let of = |disk: &Value| disk["path"].as_str().unwrap_or_default().to_owned();
+        let disks = disks.as_array().map(Vec::as_slice).unwrap_or_default();
+        match disks.iter().find(|disk| Path::new(&of(disk)) == path) {
+            Some(disk) => Ok(ServedDisk { name: disk["disk"].clone(), server }),
+            None => bail!(
+                "{}: is not served here; these are: {}",
+                path.display(),
+                disks.iter().map(of).collect::<Vec<_>>().join(", ")
+            ),
         }
-        self.image.canonicalize().with_context(|| format!("{}", self.image.display()))
-    }
-
-    fn named(&self, name: String) -> Result<SnapshotArgs> {
-        Ok(SnapshotArgs { image: Some(self.canonical()?), name })
     }
 }
 
@@ -319,6 +327,6 @@ fn print_list(snapshots: &[Listed], style: &ListStyle) -> Result<()> {
     if text.is_empty() { Ok(()) } else { output::print(&text) }
 }
 
-fn print_pause(microseconds: u64) -> Result<()> {
-    output::print(&format!("writes were held off for {microseconds} us"))
+fn print_pause(result: &Value) -> Result<()> {
+    output::print(&format!("writes were held off for {} us", result["pause-us"]))
 }

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
+use blockhouse_daemon::control::{Connection, UpgradeReply};
+use serde_json::json;
+
 use crate::output;
-use blockhouse_daemon::control::ask;
-use blockhouse_daemon::control::legacy::{Request, UpgradeArgs, UpgradeReply};
 
 /// Arguments of `upgrade`.
 #[derive(clap::Args)]
@@ -29,9 +30,9 @@ pub fn run(arguments: Arguments) -> Result<()> {
     // The server may have another working directory.
     let binary = arguments.binary.map(std::path::absolute).transpose();
     let binary = binary.context("cannot find the program")?;
-    let disconnect_tls = arguments.disconnect_tls;
-    let request = Request::Upgrade(UpgradeArgs { binary, disconnect_tls });
-    let UpgradeReply { process, gap_us } = ask(&arguments.control, &request)?;
+    let params = json!({ "binary": binary, "disconnect-tls": arguments.disconnect_tls });
+    let result = Connection::open(&arguments.control)?.call("server.upgrade", params)?;
+    let UpgradeReply { process, gap_us } = serde_json::from_value(result)?;
     output::print(&format!(
         "process {process} serves now; requests waited for {:.1} ms",
         gap_us as f64 / 1000.0

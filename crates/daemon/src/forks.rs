@@ -14,6 +14,10 @@ pub struct ForkDiskParams {
     /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a name beside its image, and
     /// none for a read-only disk.
     pub overlay: Option<PathBuf>,
+    /// Whether the overlay is there already: a qcow2 image as long as the disk to which nothing was written, and which no
+    /// other disk has. Its header gets the name of the layer.
+    #[serde(default)]
+    pub made: bool,
     /// Other qcow2 files over what it is at the moment.
     #[serde(default)]
     pub children: Vec<ForkChildParams>,

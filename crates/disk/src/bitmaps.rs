@@ -1,12 +1,16 @@
 //! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use blockhouse_core::{ByteRange, Result, Storage, SyncMode};
-use blockhouse_format::{Bitmap, BitmapAction, BitmapExtent, Bitmaps, NewBitmap};
+use blockhouse_core::sync::Condvar;
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_format::{Bitmap, BitmapAction, BitmapChange, BitmapExtent, Bitmaps, NewBitmap};
+use futures_util::future::join_all;
+use parking_lot::Mutex;
 
 use crate::dirty_map::DirtyMap;
-use crate::disk::Disk;
+use crate::disk::{Disk, QuiescedDisk};
 use crate::durability::FlushTracker;
 use crate::snapshots::Pause;
 
@@ -117,19 +121,94 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.while_quiesced(async |bitmaps| bitmaps.merge(name, &source, source_name).await).await
     }
 
+    /// Refuses a disk without bitmaps that can be changed, and writes what waits, so that a change of them is quick. Before
+    /// [`change_bitmaps`].
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub async fn prepare(&self) -> Result<()> {
+        self.disk.check_access(0)?;
+        self.disk.format().bitmaps()?;
+        self.disk.begin_use().format().flush(SyncMode::Data).await
+    }
+
     /// Runs a change of the bitmaps while the guest's changes are held off.
     async fn while_quiesced(
         &self,
         change: impl AsyncFnOnce(&Bitmaps<'_, FlushTracker<S>>) -> Result<()>,
     ) -> Result<Pause> {
-        self.disk.check_access(0)?;
-        self.disk.format().bitmaps()?;
-        self.disk.begin_use().format().flush(SyncMode::Data).await?;
+        self.prepare().await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
         // It may have become read-only meanwhile, or another image have taken the place of this one.
         self.disk.check_access(0)?;
         change(&self.disk.format().bitmaps()?).await?;
         Ok(Pause { length: began.elapsed() })
+    }
+}
+
+/// Changes the bitmaps of disks whose changes are held off: all of them, or none, durably.
+///
+/// # Errors
+/// That of the first change that cannot be made: then none is. What a storage answers to the last write of one of several images:
+/// those of the others may be made then, which the error says.
+pub async fn change_bitmaps<S: Storage>(
+    all: &[(&QuiescedDisk<'_, S>, &[BitmapChange])],
+) -> Result<()> {
+    let meeting = Meeting { of: all.len(), ..Meeting::default() };
+    let change = async |(disk, changes): &(&QuiescedDisk<'_, S>, &[BitmapChange])| {
+        let made = async {
+            // It may have become read-only meanwhile, or another image have taken the place of this one.
+            disk.disk().check_access(0)?;
+            let bitmaps = disk.disk().format().bitmaps()?;
+            bitmaps.change_all(changes, async || meeting.arrive().await).await
+        };
+        if let Err(error) = made.await {
+            meeting.fail(error);
+        }
+    };
+    join_all(all.iter().map(change)).await;
+    let (failed, error) = (meeting.failed.into_inner(), meeting.error.into_inner());
+    match error {
+        None => Ok(()),
+        Some(error) if failed < all.len() && all.len() > 1 => {
+            Err(error.hint("bitmaps of the other disks were changed: list them"))
+        }
+        Some(error) => Err(error),
+    }
+}
+
+/// Where the changes of several images wait for each other before they become effective.
+#[derive(Default)]
+struct Meeting {
+    of: usize,
+    arrived: AtomicUsize,
+    failed: AtomicUsize,
+    error: Mutex<Option<Error>>,
+    changed: Condvar,
+}
+
+impl Meeting {
+    /// Waits until all have arrived.
+    ///
+    /// # Errors
+    /// One of them has failed.
+    async fn arrive(&self) -> Result<()> {
+        self.arrived.fetch_add(1, Ordering::SeqCst);
+        self.changed.notify_all();
+        let outcome = || {
+            if self.failed.load(Ordering::SeqCst) > 0 {
+                // That of the one that has failed is the answer.
+                return Some(Err(Error::new(ErrorKind::Io, "another disk's change failed")));
+            }
+            (self.arrived.load(Ordering::SeqCst) == self.of).then_some(Ok(()))
+        };
+        self.changed.wait_until(outcome).await
+    }
+
+    fn fail(&self, error: Error) {
+        self.failed.fetch_add(1, Ordering::SeqCst);
+        self.error.lock().get_or_insert(error);
+        self.changed.notify_all();
     }
 }

@@ -68,11 +68,11 @@ mod tools;
 mod vm_state;
 mod write;
 
-pub use bitmaps::DiskBitmaps;
-pub use blockhouse_format::qcow2::{Switch, Version};
+pub use bitmaps::{DiskBitmaps, change_bitmaps};
+pub use blockhouse_format::qcow2::{CreateOptions, Switch, Version};
 pub use blockhouse_format::{
-    Amendments, Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression,
-    DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
+    Amendments, Backing, Bitmap, BitmapAction, BitmapChange, BitmapExtent, CacheCounts,
+    CheckReport, Compression, DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
@@ -86,10 +86,10 @@ pub use open::{
     HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
     Locking, NOT_KEPT, NewChild, PendingChanges, QemuName, RemoteBacking, Room, Secrets, SideFile,
     StateUse, VOUCHER_RENEWAL, behind_links, change_key_slots, changed_since, check_apart,
-    check_apart_from, check_new_name, check_raw_backing, create, create_as, escape_uri, exists,
-    forget_moved, fork, fork_image, format_by_name, format_for_new, is_address, is_device,
-    is_foreign_address, is_forked, keep_state, keeps_its_place, make_missing_sidecar, make_sidecar,
-    note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,
+    check_apart_from, check_new_name, check_raw_backing, create, create_as, create_qcow2,
+    escape_uri, exists, forget_moved, fork, fork_image, format_by_name, format_for_new, is_address,
+    is_device, is_foreign_address, is_forked, keep_state, keeps_its_place, make_missing_sidecar,
+    make_sidecar, note_data_file, open, open_base, open_created, open_for_commit, open_for_repair,
     open_handed_over, open_locked, open_metadata, open_snapshot, open_storage, open_to_look,
     open_without_backing, part_of, plain_backing, probe_nameless, record_forked, record_moved,
     remove_created, remove_unused_sidecar, rename_durable, rename_finished, replay_state,

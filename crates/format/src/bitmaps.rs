@@ -3,7 +3,7 @@
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
 use crate::qcow2::{BitmapLossObserver, Voucher};
-use crate::{Bitmap, BitmapAction, BitmapExtent, Format, NewBitmap, Qcow2};
+use crate::{Bitmap, BitmapAction, BitmapChange, BitmapExtent, Format, NewBitmap, Qcow2};
 
 impl<S: Storage> Format<S> {
     /// Whether the image, open for writing, has persistent bitmaps that are in step with the disk.
@@ -115,6 +115,18 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// As [`Qcow2::change_bitmap`].
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
         self.image.change_bitmap(name, action).await
+    }
+
+    /// Makes changes of bitmaps, all of them or none.
+    ///
+    /// # Errors
+    /// As [`Qcow2::change_bitmaps`].
+    pub async fn change_all(
+        &self,
+        changes: &[BitmapChange],
+        prepared: impl AsyncFnOnce() -> Result<()>,
+    ) -> Result<()> {
+        self.image.change_bitmaps(changes, prepared).await
     }
 
     /// Adds what a bitmap of `source` has recorded to another one.

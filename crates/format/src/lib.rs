@@ -55,9 +55,10 @@ pub use luks::{
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::{
-    Amendments, Backing, Bitmap, BitmapAction, BitmapActivity, BitmapExtent, CheckReport,
-    Compression, DataFile, Features, NewBitmap, NewSnapshot, Preparation, PreparedChange, Qcow2,
-    ReadGuard, Snapshot, SnapshotPlan, VmStateCluster, VmStateTables, redo_log_len,
+    Amendments, Backing, Bitmap, BitmapAction, BitmapActivity, BitmapChange, BitmapExtent,
+    CheckReport, Compression, DataFile, Features, NewBitmap, NewSnapshot, Preparation,
+    PreparedChange, Qcow2, ReadGuard, Snapshot, SnapshotPlan, VmStateCluster, VmStateTables,
+    redo_log_len,
 };
 pub use raw::Raw;
 pub use snapshots::{Snapshots, VmStates};

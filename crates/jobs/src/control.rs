@@ -17,6 +17,8 @@ pub enum Completion {
     Switch,
     /// It refuses all changes from then on: the guest is going to use the mirror elsewhere.
     HandOver,
+    /// Its guest goes on with it: the mirror is a copy of it at that moment.
+    Copy,
 }
 
 /// How far a job is.

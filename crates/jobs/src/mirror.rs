@@ -20,6 +20,9 @@
 //! is copied, until it is no more the disk ([`Disk::attach_base`]). So until step 3 source and target together are the disk,
 //! and the target alone is none. When the rest is copied and flushed, an [action](Mirror::before_switch) notes that the
 //! target is the disk: that is the moment.
+//!
+//! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)), whose target is no successor of it. One
+//! of certain ranges alone leaves all else of the target as it is, and gives it no mark.
 
 mod complete;
 
@@ -98,12 +101,16 @@ enum TargetKind {
     Copy,
     /// The backing file of the source's image.
     Base,
+    /// Another image, which gets a copy of a disk that does not change.
+    Backup,
 }
 
 impl TargetKind {
-    fn copy_rule(self) -> CopyRule {
+    /// `is_partial`: of certain ranges alone.
+    fn copy_rule(self, is_partial: bool) -> CopyRule {
         match self {
-            Self::Copy => CopyRule { left_out: MARK_BYTES, max_gap: MAX_GAP },
+            Self::Backup if is_partial => CopyRule { left_out: 0, max_gap: 0 },
+            Self::Copy | Self::Backup => CopyRule { left_out: MARK_BYTES, max_gap: MAX_GAP },
             // What the image leaves to its backing file is not written there.
             Self::Base => CopyRule { left_out: 0, max_gap: 0 },
         }
@@ -128,6 +135,8 @@ pub struct Mirror<S: Storage> {
     before_switch: Action,
     source_kept: Box<dyn Fn()>,
     is_over: Cell<bool>,
+    /// What is copied alone.
+    only: Option<DirtyMap>,
 }
 
 /// Why there is no result.
@@ -163,7 +172,28 @@ impl<S: Storage> Mirror<S> {
             let what = format!("a disk of {size} bytes is too short for a mirror");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         }
-        Self::to(TargetKind::Copy, (source, target), options, control, clock)
+        source.check_successor(&target)?;
+        Self::to(TargetKind::Copy, (source, target), options, (control, clock), None)
+    }
+
+    /// A backup in `target` of a disk that does not change and is as long; `only`: of what is marked there alone. It is to be
+    /// completed as a [copy](Completion::Copy).
+    ///
+    /// # Errors
+    /// `InvalidInput` for a target of another size; the host has no memory.
+    pub fn backup(
+        source: Arc<Disk<S>>,
+        target: Arc<Disk<S>>,
+        only: Option<DirtyMap>,
+        control: Arc<JobControl>,
+        clock: Rc<dyn JobClock>,
+    ) -> Result<Self> {
+        if source.size() != target.size() {
+            let what = format!("has {} bytes, and the disk has {}", target.size(), source.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
+        }
+        let options = MirrorOptions { mode: CopyMode::Background, ..MirrorOptions::default() };
+        Self::to(TargetKind::Backup, (source, target), options, (control, clock), only)
     }
 
     /// A commit of `source` into its [base](Disk::base), which is as long.
@@ -182,24 +212,24 @@ impl<S: Storage> Mirror<S> {
         };
         // What the base holds where the image is zeros is not known.
         let options = MirrorOptions { mode, is_target_zero: false, ..MirrorOptions::default() };
-        Self::to(TargetKind::Base, (source, base), options, control, clock)
+        source.check_successor(&base)?;
+        Self::to(TargetKind::Base, (source, base), options, (control, clock), None)
     }
 
     fn to(
         kind: TargetKind,
         (source, target): (Arc<Disk<S>>, Arc<Disk<S>>),
         options: MirrorOptions,
-        control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        (control, clock): (Arc<JobControl>, Rc<dyn JobClock>),
+        only: Option<DirtyMap>,
     ) -> Result<Self> {
-        source.check_successor(&target)?;
         let size = source.size();
         let granularity = size.div_ceil(MAX_GRANULES).next_power_of_two().max(options.granularity);
         let tracker = Tracker::new(DirtyMap::new(size, granularity)?, options.backlog);
         let (from, to) = (Arc::clone(&source), Arc::clone(&target));
         let copy = RangeCopy::new(from, to, granularity, options.is_target_zero)?;
         let (from, tracked) = (Arc::clone(&source), Arc::clone(&tracker));
-        let copy = (copy, kind.copy_rule());
+        let copy = (copy, kind.copy_rule(only.is_some()));
         let copier = Copier::new(from, copy, tracked, Arc::clone(&control), Rc::clone(&clock));
         let (before_completion, source_kept) = (Box::new(|| Ok(())), Box::new(|| ()));
         Ok(Self {
@@ -216,7 +246,17 @@ impl<S: Storage> Mirror<S> {
             before_switch: Box::new(|| Box::pin(ready(Ok(())))),
             source_kept,
             is_over: Cell::new(false),
+            only,
         })
+    }
+
+    /// Whether the target has its mark until it is complete.
+    fn has_mark(&self) -> bool {
+        match self.kind {
+            TargetKind::Copy => true,
+            TargetKind::Base => false,
+            TargetKind::Backup => self.only.is_none(),
+        }
     }
 
     /// Has `action` done when the target has its mark, durably, and before anything is copied. Where it fails, so does the
@@ -319,6 +359,8 @@ impl<S: Storage> Mirror<S> {
     async fn take_steps(&self) -> Result<(Completion, Duration), Stop> {
         if self.kind == TargetKind::Copy {
             self.check_distinct().await?;
+        }
+        if self.has_mark() {
             mark_incomplete(&self.target, self.source.name()).await?;
             (self.marked)()?;
         }
@@ -368,8 +410,16 @@ impl<S: Storage> Mirror<S> {
     async fn mark_first(&self) -> Result<()> {
         let go_on = || !self.control.is_decided();
         let (copy, dirty) = (self.copier.range_copy(), self.tracker.dirty());
+        if let Some(only) = &self.only {
+            let mut rest = 0;
+            while let Some(run) = only.next(rest, only.size()) {
+                dirty.mark(run);
+                rest = run.end();
+            }
+            return Ok(());
+        }
         match self.kind {
-            TargetKind::Copy => copy.mark_needed(dirty, go_on).await,
+            TargetKind::Copy | TargetKind::Backup => copy.mark_needed(dirty, go_on).await,
             TargetKind::Base => copy.mark_own(dirty, go_on).await,
         }
     }

@@ -307,6 +307,15 @@ fn the_schema_is_what_the_server_speaks() {
     check("disk.resize", json!({ "disk": "d", "size": 2 << 20 }));
     let child = json!({ "path": scratch.path("child.qcow2"), "name": "child" });
     check("disk.fork", json!({ "disks": [{ "disk": "d", "children": [child] }] }));
+    let bitmap = json!({ "add": { "disk": "child", "name": "b" } });
+    let backup = json!({ "disk": "child", "name": "then" });
+    check("disk.transaction", json!({ "bitmaps": [bitmap], "backups": [backup] }));
+    check("backup.end", json!({ "backup": "then" }));
+    let image = json!({ "path": scratch.path("new.qcow2"), "format": "qcow2", "size": 1 << 20, "cluster-size": "4K" });
+    check("image.create", image);
+    let socket = uri("", &scratch.socket("own"));
+    check("socket.add", json!({ "address": socket }));
+    check("socket.remove", json!({ "address": socket }));
     check("export.remove", json!({ "export": add["export"] }));
     check("disk.close", disk);
     server.stop();

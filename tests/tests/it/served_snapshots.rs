@@ -16,7 +16,7 @@ use blockhouse_tests::{
     need, require, run_within, seeded, tool,
 };
 use fastrand::Rng;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const BLOCK: usize = 4096;
 /// Blocks that each client has for itself.
@@ -221,9 +221,10 @@ fn mapped_image(scratch: &Scratch) -> PathBuf {
 
 fn ask_to(socket: &Path, action: &str, name: &str) -> UnixStream {
     let mut stream = connect(socket);
-    let line =
-        format!("{{\"execute\":\"snapshot-{action}\",\"arguments\":{{\"name\":\"{name}\"}}}}\n");
-    stream.write_all(line.as_bytes()).expect("it listens");
+    let params = json!({ "disk": "mapped.qcow2", "name": name });
+    let method = format!("snapshot.{action}");
+    let line = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
+    stream.write_all(format!("{line}\n").as_bytes()).expect("it listens");
     stream
 }
 
@@ -260,7 +261,7 @@ fn ask_and_stay(socket: &Path, action: &str, name: &str) {
     let patient = ask_to(socket, action, name);
     patient.shutdown(Shutdown::Write).expect("a socket");
     let answer = hear(&patient);
-    assert!(answer["return"]["pause-us"].as_u64().is_some_and(|pause| pause > 0), "{answer}");
+    assert!(answer["result"]["pause-us"].as_u64().is_some_and(|pause| pause > 0), "{answer}");
 }
 
 #[test]
@@ -276,7 +277,7 @@ fn a_server_that_ends_takes_and_deletes_a_snapshot_as_a_whole_or_not_at_all() {
         let mut answer = String::new();
         // The connection may end without one.
         let _ = BufReader::new(&asked).read_line(&mut answer);
-        let is_done = answer.contains("\"return\"");
+        let is_done = answer.contains("\"result\"");
         let is_refused = answer.contains("cancelled");
         assert!(is_done || is_refused || answer.is_empty(), "{answer}");
         qemu_img(&["check", str(&path)]).success();
@@ -308,7 +309,8 @@ fn hear(stream: &UnixStream) -> Value {
     serde_json::from_str(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"))
 }
 
-const LIST: &[u8] = b"{\"execute\":\"snapshot-list\",\"arguments\":{}}\n";
+const LIST: &[u8] =
+    b"{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"snapshot.list\",\"params\":{\"disk\":\"disk.qcow2\"}}\n";
 
 #[test]
 fn nonsense_on_the_socket_harms_nobody() {
@@ -326,26 +328,26 @@ fn nonsense_on_the_socket_harms_nobody() {
         b"{",
         b"[1,2]",
         b"{\"execute\":\"quit\"}",
-        b"{\"execute\":\"snapshot-create\",\"arguments\":{\"name\":\"\"}}",
+        b"{\"jsonrpc\":\"2.0\",\"method\":\"snapshot.create\",\"id\":{}}",
         &noise,
         &nested,
     ];
     for line in lines {
         stream.write_all(&[line, b"\n"].concat()).expect("it listens");
-        let desc = hear(&stream)["error"]["desc"].as_str().map(str::to_owned);
-        assert!(desc.is_some_and(|desc| !desc.is_empty()), "{}", String::from_utf8_lossy(line));
+        let why = hear(&stream)["error"]["message"].as_str().map(str::to_owned);
+        assert!(why.is_some_and(|why| !why.is_empty()), "{}", String::from_utf8_lossy(line));
     }
     // Pieces of a line are one line, and lines in one piece are several.
     for byte in LIST {
         stream.write_all(&[*byte]).expect("it listens");
     }
-    assert!(hear(&stream)["return"].is_array());
+    assert!(hear(&stream)["result"].is_array());
     stream.write_all(&LIST.repeat(3)).expect("it listens");
     let mut reader = BufReader::new(&stream);
     for _ in 0..3 {
         let mut line = String::new();
         reader.read_line(&mut line).expect("an answer");
-        assert_eq!(line, "{\"return\":[]}\n");
+        assert!(line.contains("\"result\":[]"), "{line}");
     }
 
     // A line without an end ends the connection, and is not collected.
@@ -362,7 +364,7 @@ fn nonsense_on_the_socket_harms_nobody() {
     drop(leaving);
     let silent: Vec<UnixStream> = (0..40).map(|_| connect(&socket)).collect();
     stream.write_all(LIST).expect("it listens");
-    assert!(hear(&stream)["return"].is_array(), "who is connected is answered");
+    assert!(hear(&stream)["result"].is_array(), "who is connected is answered");
     drop(silent);
     let again = blockhouse_tests::eventually(Duration::from_secs(20), || {
         snapshot("list", &socket, &[str(&path)]).status.success()

@@ -301,6 +301,9 @@ enum JobAction {
         /// The guest continues on another host: the disk refuses all changes from then on.
         #[arg(long)]
         hand_over: bool,
+        /// The guest continues with the disk: the target of the mirror is a copy of it at this moment.
+        #[arg(long, conflicts_with = "hand_over")]
+        copy: bool,
     },
     /// End it without its result.
     Cancel,
@@ -469,8 +472,8 @@ impl SnapshotAction {
 impl JobAction {
     fn request(self, job: &str) -> (&'static str, Value) {
         match self {
-            Self::Complete { hand_over } => {
-                ("job.complete", json!({ "job": job, "hand-over": hand_over }))
+            Self::Complete { hand_over, copy } => {
+                ("job.complete", json!({ "job": job, "hand-over": hand_over, "copy": copy }))
             }
             Self::Cancel => ("job.cancel", json!({ "job": job })),
             Self::Pause => ("job.pause", json!({ "job": job })),

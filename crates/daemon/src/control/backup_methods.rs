@@ -14,8 +14,8 @@ pub struct BackupBeginParams {
     /// The names of the disks.
     pub disks: Vec<String>,
     /// Where they are served for reading, each under its own name: an NBD URI without a name. That of a single disk may
-    /// have one.
-    pub export: String,
+    /// have one. Left out: nowhere before `export.add` of the disk that was frozen.
+    pub export: Option<String>,
     /// What the backup is called, unlike all others. Left out: any name.
     pub backup: Option<String>,
     /// A bitmap that begins on each disk at this moment, for the next increment.

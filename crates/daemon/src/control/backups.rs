@@ -36,7 +36,7 @@ fn setup(given: BackupBeginParams) -> Result<BackupSetup, Failure> {
     if let Some(folder) = &scratch {
         check_absolute(folder).map_err(invalid)?;
     }
-    let export = address(&export)?;
+    let export = export.map(|export| address(&export)).transpose()?;
     Ok(BackupSetup { name: backup, disks, export, bitmap, since, scratch, scratch_size })
 }
 

@@ -1,6 +1,5 @@
 //! What the methods of bitmaps do.
 
-use anyhow::bail;
 use blockhouse_disk::{BitmapAction, NewBitmap};
 use serde_json::Value;
 
@@ -53,7 +52,7 @@ async fn list(disk: &RunningDisk) -> anyhow::Result<Vec<BitmapInfo>> {
     let bitmaps = disk.disk.bitmaps();
     let mut infos = Vec::new();
     for bitmap in bitmaps.list().await? {
-        let is_busy = is_offered(disk, &bitmap.name);
+        let is_busy = disk.offers_bitmap(&bitmap.name);
         let count = match bitmap.is_inconsistent {
             true => None,
             false => Some(bitmaps.dirty_bytes(&bitmap.name).await?),
@@ -70,7 +69,7 @@ async fn change(
 ) -> Outcome {
     let claimed = running.claim_disk(&disk).await?;
     if action == BitmapAction::Remove {
-        check_removable(&claimed.disk, &name)?;
+        claimed.disk.check_bitmap_unused(&name)?;
     }
     let changed = claimed.disk.disk.bitmaps().change(&name, action).await;
     let pause = changed.map_err(anyhow::Error::from)?;
@@ -83,19 +82,4 @@ async fn change(
     result(PauseResult {
         pause_us: log(&claimed.disk, pause, &format!("{done} the bitmap {name:?}")),
     })
-}
-
-/// Whether NBD clients may ask for the bitmap of this name.
-fn is_offered(disk: &RunningDisk, name: &str) -> bool {
-    disk.setup.bitmaps.iter().any(|offered| offered == name)
-}
-
-fn check_removable(disk: &RunningDisk, name: &str) -> anyhow::Result<()> {
-    if is_offered(disk, name) {
-        bail!(
-            "the disk {:?} offers the bitmap {name:?} to NBD clients; open the disk without it first",
-            disk.name()
-        );
-    }
-    Ok(())
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use blockhouse_disk::Access;
+use blockhouse_nbd::uri::NbdUri;
 use serde_json::Value;
 
 use super::Listed;
@@ -11,13 +12,13 @@ use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskSetParams, DiskStats, Done, ErrorStats, ExportAddParams,
     ExportInfo, ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult,
     PauseResult, RefreshResult, ReloadResult, ResizeParams, ResizeResult, SnapshotParams,
-    SnapshotRenameParams, SnapshotResult, StatsParams, VERSION, VersionResult,
+    SnapshotRenameParams, SnapshotResult, SocketParams, StatsParams, VERSION, VersionResult,
 };
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
 use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
-use super::{backups, bitmaps, forks, jobs};
+use super::{backups, bitmaps, forks, images, jobs, transactions};
 use crate::control_socket::Answers;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
@@ -70,11 +71,22 @@ pub(crate) async fn call(
             result(RefreshResult { size, held })
         }
         "disk.fork" => forks::fork(running, params(given)?).await,
+        "disk.transaction" => Box::pin(transactions::transact(running, params(given)?)).await,
+        "image.create" => images::create(running, params(given)?).await,
+        "socket.add" => {
+            let address = running.add_socket(socket(params(given)?)?).await?.to_string();
+            result(SocketParams { address })
+        }
+        "socket.remove" => {
+            running.remove_socket(&socket(params(given)?)?).await?;
+            result(Done {})
+        }
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export, read_only } = params(given)?;
+            let ExportAddParams { disk, export, read_only, bitmaps } = params(given)?;
             let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
-            let export = running.add_export(&disk, address(&export)?, access).await?.to_string();
+            let address = address(&export)?;
+            let export = running.add_export(&disk, address, access, &bitmaps).await?.to_string();
             result(ExportParams { export })
         }
         "export.remove" => {
@@ -138,6 +150,14 @@ fn version(running: &Running, answers: &Answers) -> VersionResult {
         sandbox: running.sandbox().to_string(),
         methods: METHODS.iter().map(|(name, ..)| *name).filter(|name| answers.has(name)).collect(),
         events: Event::NAMES.to_vec(),
+    }
+}
+
+/// The socket that a user means.
+fn socket(SocketParams { address }: SocketParams) -> Result<NbdUri, Failure> {
+    match ExportAddress::parse_absolute(&address).map_err(invalid)? {
+        ExportAddress::Nbd(uri) if uri.export.is_empty() => Ok(uri),
+        _ => Err(invalid(format!("{address}: a socket is an NBD URI without a name of an export"))),
     }
 }
 

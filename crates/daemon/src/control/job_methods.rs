@@ -52,6 +52,9 @@ pub struct JobStartParams {
     pub disk: String,
     /// Of a mirror, where to: an absolute path, or the URI of an export of another server.
     pub target: Option<PathBuf>,
+    /// Of a mirror, another disk of this server in the place of `target`: all that is in it is lost. It is no disk of its own any
+    /// more when the guest goes on in it.
+    pub target_disk: Option<String>,
     /// What the job is called, unlike all others. Left out: any name.
     pub job: Option<String>,
     /// Of a mirror, the target's format, raw or qcow2. Left out, a file's name decides (.qcow2, otherwise raw); all else is raw.
@@ -96,6 +99,9 @@ pub struct JobCompleteParams {
     /// another host. Otherwise the guest goes on with the target here.
     #[serde(default)]
     pub hand_over: bool,
+    /// Of a mirror, whether the guest goes on with the disk, and the target is a copy of it at this moment.
+    #[serde(default)]
+    pub copy: bool,
 }
 
 /// A job that goes on or has ended.
@@ -104,7 +110,7 @@ pub struct JobCompleteParams {
 pub struct JobInfo {
     /// Its name.
     pub job: String,
-    /// What it does: mirror, commit or stream.
+    /// What it does: mirror, commit, stream or backup.
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,

@@ -15,7 +15,7 @@ use super::methods::{Done, NoParams, PauseResult};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
 use crate::disk_options::check_absolute;
-use crate::jobs::{JobSetup, OnFailure, RunningJob, TargetSetup};
+use crate::jobs::{JobSetup, MirrorTarget, OnFailure, RunningJob, TargetSetup};
 use crate::running::Running;
 
 /// Carries a request out that is about jobs.
@@ -45,8 +45,13 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             result(Done {})
         }
         "job.complete" => {
-            let JobCompleteParams { job, hand_over } = params(given)?;
-            let completion = if hand_over { Completion::HandOver } else { Completion::Switch };
+            let JobCompleteParams { job, hand_over, copy } = params(given)?;
+            let completion = match (hand_over, copy) {
+                (false, false) => Completion::Switch,
+                (true, false) => Completion::HandOver,
+                (false, true) => Completion::Copy,
+                (true, true) => return Err(invalid("say hand-over or copy, one of them".into())),
+            };
             let pause = running.complete_job(&job, completion).await?;
             result(PauseResult { pause_us: pause.as_micros() as u64 })
         }
@@ -75,8 +80,8 @@ pub(crate) fn listed(running: &Running) -> Vec<JobInfo> {
 }
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
-    let JobStartParams { kind, disk, target, job: name, format, overwrite, decrypt, mode, speed } =
-        given;
+    let JobStartParams { kind, disk, target, target_disk, job: name, .. } = given;
+    let JobStartParams { format, overwrite, decrypt, mode, speed, .. } = given;
     if kind == JobKind::Stream && mode != JobCopyMode::Auto {
         return Err(invalid("writes never wait for a stream: leave mode out".into()));
     }
@@ -90,12 +95,20 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
     };
     let setup = JobSetup { name, disk, mode, speed: speed.and_then(NonZeroU64::new) };
     let job = match (kind, target) {
+        (JobKind::Mirror, None) if target_disk.is_some() && format.is_none() => {
+            let target = MirrorTarget::Disk(target_disk.unwrap_or_default());
+            running.start_mirror(setup, target).await?
+        }
+        _ if target_disk.is_some() => {
+            let what = "only a mirror goes to another disk, which has a format: leave target-disk out, or target and format";
+            return Err(invalid(what.into()));
+        }
         (JobKind::Mirror, Some(location)) => {
             if !is_address(location.as_os_str().as_bytes()) {
                 check_absolute(&location).map_err(invalid)?;
             }
             let target = TargetSetup { location, format, overwrite };
-            running.start_mirror(setup, target).await?
+            running.start_mirror(setup, MirrorTarget::Image(target)).await?
         }
         (JobKind::Mirror, None) => return Err(invalid("a mirror needs a target".into())),
         (JobKind::Commit, None) if format.is_none() && !overwrite => {

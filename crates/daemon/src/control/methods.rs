@@ -10,7 +10,9 @@ use super::Listed;
 use super::backup_methods::{BackupBeginParams, BackupInfo, BackupParams};
 use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, BitmapParams};
 use super::fork_methods::{ForkParams, ForkResult};
+use super::image_methods::ImageCreateParams;
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
+use super::transaction_methods::TransactionParams;
 use crate::disk_options::DiskOptions;
 use crate::events::Event;
 use crate::limit_options::LimitOptions;
@@ -179,6 +181,10 @@ pub struct ExportAddParams {
     /// Whether its clients may not change the disk, whoever else may.
     #[serde(default)]
     pub read_only: bool,
+    /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may ask what has changed. They may say
+    /// that more has.
+    #[serde(default)]
+    pub bitmaps: Vec<String>,
 }
 
 /// An export.
@@ -187,6 +193,14 @@ pub struct ExportAddParams {
 pub struct ExportParams {
     /// The URI of an NBD export, or the path of a vhost-user-blk socket or a ublk device, as `export.list` shows it.
     pub export: String,
+}
+
+/// A socket of NBD clients.
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SocketParams {
+    /// An NBD URI without a name of an export.
+    pub address: String,
 }
 
 /// An export that is served.
@@ -340,6 +354,16 @@ pub struct UpgradeParams {
     pub disconnect_tls: bool,
 }
 
+/// An upgrade that succeeded.
+#[derive(Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub struct UpgradeReply {
+    /// The id of the process that serves now.
+    pub process: u32,
+    /// For how long nothing was served, in microseconds.
+    pub gap_us: u64,
+}
+
 /// Events that are wanted.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -362,7 +386,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         of::<NoParams, VersionResult>,
     ),
     ("server.reload", "Takes over the configuration of --config.", of::<NoParams, ReloadResult>),
-    ("server.upgrade", "Has another process go on.", of::<UpgradeParams, super::UpgradeReply>),
+    ("server.upgrade", "Has another process go on.", of::<UpgradeParams, UpgradeReply>),
     ("disk.list", "The disks that are open.", of::<NoParams, Vec<DiskInfo>>),
     (
         "disk.open",
@@ -389,6 +413,22 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
         "disk.fork",
         "Has disks go on in overlays over what they are at one moment, and makes other disks over that.",
         of::<ForkParams, ForkResult>,
+    ),
+    (
+        "disk.transaction",
+        "Changes bitmaps of disks, and begins backups of them, at one moment, all or none.",
+        of::<TransactionParams, PauseResult>,
+    ),
+    ("image.create", "Makes a new image.", of::<ImageCreateParams, Done>),
+    (
+        "socket.add",
+        "Listens for NBD clients at an address, also while it has no exports.",
+        of::<SocketParams, SocketParams>,
+    ),
+    (
+        "socket.remove",
+        "Listens there no longer; a socket with exports stays until they are removed.",
+        of::<SocketParams, Done>,
     ),
     ("export.list", "The exports: disks with their addresses.", of::<NoParams, Vec<ExportInfo>>),
     ("export.add", "Serves a disk at an address.", of::<ExportAddParams, ExportParams>),

@@ -1,15 +1,15 @@
 //! The control socket: what a user may ask of a running server.
 //!
-//! A Unix stream socket that its owner alone may connect to. Each line is a message: JSON-RPC 2.0
-//! (docs/control.md; `cargo xtask options` makes its schema), or what the commands
-//! `snapshot --control` and `upgrade --control` have always
-//! sent ([`legacy`]). A connection's requests are carried out one after the other, those of several side by side.
+//! A Unix stream socket that its owner alone may connect to. Each line is a message of JSON-RPC 2.0
+//! (docs/control.md; `cargo xtask options` makes its schema). A connection's requests are carried out one after the
+//! other, those of several side by side.
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
 //!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
-//!   of backups; `fork_methods` and `forks`: that of forks
-//! - `snapshots`: what both protocols ask about them
-//! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results; [`legacy`]: the older ones
+//!   of backups; `fork_methods` and `forks`: that of forks; `transaction_methods` and
+//!   `transactions`: that of transactions; `image_methods` and `images`: that of new images
+//! - `snapshots`: those of snapshots
+//! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
 
 mod backup_methods;
@@ -21,9 +21,10 @@ mod dispatch;
 mod fork_methods;
 mod forks;
 mod gate;
+mod image_methods;
+mod images;
 mod job_methods;
 mod jobs;
-pub mod legacy;
 mod line_stream;
 mod listed;
 pub mod methods;
@@ -32,15 +33,16 @@ mod pause_log;
 mod rpc;
 mod server;
 mod snapshots;
+mod transaction_methods;
+mod transactions;
 
-pub use client::{Connection, RpcError, ask};
+pub use client::{Connection, RpcError};
 pub(crate) use dispatch::call;
 pub(crate) use gate::{Closed, Gate};
 pub(crate) use jobs::listed as listed_jobs;
-pub use legacy::UpgradeReply;
 pub(crate) use line_stream::LineWriter;
 pub use listed::Listed;
-pub use methods::schema;
+pub use methods::{UpgradeReply, schema};
 pub(crate) use rpc::Failure;
 pub use rpc::LACKS_CHANGES;
 pub(crate) use server::{Control, accept_clients};

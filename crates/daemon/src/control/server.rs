@@ -19,14 +19,13 @@ use blockhouse_nbd::{BoundSocket, SocketFile};
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, Shared, pending, select};
 use futures_util::stream::{self, FuturesUnordered, Peekable, StreamExt, unfold};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::MAX_LINE;
 use super::dispatch::call;
 use super::gate::Gate;
-use super::legacy::{self, Reply, Request, UpgradeArgs, UpgradeReply};
 use super::line_stream::{Frame, LineWriter, line_stream};
-use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams};
+use super::methods::{Done, NoParams, SubscribeParams, UpgradeParams, UpgradeReply};
 use super::outcome::{params, result};
 use super::rpc::{
     self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, UNKNOWN_METHOD,
@@ -191,8 +190,6 @@ pub(crate) async fn accept_clients<'a>(
 /// A client's connection.
 #[derive(Default)]
 struct Client {
-    /// Whether it has sent a request of JSON-RPC: it is answered so what is none, too.
-    speaks_rpc: bool,
     events: Option<(Subscription, SubscribeParams)>,
 }
 
@@ -232,7 +229,10 @@ async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
             line = lines.select_next_some() => match line {
                 // A client that is gone needs no answer.
                 Err(_) | Ok(None) => return,
-                Ok(Some(Frame::TooLong)) => (Some(too_long(&client)), true),
+                Ok(Some(Frame::TooLong)) => {
+                    let why = format!("a request has more than {MAX_LINE} bytes");
+                    (Some(refusal(INVALID_REQUEST, why)), true)
+                }
                 Ok(Some(Frame::Whole(line))) => {
                     let answering = pin!(answer(served, &mut client, &line, &caller));
                     let watching = pin!(watch(lines.as_mut().get_pin_mut(), &writer, &caller));
@@ -267,20 +267,7 @@ async fn watch(
     pending().await
 }
 
-fn too_long(client: &Client) -> Value {
-    let why = format!("a request has more than {MAX_LINE} bytes");
-    refusal(client, INVALID_REQUEST, why)
-}
-
-/// The answer to what is no request that could be carried out.
-fn refusal(client: &Client, code: i64, why: String) -> Value {
-    match client.speaks_rpc {
-        true => response(&Value::Null, Err(Failure::new(code, why))),
-        false => json!(Reply::Error { desc: why }),
-    }
-}
-
-/// Carries out what a line asks for. What is to be answered, if anything.
+/// Carries out what a line asks for. Its answer, if it wants one.
 async fn answer(
     served: &Served,
     client: &mut Client,
@@ -288,25 +275,21 @@ async fn answer(
     caller: &Caller,
 ) -> Option<Value> {
     match serde_json::from_slice(line) {
-        Ok(Value::Object(object)) if object.contains_key("jsonrpc") || client.speaks_rpc => {
-            client.speaks_rpc = true;
-            match rpc::parse(object) {
-                Ok(Call { id, method, params }) => {
-                    let outcome = call_method(served, client, caller, (&method, params)).await;
-                    id.map(|id| response(&id, outcome))
-                }
-                Err((id, why)) => Some(response(&id, Err(why))),
+        Ok(Value::Object(object)) => match rpc::parse(object) {
+            Ok(Call { id, method, params }) => {
+                let outcome = call_method(served, client, caller, (&method, params)).await;
+                id.map(|id| response(&id, outcome))
             }
-        }
-        Ok(_) if client.speaks_rpc => {
-            Some(refusal(client, INVALID_REQUEST, "a request is one object on one line".into()))
-        }
-        Err(why) if client.speaks_rpc => {
-            Some(refusal(client, PARSE_ERROR, format!("this is no JSON: {why}")))
-        }
-        // Once more, for the words of the error.
-        _ => Some(json!(answer_legacy(served, line, caller).await)),
+            Err((id, why)) => Some(response(&id, Err(why))),
+        },
+        Ok(_) => Some(refusal(INVALID_REQUEST, "a request is one object on one line".into())),
+        Err(why) => Some(refusal(PARSE_ERROR, format!("this is no JSON: {why}"))),
     }
+}
+
+/// The answer to a line that is no request.
+fn refusal(code: i64, why: String) -> Value {
+    response(&Value::Null, Err(Failure::new(code, why)))
 }
 
 async fn call_method(
@@ -342,31 +325,6 @@ async fn call_method(
             result(Done {})
         }
         _ => call(&served.running, &served.answers, method, given, &|| caller.is_cancelled()).await,
-    }
-}
-
-async fn answer_legacy(served: &Served, line: &[u8], caller: &Caller) -> Reply {
-    let allowed = |request: Request| {
-        served.answers.check(request.method()).map_err(anyhow::Error::msg)?;
-        Ok(request)
-    };
-    let request = serde_json::from_slice(line).context("cannot understand the request");
-    let outcome = match request.and_then(allowed) {
-        Ok(Request::Upgrade(UpgradeArgs { binary, disconnect_tls })) => {
-            let reply = upgrade(served, binary, disconnect_tls).await;
-            reply.and_then(|reply| Ok(serde_json::to_value(reply)?))
-        }
-        Ok(request) => match served.gate.enter().await {
-            Some(_inside) => {
-                legacy::execute(&served.running, request, &|| caller.is_cancelled()).await
-            }
-            None => Err(anyhow::anyhow!(REPLACED)),
-        },
-        Err(why) => Err(why),
-    };
-    match outcome {
-        Ok(value) => Reply::Return(value),
-        Err(why) => Reply::Error { desc: format!("{why:#}") },
     }
 }
 

@@ -47,8 +47,12 @@ impl Running {
         let state = self.state_use(&source.setup)?;
         let base = self.base_of(&source).await?;
         let name = base.name().to_owned();
-        let (job, handle) =
-            self.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), name)?;
+        let (job, handle) = self.jobs().register(
+            setup.name,
+            "commit",
+            (&setup.disk, &source.disk),
+            (name, None),
+        )?;
         job.control.set_speed(setup.speed);
         let mode = setup.mode;
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {

@@ -14,9 +14,19 @@ use anyhow::{Result, bail};
 use blockhouse_disk::{check_apart, forget_moved, record_moved};
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
 
-use super::target::{Target, TargetSetup, remove};
+use super::target::{Target, TargetSetup, check, remove};
 use super::{JobSetup, RunningJob, run_job};
+use crate::claims::{Claim, Name};
 use crate::running::{Running, RunningDisk};
+
+/// Where a mirror goes.
+#[derive(Clone, Debug)]
+pub(crate) enum MirrorTarget {
+    /// An image that nobody has open.
+    Image(TargetSetup),
+    /// A disk of this server, by its name.
+    Disk(String),
+}
 
 impl Running {
     /// Starts a mirror. When this returns its target is open, and it is listed.
@@ -26,10 +36,10 @@ impl Running {
     pub(crate) async fn start_mirror(
         &self,
         setup: JobSetup,
-        target: TargetSetup,
+        target: MirrorTarget,
     ) -> Result<Arc<RunningJob>> {
-        let claimed = self.claim_disk(&setup.disk).await?;
-        let source = Arc::clone(&claimed.disk);
+        let _claimed = self.claim_mirror(&setup.disk, &target).await;
+        let source = self.disk(&setup.disk)?;
         if source.setup.is_read_only() {
             bail!(
                 "the disk {:?} is read-only: copy its image with 'blockhouse convert'",
@@ -37,26 +47,82 @@ impl Running {
             );
         }
         self.check_free(&setup.disk)?;
-        self.sandbox().check_image(&target.location)?;
-        let name = target.location.display().to_string();
-        self.jobs().check_target_free(&name)?;
-        let state = self.state_use(&source.setup)?;
-        let target = target.open(&source.setup, source.disk.size(), state).await?;
+        let (target, names) = self.open_target(&source, target).await?;
         let apart = check_apart(&target.disk, &source.disk);
         if let Err(error) = apart.and_then(|()| source.disk.check_successor(&target.disk)) {
-            drop(target.disk);
-            remove(target.created.as_deref());
+            let created = target.created.clone();
+            drop(target);
+            remove(created.as_deref());
             return Err(error.into());
         }
+        let taken = names.1.clone().map(|disk| (self.taken(), disk));
         let registered =
-            self.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), name);
+            self.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), names);
         let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
         job.control.set_speed(setup.speed);
         let mode = setup.mode;
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
-            copy(job, &source, target, mode).await
+            let end = copy(job, &source, target, mode).await;
+            let is_switched =
+                matches!(end, JobEnd::Completed { completion: Completion::Switch, .. });
+            if let Some((list, disk)) = taken.filter(|_| is_switched) {
+                list.forget(&disk);
+            }
+            end
         });
         Ok(job)
+    }
+
+    async fn claim_mirror(&self, disk: &str, target: &MirrorTarget) -> Claim<'_> {
+        let mut names = vec![Name::Disk(disk.to_owned())];
+        if let MirrorTarget::Disk(target) = target {
+            names.push(Name::Disk(target.clone()));
+        }
+        self.claims().claim(names).await
+    }
+
+    /// The target, with its name and that of its disk.
+    async fn open_target(
+        &self,
+        source: &RunningDisk,
+        target: MirrorTarget,
+    ) -> Result<(Target, (String, Option<String>))> {
+        match target {
+            MirrorTarget::Image(target) => {
+                self.sandbox().check_image(&target.location)?;
+                let name = target.location.display().to_string();
+                self.jobs().check_target_free(&name)?;
+                let state = self.state_use(&source.setup)?;
+                let target = target.open(&source.setup, source.disk.size(), state).await?;
+                Ok((target, (name, None)))
+            }
+            MirrorTarget::Disk(name) => {
+                let disk = self.check_target_disk(&name, source.name())?;
+                let path = disk.path().display().to_string();
+                check(&disk.disk, source.disk.size())?;
+                let disk = Arc::clone(&disk.disk);
+                Ok((Target { disk, is_zero: false, created: None }, (path, Some(name))))
+            }
+        }
+    }
+
+    /// The disk of this name, if a job may write to it.
+    pub(crate) fn check_target_disk(&self, name: &str, source: &str) -> Result<Arc<RunningDisk>> {
+        if name == source {
+            bail!("the disk {name:?} cannot be copied to itself");
+        }
+        let disk = self.disk(name)?;
+        self.check_free(name)?;
+        if disk.setup.is_read_only() {
+            bail!("the disk {name:?} is read-only, and cannot be written to");
+        }
+        if let Some(export) = self.exports_of(name).first() {
+            bail!(
+                "the disk {name:?} is served at {}, and all that is in it would be lost; remove its exports first",
+                export.address
+            );
+        }
+        Ok(disk)
     }
 
     /// Asks a job to complete, and waits for its end; for how long the guest's changes were held off. What it was to do is
@@ -70,8 +136,8 @@ impl Running {
         completion: Completion,
     ) -> Result<Duration> {
         let job = self.jobs().find(name)?;
-        if completion == Completion::HandOver && job.kind != "mirror" {
-            bail!("the job {name:?} is a {}: only a mirror can be handed over", job.kind);
+        if completion != Completion::Switch && job.kind != "mirror" {
+            bail!("the job {name:?} is a {}: only a mirror can be completed so", job.kind);
         }
         // A stream completes by itself, maybe before it is asked to.
         let is_early = job.kind == "stream" && job.status() == "completed";
@@ -91,7 +157,7 @@ impl Running {
 /// Runs a mirror to its end, and brings its disks in order.
 async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) -> JobEnd {
     let Target { disk: target, is_zero, created } = target;
-    let (target, disk) = (Arc::new(target), Arc::clone(&source.disk));
+    let disk = Arc::clone(&source.disk);
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
     let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
     // Of the image that the disk has now: it may have been moved before. A sidecar is not what is opened later.
@@ -115,14 +181,18 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
         }
         Err(error) => JobEnd::Failed(error.to_string()),
     };
-    let is_complete = matches!(end, JobEnd::Completed { .. });
-    if !matches!(end, JobEnd::Completed { completion: Completion::Switch, .. }) {
+    let completion = match &end {
+        JobEnd::Completed { completion, .. } => Some(*completion),
+        JobEnd::Cancelled | JobEnd::Failed(_) => None,
+    };
+    if completion != Some(Completion::Switch) && job.target_disk.is_none() {
         let closed = target.close().await;
         closed.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));
     }
-    match is_complete {
-        true => disk.unlock_former(),
-        false => remove(created.as_deref()),
+    match completion {
+        None => remove(created.as_deref()),
+        Some(Completion::Copy) => {}
+        Some(Completion::Switch | Completion::HandOver) => disk.unlock_former(),
     }
     end
 }

@@ -5,6 +5,7 @@
 //! dismissed, or `MAX_ENDED` later ones have ended. Jobs do not outlive the process: what one leaves on its disks says
 //! whether it was complete (`jobs/mirror`, `jobs/commit`).
 
+mod backup;
 mod commit;
 mod mirror;
 mod stream;
@@ -25,6 +26,8 @@ use parking_lot::Mutex;
 use crate::events::{Event, Events};
 use crate::workers::Workers;
 
+pub(crate) use backup::{CopiedBitmap, FrozenSource};
+pub(crate) use mirror::MirrorTarget;
 pub(crate) use stream::OnFailure;
 pub(crate) use target::TargetSetup;
 
@@ -71,12 +74,14 @@ struct State {
 pub(crate) struct RunningJob {
     /// What it is called, unlike all others.
     pub(crate) name: String,
-    /// What it does: "mirror", "commit" or "stream".
+    /// What it does: "mirror", "commit", "stream" or "backup".
     pub(crate) kind: &'static str,
     /// The name of its disk.
     pub(crate) disk: String,
     /// Where to.
     pub(crate) target: String,
+    /// The disk of this server that it writes to.
+    pub(crate) target_disk: Option<String>,
     /// The disk's image, which is not kept open for the job's sake.
     source: Weak<ImageDisk>,
     /// What it is asked and tells.
@@ -92,6 +97,10 @@ impl RunningJob {
             Some(wait) => wait.to_string(),
             None => format!("its target {} does not answer", self.target),
         }
+    }
+
+    fn writes_to(&self, disk: &str) -> bool {
+        self.target_disk.as_deref() == Some(disk)
     }
 
     fn has_ended(&self) -> bool {
@@ -155,9 +164,36 @@ impl Jobs {
     /// One does.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
         let state = self.0.lock();
-        match state.jobs.iter().find(|job| job.disk == disk && !job.has_ended()) {
+        let uses = |job: &&Arc<RunningJob>| job.disk == disk || job.writes_to(disk);
+        match state.jobs.iter().filter(uses).find(|job| !job.has_ended()) {
             Some(job) => bail!(
                 "the job {:?} works on the disk {disk:?}; cancel it or let it complete first",
+                job.name
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses a name that a job has.
+    ///
+    /// # Errors
+    /// One has.
+    pub(crate) fn check_new_name(&self, name: &str) -> Result<()> {
+        if self.0.lock().jobs.iter().any(|job| job.name == name) {
+            bail!("a job is called {name:?} already; choose another name, or dismiss that one");
+        }
+        Ok(())
+    }
+
+    /// Refuses to serve a disk that a job writes to.
+    ///
+    /// # Errors
+    /// One does.
+    pub(crate) fn check_not_written(&self, disk: &str) -> Result<()> {
+        let state = self.0.lock();
+        match state.jobs.iter().find(|job| job.writes_to(disk) && !job.has_ended()) {
+            Some(job) => bail!(
+                "the job {:?} writes to the disk {disk:?}; cancel it or let it complete first",
                 job.name
             ),
             None => Ok(()),
@@ -210,7 +246,7 @@ impl Jobs {
         name: Option<String>,
         kind: &'static str,
         (disk, source): (&str, &Arc<ImageDisk>),
-        target: String,
+        (target, target_disk): (String, Option<String>),
     ) -> Result<(Arc<RunningJob>, Handle)> {
         self.check_free(disk)?;
         let mut state = self.0.lock();
@@ -227,7 +263,8 @@ impl Jobs {
         let control = Arc::new(JobControl::default());
         let target_is_free = AtomicBool::new(false);
         let (disk, source) = (disk.to_owned(), Arc::downgrade(source));
-        let job = RunningJob { name, kind, disk, target, source, control, target_is_free };
+        let job =
+            RunningJob { name, kind, disk, target, target_disk, source, control, target_is_free };
         let job = Arc::new(job);
         state.jobs.push(Arc::clone(&job));
         let ended: Vec<_> = state.jobs.iter().filter(|job| job.has_ended()).cloned().collect();
@@ -324,6 +361,8 @@ fn tell_stages(job: Arc<RunningJob>, events: Events) {
             stage = job.control.next_stage(&stage).await;
             let (name, disk) = (job.name.clone(), job.disk.clone());
             let event = match &stage {
+                // It completes by itself.
+                JobStage::Ready if job.kind == "backup" => continue,
                 JobStage::Ready if was_ready => {
                     Event::JobPostponed { job: name, disk, error: job.control.why_postponed() }
                 }

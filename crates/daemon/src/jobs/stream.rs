@@ -67,8 +67,12 @@ impl Running {
         }
         let guard = disk.begin_populating().await?;
         let target = disk.name().to_owned();
-        let (job, handle) =
-            self.jobs().register(setup.name, "stream", (&setup.disk, &source.disk), target)?;
+        let (job, handle) = self.jobs().register(
+            setup.name,
+            "stream",
+            (&setup.disk, &source.disk),
+            (target, None),
+        )?;
         job.control.set_speed(setup.speed);
         run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
             let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));

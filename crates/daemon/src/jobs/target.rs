@@ -3,6 +3,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::ErrorKind;
@@ -28,7 +29,7 @@ pub(crate) struct TargetSetup {
 
 /// A target that is open.
 pub(crate) struct Target {
-    pub(crate) disk: ImageDisk,
+    pub(crate) disk: Arc<ImageDisk>,
     /// Whether all of it reads as zeros.
     pub(crate) is_zero: bool,
     /// The file, if it was made.
@@ -56,7 +57,8 @@ impl TargetSetup {
         };
         let created = self.create(source, is_remote, format, size).await?;
         let opened = open_existing(path, format, source, state).await;
-        match opened.and_then(|disk| check(disk, size)) {
+        let checked = opened.and_then(|disk| check(&disk, size).map(|()| Arc::new(disk)));
+        match checked {
             Ok(disk) => Ok(Target { disk, is_zero: created.is_some(), created }),
             Err(error) => {
                 remove(created.as_deref());
@@ -154,7 +156,8 @@ async fn open_existing(
     }
 }
 
-fn check(disk: ImageDisk, size: u64) -> Result<ImageDisk> {
+/// Refuses a target that cannot be a mirror of a disk of this size.
+pub(super) fn check(disk: &ImageDisk, size: u64) -> Result<()> {
     if disk.size() != size {
         bail!(
             "{}: has {} bytes, and the disk has {size}; a mirror is as long as its disk: resize one of them",
@@ -165,5 +168,5 @@ fn check(disk: ImageDisk, size: u64) -> Result<ImageDisk> {
     if disk.backing_file().is_some() {
         bail!("{}: has a backing file, and a mirror stands alone; use another image", disk.name());
     }
-    Ok(disk)
+    Ok(())
 }

@@ -110,6 +110,12 @@ impl Arguments {
             .transpose()
     }
 
+    /// A number that is not below zero.
+    pub(super) fn needed_unsigned(&mut self, name: &str) -> Result<u64, QmpError> {
+        let number = self.some_unsigned(name)?;
+        self.needed(name, number)
+    }
+
     /// A number.
     pub(super) fn integer(&mut self, name: &str) -> Result<i64, QmpError> {
         let number = self.some_integer(name)?;

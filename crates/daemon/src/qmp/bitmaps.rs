@@ -1,5 +1,6 @@
 //! Dirty bitmaps. All are persistent here, so one that is to end with the process is refused.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use serde_json::{Value, json};
@@ -9,81 +10,172 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 
 /// `block-dirty-bitmap-add`.
-pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let (node, name) = (given.text("node")?, given.text("name")?);
-    let granularity = given.some_integer("granularity")?;
-    let is_persistent = given.flag("persistent", false)?;
-    let disabled = given.flag("disabled", false)?;
-    given.end()?;
-    let disk = context.disk(&node)?;
-    if name.is_empty() {
-        return Err(QmpError::generic("Bitmap name cannot be empty"));
-    }
-    if granularity.is_some_and(|bytes| bytes < 512 || bytes.count_ones() != 1) {
-        return Err(QmpError::generic("Granularity must be power of 2 and at least 512"));
-    }
-    if find(context, &disk, &name).await?.is_some() {
-        return Err(QmpError::generic(format!("Bitmap already exists: {name}")));
-    }
-    if !is_persistent {
-        return Err(QmpError::generic("bitmaps are persistent here: set 'persistent' to true"));
-    }
-    let mut params = json!({ "disk": disk, "name": name, "disabled": disabled });
-    if let Some(granularity) = granularity {
-        params["granularity"] = granularity.into();
-    }
-    context.call("bitmap.add", params).await?;
-    Ok(json!({}))
+pub(super) async fn add(context: &Rc<Context>, given: Arguments) -> Returned {
+    change(context, given, "add").await
 }
 
 /// `block-dirty-bitmap-remove`.
 pub(super) async fn remove(context: &Rc<Context>, given: Arguments) -> Returned {
-    change(context, given, "bitmap.remove").await
+    change(context, given, "remove").await
 }
 
 /// `block-dirty-bitmap-clear`.
 pub(super) async fn clear(context: &Rc<Context>, given: Arguments) -> Returned {
-    change(context, given, "bitmap.clear").await
+    change(context, given, "clear").await
 }
 
 /// `block-dirty-bitmap-enable`.
 pub(super) async fn enable(context: &Rc<Context>, given: Arguments) -> Returned {
-    change(context, given, "bitmap.enable").await
+    change(context, given, "enable").await
 }
 
 /// `block-dirty-bitmap-disable`.
 pub(super) async fn disable(context: &Rc<Context>, given: Arguments) -> Returned {
-    change(context, given, "bitmap.disable").await
+    change(context, given, "disable").await
 }
 
-async fn change(context: &Rc<Context>, mut given: Arguments, method: &str) -> Returned {
-    let (node, name) = (given.text("node")?, given.text("name")?);
-    given.end()?;
-    let disk = context.disk(&node)?;
-    check_exists(context, &disk, &name).await?;
-    context.call(method, json!({ "disk": disk, "name": name })).await?;
-    Ok(json!({}))
+/// `block-dirty-bitmap-merge`: of bitmaps of the same disk.
+pub(super) async fn merge(context: &Rc<Context>, given: Arguments) -> Returned {
+    change(context, given, "merge").await
 }
 
-/// `block-dirty-bitmap-merge`: of bitmaps of the same disk. Several are merged one after the other; where one fails, those
-/// before it have been.
-pub(super) async fn merge(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let (node, target) = (given.text("node")?, given.text("target")?);
-    let sources = given.list("bitmaps")?;
-    given.end()?;
-    let disk = context.disk(&node)?;
-    check_exists(context, &disk, &target).await?;
-    let mut names = Vec::new();
-    for (index, source) in sources.into_iter().enumerate() {
-        let name = source_name(context, &disk, index, source)?;
-        check_exists(context, &disk, &name).await?;
-        names.push(name);
+async fn change(context: &Rc<Context>, given: Arguments, action: &'static str) -> Returned {
+    let mut changes = Changes::default();
+    changes.take(context, action, given).await?;
+    changes.run(context).await
+}
+
+/// Changes of bitmaps that are made together.
+#[derive(Default)]
+pub(super) struct Changes {
+    /// The method of each in the control socket's `bitmap`, and its parameters.
+    calls: Vec<(&'static str, Value)>,
+    /// Whether a bitmap of a disk is there after them.
+    known: BTreeMap<(String, String), bool>,
+}
+
+impl Changes {
+    /// Takes a change in, by the arguments of its command.
+    pub(super) async fn take(
+        &mut self,
+        context: &Context,
+        action: &'static str,
+        mut given: Arguments,
+    ) -> Result<(), QmpError> {
+        match action {
+            "add" => return self.take_add(context, given).await,
+            "merge" => return self.take_merge(context, given).await,
+            _ => {}
+        }
+        let (node, name) = (given.text("node")?, given.text("name")?);
+        given.end()?;
+        let disk = context.disk(&node)?;
+        self.check_exists(context, &disk, &name).await?;
+        if action == "remove" {
+            self.known.insert((disk.clone(), name.clone()), false);
+        }
+        self.calls.push((action, json!({ "disk": disk, "name": name })));
+        Ok(())
     }
-    for source in names {
-        let params = json!({ "disk": disk, "name": target, "source": source });
-        context.call("bitmap.merge", params).await?;
+
+    async fn take_add(&mut self, context: &Context, mut given: Arguments) -> Result<(), QmpError> {
+        let (node, name) = (given.text("node")?, given.text("name")?);
+        let granularity = given.some_integer("granularity")?;
+        let is_persistent = given.flag("persistent", false)?;
+        let disabled = given.flag("disabled", false)?;
+        given.end()?;
+        let disk = context.disk(&node)?;
+        if name.is_empty() {
+            return Err(QmpError::generic("Bitmap name cannot be empty"));
+        }
+        if granularity.is_some_and(|bytes| bytes < 512 || bytes.count_ones() != 1) {
+            return Err(QmpError::generic("Granularity must be power of 2 and at least 512"));
+        }
+        if self.exists(context, &disk, &name).await? {
+            return Err(QmpError::generic(format!("Bitmap already exists: {name}")));
+        }
+        if !is_persistent {
+            let why = "bitmaps are persistent here: set 'persistent' to true";
+            return Err(QmpError::generic(why));
+        }
+        let mut params = json!({ "disk": disk, "name": name, "disabled": disabled });
+        if let Some(granularity) = granularity {
+            params["granularity"] = granularity.into();
+        }
+        self.known.insert((disk, name), true);
+        self.calls.push(("add", params));
+        Ok(())
     }
-    Ok(json!({}))
+
+    async fn take_merge(
+        &mut self,
+        context: &Context,
+        mut given: Arguments,
+    ) -> Result<(), QmpError> {
+        let (node, target) = (given.text("node")?, given.text("target")?);
+        let sources = given.list("bitmaps")?;
+        given.end()?;
+        let disk = context.disk(&node)?;
+        self.check_exists(context, &disk, &target).await?;
+        for (index, source) in sources.into_iter().enumerate() {
+            let source = source_name(context, &disk, index, source)?;
+            self.check_exists(context, &disk, &source).await?;
+            let params = json!({ "disk": disk, "name": target, "source": source });
+            self.calls.push(("merge", params));
+        }
+        Ok(())
+    }
+
+    /// Whether there is a bitmap after the changes.
+    pub(super) async fn exists(
+        &self,
+        context: &Context,
+        disk: &str,
+        name: &str,
+    ) -> Result<bool, QmpError> {
+        if let Some(exists) = self.known.get(&(disk.to_owned(), name.to_owned())) {
+            return Ok(*exists);
+        }
+        let bitmaps = context.call("bitmap.list", json!({ "disk": disk })).await?;
+        Ok(bitmaps.as_array().into_iter().flatten().any(|bitmap| bitmap["name"] == name))
+    }
+
+    async fn check_exists(
+        &self,
+        context: &Context,
+        disk: &str,
+        name: &str,
+    ) -> Result<(), QmpError> {
+        match self.exists(context, disk, name).await? {
+            true => Ok(()),
+            false => Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),
+        }
+    }
+
+    /// Whether there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.calls.is_empty()
+    }
+
+    /// Makes the changes, at one moment.
+    pub(super) async fn run(self, context: &Context) -> Returned {
+        match &self.calls[..] {
+            [] => {}
+            [(action, params)] => {
+                context.call(&format!("bitmap.{action}"), params.clone()).await?;
+            }
+            _ => {
+                let params = json!({ "bitmaps": self.into_params() });
+                context.call("disk.transaction", params).await?;
+            }
+        }
+        Ok(json!({}))
+    }
+
+    /// The changes as `disk.transaction` has them.
+    pub(super) fn into_params(self) -> Vec<Value> {
+        self.calls.into_iter().map(|(action, params)| json!({ action: params })).collect()
+    }
 }
 
 /// A bitmap by its name alone, or with its node.
@@ -105,17 +197,4 @@ fn source_name(
             "Bitmap '{name}' is of '{node}', and only bitmaps of '{disk}' can be merged into one of '{disk}' here"
         ))),
     }
-}
-
-async fn check_exists(context: &Context, disk: &str, name: &str) -> Result<(), QmpError> {
-    match find(context, disk, name).await? {
-        Some(_) => Ok(()),
-        None => Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),
-    }
-}
-
-async fn find(context: &Context, disk: &str, name: &str) -> Result<Option<Value>, QmpError> {
-    let bitmaps = context.call("bitmap.list", json!({ "disk": disk })).await?;
-    let mut bitmaps = bitmaps.as_array().into_iter().flatten();
-    Ok(bitmaps.find(|bitmap| bitmap["name"] == name).cloned())
 }

@@ -29,12 +29,7 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     given.end()?;
     let file = context.state.borrow().files.get(&name).cloned();
     if let Some(user) = file.and_then(|file| file.user) {
-        return Err(QmpError::generic(format!(
-            "Node '{name}' is busy: node is used as 'file' of '{user}'"
-        )));
-    }
-    if context.disk(&name).is_err() {
-        return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
+        return Err(busy(&name, "file", &user));
     }
     let filter = context.state.borrow().filters.get(&name).cloned();
     if let Some(filter) = filter {
@@ -42,13 +37,54 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         filters::delete(context, &name, &filter).await?;
         return Ok(json!({}));
     }
-    if let Some(user) = context.state.borrow().filter_on(&name) {
-        return Err(QmpError::generic(format!(
-            "Node '{name}' is busy: node is used as 'file' of '{user}'"
-        )));
+    if context.state.borrow_mut().forget_left(&name) {
+        return Ok(json!({}));
     }
-    close(context, &name).await?;
+    let Some((disk, depth)) = context.find_node(&name) else {
+        return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
+    };
+    let nodes = context.state.borrow().nodes_of(&disk);
+    if !nodes[depth].is_owned && context.running.exports_of(&disk).is_empty() {
+        return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
+    }
+    if let Some(user) = nodes[..depth].iter().rev().find(|user| user.is_owned) {
+        return Err(busy_behind(&name, &user.name));
+    }
+    let is_served = !context.running.exports_of(&disk).is_empty();
+    if depth > 0 && is_served {
+        return Err(busy_behind(&name, &nodes[depth - 1].name));
+    }
+    if is_served {
+        return Err(QmpError::generic(format!("Node {name} is in use")));
+    }
+    check_unused(context, &name, &disk)?;
+    if let Some(user) = context.state.borrow().filter_on(&disk) {
+        return Err(busy(&name, "file", user));
+    }
+    close(context, &disk, depth).await?;
     Ok(json!({}))
+}
+
+fn busy_behind(name: &str, user: &str) -> QmpError {
+    QmpError::generic(format!("Node '{name}' is busy: node is used as backing hd of '{user}'"))
+}
+
+/// Refuses to remove what a backup needs.
+fn check_unused(context: &Context, name: &str, disk: &str) -> Result<(), QmpError> {
+    let state = context.state.borrow();
+    if let Some((user, _)) = state.over.iter().find(|(_, lower)| *lower == name) {
+        return Err(busy_behind(name, state.top_of(user)));
+    }
+    match state.pull_to(disk) {
+        Some(_) => Err(QmpError::generic(format!(
+            "Node '{name}' is busy: block device is in use by block job: backup"
+        ))),
+        None => Ok(()),
+    }
+}
+
+fn busy(name: &str, what: &str, user: &str) -> QmpError {
+    QmpError::generic(format!("Node '{name}' is busy: node is used as '{what}' of '{user}'"))
 }
 
 /// Refuses to remove a filter with exports: they are those of its disk.

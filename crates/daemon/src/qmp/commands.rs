@@ -12,8 +12,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    bitmaps, blockdev, exports, jobs, node_list, nodes, objects, query, schema, snapshots,
-    transaction,
+    backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays,
+    query, reopening, schema, snapshots, starting, transaction,
 };
 use crate::control_socket::Answers;
 
@@ -69,16 +69,20 @@ const COMMANDS: &[Command] = &[
     command!("query-blockstats", ["disk.stats"], query::stats),
     command!("blockdev-add", ["disk.open", "disk.close"], blockdev::add),
     command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
+    command!("blockdev-create", ["image.create", "job.list", "disk.open", "disk.close"], creation::create),
+    command!("blockdev-reopen", ["disk.set", "limit.set"], reopening::reopen),
     command!("object-add", ["disk.open"], objects::add),
     command!("object-del", ["disk.open"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),
     command!("block-export-del", ["export.list", "export.remove"], exports::delete),
-    command!("nbd-server-start", ["export.add"], exports::start_server),
+    command!("nbd-server-start", ["socket.add"], exports::start_server),
     command!("nbd-server-add", ["export.add"], exports::add_to_server),
     command!("nbd-server-remove", ["export.list", "export.remove"], exports::remove_from_server),
-    command!("nbd-server-stop", ["export.list", "export.remove"], exports::stop_server),
+    command!("nbd-server-stop", ["export.list", "export.remove", "socket.remove"], exports::stop_server),
+    command!("blockdev-snapshot", ["disk.fork", "disk.open", "disk.close"], overlays::use_node),
+    command!("blockdev-snapshot-sync", ["disk.fork", "disk.open"], overlays::create),
     command!("blockdev-snapshot-internal-sync", ["snapshot.list", "snapshot.create"], snapshots::create),
     command!("blockdev-snapshot-delete-internal-sync", ["snapshot.list", "snapshot.delete"], snapshots::delete),
     command!("block-dirty-bitmap-add", ["bitmap.list", "bitmap.add"], bitmaps::add),
@@ -86,11 +90,13 @@ const COMMANDS: &[Command] = &[
     command!("block-dirty-bitmap-clear", ["bitmap.list", "bitmap.clear"], bitmaps::clear),
     command!("block-dirty-bitmap-enable", ["bitmap.list", "bitmap.enable"], bitmaps::enable),
     command!("block-dirty-bitmap-disable", ["bitmap.list", "bitmap.disable"], bitmaps::disable),
-    command!("block-dirty-bitmap-merge", ["bitmap.list", "bitmap.merge"], bitmaps::merge),
+    command!("block-dirty-bitmap-merge", ["bitmap.list", "bitmap.merge", "disk.transaction"], bitmaps::merge),
     command!("query-jobs", ["job.list"], jobs::query),
     command!("query-block-jobs", ["job.list"], jobs::query_block_jobs),
-    command!("block-stream", ["job.list", "job.start"], jobs::stream),
-    command!("block-commit", ["job.list", "job.start"], jobs::commit),
+    command!("block-stream", ["job.list", "job.start"], starting::stream),
+    command!("block-commit", ["job.list", "job.start"], starting::commit),
+    command!("blockdev-mirror", ["job.list", "job.start"], starting::mirror),
+    command!("blockdev-backup", ["job.list", "bitmap.list", "disk.transaction", "backup.end"], backups::start),
     command!("job-cancel", ["job.list", "job.cancel"], jobs::cancel),
     command!("job-complete", ["job.list", "job.complete"], jobs::complete),
     command!("job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss),
@@ -104,7 +110,7 @@ const COMMANDS: &[Command] = &[
     command!("block-job-pause", ["job.list", "job.pause"], jobs::pause_block_job),
     command!("block-job-resume", ["job.list", "job.resume"], jobs::resume_block_job),
     command!("block-job-set-speed", ["job.list", "job.set-speed"], jobs::set_speed),
-    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "snapshot.list", "snapshot.create"], transaction::run),
+    command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "disk.transaction", "job.list", "backup.end", "disk.fork", "disk.open", "disk.close", "snapshot.list", "snapshot.create"], transaction::run),
 ];
 
 async fn query_version(_: &Rc<Context>, arguments: Arguments) -> Returned {
@@ -161,8 +167,7 @@ mod tests {
             told.contains(&"query-named-block-nodes") && find(&Answers::Reading, "quit").is_none()
         );
         assert!(
-            find(&Answers::All, "quit").is_some()
-                && find(&Answers::All, "blockdev-mirror").is_none()
+            find(&Answers::All, "quit").is_some() && find(&Answers::All, "drive-mirror").is_none()
         );
     }
 

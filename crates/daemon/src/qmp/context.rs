@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use futures_channel::oneshot;
+use futures_util::FutureExt;
 use futures_util::future::Shared;
 use serde_json::Value;
 
@@ -45,25 +46,36 @@ impl Context {
     pub(super) async fn call(&self, method: &str, params: Value) -> Result<Value, QmpError> {
         self.answers.check(method).map_err(QmpError::generic)?;
         let is_cancelled = || self.stopped.peek().is_some();
-        Ok(call(&self.running, &self.answers, method, params, &is_cancelled).await?)
+        // On the heap: commands make several calls, each of which is as large as the largest method.
+        let call = call(&self.running, &self.answers, method, params, &is_cancelled);
+        Ok(call.boxed_local().await?)
     }
 
-    /// The disk that a node belongs to: a disk's name is that of its format node.
+    /// The disk that has a node of a format, and how many images are before the node's.
+    pub(super) fn find_node(&self, node: &str) -> Option<(String, usize)> {
+        let state = self.state.borrow();
+        let (disk, depth) = state.place_of(node)?;
+        self.running.find(disk).map(|_| (disk.to_owned(), depth))
+    }
+
+    /// The disk whose image is a node.
     ///
     /// # Errors
-    /// There is no such node, or it is the one below, which has no use by itself. `device` is for the words of the error.
+    /// There is no such node, or it is below or behind another one, and has no use by itself. `device` is for the words of the
+    /// error.
     pub(super) fn disk_of(&self, device: &str, node: &str) -> Result<String, QmpError> {
-        if self.running.find(node).is_some() {
-            return Ok(node.to_owned());
-        }
         let state = self.state.borrow();
+        if let Some((disk, depth)) = self.find_node(node) {
+            return match depth {
+                0 => Ok(disk),
+                _ => Err(used_by(node, "backing file", state.top_of(&disk))),
+            };
+        }
         if let Some(filter) = state.filters.get(node) {
             return Ok(filter.disk.clone());
         }
-        match state.user_of(node).filter(|disk| self.running.find(disk).is_some()) {
-            Some(disk) => Err(QmpError::generic(format!(
-                "Node '{node}' is the file below '{disk}', and is not used without it: use '{disk}'"
-            ))),
+        match state.user_of(node).filter(|user| self.find_node(user).is_some()) {
+            Some(user) => Err(used_by(node, "file", user)),
             None => Err(QmpError::no_node(device, node)),
         }
     }
@@ -72,4 +84,42 @@ impl Context {
     pub(super) fn disk(&self, name: &str) -> Result<String, QmpError> {
         self.disk_of(name, name)
     }
+
+    /// The disk that clients of a node are served. `device` is for the words of an error.
+    pub(super) fn served_disk(&self, device: &str, node: &str) -> Result<String, QmpError> {
+        let disk = self.disk_of(device, node)?;
+        let state = self.state.borrow();
+        if let Some(pull) = state.pull_to(&disk) {
+            return Ok(pull.frozen.clone());
+        }
+        match state.over.get(&disk) {
+            Some(lower) => Err(QmpError::generic(format!(
+                "Node '{node}' stands on '{lower}', which changes: it is served when a backup is made to it (blockdev-backup with sync 'none')"
+            ))),
+            None => Ok(disk),
+        }
+    }
+
+    /// Whether there is a node of this name.
+    pub(super) fn has_node(&self, name: &str) -> bool {
+        let state = self.state.borrow();
+        let is_known = state.files.contains_key(name)
+            || state.filters.contains_key(name)
+            || state.left.contains(name);
+        drop(state);
+        is_known || self.find_node(name).is_some()
+    }
+
+    /// The name of the disk of a new node: that of the node, unless another disk has it.
+    pub(super) fn disk_name(&self, node: &str) -> String {
+        let numbered = (2..).map(|number: u64| format!("{node}.{number}"));
+        let mut names = std::iter::once(node.to_owned()).chain(numbered);
+        names.find(|name| self.running.find(name).is_none()).expect("an endless list")
+    }
+}
+
+fn used_by(node: &str, what: &str, user: &str) -> QmpError {
+    QmpError::generic(format!(
+        "Node '{node}' is the {what} below '{user}', and is not used without it: use '{user}'"
+    ))
 }

@@ -2,7 +2,7 @@
 //!
 //! Guarantees: what a command has caused is told before its answer.
 
-use blockhouse_jobs::JobProgress;
+use blockhouse_jobs::{Completion, JobEnd, JobProgress, JobStage};
 use futures_util::FutureExt;
 use serde_json::{Value, json};
 
@@ -34,8 +34,11 @@ fn take(context: &Context, event: Event) {
             events.tell("BLOCK_JOB_READY", block_job(context, &job));
         }
         Event::JobPostponed { job, .. } => events.tell_status(&job, "ready"),
-        Event::JobEnded { job, outcome, .. } => {
+        Event::JobEnded { job, disk, outcome } => {
             let is_completed = outcome == "completed";
+            if is_completed {
+                follow_disk(context, &job, &disk);
+            }
             let name = if is_completed { "BLOCK_JOB_COMPLETED" } else { "BLOCK_JOB_CANCELLED" };
             let before: &[_] = if is_completed { &["waiting", "pending"] } else { &["aborting"] };
             end(context, &job, before, (name, block_job(context, &job)));
@@ -58,6 +61,21 @@ fn take(context: &Context, event: Event) {
                 |address: &str| there.iter().any(|export| export.address.to_string() == address);
             context.state.borrow_mut().exports.retain(|export| is_there(&export.address));
         }
+        _ => {}
+    }
+}
+
+/// Names the nodes that a disk has after a job.
+fn follow_disk(context: &Context, job: &str, disk: &str) {
+    let Ok(job) = context.running.jobs().find(job) else { return };
+    let end = job.control.stage();
+    let is_switched =
+        matches!(end, JobStage::Ended(JobEnd::Completed { completion: Completion::Switch, .. }));
+    let mut state = context.state.borrow_mut();
+    match (job.kind, &job.target_disk) {
+        ("mirror", Some(target)) if is_switched => state.move_to(disk, target),
+        ("commit", _) => state.pop_top(disk),
+        ("stream", _) => state.detach(disk),
         _ => {}
     }
 }

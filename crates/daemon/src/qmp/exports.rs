@@ -14,7 +14,6 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::objects::{check_thread, check_tls};
 use super::state::{NamedExport, NbdServer};
-use crate::running::ExportAddress;
 
 /// `query-block-exports`.
 pub(super) async fn query(context: &Rc<Context>, given: Arguments) -> Returned {
@@ -66,11 +65,11 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             let block = given.some_unsigned("logical-block-size")?;
             given.end()?;
             check_id(context, &id)?;
-            let disk = context.disk_of("", &node)?;
+            let disk = context.served_disk("", &node)?;
             check_access(context, &disk, is_writable)?;
             check_block_size(context, &disk, block)?;
             let named = NamedExport { id, address: path, node };
-            serve(context, named, &disk, is_writable).await
+            serve(context, named, &disk, (is_writable, Vec::new())).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
     }
@@ -103,9 +102,9 @@ impl NbdExport {
         let Self { id, node: (device, node), name, is_writable } = self;
         let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
-        let disk = context.disk_of(&device, &node)?;
+        let disk = context.served_disk(&device, &node)?;
         check_access(context, &disk, is_writable)?;
-        bitmaps.iter().try_for_each(|bitmap| check_bitmap(context, &disk, bitmap))?;
+        let bitmaps = taken_bitmaps(context, &disk, bitmaps)?;
         let security = if tls.is_some() { Security::Tls } else { Security::Plain };
         let uri = NbdUri { security, address, export: name };
         let taken = context.running.exports().into_iter();
@@ -115,7 +114,7 @@ impl NbdExport {
             return Err(QmpError::generic(why));
         }
         let named = NamedExport { id, address: text, node };
-        serve(context, named, &disk, is_writable).await
+        serve(context, named, &disk, (is_writable, bitmaps)).await
     }
 }
 
@@ -155,32 +154,45 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     }
 }
 
-/// Clients may ask for the bitmaps with which a disk was opened.
-fn check_bitmap(context: &Context, disk: &str, bitmap: &Value) -> Result<(), QmpError> {
+/// The bitmaps of which an export of a backup gets copies. Other disks offer those that they were opened with.
+fn taken_bitmaps(
+    context: &Context,
+    disk: &str,
+    bitmaps: Vec<Value>,
+) -> Result<Vec<String>, QmpError> {
+    let name_of = |bitmap: &Value| bitmap.as_str().or(bitmap["name"].as_str()).map(str::to_owned);
+    let names: Vec<_> = bitmaps.iter().filter_map(name_of).collect();
+    if context.state.borrow().pulls.values().any(|pull| pull.frozen == disk) {
+        return Ok(names);
+    }
     let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
-    let name = bitmap.as_str().or(bitmap["name"].as_str()).unwrap_or_default();
-    match disk.setup.bitmaps.iter().any(|offered| offered == name) {
-        true => Ok(()),
-        false => Err(QmpError::generic(format!(
-            "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with",
+    match names.iter().find(|name| !disk.offers_bitmap(name)) {
+        None => Ok(Vec::new()),
+        Some(name) => Err(QmpError::generic(format!(
+            "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with, and a backup all of its disk",
             disk.name()
         ))),
     }
 }
 
-async fn serve(context: &Context, named: NamedExport, disk: &str, is_writable: bool) -> Returned {
+/// With whether clients may write, and bitmaps that they may ask for.
+async fn serve(
+    context: &Context,
+    named: NamedExport,
+    disk: &str,
+    (is_writable, bitmaps): (bool, Vec<String>),
+) -> Returned {
     let id = named.id.clone();
-    let params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
+    let mut params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
+    if !bitmaps.is_empty() {
+        params["bitmaps"] = bitmaps.into();
+    }
     // Before another client can take the id.
     context.state.borrow_mut().exports.push(named);
     let added = context.call("export.add", params).await;
     let mut state = context.state.borrow_mut();
     let added = added.inspect_err(|_| state.exports.retain(|export| export.id != id))?;
     let address = text_of(&added, "export").to_owned();
-    // The port where port 0 was asked for.
-    if let (Some(server), Ok(uri)) = (&mut state.nbd_server, address.parse::<NbdUri>()) {
-        server.address = uri.address;
-    }
     let mut exports = state.exports.iter_mut();
     exports
         .find(|export| export.id == id)
@@ -218,7 +230,7 @@ async fn remove(context: &Context, id: String, mut given: Arguments) -> Returned
     Ok(json!({}))
 }
 
-/// `nbd-server-start`: says where. The socket is there with the first export.
+/// `nbd-server-start`.
 pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let addr = given.object("addr")?;
     let address = address(addr)?;
@@ -229,21 +241,15 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     tls.iter().try_for_each(|id| check_tls(context, id))?;
     given.only("tls-authz", &[], why)?;
     given.end()?;
-    let mut state = context.state.borrow_mut();
-    if state.nbd_server.is_some() {
+    if context.state.borrow().nbd_server.is_some() {
         return Err(QmpError::generic("NBD server already running"));
     }
-    let exports = context.running.exports();
-    let mut sockets = exports.iter().filter_map(|export| match &export.address {
-        ExportAddress::Nbd(uri) => Some(&uri.address),
-        ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
-    });
-    // Its exports would end with those of this server.
-    if sockets.any(|socket| *socket == address) {
-        let uri = NbdUri { security: Security::Plain, address, export: String::new() };
-        return Err(QmpError::generic(format!("{uri}: Address already in use")));
-    }
-    state.nbd_server = Some(NbdServer { address, tls });
+    let security = if tls.is_some() { Security::Tls } else { Security::Plain };
+    let uri = NbdUri { security, address, export: String::new() };
+    let added = context.call("socket.add", json!({ "address": uri.to_string() })).await?;
+    // The port where port 0 was asked for.
+    let address = text_of(&added, "address").parse().map_or(uri.address, |uri: NbdUri| uri.address);
+    context.state.borrow_mut().nbd_server = Some(NbdServer { address, tls });
     Ok(json!({}))
 }
 
@@ -261,7 +267,7 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
         "unix" => {
             let path = data.text("path")?;
             data.end()?;
-            Address::Unix(PathBuf::from(path))
+            Address::Unix(absolute(&path)?)
         }
         _ => {
             let why = format!("Addresses of the type '{kind}' are not possible here");
@@ -271,13 +277,20 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
     Ok(address)
 }
 
+/// The whole path of a socket: it is known by that.
+fn absolute(path: &str) -> Result<PathBuf, QmpError> {
+    let failed = |error| QmpError::generic(format!("Failed to bind socket to {path}: {error}"));
+    std::path::absolute(path).map_err(failed)
+}
+
 /// The path of the Unix socket that a `SocketAddress` is.
 fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> {
     match given.needed_word("type", &["inet", "unix", "vsock", "fd"])? {
         "unix" => {
             let path = given.text("path")?;
             given.end()?;
-            Ok(path)
+            let path = absolute(&path)?;
+            path.into_os_string().into_string().map_err(|_| QmpError::generic("it is not UTF-8"))
         }
         kind => Err(QmpError::generic(format!(
             "Addresses of the type '{kind}' are not possible for {export} here: use 'unix'"
@@ -288,7 +301,7 @@ fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> 
 /// `nbd-server-stop`: its exports end, and their clients.
 pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Returned {
     given.end()?;
-    let address = server(context)?.address;
+    let NbdServer { address, tls } = server(context)?;
     let is_there = |export: &str| export.parse::<NbdUri>().is_ok_and(|uri| uri.address == address);
     let exports = context.call("export.list", json!({})).await?;
     for export in exports.as_array().into_iter().flatten() {
@@ -297,6 +310,9 @@ pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Retu
             context.call("export.remove", json!({ "export": export })).await?;
         }
     }
+    let security = if tls.is_some() { Security::Tls } else { Security::Plain };
+    let uri = NbdUri { security, address, export: String::new() };
+    context.call("socket.remove", json!({ "address": uri.to_string() })).await?;
     context.state.borrow_mut().nbd_server = None;
     Ok(json!({}))
 }

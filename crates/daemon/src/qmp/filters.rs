@@ -34,13 +34,14 @@ pub(super) async fn add_throttle(
             let below = asked.name.clone().unwrap_or_else(|| implicit_name(context));
             asked.name = Some(below.clone());
             open_node(context, file, asked, &below).await?;
-            (below, true)
+            (context.disk(&below)?, true)
         }
         None => {
             let below = given.text("file")?;
             given.end()?;
             let disk = context.disk(&below)?;
-            if disk != below || context.state.borrow().filter_on(&disk).is_some() {
+            let is_filter = context.state.borrow().filters.contains_key(&below);
+            if is_filter || context.state.borrow().filter_on(&disk).is_some() {
                 return Err(QmpError::generic(format!(
                     "Node '{below}' has a filter on it, and is not possible below '{name}'"
                 )));
@@ -51,7 +52,7 @@ pub(super) async fn add_throttle(
     let limits = limits_of(context, &group)?;
     if let Err(error) = set(context, &disk, limits).await {
         if is_implicit {
-            close(context, &disk).await?;
+            close(context, &disk, 0).await?;
         }
         return Err(error);
     }
@@ -65,9 +66,23 @@ async fn set(context: &Context, disk: &str, limits: Value) -> Result<(), QmpErro
     Ok(())
 }
 
+/// Puts a filter into another group.
+pub(super) async fn change_group(
+    context: &Context,
+    name: &str,
+    group: String,
+) -> Result<(), QmpError> {
+    let limits = limits_of(context, &group)?;
+    let disk = context.disk(name)?;
+    set(context, &disk, limits).await?;
+    let mut state = context.state.borrow_mut();
+    state.filters.entry(name.to_owned()).and_modify(|filter| filter.group = group);
+    Ok(())
+}
+
 /// A name that no client can give, as QEMU makes one for a node without a name.
-fn implicit_name(context: &Context) -> String {
-    let is_free = |name: &String| context.running.find(name).is_none();
+pub(super) fn implicit_name(context: &Context) -> String {
+    let is_free = |name: &String| !context.has_node(name);
     (0..).map(|number: u64| format!("#block{number:03}")).find(is_free).expect("an endless list")
 }
 
@@ -75,7 +90,7 @@ fn implicit_name(context: &Context) -> String {
 pub(super) async fn delete(context: &Context, name: &str, filter: &Filter) -> Result<(), QmpError> {
     let Filter { disk, is_implicit, .. } = filter;
     match is_implicit {
-        true => close(context, disk).await?,
+        true => close(context, disk, 0).await?,
         false => set(context, disk, json!({})).await?,
     }
     context.state.borrow_mut().filters.remove(name);

@@ -6,71 +6,12 @@ use std::time::{Duration, Instant};
 use blockhouse_engine::{sleep, spawn_detached};
 use serde_json::{Value, json};
 
-use super::arguments::{Arguments, is_well_formed};
+use super::arguments::Arguments;
+use super::backups;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::events::forget;
-use super::state::JobTraits;
-
-/// A job, as `job.list` tells of it.
-struct Job(Value);
-
-impl Job {
-    fn name(&self) -> &str {
-        self.0["job"].as_str().unwrap_or_default()
-    }
-
-    fn number(&self, key: &str) -> u64 {
-        self.0[key].as_u64().unwrap_or_default()
-    }
-
-    fn is(&self, status: &str) -> bool {
-        self.0["status"] == status
-    }
-
-    fn status(&self) -> &'static str {
-        match self.0["status"].as_str().unwrap_or_default() {
-            "running" => "running",
-            "paused" => "paused",
-            // It is asked to complete, and does.
-            "ready" | "completing" => "ready",
-            _ => "concluded",
-        }
-    }
-
-    /// Why it has no result, if it has ended so.
-    fn error(&self) -> Option<&str> {
-        match self.is("cancelled") {
-            true => Some("Operation canceled"),
-            false => self.0["error"].as_str(),
-        }
-    }
-
-    fn offset(&self) -> u64 {
-        self.number("total").saturating_sub(self.number("remaining"))
-    }
-
-    /// Refuses a command that has no meaning in the job's status.
-    fn check(&self, verb: &str, statuses: &[&str]) -> Result<(), QmpError> {
-        match (self.status(), self.name()) {
-            (status, _) if statuses.contains(&status) => Ok(()),
-            (status, name) => Err(QmpError::generic(format!(
-                "Job '{name}' in state '{status}' cannot accept command verb '{verb}'"
-            ))),
-        }
-    }
-}
-
-async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
-    match context.call("job.list", json!({})).await? {
-        Value::Array(jobs) => Ok(jobs.into_iter().map(Job).collect()),
-        _ => Ok(Vec::new()),
-    }
-}
-
-async fn find(context: &Context, name: &str) -> Result<Option<Job>, QmpError> {
-    Ok(list(context).await?.into_iter().find(|job| job.name() == name))
-}
+use super::job_list::{Job, find, list};
 
 /// The job of the argument `id`.
 async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError> {
@@ -83,7 +24,8 @@ async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError>
 async fn of_device(context: &Context, given: &mut Arguments, key: &str) -> Result<Job, QmpError> {
     let device = given.text(key)?;
     given.end()?;
-    find(context, &device).await?.ok_or_else(|| QmpError::no_job(&device))
+    let found = find(context, &device).await?.filter(Job::is_of_disk);
+    found.ok_or_else(|| QmpError::no_job(&device))
 }
 
 /// `query-jobs`.
@@ -110,7 +52,7 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
     given.end()?;
     let jobs = list(context).await?;
     let state = context.state.borrow();
-    let told = jobs.into_iter().map(|job| {
+    let told = jobs.into_iter().filter(Job::is_of_disk).map(|job| {
         let mut told = json!({
             "device": job.name(),
             "type": job.0["kind"],
@@ -118,7 +60,7 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
             "len": job.number("total"),
             "offset": job.offset(),
             "speed": job.number("speed"),
-            "busy": job.is("running"),
+            "busy": job.is("running") && job.0["idle"] != true,
             "paused": job.is("paused"),
             "ready": job.is("ready"),
             "io-status": "ok",
@@ -128,90 +70,13 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
         if let Some(error) = job.error() {
             told["error"] = error.into();
         }
+        if job.0["kind"] == "mirror" {
+            let is_blocking = state.jobs.get(job.name()).is_some_and(|job| job.is_blocking);
+            told["actively-synced"] = (is_blocking && job.is("ready")).into();
+        }
         told
     });
     Ok(told.collect())
-}
-
-/// `block-stream`: of the whole backing chain.
-pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let why = "a stream copies the whole backing chain";
-    ["base", "base-node", "bottom", "backing-file", "snapshot-file"]
-        .iter()
-        .try_for_each(|name| given.only(name, &[], why))?;
-    start(context, given, "stream").await
-}
-
-/// `block-commit`: of the image of the disk into its backing file.
-pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let (base, top) = (given.some_text("base")?, given.some_text("top")?);
-    let top_node = given.some_text("top-node")?;
-    given.only("base-node", &[], "nodes of backing files have no names: use 'base'")?;
-    given.only("backing-file", &[], "no other image gets a backing file by a commit")?;
-    let device = given.text("device")?;
-    let disk = context.running.find(&context.disk(&device)?);
-    let disk = disk.ok_or_else(|| QmpError::no_node(&device, &device))?;
-    let is_top = top_node.is_none_or(|node| node == device)
-        && top.is_none_or(|top| disk.path().as_os_str() == top.as_str());
-    let behind = disk.disk.layer_at(1);
-    let is_base = match &base {
-        Some(base) => behind.as_ref().is_none_or(|behind| behind.name == base),
-        // QEMU commits to the end of the chain.
-        None => disk.disk.layer_at(2).is_none(),
-    };
-    if !(is_top && is_base) {
-        let why = "a commit goes from the image of the disk into its backing file here: 'base' names that file";
-        return Err(QmpError::generic(why));
-    }
-    given.put_back("device", &device);
-    start(context, given, "commit").await
-}
-
-/// Starts a job with the arguments that all have.
-async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Returned {
-    let (device, job) = (given.text("device")?, given.some_text("job-id")?.unwrap_or_default());
-    let speed = given.some_unsigned("speed")?.unwrap_or_default();
-    given.only("on-error", &[json!("report")], "a job that fails ends")?;
-    given.flag("backing-mask-protocol", false)?;
-    // There is no such node.
-    given.some_text("filter-node-name")?;
-    given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
-    let auto_dismiss = given.flag("auto-dismiss", true)?;
-    given.end()?;
-    let disk = context.disk(&device)?;
-    if !is_well_formed(&job) {
-        return Err(QmpError::generic(format!("Invalid job ID '{job}'")));
-    }
-    if find(context, &job).await?.is_some() {
-        return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
-    }
-    forget_dismissed(context);
-    // Before it can end.
-    context
-        .state
-        .borrow_mut()
-        .jobs
-        .insert(job.clone(), JobTraits { auto_dismiss, is_started: false });
-    let params = json!({ "kind": kind, "disk": disk, "job": job, "speed": speed });
-    if let Err(error) = context.call("job.start", params).await {
-        context.state.borrow_mut().jobs.remove(&job);
-        return Err(error);
-    }
-    if let Some(traits) = context.state.borrow_mut().jobs.get_mut(&job) {
-        traits.is_started = true;
-    }
-    // Of one that has ended already all is told.
-    if find(context, &job).await?.is_some_and(|job| job.status() != "concluded") {
-        context.events.tell_begin(&job);
-    }
-    Ok(json!({}))
-}
-
-/// Forgets jobs that were dismissed at the control socket.
-fn forget_dismissed(context: &Context) {
-    let listed = context.running.jobs().list();
-    let is_listed = |name: &str| listed.iter().any(|job| job.name == name);
-    context.state.borrow_mut().jobs.retain(|name, job| !job.is_started || is_listed(name));
 }
 
 /// `job-cancel`.
@@ -220,13 +85,16 @@ pub(super) async fn cancel(context: &Rc<Context>, given: Arguments) -> Returned 
     end(context, &job).await
 }
 
-/// `block-job-cancel`: a job that is ready ends with its result in QEMU, without the guest's change to it.
+/// `block-job-cancel`: a mirror that is ready is a copy of the disk then, with which the guest goes on.
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, &mut given, "device").await?;
     if job.status() == "ready" && !is_forced {
+        if job.0["kind"] == "mirror" {
+            return begin_completion(context, &job, json!({ "job": job.name(), "copy": true }));
+        }
         return Err(QmpError::generic(format!(
-            "Job '{}' is ready, and ends here either with its disk on the target (block-job-complete) or without a result: set 'force' to true",
+            "Job '{}' is ready, and ends here either with its result (block-job-complete) or without: set 'force' to true",
             job.name()
         )));
     }
@@ -235,6 +103,9 @@ pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments
 
 async fn end(context: &Context, job: &Job) -> Returned {
     job.check("cancel", &["running", "paused", "ready"])?;
+    if backups::end(context, job.name()).await? {
+        return Ok(json!({}));
+    }
     context.call("job.cancel", json!({ "job": job.name() })).await?;
     Ok(json!({}))
 }
@@ -261,24 +132,27 @@ pub(super) async fn cancel_all(context: &Context) {
 /// `job-complete`.
 pub(super) async fn complete(context: &Rc<Context>, given: Arguments) -> Returned {
     let job = of_id(context, given).await?;
-    begin_completion(context, job)
+    complete_ready(context, &job)
 }
 
 /// `block-job-complete`.
 pub(super) async fn complete_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let job = of_device(context, &mut given, "device").await?;
-    begin_completion(context, job)
+    complete_ready(context, &job)
+}
+
+fn complete_ready(context: &Rc<Context>, job: &Job) -> Returned {
+    job.check("complete", &["ready"])?;
+    begin_completion(context, job, json!({ "job": job.name() }))
 }
 
 /// Has a job complete. Events tell when it has.
-fn begin_completion(context: &Rc<Context>, job: Job) -> Returned {
-    job.check("complete", &["ready"])?;
-    let context = Rc::clone(context);
+fn begin_completion(context: &Rc<Context>, job: &Job, params: Value) -> Returned {
+    let (context, name) = (Rc::clone(context), job.name().to_owned());
     spawn_detached(async move {
         let Some(_inside) = context.gate.enter().await else { return };
-        let completed = context.call("job.complete", json!({ "job": job.name() })).await;
-        if let Err(why) = completed {
-            tracing::warn!("the job {} was asked to complete by QMP: {why:?}", job.name());
+        if let Err(why) = context.call("job.complete", params).await {
+            tracing::warn!("the job {name} was asked to complete by QMP: {why:?}");
         }
     });
     Ok(json!({}))
@@ -298,6 +172,14 @@ pub(super) async fn dismiss_block_job(context: &Rc<Context>, mut given: Argument
 
 async fn let_go(context: &Context, job: &Job) -> Returned {
     job.check("dismiss", &["concluded"])?;
+    let is_own = {
+        let mut state = context.state.borrow_mut();
+        state.pulls.remove(job.name()).is_some() || state.creations.remove(job.name()).is_some()
+    };
+    if is_own {
+        forget(context, job.name());
+        return Ok(json!({}));
+    }
     context.call("job.dismiss", json!({ "job": job.name() })).await?;
     forget(context, job.name());
     Ok(json!({}))

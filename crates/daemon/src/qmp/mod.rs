@@ -7,30 +7,36 @@
 //! that the socket answers.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `objects`, `exports`, `bitmaps`, `snapshots`, `jobs`, `transaction`: what each does
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs` (with `starting` and `job_list`), `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;
+mod backups;
 mod bitmaps;
 mod blockdev;
 mod broadcast;
 mod commands;
 mod context;
+mod creation;
 mod errors;
 mod events;
 mod exports;
 mod filters;
+mod job_list;
 mod jobs;
 mod node_list;
 mod nodes;
 mod objects;
 mod opening;
+mod overlays;
 mod query;
 mod reader;
+mod reopening;
 mod schema;
 mod server;
 mod session;
 mod snapshots;
+mod starting;
 mod state;
 mod tokens;
 mod transaction;

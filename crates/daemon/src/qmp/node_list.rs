@@ -1,12 +1,13 @@
 //! `query-named-block-nodes`: what there is.
 //!
-//! A disk is two nodes: that of its format, with the disk's name, and its file. Backing files are told inside of the image that
-//! names them, and are no nodes.
+//! A disk is two nodes: that of its format, with the disk's name, and its file; and two more for each image behind it that was a node
+//! before. Other backing files are told inside of the image that names them, and are no nodes.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::rc::Rc;
 
-use blockhouse_disk::{CacheMode, DetectZeroes, Features, is_address};
+use blockhouse_disk::{CacheMode, DetectZeroes, Features, LayerInfo, is_address};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
@@ -31,21 +32,76 @@ pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Return
     given.end()?;
     let mut nodes = Vec::new();
     for disk in context.call("disk.list", json!({})).await?.as_array().into_iter().flatten() {
-        let name = disk["disk"].as_str().unwrap_or_default();
         // It may have gone meanwhile.
-        if let Some(running) = context.running.find(name) {
-            let is_file = context.state.borrow().files.contains_key(name);
-            if !is_file {
-                nodes.push(format_node(context, disk, &running, is_flat).await?);
-            }
-            if let Some(filter) = context.state.borrow().filter_on(name) {
-                nodes.push(filter_node(disk, &running, filter));
-            }
-            let below = context.state.borrow().file_of(name);
-            nodes.push(protocol_node(disk, &running, if is_file { name } else { &below }));
+        if let Some(running) = context.running.find(disk["disk"].as_str().unwrap_or_default()) {
+            add_nodes(context, disk, &running, is_flat, &mut nodes).await?;
         }
     }
     Ok(nodes.into())
+}
+
+/// The nodes of a disk.
+async fn add_nodes(
+    context: &Context,
+    disk: &Value,
+    running: &RunningDisk,
+    is_flat: bool,
+    nodes: &mut Vec<Value>,
+) -> Result<(), QmpError> {
+    let names = context.state.borrow().nodes_of(running.name());
+    let top = names.first().map_or(running.name(), |node| &node.name);
+    let is_file = context.state.borrow().files.contains_key(top);
+    if !is_file {
+        let mut node = format_node(context, disk, running, is_flat).await?;
+        node["node-name"] = top.into();
+        nodes.push(node);
+    }
+    let state = context.state.borrow();
+    if let Some(filter) = state.filter_on(running.name()) {
+        nodes.push(filter_node(disk, running, filter));
+    }
+    let below = state.file_of(top);
+    nodes.push(protocol_node(disk, running, if is_file { top } else { &below }));
+    for (depth, node) in names.iter().enumerate().skip(1) {
+        if let Some(layer) = running.layer_at(depth) {
+            let below = state.file_of(&node.name);
+            nodes.extend(layer_nodes((disk, running), depth, &layer, [&node.name, &below]));
+        }
+    }
+    Ok(())
+}
+
+/// The nodes of an image behind that of a disk.
+fn layer_nodes(
+    (disk, running): (&Value, &RunningDisk),
+    depth: usize,
+    layer: &LayerInfo<'_>,
+    names: [&str; 2],
+) -> [Value; 2] {
+    let path = absolute(layer.name);
+    let found = Path::new(layer.name).metadata().ok();
+    let drivers = [layer.format_name, "file"];
+    let images = [
+        backing_image(running, depth),
+        image_of(
+            Path::new(layer.name),
+            "file",
+            found.as_ref().map_or(0, |found| found.len().next_multiple_of(512)),
+            None,
+        ),
+    ];
+    let mut drivers = drivers.into_iter().zip(images).zip(names);
+    std::array::from_fn(|_| {
+        let ((driver, mut image), name) = drivers.next().expect("two of each");
+        image["filename"] = path.clone();
+        image["actual-size"] = found.as_ref().map_or(0, |found| found.blocks() * 512).into();
+        let mut node = frame(disk, running, driver);
+        node["node-name"] = name.into();
+        node["file"] = path.clone();
+        node["ro"] = true.into();
+        node["image"] = image;
+        node
+    })
 }
 
 /// What all nodes have.
@@ -78,7 +134,6 @@ async fn format_node(
 ) -> Result<Value, QmpError> {
     let name = running.name();
     let mut node = frame(disk, running, running.disk.image_format_name());
-    node["node-name"] = name.into();
     node["encrypted"] = running.disk.is_encrypted().into();
     node["detect_zeroes"] = match running.setup.detect_zeroes {
         DetectZeroes::Off => "off",
@@ -101,9 +156,9 @@ async fn format_node(
         node["dirty-bitmaps"] = bitmaps.iter().map(bitmap).collect();
     }
     // QEMU counts images behind this one only where it tells of them.
-    let depth = (1..).take_while(|depth| running.disk.layer_at(*depth).is_some()).count();
+    let depth = (1..).take_while(|depth| running.layer_at(*depth).is_some()).count();
     node["backing_file_depth"] = if is_flat { 0 } else { depth }.into();
-    if let Some(behind) = running.disk.layer_at(1) {
+    if let Some(behind) = running.layer_at(1) {
         node["backing_file"] = absolute(behind.name);
         if !is_flat {
             image["backing-image"] = backing_image(running, 1);
@@ -144,7 +199,7 @@ fn image(disk: &Value, running: &RunningDisk) -> Value {
         if let Some(format) = &backing.format {
             image["backing-filename-format"] = format.as_str().into();
         }
-        if let Some(behind) = running.disk.layer_at(1) {
+        if let Some(behind) = running.layer_at(1) {
             image["full-backing-filename"] = absolute(behind.name);
         }
     }
@@ -181,11 +236,11 @@ fn add_space(image: &mut Value, running: &RunningDisk) {
 
 /// The image at a depth of the chain, with those behind it.
 fn backing_image(running: &RunningDisk, depth: usize) -> Value {
-    let Some(layer) = running.disk.layer_at(depth) else { return Value::Null };
+    let Some(layer) = running.layer_at(depth) else { return Value::Null };
     let (path, features) = (Path::new(layer.name), layer.features.as_ref());
     let mut image = image_of(path, layer.format_name, layer.size, features);
     image["filename"] = absolute(layer.name);
-    if running.disk.layer_at(depth + 1).is_some() {
+    if running.layer_at(depth + 1).is_some() {
         image["backing-image"] = backing_image(running, depth + 1);
     }
     image

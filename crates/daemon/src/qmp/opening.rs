@@ -3,6 +3,7 @@
 //! A node of a file (`file`, `host_device`) is a raw disk of its name until a node of a format is put on it: then the disk of
 //! that one takes its place, and it is listed as what it is, the file below. It is a disk again when the format's node goes.
 
+use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
 use blockhouse_disk::QemuName;
@@ -12,7 +13,7 @@ use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::QmpError;
 use super::objects::key_file;
-use super::state::FileNode;
+use super::state::{FileNode, FormatNode};
 
 /// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
 const FILES: [&str; 3] = ["file", "host_device", NBD];
@@ -127,9 +128,24 @@ impl Asked {
         given.flag("drop-cache", true)?;
         given.end()?;
         check_file(&filename)?;
-        // An image is known by its whole path.
-        let path = std::path::absolute(&filename).ok();
-        Ok(path.and_then(|path| path.to_str().map(ToOwned::to_owned)).unwrap_or(filename))
+        Ok(check_file_name(&filename).unwrap_or(filename))
+    }
+
+    /// Refuses another way to open the disk of a node than it was opened. Whether it is to be read-only.
+    pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
+        let asked = self.params(name, "", Some(self));
+        let keys = ["discard", "detect-zeroes", "without-backing"];
+        let is_file = FILES.contains(&self.driver);
+        let has_other_cache = self.cache.is_some() && asked["cache"] != opened["cache"];
+        let has_other_format = !is_file && asked["format"] != opened["format"];
+        let other = keys.into_iter().find(|key| asked[*key] != opened[*key]);
+        let other = other.or(has_other_cache.then_some("cache"));
+        match other.or(has_other_format.then_some("driver")) {
+            None => Ok(self.is_read_only),
+            Some(key) => Err(QmpError::generic(format!(
+                "Cannot change the option '{key}' of '{name}' here: only 'read-only' is changed"
+            ))),
+        }
     }
 
     /// The parameters of `disk.open`. What this node leaves open is as the node below says.
@@ -160,13 +176,26 @@ pub(super) async fn open_node(
         driver if FILES.contains(&driver) => {
             let path = asked.end_file(given)?;
             let params = open_params(context, asked.params(name, &path, None));
-            context.call("disk.open", params.clone()).await?;
+            open_disk(context, name, params.clone()).await?;
             let node = FileNode { path, params, user: None, is_implicit: false };
             context.state.borrow_mut().files.insert(name.to_owned(), node);
             Ok(())
         }
         _ => add_format(context, given, asked, name).await,
     }
+}
+
+/// Opens the disk of a node of its name.
+async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(), QmpError> {
+    let disk = context.disk_name(node);
+    params["name"] = disk.as_str().into();
+    context.call("disk.open", params.clone()).await?;
+    let mut state = context.state.borrow_mut();
+    if disk != node {
+        state.chains.insert(disk.clone(), vec![FormatNode::owned(node)]);
+    }
+    state.opened.insert(disk, params);
+    Ok(())
 }
 
 /// With what the image may name: as QEMU, a storage daemon opens whatever that is.
@@ -197,13 +226,88 @@ fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<V
     Ok(files.into_iter().map(|path| json!(path)).collect())
 }
 
+/// Adds a node of a format, over the one that it names as its backing file, if it does.
 async fn add_format(
     context: &Context,
     mut given: Arguments,
     asked: Asked,
     name: &str,
 ) -> Result<(), QmpError> {
-    given.only("backing", &[], "backing files are opened as the image names them")?;
+    let backing = match asked.driver {
+        QCOW2 => given.some_text("backing")?,
+        _ => None,
+    };
+    let Some(backing) = backing else {
+        return open_format(context, given, asked, name).await;
+    };
+    let lower = context.disk(&backing)?;
+    open_format(context, given, Asked { is_without_backing: true, ..asked }, name).await?;
+    let disk = context.disk(name)?;
+    let put = stand_on(context, (&disk, name), (&lower, &backing)).await;
+    if put.is_err() && context.running.find(&disk).is_some() {
+        close(context, &disk, 0).await?;
+    }
+    put
+}
+
+/// Has a disk that was opened without its backing file stand on another node's.
+async fn stand_on(
+    context: &Context,
+    (disk, name): (&str, &str),
+    (lower, backing): (&str, &str),
+) -> Result<(), QmpError> {
+    let [upper, below] = [disk, lower].map(|disk| context.running.find(disk));
+    let (Some(upper), Some(below)) = (upper, below) else {
+        return Err(QmpError::no_node(backing, backing));
+    };
+    let named = upper.disk.backing_file().map(|named| named.name.clone());
+    let path = named.as_ref().map(|named| {
+        let folder = upper.path().parent().map(std::path::Path::to_owned).unwrap_or_default();
+        folder.join(std::ffi::OsStr::from_bytes(named)).canonicalize().unwrap_or_default()
+    });
+    let is_named = match path {
+        None => false,
+        Some(path) if path == below.path() => true,
+        Some(path) => {
+            return Err(QmpError::generic(format!(
+                "Node '{name}' names '{}' as its backing file, and '{backing}' is another one",
+                path.display()
+            )));
+        }
+    };
+    drop((upper, below));
+    let is_used = !context.running.exports_of(lower).is_empty()
+        || context.running.check_free(lower).is_err()
+        || context.state.borrow().filter_on(lower).is_some();
+    if !is_named || is_used {
+        context.state.borrow_mut().over.insert(disk.to_owned(), backing.to_owned());
+        return Ok(());
+    }
+    let nodes = context.state.borrow().nodes_of(lower);
+    let own = context.state.borrow().nodes_of(disk);
+    let Some(mut params) = close_disk(context, disk).await? else { return Ok(()) };
+    let former = close_disk(context, lower).await?;
+    params["without-backing"] = false.into();
+    let opened = open_disk(context, name, params).await;
+    if let Err(error) = opened {
+        if let Some(former) = former {
+            reopen(context, backing, former).await;
+        }
+        return Err(error);
+    }
+    let mut nodes = nodes;
+    nodes.first_mut().into_iter().for_each(|node| node.params = former.clone());
+    let disk = context.disk(name)?;
+    context.state.borrow_mut().chains.insert(disk, own.into_iter().chain(nodes).collect());
+    Ok(())
+}
+
+async fn open_format(
+    context: &Context,
+    mut given: Arguments,
+    asked: Asked,
+    name: &str,
+) -> Result<(), QmpError> {
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;
@@ -216,7 +320,7 @@ async fn add_format(
         let path = below.end_file(file)?;
         let mut params = open_params(context, asked.params(name, &path, Some(&below)));
         params["key-files"] = keys;
-        context.call("disk.open", params).await?;
+        open_disk(context, name, params).await?;
         if let Some(below_name) = below.name.clone() {
             let params = open_params(context, below.params(&below_name, &path, None));
             let user = Some(name.to_owned());
@@ -245,14 +349,14 @@ async fn put_on(
     below: &str,
     node: FileNode,
 ) -> Result<(), QmpError> {
-    context.call("disk.close", json!({ "disk": below })).await?;
+    close_disk(context, &context.disk(below)?).await?;
     let mut params = open_params(context, asked.params(name, &node.path, Some(&asked)));
     params["key-files"] = keys;
     if asked.cache.is_none() {
         params["cache"] = node.params["cache"].clone();
     }
-    if let Err(error) = context.call("disk.open", params).await {
-        reopen(context, below, &node).await;
+    if let Err(error) = open_disk(context, name, params).await {
+        reopen_file(context, below, &node).await;
         return Err(error);
     }
     let mut state = context.state.borrow_mut();
@@ -260,12 +364,29 @@ async fn put_on(
     Ok(())
 }
 
+/// Closes a disk: what it was, as `disk.open` has it, if a client has added it.
+pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<Value>, QmpError> {
+    context.call("disk.close", json!({ "disk": disk })).await?;
+    let mut state = context.state.borrow_mut();
+    state.chains.remove(disk);
+    state.over.remove(disk);
+    Ok(state.opened.remove(disk))
+}
+
 /// A file's node is a disk again.
-async fn reopen(context: &Context, name: &str, node: &FileNode) {
-    if let Err(error) = context.call("disk.open", node.params.clone()).await {
-        tracing::warn!("{}: cannot be opened again: {error:?}", node.path);
+async fn reopen_file(context: &Context, name: &str, node: &FileNode) {
+    if !reopen(context, name, node.params.clone()).await {
         context.state.borrow_mut().files.remove(name);
     }
+}
+
+/// Opens the disk of a node again. Whether that could be done.
+pub(super) async fn reopen(context: &Context, node: &str, params: Value) -> bool {
+    let opened = open_disk(context, node, params).await;
+    if let Err(error) = &opened {
+        tracing::warn!("the node {node} cannot be opened again: {error:?}");
+    }
+    opened.is_ok()
 }
 
 pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> {
@@ -275,13 +396,16 @@ pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> 
     if name.len() > MAX_NAME {
         return Err(QmpError::generic("Node name too long"));
     }
-    let state = context.state.borrow();
-    let is_file = state.files.contains_key(name) || state.filters.contains_key(name);
-    drop(state);
-    match is_file || context.disk(name).is_ok() {
+    match context.has_node(name) {
         true => Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'"))),
         false => Ok(()),
     }
+}
+
+/// The whole path of a file: an image is known by that.
+pub(super) fn check_file_name(name: &str) -> Result<String, QmpError> {
+    let path = std::path::absolute(name).ok().and_then(|path| path.to_str().map(str::to_owned));
+    path.ok_or_else(|| QmpError::generic(format!("Could not open '{name}': it has no path")))
 }
 
 fn check_file(path: &str) -> Result<(), QmpError> {
@@ -297,16 +421,41 @@ fn check_file(path: &str) -> Result<(), QmpError> {
     Err(QmpError::generic(format!("Could not open '{path}': {why}")))
 }
 
-/// Closes a disk. A node of its file that has a name stays.
-pub(super) async fn close(context: &Context, name: &str) -> Result<(), QmpError> {
-    context.call("disk.close", json!({ "disk": name })).await?;
-    let below = {
-        let mut state = context.state.borrow_mut();
-        state.files.remove(name);
-        state.take_back_file(name)
+/// Closes a disk, with its nodes down to the one at this depth. That of a file that has a name stays, and images behind are disks
+/// of their own again, for reading.
+pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
+    let nodes = context.state.borrow().nodes_of(disk);
+    let path_of = |depth: usize| {
+        let disk = context.running.find(disk)?;
+        disk.layer_at(depth).map(|layer| (layer.name.to_owned(), layer.format_name))
     };
-    if let Some((below, node)) = below {
-        reopen(context, &below, &node).await;
+    let behind = (depth + 1..nodes.len()).find(|&depth| nodes[depth].is_owned);
+    let behind = behind.and_then(|depth| Some((depth, path_of(depth)?)));
+    let params = close_disk(context, disk).await?;
+    for node in &nodes[..=depth] {
+        let below = {
+            let mut state = context.state.borrow_mut();
+            state.files.remove(&node.name);
+            state.take_back_file(&node.name)
+        };
+        if let Some((below, file)) = below {
+            reopen_file(context, &below, &file).await;
+        }
+    }
+    if let (Some((depth, (path, format))), Some(params)) = (behind, params) {
+        // What a fork has left is not changed any more.
+        let params = nodes[depth].params.clone().unwrap_or_else(|| {
+            let mut params = params;
+            params["path"] = path.into();
+            params["format"] = format.into();
+            params["read-only"] = true.into();
+            params
+        });
+        let node = &nodes[depth].name;
+        if reopen(context, node, params).await {
+            let disk = context.disk(node)?;
+            context.state.borrow_mut().chains.insert(disk, nodes[depth..].to_vec());
+        }
     }
     Ok(())
 }

@@ -29,12 +29,14 @@ pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Return
     if !of_nodes {
         return Ok(json!([]));
     }
+    let state = context.state.borrow();
     let told = context.running.disks().into_iter().map(|disk| {
+        let node = state.top_of(disk.name());
         json!({
-            "node-name": disk.name(),
+            "node-name": node,
             "stats": counters(&disk.disk.metrics()),
             "parent": {
-                "node-name": context.state.borrow().file_of(disk.name()),
+                "node-name": state.file_of(node),
                 "stats": counters(&DiskMetrics::default()),
             },
         })

@@ -66,14 +66,23 @@ enum OnOffAuto auto on
 enum Aio threads native io_uring
 object BlockdevFormat file:BlockdevRef
 alternate BlockdevRef BlockdevOptions str
-alternate NoBacking null
-object BlockdevQcow2 file:BlockdevRef backing?:NoBacking encrypt?:Qcow2Encryption
+alternate Backing str null
+object BlockdevQcow2 file:BlockdevRef backing?:Backing encrypt?:Qcow2Encryption
 object Qcow2Encryption format:Qcow2EncryptionFormat | format luks=LuksOptions
 enum Qcow2EncryptionFormat luks
 object LuksOptions key-secret?:str
 object BlockdevLuks file:BlockdevRef key-secret?:str
 object BlockdevThrottle throttle-group:str file:BlockdevRef
 command blockdev-del node-name:str
+command blockdev-reopen options:[BlockdevOptions]
+command blockdev-create job-id:str options:CreateOptions
+object CreateOptions driver:CreateDriver | driver file=CreateFile qcow2=CreateQcow2
+enum CreateDriver file qcow2
+object CreateFile filename:str size:int preallocation?:PreallocMode nocow?:bool
+enum PreallocMode off
+object CreateQcow2 file:BlockdevRef size:int version?:Qcow2Version data-file-raw?:bool extended-l2?:bool backing-file?:str backing-fmt?:BackingFormat cluster-size?:int preallocation?:PreallocMode lazy-refcounts?:bool refcount-bits?:int compression-type?:Qcow2Compression
+enum Qcow2Version v3
+enum BackingFormat qcow2 raw luks vdi vhdx vmdk vpc
 command object-add *ObjectOptions
 object ObjectOptions qom-type:ObjectType id:str | qom-type iothread=IothreadProperties secret=SecretProperties throttle-group=ThrottleGroupProperties tls-creds-psk=TlsPskProperties tls-creds-x509=TlsX509Properties
 enum ObjectType iothread secret throttle-group tls-creds-psk tls-creds-x509
@@ -108,6 +117,11 @@ object UnixWrapper data:UnixAddress
 command nbd-server-add name?:str device:str writable?:bool bitmap?:str
 command nbd-server-remove name:str mode?:RemoveMode
 command nbd-server-stop
+command blockdev-snapshot *Snapshot
+object Snapshot node:str overlay:str
+command blockdev-snapshot-sync *SnapshotSync
+object SnapshotSync device?:str node-name?:str snapshot-file:str snapshot-node-name?:str format?:str mode?:NewImageMode
+enum NewImageMode existing absolute-paths
 command blockdev-snapshot-internal-sync *InternalSnapshot
 object InternalSnapshot device:str name:str
 command blockdev-snapshot-delete-internal-sync device:str id?:str name?:str -> SnapshotInfo
@@ -123,14 +137,22 @@ object BitmapMerge node:str target:str bitmaps:[BitmapOrName]
 alternate BitmapOrName str Bitmap
 command query-jobs -> [JobInfo]
 object JobInfo id:str type:JobType status:JobStatus current-progress:int total-progress:int error?:str
-enum JobType commit stream mirror
+enum JobType commit stream mirror backup create
 enum JobStatus created running paused ready waiting pending aborting concluded null
 command query-block-jobs -> [BlockJobInfo]
-object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:bool speed:int io-status:IoStatus ready:bool status:JobStatus auto-finalize:bool auto-dismiss:bool error?:str
+object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:bool speed:int io-status:IoStatus ready:bool status:JobStatus auto-finalize:bool auto-dismiss:bool error?:str | type mirror=BlockJobInfoMirror
+object BlockJobInfoMirror actively-synced:bool
 enum IoStatus ok
 command block-stream job-id?:str device:str speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool backing-mask-protocol?:bool
 enum OnError report
-command block-commit job-id?:str device:str base?:str top-node?:str top?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
+command block-commit job-id?:str device:str base-node?:str base?:str top-node?:str top?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
+command blockdev-mirror job-id?:str device:str target:str speed?:int sync:MirrorSyncMode granularity?:int buf-size?:int on-source-error?:OnError on-target-error?:OnError filter-node-name?:str copy-mode?:MirrorCopyMode auto-finalize?:bool auto-dismiss?:bool
+enum MirrorSyncMode top full
+enum MirrorCopyMode background write-blocking
+command blockdev-backup *Backup
+object Backup job-id?:str device:str sync:BackupSyncMode speed?:int bitmap?:str bitmap-mode?:BitmapSyncMode compress?:bool on-source-error?:OnError on-target-error?:OnError auto-finalize?:bool auto-dismiss?:bool filter-node-name?:str discard-source?:bool target:str
+enum BackupSyncMode top full none incremental bitmap
+enum BitmapSyncMode on-success never
 command job-cancel id:str
 command job-complete id:str
 command job-dismiss id:str
@@ -145,12 +167,15 @@ command block-job-pause device:str
 command block-job-resume device:str
 command block-job-set-speed device:str speed:int
 command transaction actions:[TransactionAction] properties?:TransactionProperties
-object TransactionAction type:ActionKind | type abort=AbortWrapper block-dirty-bitmap-add=BitmapAddWrapper block-dirty-bitmap-remove=BitmapWrapper block-dirty-bitmap-clear=BitmapWrapper block-dirty-bitmap-enable=BitmapWrapper block-dirty-bitmap-disable=BitmapWrapper block-dirty-bitmap-merge=BitmapMergeWrapper blockdev-snapshot-internal-sync=InternalSnapshotWrapper
-enum ActionKind abort block-dirty-bitmap-add block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable block-dirty-bitmap-merge blockdev-snapshot-internal-sync
+object TransactionAction type:ActionKind | type abort=AbortWrapper block-dirty-bitmap-add=BitmapAddWrapper block-dirty-bitmap-remove=BitmapWrapper block-dirty-bitmap-clear=BitmapWrapper block-dirty-bitmap-enable=BitmapWrapper block-dirty-bitmap-disable=BitmapWrapper block-dirty-bitmap-merge=BitmapMergeWrapper blockdev-backup=BackupWrapper blockdev-snapshot=SnapshotWrapper blockdev-snapshot-sync=SnapshotSyncWrapper blockdev-snapshot-internal-sync=InternalSnapshotWrapper
+enum ActionKind abort block-dirty-bitmap-add block-dirty-bitmap-remove block-dirty-bitmap-clear block-dirty-bitmap-enable block-dirty-bitmap-disable block-dirty-bitmap-merge blockdev-backup blockdev-snapshot blockdev-snapshot-sync blockdev-snapshot-internal-sync
 object AbortWrapper data:Nothing
 object BitmapAddWrapper data:BitmapAdd
 object BitmapWrapper data:Bitmap
 object BitmapMergeWrapper data:BitmapMerge
+object BackupWrapper data:Backup
+object SnapshotWrapper data:Snapshot
+object SnapshotSyncWrapper data:SnapshotSync
 object InternalSnapshotWrapper data:InternalSnapshot
 object TransactionProperties completion-mode?:CompletionMode
 enum CompletionMode individual

@@ -4,7 +4,7 @@
 //! has there. All of it belongs to the loop of the QMP socket, and ends with the process: the one that goes on after an
 //! upgrade lists exports under their addresses.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -32,10 +32,41 @@ pub(super) struct FileNode {
     pub(super) path: String,
     /// How it is opened where it is a disk by itself.
     pub(super) params: Value,
-    /// The disk whose format is on it.
+    /// The node of the format that is on it.
     pub(super) user: Option<String>,
     /// Whether it goes with that disk.
     pub(super) is_implicit: bool,
+}
+
+/// A node of a format: of the image of a disk, or of one behind it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct FormatNode {
+    /// Its name.
+    pub(super) name: String,
+    /// Whether a client has added it, and may remove it.
+    pub(super) is_owned: bool,
+    /// How its image was a disk by itself: the parameters of `disk.open`.
+    pub(super) params: Option<Value>,
+}
+
+impl FormatNode {
+    /// One that a client has added.
+    pub(super) fn owned(name: &str) -> Self {
+        Self { name: name.to_owned(), is_owned: true, params: None }
+    }
+}
+
+/// A backup that clients read.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Pull {
+    /// The disk that goes on.
+    pub(super) disk: String,
+    /// The disk of the target's node, in whose place the frozen disk is served.
+    pub(super) target: String,
+    /// The disk as it was.
+    pub(super) frozen: String,
+    /// Whether it has ended, and is listed still.
+    pub(super) has_ended: bool,
 }
 
 /// A filter on a disk.
@@ -65,6 +96,8 @@ pub(super) struct JobTraits {
     pub(super) auto_dismiss: bool,
     /// Whether it was started, and not only asked for.
     pub(super) is_started: bool,
+    /// Whether the guest's changes wait for their copy.
+    pub(super) is_blocking: bool,
 }
 
 /// An object.
@@ -92,6 +125,18 @@ pub(super) struct State {
     pub(super) nbd_server: Option<NbdServer>,
     /// In the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
+    /// The nodes of disks, by the disk: that of its image, then those behind it. A disk that is not here has one node of its name.
+    pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
+    /// How disks were opened that clients have added: the parameters of `disk.open`.
+    pub(super) opened: BTreeMap<String, Value>,
+    /// Nodes that a mirror has left: their images are no disks any more.
+    pub(super) left: BTreeSet<String>,
+    /// Disks that stand on what another node is at each moment, by name: they are for backups of that.
+    pub(super) over: BTreeMap<String, String>,
+    /// Backups that clients read, by the name of their job.
+    pub(super) pulls: BTreeMap<String, Pull>,
+    /// Images that are made, by the name of their job; the end of those that were, with the reason where it failed.
+    pub(super) creations: BTreeMap<String, Option<Option<String>>>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
     /// Filters, by name.
@@ -109,10 +154,77 @@ impl State {
         named.map_or_else(|| address.to_owned(), |export| export.id.clone())
     }
 
-    /// The node of an export: the one that it was asked for, or that of its disk.
+    /// The node of an export: the filter that it was asked for, or that of its disk's image.
     pub(super) fn node_of<'a>(&'a self, address: &str, disk: &'a str) -> &'a str {
         let named = self.exports.iter().find(|export| export.address == address);
-        named.map_or(disk, |export| &export.node)
+        let filter = named.filter(|export| self.filters.contains_key(&export.node));
+        filter.map_or_else(|| self.top_of(disk), |export| &export.node)
+    }
+
+    /// The nodes of a disk: that of its image, then those behind it that have names.
+    pub(super) fn nodes_of(&self, disk: &str) -> Vec<FormatNode> {
+        let own = || vec![FormatNode::owned(disk)];
+        self.chains.get(disk).cloned().unwrap_or_else(own)
+    }
+
+    /// The node of a disk's image.
+    pub(super) fn top_of<'a>(&'a self, disk: &'a str) -> &'a str {
+        self.chains.get(disk).and_then(|nodes| nodes.first()).map_or(disk, |node| &node.name)
+    }
+
+    /// The disk that has a node of this name if it is open, and how many images are before the node's.
+    pub(super) fn place_of<'a>(&'a self, node: &'a str) -> Option<(&'a str, usize)> {
+        let of = |nodes: &[FormatNode]| nodes.iter().position(|one| one.name == node);
+        let mut chains = self.chains.iter();
+        let named = chains.find_map(|(disk, nodes)| Some((disk.as_str(), of(nodes)?)));
+        named.or_else(|| (!self.chains.contains_key(node)).then_some((node, 0)))
+    }
+
+    /// A disk goes on in an image of this node, over the one that it had.
+    pub(super) fn push_top(&mut self, disk: &str, node: FormatNode) {
+        let mut nodes = self.nodes_of(disk);
+        nodes.insert(0, node);
+        self.chains.insert(disk.to_owned(), nodes);
+    }
+
+    /// A disk goes on in the image behind its own, if that has a node.
+    pub(super) fn pop_top(&mut self, disk: &str) {
+        if let Some(nodes) = self.chains.get_mut(disk).filter(|nodes| nodes.len() > 1) {
+            nodes.remove(0);
+        }
+    }
+
+    /// A disk goes on in the image of another one, which is no disk any more.
+    pub(super) fn move_to(&mut self, disk: &str, target: &str) {
+        let nodes = self.nodes_of(target);
+        self.left.extend(self.nodes_of(disk).into_iter().map(|node| node.name));
+        self.chains.remove(target);
+        self.chains.insert(disk.to_owned(), nodes);
+        if let Some(params) = self.opened.remove(target) {
+            self.opened.insert(disk.to_owned(), params);
+        }
+    }
+
+    /// Forgets a node that a mirror has left. Whether there is one.
+    pub(super) fn forget_left(&mut self, node: &str) -> bool {
+        let is_left = self.left.remove(node);
+        if is_left && let Some((file, _)) = self.take_back_file(node) {
+            self.files.remove(&file);
+            self.left.insert(file);
+        }
+        is_left
+    }
+
+    /// A backup that is served in the place of a disk.
+    pub(super) fn pull_to(&self, target: &str) -> Option<&Pull> {
+        self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
+    }
+
+    /// A disk has no image behind its own any more.
+    pub(super) fn detach(&mut self, disk: &str) {
+        if let Some(nodes) = self.chains.get_mut(disk) {
+            nodes.truncate(1);
+        }
     }
 
     /// The filter on a disk.
@@ -134,14 +246,14 @@ impl State {
         id
     }
 
-    /// The name of the node below a disk.
-    pub(super) fn file_of(&self, disk: &str) -> String {
+    /// The name of the node below one of a format.
+    pub(super) fn file_of(&self, node: &str) -> String {
         let mut files = self.files.iter();
-        let named = files.find(|(_, file)| file.user.as_deref() == Some(disk));
-        named.map_or_else(|| format!("{disk}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
+        let named = files.find(|(_, file)| file.user.as_deref() == Some(node));
+        named.map_or_else(|| format!("{node}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
     }
 
-    /// The disk that a node is below of.
+    /// The node that another one is below of.
     pub(super) fn user_of<'a>(&'a self, node: &'a str) -> Option<&'a str> {
         match self.files.get(node) {
             Some(file) => file.user.as_deref(),
@@ -149,9 +261,9 @@ impl State {
         }
     }
 
-    /// A disk is gone. The node of its file, if that stays.
-    pub(super) fn take_back_file(&mut self, disk: &str) -> Option<(String, FileNode)> {
-        let name = self.file_of(disk);
+    /// A format's node is gone. The node of its file, if that stays.
+    pub(super) fn take_back_file(&mut self, node: &str) -> Option<(String, FileNode)> {
+        let name = self.file_of(node);
         let file = self.files.get_mut(&name)?;
         file.user = None;
         let file = file.clone();

@@ -1,4 +1,5 @@
-//! `transaction`: one change, or none. Several changes at one moment are no call of the control socket, so they are refused.
+//! `transaction`: several changes at one moment, or none. Each transaction is one call of the control socket, so it has either overlays, or
+//! bitmaps and backups, or one snapshot.
 
 use std::rc::Rc;
 
@@ -7,7 +8,7 @@ use serde_json::json;
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::{bitmaps, snapshots};
+use super::{backups, bitmaps, overlays, snapshots};
 
 /// The kinds of actions that there are.
 const KINDS: &[&str] = &[
@@ -18,10 +19,22 @@ const KINDS: &[&str] = &[
     "block-dirty-bitmap-enable",
     "block-dirty-bitmap-disable",
     "block-dirty-bitmap-merge",
+    "blockdev-backup",
+    "blockdev-snapshot",
+    "blockdev-snapshot-sync",
     "blockdev-snapshot-internal-sync",
 ];
 
-/// Carries the only action out, unless one of them is to fail.
+/// Actions that are made together.
+#[derive(Default)]
+struct Actions {
+    overlays: Vec<overlays::Overlay>,
+    bitmaps: bitmaps::Changes,
+    backups: Vec<backups::Backup>,
+    snapshots: Vec<Arguments>,
+}
+
+/// Carries the actions out, unless one of them is to fail.
 pub(super) async fn run(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let actions = given.list("actions")?;
     given.only(
@@ -37,27 +50,53 @@ pub(super) async fn run(context: &Rc<Context>, mut given: Arguments) -> Returned
         parsed.push((kind, action.object("data")?));
         action.end()?;
     }
-    if parsed.iter().any(|(kind, _)| *kind == "abort") {
-        return Err(QmpError::generic("Transaction aborted using Abort action"));
+    let mut taken = Actions::default();
+    for (kind, data) in parsed {
+        taken.take(context, kind, data).await?;
     }
-    let mut parsed = parsed.into_iter();
-    match (parsed.next(), parsed.next()) {
-        (None, _) => Ok(json!({})),
-        (Some((kind, data)), None) => act(context, kind, data).await,
-        (Some(_), Some(_)) => Err(QmpError::generic(
-            "a transaction has one action here: several cannot be made at one moment",
-        )),
-    }
+    taken.run(context).await
 }
 
-async fn act(context: &Rc<Context>, kind: &str, data: Arguments) -> Returned {
-    match kind {
-        "block-dirty-bitmap-add" => bitmaps::add(context, data).await,
-        "block-dirty-bitmap-remove" => bitmaps::remove(context, data).await,
-        "block-dirty-bitmap-clear" => bitmaps::clear(context, data).await,
-        "block-dirty-bitmap-enable" => bitmaps::enable(context, data).await,
-        "block-dirty-bitmap-disable" => bitmaps::disable(context, data).await,
-        "block-dirty-bitmap-merge" => bitmaps::merge(context, data).await,
-        _ => snapshots::create(context, data).await,
+impl Actions {
+    async fn take(
+        &mut self,
+        context: &Rc<Context>,
+        kind: &'static str,
+        data: Arguments,
+    ) -> Result<(), QmpError> {
+        match kind {
+            "abort" => {
+                data.end()?;
+                return Err(QmpError::generic("Transaction aborted using Abort action"));
+            }
+            "blockdev-backup" => {
+                self.backups.push(backups::take(context, &self.bitmaps, data).await?);
+            }
+            "blockdev-snapshot" => self.overlays.push(overlays::of_node(context, data)?),
+            "blockdev-snapshot-sync" => self.overlays.push(overlays::to_create(context, data)?),
+            "blockdev-snapshot-internal-sync" => self.snapshots.push(data),
+            _ => {
+                let action = kind.strip_prefix("block-dirty-bitmap-").unwrap_or(kind);
+                self.bitmaps.take(context, action, data).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn run(mut self, context: &Rc<Context>) -> Returned {
+        let has_bitmaps = !self.bitmaps.is_empty() || !self.backups.is_empty();
+        let first = self.snapshots.pop();
+        match (first, self.snapshots.len(), has_bitmaps, self.overlays.is_empty()) {
+            (None, _, false, true) => Ok(json!({})),
+            (None, _, false, false) => overlays::put_on(context, self.overlays).await,
+            (None, _, true, true) if self.backups.is_empty() => self.bitmaps.run(context).await,
+            (None, _, true, true) => {
+                backups::begin(context, self.bitmaps.into_params(), self.backups).await
+            }
+            (Some(data), 0, false, true) => snapshots::create(context, data).await,
+            _ => Err(QmpError::generic(
+                "a transaction has overlays, or bitmaps and backups, or one internal snapshot here: these are not made at one moment",
+            )),
+        }
     }
 }

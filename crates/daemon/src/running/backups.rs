@@ -8,7 +8,7 @@
 //! read. So a bitmap may have changes more than it must, from between these steps, and never lacks one; and the guests are
 //! held off for the moment of the freeze alone, in which nothing is read or written.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use crate::scratch::open_scratch;
 use crate::setup::DiskSetup;
 
 /// How long changes may be held off until all disks are frozen.
-const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
+pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
 /// How long a guest's change waits while nothing of what it overwrites is copied, before the backup fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory of each disk for what its scratch file has not got yet.
@@ -37,7 +37,7 @@ const COPY_MEMORY: u64 = 16 << 20;
 /// Bytes of memory of each disk that tell where its scratch file has single blocks, at most: a thousandth of what is copied.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
-const MAX_BITMAP_BYTES: u64 = 16 << 20;
+pub(super) const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
 /// Bytes of the bits of a bitmap that begins with a backup, where a bit stands for less than `MAX_GRANULARITY`: finer bits
 /// make increments smaller, and what changes of them is in memory.
@@ -56,8 +56,8 @@ pub(crate) struct BackupSetup {
     pub(crate) name: Option<String>,
     /// The names of the disks.
     pub(crate) disks: Vec<String>,
-    /// Where they are served, each under its own name; an only one under the URI's, if that has one.
-    pub(crate) export: NbdUri,
+    /// Where they are served, each under its own name; an only one under the URI's, if that has one. `None`: nowhere yet.
+    pub(crate) export: Option<NbdUri>,
     /// The bitmap that begins on each disk.
     pub(crate) bitmap: Option<String>,
     /// The bitmap of each disk that clients may ask what has changed since.
@@ -238,7 +238,7 @@ impl Running {
         let addresses = addresses(&setup)?;
         let names = setup.disks.iter().flat_map(|disk| [disk.clone(), frozen_name(disk, &name)]);
         let mut names: Vec<_> = names.map(Name::Disk).collect();
-        names.push(Name::Socket(addresses[0].socket()));
+        names.extend(addresses.first().map(|address| Name::Socket(address.socket())));
         let _claim = self.claims.claim(names).await;
         let mut begun = Begun::default();
         match self.begin_claimed(&setup, &name, addresses, &mut begun).await {
@@ -272,7 +272,8 @@ impl Running {
         let sources = self.sources(setup, name).await?;
         let mut frozen = Vec::new();
         for source in &sources {
-            frozen.push(self.prepare(setup, name, &source.disk).await?);
+            let scratch = (setup.scratch.as_deref(), setup.scratch_size);
+            frozen.push(self.prepare(scratch, name, &source.disk).await?);
         }
         if let Some(bitmap) = &setup.bitmap {
             for Source { disk: source, .. } in &sources {
@@ -291,15 +292,39 @@ impl Running {
                 "the disks do not come to rest in {MAX_FREEZE_TIME:?}: changes in flight take longer; try again"
             )
         })??;
-        for ((source, (view, scratch_limit)), address) in
-            sources.into_iter().zip(frozen).zip(addresses)
-        {
+        let mut addresses = addresses.into_iter();
+        for (source, (view, scratch_limit)) in sources.into_iter().zip(frozen) {
             let frozen = self.adopt_frozen(name, &source, &view).await?;
             let (Source { disk: source, since }, served) = (source, Arc::clone(&frozen));
             begun.disks.push(BackupDisk { source, frozen, since, view, scratch_limit });
-            self.serve(&served, address, Access::ReadWrite).await?;
+            if let Some(address) = addresses.next() {
+                self.serve(&served, address, Access::ReadWrite).await?;
+            }
         }
         Ok(pause)
+    }
+
+    /// Lists a disk that was frozen as a backup of its own, which is served nowhere yet.
+    ///
+    /// # Errors
+    /// A backup or disk has its name.
+    pub(super) async fn adopt_backup(
+        &self,
+        name: &str,
+        source: Arc<RunningDisk>,
+        (view, scratch_limit): (Arc<FrozenDisk<ImageStorage>>, u64),
+        pause: Duration,
+    ) -> Result<()> {
+        let reserved = self.backups.new_name(Some(name.to_owned()))?;
+        let name = reserved.name.clone();
+        let source = Source { disk: source, since: None };
+        let frozen = self.adopt_frozen(&name, &source, &view).await?;
+        let disk = BackupDisk { source: source.disk, frozen, since: None, view, scratch_limit };
+        let begun = Event::BackupBegan { backup: name.clone() };
+        let backup = RunningBackup { name, bitmap: None, since: None, pause, disks: vec![disk] };
+        self.backups.0.lock().backups.push(Arc::new(backup));
+        self.events.tell(begun);
+        Ok(())
     }
 
     /// The disks of a backup, which are claimed. One that lacks the bitmap comes in full, where
@@ -330,21 +355,21 @@ impl Running {
         Ok(sources)
     }
 
-    /// What freezes a disk, and how many bytes its scratch file may take.
-    async fn prepare(
+    /// What freezes a disk, and how many bytes its scratch file may take. `scratch`: its folder, and that limit.
+    pub(super) async fn prepare(
         &self,
-        setup: &BackupSetup,
+        (folder, scratch_size): (Option<&Path>, Option<u64>),
         name: &str,
         source: &RunningDisk,
     ) -> Result<(Arc<FrozenDisk<ImageStorage>>, u64)> {
-        let folder = match &setup.scratch {
-            Some(folder) => folder.clone(),
+        let folder = match folder {
+            Some(folder) => folder.to_owned(),
             None => usual_folder(source)?,
         };
         self.sandbox().check(&folder.join("x"))?;
         let size = FrozenDisk::<ImageStorage>::scratch_size(source.disk.size());
         let scratch = open_scratch(&folder, size).await?;
-        let scratch_limit = setup.scratch_size.unwrap_or(size);
+        let scratch_limit = scratch_size.unwrap_or(size);
         let options = FreezeOptions {
             scratch_limit,
             memory: COPY_MEMORY,
@@ -368,11 +393,7 @@ impl Running {
         view: &Arc<FrozenDisk<ImageStorage>>,
     ) -> Result<Arc<RunningDisk>> {
         let bitmap = match since {
-            Some(since) => {
-                let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
-                let dirty = Arc::new(source.disk.bitmaps().copy(since, least).await?);
-                Some(ExportBitmap::Fixed { name: since.clone(), dirty })
-            }
+            Some(since) => Some(copy_bitmap(source, since).await?),
             None => None,
         };
         let storage = ImageStorage::View(Box::new(ViewStorage::new(Arc::clone(view))));
@@ -390,6 +411,35 @@ impl Running {
             ..source.setup.clone()
         };
         Ok(self.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
+    }
+
+    /// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have all changes up to the moment, and
+    /// perhaps later ones.
+    ///
+    /// # Errors
+    /// It is no such disk, or there is no such bitmap.
+    pub(super) async fn with_bitmaps(
+        &self,
+        name: &str,
+        bitmaps: &[String],
+    ) -> Result<Arc<RunningDisk>> {
+        let frozen = self.disk(name)?;
+        let backups = self.backups();
+        let mut disks = backups.iter().flat_map(|backup| &backup.disks);
+        let Some(disk) = disks.find(|disk| disk.frozen.name() == name) else {
+            bail!(
+                "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
+            );
+        };
+        let mut copies = Vec::new();
+        for bitmap in bitmaps {
+            copies.push(copy_bitmap(&disk.source, bitmap).await?);
+        }
+        let RunningDisk { setup, path, moved, disk, room, .. } = &*frozen;
+        let (setup, path, moved, disk, room) =
+            (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
+        let (bitmaps, group) = (copies, Mutex::default());
+        Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
     }
 
     /// Ends a backup: its disks are served no longer, and go on without copies. Its bitmaps stay.
@@ -446,6 +496,13 @@ impl Running {
     }
 }
 
+/// A copy of a bitmap, for clients.
+async fn copy_bitmap(disk: &RunningDisk, name: &str) -> Result<ExportBitmap> {
+    let least = DirtyMap::min_granularity(disk.disk.size(), MAX_BITMAP_BYTES);
+    let dirty = Arc::new(disk.disk.bitmaps().copy(name, least).await?);
+    Ok(ExportBitmap::Fixed { name: name.to_owned(), dirty })
+}
+
 /// Whether a disk has this bitmap: with all changes.
 async fn has_bitmap(disk: &RunningDisk, name: &str) -> Result<bool> {
     let bitmaps = match disk.disk.bitmaps().list().await {
@@ -468,7 +525,7 @@ async fn has_bitmap(disk: &RunningDisk, name: &str) -> Result<bool> {
     }
 }
 
-fn frozen_name(disk: &str, backup: &str) -> String {
+pub(super) fn frozen_name(disk: &str, backup: &str) -> String {
     format!("{disk}@{backup}")
 }
 
@@ -477,9 +534,9 @@ fn granularity(size: u64) -> u64 {
     DirtyMap::min_granularity(size, MAX_FINE_BITS).clamp(MIN_GRANULARITY, MAX_GRANULARITY)
 }
 
-/// Where each disk is served.
+/// Where each disk is served, if they are.
 fn addresses(setup: &BackupSetup) -> Result<Vec<ExportAddress>> {
-    let name_of = |disk: &String| match (&setup.disks[..], &*setup.export.export) {
+    let name_of = |disk: &String, uri: &NbdUri| match (&setup.disks[..], &*uri.export) {
         (_, "") => Ok(disk.clone()),
         ([_], name) => Ok(name.to_owned()),
         _ => bail!("several disks are served under their own names; leave the name out of the URI"),
@@ -489,10 +546,12 @@ fn addresses(setup: &BackupSetup) -> Result<Vec<ExportAddress>> {
         if setup.disks[..index].contains(disk) {
             bail!("the disk {disk:?} is named twice; name it once");
         }
-        let export = NbdUri { export: name_of(disk)?, ..setup.export.clone() };
-        addresses.push(ExportAddress::Nbd(export));
+        if let Some(uri) = &setup.export {
+            let export = NbdUri { export: name_of(disk, uri)?, ..uri.clone() };
+            addresses.push(ExportAddress::Nbd(export));
+        }
     }
-    if addresses.is_empty() {
+    if setup.disks.is_empty() {
         bail!("a backup has one disk at least; name it");
     }
     Ok(addresses)

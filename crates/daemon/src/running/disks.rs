@@ -224,7 +224,8 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, to clients that may change it or not. The address, with the real port where port 0 was
+    /// Serves a disk at an address, to clients that may change it or not; `bitmaps`: of a disk that a backup has frozen, those of the disk
+    /// that goes on of which clients may ask. The address, with the real port where port 0 was
     /// asked for.
     ///
     /// # Errors
@@ -234,10 +235,14 @@ impl Running {
         disk: &str,
         address: ExportAddress,
         access: Access,
+        bitmaps: &[String],
     ) -> Result<ExportAddress> {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
         let _claim = self.claims.claim(names).await;
-        let served = self.disk(disk)?;
+        let served = match bitmaps {
+            [] => self.disk(disk)?,
+            bitmaps => self.with_bitmaps(disk, bitmaps).await?,
+        };
         self.serve(&served, address, access).await
     }
 
@@ -251,6 +256,7 @@ impl Running {
         if let Some(socket) = address.unix_socket() {
             self.sandbox().check(socket)?;
         }
+        self.jobs.check_not_written(disk.name())?;
         let served = Arc::clone(disk);
         let address = match address {
             ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, access).await?),

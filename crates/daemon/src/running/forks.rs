@@ -93,7 +93,8 @@ impl Running {
         let children: Vec<_> = setup.children.iter().map(child).collect();
         let paths = children.iter().map(|child| &child.path).chain(&overlay);
         paths.into_iter().try_for_each(|path| self.sandbox().check(path))?;
-        Ok(ForkOf { disk: &disk.disk, options, overlay, children })
+        let is_overlay_made = setup.made && setup.overlay.is_some();
+        Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
     }
 
     /// Has the children served that are to be, and makes the layers durable.

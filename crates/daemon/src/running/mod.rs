@@ -9,11 +9,13 @@ mod devices;
 mod disks;
 mod export;
 mod forks;
+mod images;
 mod limits;
 mod nbd_sockets;
 mod recording;
 mod reload;
 mod room;
+mod transactions;
 mod ublk_devices;
 
 use std::path::{Path, PathBuf};
@@ -22,7 +24,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::WriteCache;
-use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, StateUse};
+use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, LayerInfo, StateUse};
 use blockhouse_engine::{EngineReport, Handle, HostFile, IoPoll};
 use blockhouse_nbd::{ExportBitmap, Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -46,11 +48,12 @@ use crate::vhost_user::registered_memory;
 use backups::Backups;
 pub(crate) use backups::{BackupDisk, BackupSetup, RunningBackup};
 pub(crate) use devices::RunningDevice;
-pub(crate) use disks::{ClaimedDisk, Refreshed};
+pub(crate) use disks::Refreshed;
 pub(crate) use export::{ExportAddress, RunningExport};
 pub(crate) use forks::ForkReport;
 pub(crate) use nbd_sockets::{ServedSocket, SocketOffer};
 pub(crate) use reload::Reloaded;
+pub(crate) use transactions::{BackupKind, BackupPart};
 pub(crate) use ublk_devices::RunningUblk;
 
 /// The parts that run.
@@ -60,7 +63,7 @@ pub(crate) struct Running {
     options: Options,
     tls: Option<Tls>,
     sandbox: SandboxReport,
-    list: Mutex<List>,
+    list: Arc<Mutex<List>>,
     claims: Claims,
     events: Events,
     jobs: Jobs,
@@ -100,6 +103,16 @@ struct List {
     configured: Vec<ConfiguredDisk>,
 }
 
+/// The list, from which disks go that have become the images of others.
+pub(crate) struct TakenDisks(Arc<Mutex<List>>);
+
+impl TakenDisks {
+    /// Lists this disk no longer. It stays open.
+    pub(crate) fn forget(&self, disk: &str) {
+        self.0.lock().disks.retain(|other| other.name() != disk);
+    }
+}
+
 /// A disk that is open.
 pub(crate) struct RunningDisk {
     /// How it was opened.
@@ -127,6 +140,27 @@ impl RunningDisk {
     /// How it would be opened to be as it is now, but for its limits.
     pub(crate) fn setup_now(&self) -> DiskSetup {
         DiskSetup { threshold: self.threshold(), ..self.setup.clone() }
+    }
+
+    /// The image at a depth of the chain, but none in the place of a backing file that is left out: that has no name.
+    pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
+        self.disk.layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
+    }
+
+    /// Whether NBD clients may ask for the bitmap of this name.
+    pub(crate) fn offers_bitmap(&self, name: &str) -> bool {
+        self.setup.bitmaps.iter().any(|offered| offered == name)
+    }
+
+    /// Refuses to remove a bitmap that NBD clients may ask for.
+    pub(crate) fn check_bitmap_unused(&self, name: &str) -> Result<()> {
+        if self.offers_bitmap(name) {
+            bail!(
+                "the disk {:?} offers the bitmap {name:?} to NBD clients; open the disk without it first",
+                self.name()
+            );
+        }
+        Ok(())
     }
 
     /// How little room may be left before that is told.
@@ -220,7 +254,7 @@ impl Running {
             },
             tls,
             sandbox,
-            list: Mutex::default(),
+            list: Arc::default(),
             claims: Claims::default(),
             jobs: Jobs::default(),
             backups: Backups::default(),
@@ -247,6 +281,16 @@ impl Running {
     /// What happens.
     pub(crate) fn events(&self) -> &Events {
         &self.events
+    }
+
+    /// Who changes what.
+    pub(crate) fn claims(&self) -> &Claims {
+        &self.claims
+    }
+
+    /// The list, for a job by which a disk becomes the image of another one.
+    pub(crate) fn taken(&self) -> TakenDisks {
+        TakenDisks(Arc::clone(&self.list))
     }
 
     /// What works on disks while they are served.

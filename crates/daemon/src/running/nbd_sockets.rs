@@ -1,6 +1,7 @@
-//! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its address.
+//! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its address, or it was added by itself.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::Access;
@@ -13,6 +14,7 @@ use blockhouse_storage::ImageStorage;
 
 use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
 use crate::blocking;
+use crate::claims::Name;
 use crate::events::Event;
 use crate::kept_sockets;
 use crate::tls::Tls;
@@ -29,6 +31,8 @@ pub(crate) struct ServedSocket {
     security: Security,
     /// Of this socket alone: clients of others do not find them.
     exports: Exports<ImageStorage>,
+    /// Whether it is listened at while it has none.
+    is_kept: AtomicBool,
 }
 
 impl ServedSocket {
@@ -143,7 +147,8 @@ impl Running {
         }
         let number = list.served_sockets;
         list.served_sockets += 1;
-        let socket = ServedSocket { file, listener, address, number, security, exports };
+        let is_kept = AtomicBool::new(false);
+        let socket = ServedSocket { file, listener, address, number, security, exports, is_kept };
         list.sockets.push(Arc::new(socket));
         Ok(())
     }
@@ -231,13 +236,64 @@ impl Running {
         self.server.remove(&exports, &uri.export).await;
         let mut list = self.list.lock();
         list.exports.retain(|export| export.address != ExportAddress::Nbd(uri.clone()));
-        if exports.is_empty() {
-            if let Some(socket) = list.socket(&uri.address) {
-                kept_sockets::give_up(&socket.address, socket.file.as_ref());
-            }
-            list.sockets.retain(|socket| socket.address != uri.address);
-            self.server.close(&exports);
+        let is_kept = |socket: Arc<ServedSocket>| socket.is_kept.load(Ordering::SeqCst);
+        if exports.is_empty() && !list.socket(&uri.address).is_some_and(is_kept) {
+            self.close_socket(&mut list, &uri.address, &exports);
         }
+    }
+
+    /// Listens no longer at a socket, which has no exports.
+    fn close_socket(&self, list: &mut List, address: &Address, exports: &Exports<ImageStorage>) {
+        if let Some(socket) = list.socket(address) {
+            kept_sockets::give_up(&socket.address, socket.file.as_ref());
+        }
+        list.sockets.retain(|socket| socket.address != *address);
+        self.server.close(exports);
+    }
+
+    /// Listens at a socket, also while it has no exports. The URI, with the real port where port 0 was asked for.
+    ///
+    /// # Errors
+    /// The address is in use or cannot be had.
+    pub(crate) async fn add_socket(&self, uri: NbdUri) -> Result<NbdUri> {
+        let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
+        let _claim = self.claims.claim([name]).await;
+        if let Some(path) = ExportAddress::Nbd(uri.clone()).unix_socket() {
+            self.sandbox.check(path)?;
+        }
+        if self.list.lock().socket(&uri.address).is_some() {
+            bail!("{uri}: Address already in use");
+        }
+        let NbdUri { security, address, export } = uri;
+        let tls = Tls::at(self.tls.as_ref(), &address, security)?;
+        let permissions = self.options.permissions;
+        let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
+        let (address, security) = (bound.address.clone(), security_of(tls.as_ref()));
+        self.serve_socket(bound, security, Vec::new(), Vec::new())?;
+        let socket = self.list.lock().socket(&address);
+        socket.into_iter().for_each(|socket| socket.is_kept.store(true, Ordering::SeqCst));
+        Ok(NbdUri { security, address, export })
+    }
+
+    /// Listens at a socket only as long as it has exports.
+    ///
+    /// # Errors
+    /// There is none that was added.
+    pub(crate) async fn remove_socket(&self, uri: &NbdUri) -> Result<()> {
+        let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
+        let _claim = self.claims.claim([name]).await;
+        let mut list = self.list.lock();
+        let socket = list.socket(&uri.address);
+        let Some(socket) = socket.filter(|socket| socket.is_kept.swap(false, Ordering::SeqCst))
+        else {
+            bail!("{uri}: no such socket was added");
+        };
+        let (address, exports) = (socket.address.clone(), socket.exports.clone());
+        drop(socket);
+        if exports.is_empty() {
+            self.close_socket(&mut list, &address, &exports);
+        }
+        Ok(())
     }
 
     /// Removes the files of all sockets; those who listen go on until the server ends.

@@ -169,7 +169,7 @@ impl Running {
         let served = self.exports_of(name);
         let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
         for address in new.addresses.iter().filter(|address| !is_served(address)) {
-            match self.add_export(name, address.clone(), Access::ReadWrite).await {
+            match self.add_export(name, address.clone(), Access::ReadWrite, &[]).await {
                 Ok(address) => done.added.push(address.to_string()),
                 Err(error) => done.failed.push(format!("{name}: {error:#}")),
             }

@@ -107,6 +107,11 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> QuiescedDisk<'a, S> {
+    /// The disk.
+    pub(crate) fn disk(&self) -> &'a Disk<S> {
+        self.disk
+    }
+
     /// As [`Disk::observe`], from this moment on.
     pub fn observe(&self, observer: Arc<dyn ChangeObserver>) {
         self.disk.observers.attach(observer);

@@ -4,8 +4,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
+use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_format::{ImageFormat, initial_file_size};
 use blockhouse_storage::{
     ImageStorage, Location, RbdAccess, RbdStorage, create_rbd_image, remove_rbd_image,
@@ -62,6 +63,26 @@ pub async fn create_as(name: &Path, size: u64, format: ImageFormat, how: NewFile
         remove_created(name).await;
     }
     finished
+}
+
+/// As [`create_as`], of a qcow2 image like this, without a look at its backing file.
+///
+/// # Errors
+/// As there; `InvalidInput` for options that no image has.
+pub async fn create_qcow2(name: &Path, options: &CreateOptions, how: NewFile) -> Result<()> {
+    // Until its header is written the file is empty, which no program takes for an image.
+    create_as(name, 0, ImageFormat::Raw, how).await?;
+    let filled = async {
+        let storage = open_created(name).await?;
+        qcow2::create_with(&storage, None, options, &ToolProgress::default()).await?;
+        storage.flush(SyncMode::Full).await?;
+        storage.close().await
+    };
+    let filled = filled.await;
+    if filled.is_err() {
+        remove_created(name).await;
+    }
+    filled
 }
 
 /// Makes what an image is stored in, open for writing.

@@ -10,15 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress, WriteCache};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
-use blockhouse_format::qcow2::{self, CreateOptions};
-use blockhouse_format::{Backing, ImageFormat};
+use blockhouse_format::qcow2::CreateOptions;
+use blockhouse_format::{Backing, ImageFormat, Intent};
 use blockhouse_storage::ImageStorage;
 
 use super::allowed_paths::AllowedPaths;
-use super::chain::{MAX_FILES, open};
-use super::create::{check_new_name, create_as, open_created, part_of, remove_created};
+use super::chain::{MAX_FILES, open, open_without_backing};
+use super::create::{check_new_name, create_qcow2, part_of, remove_created};
 use super::disk_over::disk_over;
 use super::durable_rename::{IfExists, rename_durable};
 use super::image_disk::ImageDisk;
@@ -29,6 +29,7 @@ use super::open_location::{identity_of, is_address};
 use crate::disk::{EarlierWrites, ReplacedImage};
 use crate::options::Access;
 use crate::snapshots::Pause;
+use crate::tools::set_backing_file;
 
 type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 
@@ -49,6 +50,8 @@ pub struct ForkOf<'a> {
     pub options: ImageOptions,
     /// Where its overlay is to be; `None` for a disk that is open for reading only, which goes on as it is.
     pub overlay: Option<PathBuf>,
+    /// Whether the overlay is there already: a qcow2 image to which nothing was written.
+    pub is_overlay_made: bool,
     /// Its children.
     pub children: Vec<NewChild>,
 }
@@ -176,21 +179,49 @@ impl<'a> Steps<'a> {
 
     async fn make_overlay(&mut self) -> Result<()> {
         let Some(path) = self.fork.overlay.clone() else { return Ok(()) };
-        let part = self.make(&path).await?;
-        let named = rename_durable(&part, &path, IfExists::Fail);
-        if named.is_err() {
-            remove_created(&part).await;
+        if self.fork.is_overlay_made {
+            self.give_backing(&path).await?;
+        } else {
+            let part = self.make(&path).await?;
+            let named = rename_durable(&part, &path, IfExists::Fail);
+            if named.is_err() {
+                remove_created(&part).await;
+            }
+            named?;
         }
-        named?;
         let opened = self.open_over(&path, &self.fork.options).await;
         match opened {
             Ok(disk) => self.overlay = Some(Arc::new(disk)),
             Err(error) => {
-                remove_created(&path).await;
+                self.remove_overlay(&path).await;
                 return Err(error);
             }
         }
         Ok(())
+    }
+
+    /// Removes an overlay that the fork has made.
+    async fn remove_overlay(&self, path: &Path) {
+        if !self.fork.is_overlay_made {
+            remove_created(path).await;
+        }
+    }
+
+    /// Has an image that is there name the layer as its backing file, durably.
+    async fn give_backing(&self, path: &Path) -> Result<()> {
+        let options = overlay_options(&self.fork.options);
+        let image = open_without_backing(path, options).await?;
+        let given = async {
+            check_unwritten(&image).await?;
+            let backing = self.backing_of(path);
+            match image.backing_file() == Some(&backing) {
+                true => Ok(()),
+                false => set_backing_file(&image, Some(backing)).await,
+            }
+        };
+        let given = given.await;
+        let closed = image.close().await;
+        given.and(closed)
     }
 
     async fn make_children(&mut self) -> Result<()> {
@@ -211,20 +242,10 @@ impl<'a> Steps<'a> {
             return Err(error.hint("choose another name"));
         }
         let part = part_of(path);
-        create_as(&part, 0, ImageFormat::Raw, NewFile::default()).await?;
-        let filled = async {
-            let storage = open_created(&part).await?;
-            let size = self.fork.disk.size();
-            let backing = Some(self.backing_of(path));
-            let options = CreateOptions { backing, ..CreateOptions::new(size) };
-            qcow2::create_with(&storage, None, &options, &ToolProgress::default()).await?;
-            storage.flush(SyncMode::Full).await
-        };
-        let filled = filled.await;
-        if filled.is_err() {
-            remove_created(&part).await;
-        }
-        filled.map(|()| part)
+        let backing = Some(self.backing_of(path));
+        let options = CreateOptions { backing, ..CreateOptions::new(self.fork.disk.size()) };
+        create_qcow2(&part, &options, NewFile::default()).await?;
+        Ok(part)
     }
 
     /// Opens an overlay that was made, over the image that the disk has now.
@@ -289,7 +310,9 @@ impl<'a> Steps<'a> {
         if let (Some(overlay), Some(path)) = (self.overlay, self.fork.overlay) {
             close_unused(Some(&overlay)).await;
             drop(overlay);
-            remove_created(&path).await;
+            if !self.fork.is_overlay_made {
+                remove_created(&path).await;
+            }
         }
     }
 
@@ -315,7 +338,8 @@ async fn close_unused(disk: Option<&ImageDisk>) {
 pub async fn fork_image(image: &Path, options: ImageOptions, overlay: &Path) -> Result<()> {
     let disk = open(image, options.clone()).await?;
     let overlay = Some(overlay.to_owned());
-    let fork = ForkOf { disk: &disk, options, overlay, children: Vec::new() };
+    let fork =
+        ForkOf { disk: &disk, options, overlay, is_overlay_made: false, children: Vec::new() };
     let mut steps = Steps::new(fork).await?;
     let made = async {
         steps.make_overlay().await?;
@@ -342,6 +366,21 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
         side_file: None,
         ..options.clone()
     }
+}
+
+/// Refuses an image with something of its own: a disk that went on in it would read that.
+async fn check_unwritten(image: &ImageDisk) -> Result<()> {
+    let mut rest = ByteRange::between(0, image.size());
+    while !rest.is_empty() {
+        let extent = image.format().map(rest, Intent::Read).await?;
+        if !matches!(extent.state, ExtentState::Hole | ExtentState::Backing) {
+            let what = "was written to, and a disk that goes on in it would read that";
+            let error = Error::new(ErrorKind::InvalidInput, what).on(image.image_name());
+            return Err(error.at(extent.guest.offset()).hint("name an image without data"));
+        }
+        rest = rest.skip(extent.guest.length());
+    }
+    Ok(())
 }
 
 /// Refuses a disk that cannot go on in an overlay.
@@ -461,7 +500,8 @@ mod tests {
     fn plan<'a>(disk: &'a ImageDisk, options: &ImageOptions, folder: &Path) -> ForkOf<'a> {
         let child = NewChild { path: folder.join("child"), opened: Some(options.clone()) };
         let overlay = Some(folder.join("over"));
-        ForkOf { disk, options: options.clone(), overlay, children: vec![child] }
+        let (options, children) = (options.clone(), vec![child]);
+        ForkOf { disk, options, overlay, is_overlay_made: false, children }
     }
 
     fn of_qcow2(options: &ImageOptions) -> ImageOptions {

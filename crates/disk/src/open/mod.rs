@@ -43,8 +43,9 @@ pub use chain::{
 };
 pub use changed_since::changed_since;
 pub use create::{
-    behind_links, check_new_name, create, create_as, exists, format_by_name, format_for_new,
-    is_device, keeps_its_place, open_created, part_of, remove_created, rename_finished,
+    behind_links, check_new_name, create, create_as, create_qcow2, exists, format_by_name,
+    format_for_new, is_device, keeps_its_place, open_created, part_of, remove_created,
+    rename_finished,
 };
 pub use durable_rename::{IfExists, rename_durable};
 pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};

@@ -58,8 +58,8 @@ pub use sidecar::Sidecar;
 pub(crate) use tables::REDO_LOG_WORDS;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
-    Amendments, BitmapAction, NewBitmap, NewSnapshot, Preparation, PreparedChange, SnapshotPlan,
-    VmStateCluster, VmStateTables,
+    Amendments, BitmapAction, BitmapChange, NewBitmap, NewSnapshot, Preparation, PreparedChange,
+    SnapshotPlan, VmStateCluster, VmStateTables,
 };
 pub use writeback::{DataWriteGuard, ReadGuard};
 
@@ -510,6 +510,20 @@ impl<S: Storage> Qcow2<S> {
     pub async fn change_bitmap(&self, name: &str, action: BitmapAction) -> Result<()> {
         let (transactions, live) = (&self.transactions, &self.bitmaps);
         transaction::change_bitmap(&self.metadata, transactions, live, name, action).await
+    }
+
+    /// Makes changes of bitmaps, all of them or none; durable when it returns. `prepared` is awaited when all is written, before the
+    /// changes become effective; where it fails, none is made. No change of the guest's data may be in flight.
+    ///
+    /// # Errors
+    /// As [`add_bitmap`](Self::add_bitmap) and [`change_bitmap`](Self::change_bitmap), or that of `prepared`.
+    pub async fn change_bitmaps(
+        &self,
+        changes: &[BitmapChange],
+        prepared: impl AsyncFnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let (transactions, live) = (&self.transactions, &self.bitmaps);
+        transaction::change_bitmaps(&self.metadata, transactions, live, changes, prepared).await
     }
 
     /// Adds what the bitmap `source_name` of `source`, which may be this image, has recorded to the bitmap `name`,

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
-use blockhouse_disk::{ChangeObserver, Disk};
+use blockhouse_disk::{ChangeObserver, Disk, QuiescedDisk};
 use futures_util::future::try_join_all;
 
 use crate::clock::ClockSleep;
@@ -98,6 +98,11 @@ impl<S: Storage> FrozenDisk<S> {
         self.old.log().length()
     }
 
+    /// Freezes the disk at this moment, in which no change of it is in flight.
+    pub fn freeze_at(&self, quiesced: &QuiescedDisk<'_, S>) {
+        quiesced.observe(Arc::clone(&self.observer));
+    }
+
     /// Why the backup has failed, if it has: nothing can be read any more.
     pub fn failure(&self) -> Option<&str> {
         self.old.failure()
@@ -134,9 +139,7 @@ impl<S: Storage> Drop for FrozenDisk<S> {
 pub async fn freeze<S: Storage>(disks: &[&FrozenDisk<S>]) -> Result<Duration> {
     let began = Instant::now();
     let quiesced = try_join_all(disks.iter().map(|disk| disk.old.source().quiesced())).await?;
-    for (disk, quiesced) in disks.iter().zip(&quiesced) {
-        quiesced.observe(Arc::clone(&disk.observer));
-    }
+    disks.iter().zip(&quiesced).for_each(|(disk, quiesced)| disk.freeze_at(quiesced));
     drop(quiesced);
     Ok(began.elapsed())
 }

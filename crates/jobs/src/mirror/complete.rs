@@ -55,7 +55,9 @@ impl From<Stop> for Failure<'_> {
 impl<S: Storage> Mirror<S> {
     /// Holds the guest's changes off, copies what is left, and ends the job; for how long they were held off.
     pub(super) async fn complete(&self, completion: Completion) -> Result<Duration, Stop> {
-        (self.before_completion)()?;
+        if completion != Completion::Copy {
+            (self.before_completion)()?;
+        }
         let began = self.clock.now();
         let end = began + MAX_PAUSE;
         let quiescing = self.before(end, &self.source, async { Ok(self.source.quiesced().await?) });
@@ -99,7 +101,9 @@ impl<S: Storage> Mirror<S> {
         })
         .await?;
         // Nothing after the write that decides can fail.
-        self.source.check_successor(&self.target).map_err(Stop::Failed)?;
+        if self.kind != TargetKind::Backup {
+            self.source.check_successor(&self.target).map_err(Stop::Failed)?;
+        }
         if !self.control.commit() {
             return Err(Stop::Cancelled.into());
         }
@@ -110,6 +114,9 @@ impl<S: Storage> Mirror<S> {
             let outcome = self.before(end, &self.target, async { Ok(action.await?) }).await;
             // Where it was late it may be half done.
             return outcome.map_err(|stop| Failure::Marked(stop.for_good()));
+        }
+        if !self.has_mark() {
+            return Ok(());
         }
         let sector = ByteRange::between(0, MARK_BYTES);
         let write = Box::pin(self.copier.range_copy().copy_durably(sector));
@@ -167,6 +174,7 @@ impl<S: Storage> Mirror<S> {
                 quiesced.retire(self.target.name().to_owned());
                 Ok(None)
             }
+            Completion::Copy => Ok(None),
         }
     }
 

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod commit;
+mod copies;
 mod copy_on_read;
 mod frozen;
 mod frozen_planted;

@@ -81,6 +81,27 @@ pub(crate) async fn bitmap_extents<S: Storage>(
     extents_of(metadata, live, entry, range, max).await
 }
 
+/// A change of one bitmap, of several that are made together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BitmapChange {
+    /// It is added without any change in it.
+    Add(NewBitmap),
+    /// It is changed.
+    Change {
+        /// Its name.
+        name: String,
+        /// What becomes of it.
+        action: BitmapAction,
+    },
+    /// It gets what another one of the image has recorded.
+    Merge {
+        /// Its name.
+        name: String,
+        /// The name of the other one.
+        source: String,
+    },
+}
+
 /// Adds a bitmap without any change in it.
 pub(crate) async fn add_bitmap<S: Storage>(
     metadata: &ImageMetadata<S>,
@@ -88,22 +109,63 @@ pub(crate) async fn add_bitmap<S: Storage>(
     live: &LiveBitmaps,
     new: &NewBitmap,
 ) -> Result<()> {
-    let image = metadata.storage().name();
-    let geometry = metadata.geometry();
-    let granularity_bits = granularity_bits(image, new.granularity, geometry)?;
-    let flags = if new.is_enabled { BitmapFlags::AUTO } else { BitmapFlags::empty() };
-    let mut entry = BitmapEntry::new(new.name.as_bytes(), granularity_bits, flags);
     let change = async |entries: &mut Vec<BitmapEntry>,
                         transaction: &mut MetadataTransaction<'_, S>| {
-        check_new(image, &entry, entries)?;
-        if new.is_enabled {
-            check_live(image, entries, transaction.header())?;
-        }
-        place_empty_table(&mut entry, image, transaction).await?;
-        entries.push(entry);
-        Ok(())
+        add_entry(metadata, entries, transaction, new).await
     };
     run(metadata, transactions, live, change).await
+}
+
+async fn add_entry<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    entries: &mut Vec<BitmapEntry>,
+    transaction: &mut MetadataTransaction<'_, S>,
+    new: &NewBitmap,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let granularity_bits = granularity_bits(image, new.granularity, metadata.geometry())?;
+    let flags = if new.is_enabled { BitmapFlags::AUTO } else { BitmapFlags::empty() };
+    let mut entry = BitmapEntry::new(new.name.as_bytes(), granularity_bits, flags);
+    check_new(image, &entry, entries)?;
+    if new.is_enabled {
+        check_live(image, entries, transaction.header())?;
+    }
+    place_empty_table(&mut entry, image, transaction).await?;
+    entries.push(entry);
+    Ok(())
+}
+
+/// Makes changes of bitmaps, all or none; `prepared` is awaited when they are written, before one write makes them effective. Where it
+/// fails, none is made.
+pub(crate) async fn change_bitmaps<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    live: &LiveBitmaps,
+    changes: &[BitmapChange],
+    prepared: impl AsyncFnOnce() -> Result<()>,
+) -> Result<()> {
+    let change = async |entries: &mut Vec<BitmapEntry>,
+                        transaction: &mut MetadataTransaction<'_, S>| {
+        for change in changes {
+            // A change may read what an earlier one has placed.
+            transaction.write_waiting().await?;
+            match change {
+                BitmapChange::Add(new) => add_entry(metadata, entries, transaction, new).await?,
+                BitmapChange::Change { name, action } => {
+                    change_entry(metadata, entries, transaction, name, *action).await?;
+                }
+                BitmapChange::Merge { name, source } => {
+                    let (storage, size) = (metadata.storage(), metadata.size());
+                    let from = &entries[index_of(storage.name(), source, entries)?];
+                    check_consistent(storage.name(), from, transaction.header())?;
+                    let from = BitsReader::open(storage, metadata.geometry(), from, size).await?;
+                    merge_entry(metadata, entries, transaction, name, &from).await?;
+                }
+            }
+        }
+        Ok(())
+    };
+    run_prepared(metadata, transactions, live, change, prepared).await
 }
 
 /// Changes one bitmap.
@@ -114,28 +176,9 @@ pub(crate) async fn change_bitmap<S: Storage>(
     name: &str,
     action: BitmapAction,
 ) -> Result<()> {
-    let image = metadata.storage().name();
     let change = async |entries: &mut Vec<BitmapEntry>,
                         transaction: &mut MetadataTransaction<'_, S>| {
-        let index = index_of(image, name, entries)?;
-        if action == BitmapAction::Remove {
-            let removed = entries.remove(index);
-            return release_bitmap(&removed, metadata.storage(), transaction).await;
-        }
-        check_consistent(image, &entries[index], transaction.header())?;
-        if action == BitmapAction::Enable && !entries[index].flags.contains(BitmapFlags::AUTO) {
-            check_live(image, entries, transaction.header())?;
-        }
-        let entry = &mut entries[index];
-        match action {
-            BitmapAction::Remove | BitmapAction::Clear => {
-                release_bitmap(entry, metadata.storage(), transaction).await?;
-                place_empty_table(entry, image, transaction).await?;
-            }
-            BitmapAction::Enable => entry.flags.insert(BitmapFlags::AUTO),
-            BitmapAction::Disable => entry.flags.remove(BitmapFlags::AUTO),
-        }
-        Ok(())
+        change_entry(metadata, entries, transaction, name, action).await
     };
     match run(metadata, transactions, live, change).await {
         Err(error) if action == BitmapAction::Remove && error.kind() == ErrorKind::NoSpace => {
@@ -148,6 +191,35 @@ pub(crate) async fn change_bitmap<S: Storage>(
         }
         outcome => outcome,
     }
+}
+
+async fn change_entry<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    entries: &mut Vec<BitmapEntry>,
+    transaction: &mut MetadataTransaction<'_, S>,
+    name: &str,
+    action: BitmapAction,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let index = index_of(image, name, entries)?;
+    if action == BitmapAction::Remove {
+        let removed = entries.remove(index);
+        return release_bitmap(&removed, metadata.storage(), transaction).await;
+    }
+    check_consistent(image, &entries[index], transaction.header())?;
+    if action == BitmapAction::Enable && !entries[index].flags.contains(BitmapFlags::AUTO) {
+        check_live(image, entries, transaction.header())?;
+    }
+    let entry = &mut entries[index];
+    match action {
+        BitmapAction::Remove | BitmapAction::Clear => {
+            release_bitmap(entry, metadata.storage(), transaction).await?;
+            place_empty_table(entry, image, transaction).await?;
+        }
+        BitmapAction::Enable => entry.flags.insert(BitmapFlags::AUTO),
+        BitmapAction::Disable => entry.flags.remove(BitmapFlags::AUTO),
+    }
+    Ok(())
 }
 
 /// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those of another one.
@@ -176,15 +248,25 @@ pub(crate) async fn merge_bitmap<S: Storage>(
     let reader = BitsReader::open(source.storage(), source.geometry(), from, source.size()).await?;
     let change = async |entries: &mut Vec<BitmapEntry>,
                         transaction: &mut MetadataTransaction<'_, S>| {
-        let index = index_of(image, name, entries)?;
-        let entry = &mut entries[index];
-        check_consistent(image, entry, transaction.header())?;
-        let old = BitsReader::open(metadata.storage(), metadata.geometry(), entry, metadata.size());
-        let merged = Merge::run(&old.await?, &reader, transaction).await?;
-        release_bitmap(entry, metadata.storage(), transaction).await?;
-        place_table(entry, merged, transaction).await
+        merge_entry(metadata, entries, transaction, name, &reader).await
     };
     run(metadata, transactions, live, change).await
+}
+
+async fn merge_entry<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    entries: &mut [BitmapEntry],
+    transaction: &mut MetadataTransaction<'_, S>,
+    name: &str,
+    reader: &BitsReader<'_, S>,
+) -> Result<()> {
+    let image = metadata.storage().name();
+    let entry = &mut entries[index_of(image, name, entries)?];
+    check_consistent(image, entry, transaction.header())?;
+    let old = BitsReader::open(metadata.storage(), metadata.geometry(), entry, metadata.size());
+    let merged = Merge::run(&old.await?, reader, transaction).await?;
+    release_bitmap(entry, metadata.storage(), transaction).await?;
+    place_table(entry, merged, transaction).await
 }
 
 /// Runs a change of the directory, with the old entries.
@@ -194,6 +276,17 @@ async fn run<S: Storage>(
     live: &LiveBitmaps,
     change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
 ) -> Result<()> {
+    run_prepared(metadata, transactions, live, change, async || Ok(())).await
+}
+
+/// As [`run`]; `prepared` is awaited before the change becomes effective.
+async fn run_prepared<S: Storage>(
+    metadata: &ImageMetadata<S>,
+    transactions: &Transactions,
+    live: &LiveBitmaps,
+    change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
+    prepared: impl AsyncFnOnce() -> Result<()>,
+) -> Result<()> {
     if metadata.geometry().version < 3 {
         let what = "an image of version 2 has no bitmaps";
         return Err(Error::new(ErrorKind::Unsupported, what)
@@ -201,7 +294,8 @@ async fn run<S: Storage>(
             .hint("convert it to compat=1.1"));
     }
     let transaction = async |transaction: &mut MetadataTransaction<'_, S>| {
-        change_directory(metadata, transaction, live, change).await
+        change_directory(metadata, transaction, live, change).await?;
+        prepared().await
     };
     prepare_directory(metadata, live).await?;
     let outcome = transactions.run_beside_guest_data(metadata, transaction).await;

@@ -412,10 +412,15 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         let offset = self.geometry.offset_of(first);
         self.waiting.push(TableWrite { offset, bytes });
         if self.waiting.len() >= MAX_IN_FLIGHT {
-            let writes = mem::take(&mut self.waiting);
-            write_beside(self.metadata, &writes).await?;
+            self.write_waiting().await?;
         }
         Ok(offset)
+    }
+
+    /// Writes all that was [put](Self::put): it can be read then.
+    pub(super) async fn write_waiting(&mut self) -> Result<()> {
+        let writes = mem::take(&mut self.waiting);
+        write_beside(self.metadata, &writes).await
     }
 
     /// The reserve of these clusters, one refcount of each, is gone.

@@ -40,8 +40,10 @@ use crate::qcow2::writeback::{Metadata, State};
 pub use amend::Amendments;
 pub(crate) use amend::amend;
 pub(crate) use backing::set_backing;
-pub use bitmaps::{BitmapAction, NewBitmap};
-pub(crate) use bitmaps::{add_bitmap, bitmap_extents, change_bitmap, list_bitmaps, merge_bitmap};
+pub use bitmaps::{BitmapAction, BitmapChange, NewBitmap};
+pub(crate) use bitmaps::{
+    add_bitmap, bitmap_extents, change_bitmap, change_bitmaps, list_bitmaps, merge_bitmap,
+};
 pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
 pub(crate) use prepared_change::prepare_change;
 pub use prepared_change::{Preparation, PreparedChange, SnapshotPlan};

@@ -1,0 +1,64 @@
+//! What the method of new images does.
+
+use blockhouse_disk::{Backing, Compression, CreateOptions, ImageFormat, Switch};
+
+use super::image_methods::{CompressionName, ImageCreateParams};
+use super::methods::Done;
+use super::outcome::{Outcome, invalid, result};
+use super::rpc::Failure;
+use crate::disk_options::check_absolute;
+use crate::running::Running;
+
+/// Makes an image.
+pub(super) async fn create(running: &Running, given: ImageCreateParams) -> Outcome {
+    check_absolute(&given.path).map_err(invalid)?;
+    let options = match given.format {
+        ImageFormat::Raw => {
+            check_plain(&given)?;
+            None
+        }
+        ImageFormat::Qcow2 => Some(options(&given)?),
+        _ => return Err(invalid("images of this format are not made; use raw or qcow2".into())),
+    };
+    let path = &given.path;
+    running.create_image(path, given.size, options.as_ref(), given.overwrite).await?;
+    result(Done {})
+}
+
+/// Refuses what a raw image does not have.
+fn check_plain(given: &ImageCreateParams) -> Result<(), Failure> {
+    let has_options = given.backing.is_some()
+        || given.cluster_size.is_some()
+        || given.refcount_bits.is_some()
+        || given.compression.is_some()
+        || given.extended_l2
+        || given.lazy_refcounts;
+    match has_options {
+        true => Err(invalid("a raw image has only a size: leave the options of qcow2 out".into())),
+        false => Ok(()),
+    }
+}
+
+fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
+    let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
+    let usual = CreateOptions::new(given.size);
+    let backing = match (&given.backing, &given.backing_format) {
+        (Some(name), Some(format)) => {
+            Some(Backing { name: name.clone().into_bytes(), format: Some(format.clone()) })
+        }
+        (None, None) => None,
+        _ => return Err(invalid("backing and backing-format need each other".into())),
+    };
+    Ok(CreateOptions {
+        cluster_size: given.cluster_size.unwrap_or(usual.cluster_size),
+        refcount_bits: given.refcount_bits.unwrap_or(usual.refcount_bits),
+        lazy_refcounts: switch(given.lazy_refcounts),
+        extended_l2: switch(given.extended_l2),
+        compression: match given.compression {
+            Some(CompressionName::Zstd) => Compression::Zstd,
+            Some(CompressionName::Zlib) | None => Compression::Zlib,
+        },
+        backing,
+        ..usual
+    })
+}

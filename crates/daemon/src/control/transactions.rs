@@ -1,0 +1,71 @@
+//! What the method of transactions does.
+
+use std::num::NonZeroU64;
+
+use blockhouse_disk::{BitmapAction, BitmapChange, NewBitmap};
+use blockhouse_jobs::CopyMode;
+
+use super::bitmap_methods::{BitmapAddParams, BitmapMergeParams, BitmapParams};
+use super::methods::PauseResult;
+use super::outcome::{Outcome, invalid, result};
+use super::rpc::Failure;
+use super::transaction_methods::{BackupPartParams, BitmapChangeParams, TransactionParams};
+use crate::disk_options::check_absolute;
+use crate::jobs::JobSetup;
+use crate::running::{BackupKind, BackupPart, Running};
+
+/// Changes bitmaps, and begins backups, at one moment.
+pub(super) async fn transact(running: &Running, given: TransactionParams) -> Outcome {
+    let TransactionParams { bitmaps, backups } = given;
+    if bitmaps.is_empty() && backups.is_empty() {
+        return Err(invalid("a transaction without a change; name one".into()));
+    }
+    let backups = backups.into_iter().map(backup).collect::<Result<_, _>>()?;
+    let pause = running.transact(bitmaps.into_iter().map(change).collect(), backups).await?;
+    result(PauseResult { pause_us: pause.as_micros() as u64 })
+}
+
+fn backup(given: BackupPartParams) -> Result<BackupPart, Failure> {
+    let BackupPartParams { disk, name, target_disk, bitmap, sync_bitmap, scratch, speed } = given;
+    if sync_bitmap && bitmap.is_none() {
+        return Err(invalid("sync-bitmap needs bitmap".into()));
+    }
+    let speed = speed.and_then(NonZeroU64::new);
+    let kind = match target_disk {
+        Some(_) if scratch.is_some() => {
+            return Err(invalid(
+                "a job has its scratch file beside the image: leave scratch out".into(),
+            ));
+        }
+        Some(target) => BackupKind::Copied { target, bitmap, is_synced: sync_bitmap },
+        None if bitmap.is_some() || speed.is_some() => {
+            return Err(invalid(
+                "only a job has a bitmap and a speed: name its target-disk".into(),
+            ));
+        }
+        None => {
+            scratch.iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
+            BackupKind::Served { scratch }
+        }
+    };
+    let job = JobSetup { name: Some(name), disk, mode: CopyMode::Background, speed };
+    Ok(BackupPart { job, kind })
+}
+
+/// The disk, and what is changed of it.
+fn change(given: BitmapChangeParams) -> (String, BitmapChange) {
+    let changed =
+        |BitmapParams { disk, name }, action| (disk, BitmapChange::Change { name, action });
+    match given {
+        BitmapChangeParams::Add(BitmapAddParams { disk, name, granularity, disabled }) => {
+            (disk, BitmapChange::Add(NewBitmap { name, granularity, is_enabled: !disabled }))
+        }
+        BitmapChangeParams::Remove(bitmap) => changed(bitmap, BitmapAction::Remove),
+        BitmapChangeParams::Clear(bitmap) => changed(bitmap, BitmapAction::Clear),
+        BitmapChangeParams::Enable(bitmap) => changed(bitmap, BitmapAction::Enable),
+        BitmapChangeParams::Disable(bitmap) => changed(bitmap, BitmapAction::Disable),
+        BitmapChangeParams::Merge(BitmapMergeParams { disk, name, source }) => {
+            (disk, BitmapChange::Merge { name, source })
+        }
+    }
+}

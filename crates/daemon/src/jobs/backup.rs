@@ -1,0 +1,139 @@
+//! Backups to disks of this server: a disk as it was at one moment is copied, all of it or what a bitmap says, while its guest goes on.
+//!
+//! Guarantees: the target has what the disk held at the moment, when the job is complete; a full copy has the mark of a mirror until
+//! then. A bitmap that is synced says what has changed since the moment when the job is complete, and otherwise what it said before:
+//! until then another bitmap records what has changed since.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use anyhow::Result;
+use blockhouse_core::ErrorKind;
+use blockhouse_disk::{
+    Access, BitmapAction, BitmapChange, DirtyMap, Disk, ImageDisk, Options, change_bitmaps,
+};
+use blockhouse_jobs::{Completion, FrozenDisk, JobControl, JobEnd, JobStage, LoopClock, Mirror};
+use blockhouse_storage::{ImageStorage, ViewStorage};
+use futures_util::future::{Either, select};
+
+use super::{JobSetup, RunningJob, run_job};
+use crate::running::{Running, RunningDisk};
+
+/// What is copied.
+pub(crate) struct FrozenSource {
+    /// The disk that goes on.
+    pub(crate) disk: Arc<RunningDisk>,
+    /// The disk as it was.
+    pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
+    /// What is copied of it alone.
+    pub(crate) only: Option<DirtyMap>,
+    /// The bitmap that is synced.
+    pub(crate) synced: Option<CopiedBitmap>,
+}
+
+/// A bitmap that says what has changed since a backup, when that is complete.
+#[derive(Clone, Debug)]
+pub(crate) struct CopiedBitmap {
+    /// Its name.
+    pub(crate) name: String,
+    /// The name of the bitmap that records changes since the moment.
+    pub(crate) since: String,
+}
+
+impl CopiedBitmap {
+    /// What becomes of both bitmaps at the end of a job.
+    fn changes_at(self, end: &JobEnd) -> Vec<BitmapChange> {
+        let change = |name: &str, action| BitmapChange::Change { name: name.to_owned(), action };
+        let removed = change(&self.since, BitmapAction::Remove);
+        match end {
+            JobEnd::Completed { .. } => vec![
+                change(&self.name, BitmapAction::Clear),
+                BitmapChange::Merge { name: self.name, source: self.since },
+                removed,
+            ],
+            JobEnd::Cancelled | JobEnd::Failed(_) => vec![removed],
+        }
+    }
+}
+
+impl Running {
+    /// Starts a job that copies a disk as it was to `target`, which is claimed like the disk and was checked.
+    ///
+    /// # Errors
+    /// The name of the job is taken, or the server ends.
+    pub(crate) fn start_backup(
+        &self,
+        setup: JobSetup,
+        source: FrozenSource,
+        target: &RunningDisk,
+    ) -> Result<Arc<RunningJob>> {
+        let names = (target.path().display().to_string(), Some(target.name().to_owned()));
+        let of = (source.disk.name(), &source.disk.disk);
+        let (job, handle) = self.jobs().register(setup.name, "backup", of, names)?;
+        job.control.set_speed(setup.speed);
+        let target = Arc::clone(&target.disk);
+        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
+            let FrozenSource { disk, view, only, synced } = source;
+            let end = match copy(job, &view, target, only).await {
+                Ok(end) => end,
+                Err(error) => JobEnd::Failed(error.to_string()),
+            };
+            view.thaw();
+            match synced {
+                Some(bitmap) => sync(&disk.disk, bitmap, end).await,
+                None => end,
+            }
+        });
+        Ok(job)
+    }
+}
+
+async fn copy(
+    job: &RunningJob,
+    view: &Arc<FrozenDisk<ImageStorage>>,
+    target: Arc<ImageDisk>,
+    only: Option<DirtyMap>,
+) -> Result<JobEnd> {
+    let storage = ImageStorage::View(Box::new(ViewStorage::new(Arc::clone(view))));
+    let options = Options { access: Access::ReadOnly, ..Options::default() };
+    let source = Arc::new(Disk::raw(storage, options)?);
+    let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
+    let mirror = Mirror::backup(source, target, only, control, clock)?;
+    let completing = Box::pin(complete_when_ready(&job.control));
+    match select(Box::pin(mirror.run()), completing).await {
+        Either::Left((end, _)) => Ok(end),
+        Either::Right((never, _)) => match never {},
+    }
+}
+
+/// Asks a job to complete whenever it can.
+async fn complete_when_ready(control: &JobControl) -> std::convert::Infallible {
+    let mut stage = JobStage::Running;
+    loop {
+        if stage == JobStage::Ready {
+            control.complete(Completion::Copy);
+        }
+        stage = control.next_stage(&stage).await;
+    }
+}
+
+/// Brings a bitmap in step with the end of a job. The end, which is a failure where that fails.
+async fn sync(disk: &ImageDisk, bitmap: CopiedBitmap, end: JobEnd) -> JobEnd {
+    let name = bitmap.name.clone();
+    let changes = bitmap.changes_at(&end);
+    let changed = async {
+        disk.bitmaps().prepare().await?;
+        let quiesced = disk.quiesced().await?;
+        change_bitmaps(&[(&quiesced, &changes[..])]).await
+    };
+    match changed.await {
+        Err(error) if matches!(end, JobEnd::Completed { .. }) => JobEnd::Failed(format!(
+            "the copy is complete, but the bitmap {name:?} says what it said before: {error}"
+        )),
+        Err(error) if error.kind() != ErrorKind::InvalidInput => {
+            tracing::error!("{}: {error}", disk.name());
+            end
+        }
+        _ => end,
+    }
+}

@@ -1,0 +1,190 @@
+//! `blockdev-backup`: jobs that copy a disk as it is at one moment, and disks as they were for clients (`sync` is `none`).
+//!
+//! The target of `sync` `none` is a node that stands on that of the disk. It stays empty: exports of its node serve what the server's own
+//! backup has frozen, whose scratch file is in the folder of the target's image.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::bitmaps::Changes;
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::events::forget;
+use super::starting::{JobArguments, check_whole, start_all};
+use super::state::Pull;
+
+/// A backup that is asked for.
+pub(super) struct Backup {
+    job: JobArguments,
+    /// An element of `disk.transaction`'s `backups`.
+    params: Value,
+    pull: Option<Pull>,
+}
+
+/// `blockdev-backup`.
+pub(super) async fn start(context: &Rc<Context>, given: Arguments) -> Returned {
+    let backup = take(context, &Changes::default(), given).await?;
+    begin(context, Vec::new(), vec![backup]).await
+}
+
+/// Begins backups at the moment of changes of bitmaps.
+pub(super) async fn begin(
+    context: &Rc<Context>,
+    changes: Vec<Value>,
+    backups: Vec<Backup>,
+) -> Returned {
+    let params: Vec<_> = backups.iter().map(|backup| backup.params.clone()).collect();
+    let (mut jobs, mut pulls) = (Vec::new(), Vec::new());
+    for Backup { job, pull, .. } in backups {
+        pulls.extend(pull.map(|pull| (job.name.clone(), pull)));
+        jobs.push(job);
+    }
+    // Before they are listed.
+    let names: Vec<_> = pulls.iter().map(|(name, _)| name.clone()).collect();
+    context.state.borrow_mut().pulls.extend(pulls);
+    let call = ("disk.transaction", json!({ "bitmaps": changes, "backups": params }));
+    let started = start_all(context, &jobs, call).await;
+    if started.is_err() {
+        names.iter().for_each(|name| _ = context.state.borrow_mut().pulls.remove(name));
+    }
+    started
+}
+
+/// Takes the arguments of one; `changes`: of bitmaps, which are made before.
+pub(super) async fn take(
+    context: &Context,
+    changes: &Changes,
+    mut given: Arguments,
+) -> Result<Backup, QmpError> {
+    let (device, target) = (given.text("device")?, given.text("target")?);
+    let modes = ["top", "full", "none", "bitmap", "incremental"];
+    let sync = given.needed_word("sync", &modes)?;
+    let bitmap = given.some_text("bitmap")?;
+    let mode = given.word("bitmap-mode", &["on-success", "never", "always"])?;
+    given.only("compress", &[json!(false)], "a backup has the clusters of its target")?;
+    given.only("discard-source", &[json!(false)], "the disk goes on as it is")?;
+    given.some_object("x-perf")?.iter_mut().for_each(|perf| _ = perf.rest());
+    let job = JobArguments::take(&mut given)?;
+    given.end()?;
+    let (disk, target_disk) = (context.disk(&device)?, context.disk(&target)?);
+    let is_synced = check_bitmap(context, changes, &disk, (sync, bitmap.as_deref(), mode)).await?;
+    if disk == target_disk {
+        return Err(QmpError::generic("Source and target cannot be the same"));
+    }
+    job.check(context).await?;
+    let mut params = json!({ "disk": disk, "name": job.name });
+    if sync == "none" {
+        let pull = pull(context, (disk, device), (target_disk, target), &job)?;
+        let image = context.running.find(&pull.target).map(|disk| disk.path());
+        params["scratch"] = json!(image.as_deref().and_then(|path| path.parent()));
+        return Ok(Backup { job, params, pull: Some(pull) });
+    }
+    match &bitmap {
+        Some(bitmap) => params["bitmap"] = bitmap.as_str().into(),
+        None => check_whole(context, &disk, sync)?,
+    }
+    params["sync-bitmap"] = is_synced.into();
+    params["target-disk"] = target_disk.into();
+    params["speed"] = job.speed.into();
+    Ok(Backup { job, params, pull: None })
+}
+
+/// Whether the bitmap says what has changed since, after the backup.
+async fn check_bitmap(
+    context: &Context,
+    changes: &Changes,
+    disk: &str,
+    (sync, bitmap, mode): (&str, Option<&str>, Option<&str>),
+) -> Result<bool, QmpError> {
+    let refuse = |why: String| Err(QmpError::generic(why));
+    let is_of_bitmap = ["bitmap", "incremental"].contains(&sync);
+    let Some(bitmap) = bitmap else {
+        return match (is_of_bitmap, mode) {
+            (true, _) => refuse(format!("must provide a valid bitmap name for '{sync}' sync mode")),
+            (false, Some(_)) => {
+                refuse("Cannot specify bitmap sync mode without a bitmap".to_owned())
+            }
+            (false, None) => Ok(false),
+        };
+    };
+    if sync == "incremental" && mode.is_some_and(|mode| mode != "on-success") {
+        return refuse(
+            "Bitmap sync mode must be 'on-success' when using sync mode 'incremental'".to_owned(),
+        );
+    }
+    if !changes.exists(context, disk, bitmap).await? {
+        return refuse(format!("Bitmap '{bitmap}' could not be found"));
+    }
+    let mode = match (mode, sync) {
+        (Some(mode), _) => mode,
+        (None, "incremental") => "on-success",
+        (None, _) => {
+            return refuse("Bitmap sync mode must be given when providing a bitmap".to_owned());
+        }
+    };
+    match (is_of_bitmap, mode) {
+        (true, "on-success") => Ok(true),
+        (true, "never") => Ok(false),
+        (true, mode) => refuse(format!(
+            "Parameter 'bitmap-mode' is not possible here: a bitmap is synced when the backup is complete, and not '{mode}'"
+        )),
+        (false, _) if sync == "none" => {
+            refuse("sync mode 'none' does not produce meaningful bitmap outputs".to_owned())
+        }
+        (false, "never") => refuse(format!(
+            "Bitmap sync mode 'never' has no meaningful effect when combined with sync mode '{sync}'"
+        )),
+        (false, _) => refuse(format!(
+            "Parameter 'bitmap' is not possible here with sync '{sync}': clear it in the transaction that begins the backup"
+        )),
+    }
+}
+
+/// A backup for clients of the target's node.
+fn pull(
+    context: &Context,
+    (disk, device): (String, String),
+    (target, node): (String, String),
+    job: &JobArguments,
+) -> Result<Pull, QmpError> {
+    let state = context.state.borrow();
+    if state.over.get(&target) != Some(&device) {
+        return Err(QmpError::generic(format!(
+            "Node '{node}' does not stand on '{device}': add it with 'backing': '{device}' for a backup with sync 'none'"
+        )));
+    }
+    if state.pull_to(&target).is_some() {
+        return Err(QmpError::generic(format!(
+            "Node '{node}' is busy: block device is in use by block job: backup"
+        )));
+    }
+    let frozen = format!("{disk}@{}", job.name);
+    Ok(Pull { disk, target, frozen, has_ended: false })
+}
+
+/// Ends a backup that clients read. Whether it is one.
+pub(super) async fn end(context: &Context, name: &str) -> Result<bool, QmpError> {
+    let Some(pull) = context.state.borrow().pulls.get(name).cloned() else { return Ok(false) };
+    context.call("backup.end", json!({ "backup": name })).await?;
+    let size = context.running.find(&pull.disk).map_or(0, |disk| disk.disk.size());
+    let auto_dismisses = {
+        let mut state = context.state.borrow_mut();
+        state.pulls.get_mut(name).into_iter().for_each(|pull| pull.has_ended = true);
+        state.auto_dismisses(name)
+    };
+    let events = &context.events;
+    events.tell_status(name, "aborting");
+    events.tell(
+        "BLOCK_JOB_CANCELLED",
+        json!({ "device": name, "type": "backup", "len": size, "offset": 0, "speed": 0 }),
+    );
+    events.tell_status(name, "concluded");
+    events.forget_job(name);
+    if auto_dismisses {
+        context.state.borrow_mut().pulls.remove(name);
+        forget(context, name);
+    }
+    Ok(true)
+}

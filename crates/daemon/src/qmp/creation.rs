@@ -1,0 +1,154 @@
+//! `blockdev-create`: a job of QEMU that makes an image. It has ended soon, and is listed until it is dismissed.
+
+use std::rc::Rc;
+
+use blockhouse_engine::spawn_detached;
+use serde_json::{Map, Value, json};
+
+use super::arguments::{Arguments, is_well_formed};
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::job_list::find;
+use super::opening::{check_file_name, close_disk, reopen};
+
+/// The drivers of QEMU that make images, and those of them that are possible here.
+const DRIVERS: [&str; 11] =
+    ["file", "qcow2", "luks", "parallels", "qcow", "qed", "rbd", "ssh", "vdi", "vhdx", "vmdk"];
+/// Drivers that make none.
+const OTHERS: [&str; 5] = ["nbd", "raw", "null-co", "throttle", "host_device"];
+
+/// An image that is going to be made.
+struct New {
+    /// The parameters of `image.create`.
+    params: Value,
+    /// The node of a file that becomes the image.
+    node: Option<String>,
+}
+
+/// `blockdev-create`.
+pub(super) async fn create(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let job = given.text("job-id")?;
+    let mut options = given.object("options")?;
+    given.end()?;
+    let all: Vec<_> = DRIVERS.into_iter().chain(OTHERS).collect();
+    let driver = options.needed_word("driver", &all)?;
+    if OTHERS.contains(&driver) {
+        return Err(QmpError::generic("Driver does not support blockdev-create"));
+    }
+    let new = match driver {
+        "file" => new_file(options)?,
+        "qcow2" => new_qcow2(options)?,
+        _ => {
+            return Err(QmpError::generic(format!("Driver '{driver}' makes no images here")));
+        }
+    };
+    if !is_well_formed(&job) {
+        return Err(QmpError::generic(format!("Invalid job ID '{job}'")));
+    }
+    if find(context, &job).await?.is_some() {
+        return Err(QmpError::generic(format!("Job ID '{job}' already in use")));
+    }
+    context.state.borrow_mut().creations.insert(job.clone(), None);
+    context.events.tell_begin(&job);
+    let context = Rc::clone(context);
+    spawn_detached(async move {
+        let Some(_inside) = context.gate.enter().await else { return };
+        let made = make(&context, new).await;
+        end(&context, &job, made.err());
+    });
+    Ok(json!({}))
+}
+
+fn end(context: &Context, job: &str, error: Option<QmpError>) {
+    let statuses: &[_] = if error.is_some() { &["aborting"] } else { &["waiting", "pending"] };
+    let end = error.map(|error| error.desc().to_owned());
+    context.state.borrow_mut().creations.insert(job.to_owned(), Some(end));
+    statuses.iter().for_each(|status| context.events.tell_status(job, status));
+    context.events.tell_status(job, "concluded");
+    context.events.forget_job(job);
+}
+
+async fn make(context: &Context, New { mut params, node }: New) -> Result<(), QmpError> {
+    let Some(node) = node else {
+        return context.call("image.create", params).await.map(drop);
+    };
+    let disk = context.disk(&node)?;
+    let file = context.state.borrow().files.get(&node).cloned();
+    let Some(file) = file.filter(|file| file.user.is_none()) else {
+        return Err(QmpError::generic(format!(
+            "Node '{node}' is no file without another node on it"
+        )));
+    };
+    params["path"] = file.path.as_str().into();
+    params["overwrite"] = true.into();
+    close_disk(context, &disk).await?;
+    let made = context.call("image.create", params).await;
+    reopen(context, &node, file.params).await;
+    made.map(drop)
+}
+
+/// A `file`, which takes the place of one that is there, as in QEMU.
+fn new_file(mut given: Arguments) -> Result<New, QmpError> {
+    let filename = given.text("filename")?;
+    let size = given.needed_unsigned("size")?;
+    given.only("preallocation", &[json!("off")], "a new file has no blocks")?;
+    given.flag("nocow", false)?;
+    given.only("extent-size-hint", &[], "the file system chooses it")?;
+    given.end()?;
+    let path = check_file_name(&filename)?;
+    let size = size.next_multiple_of(512);
+    let params = json!({ "path": path, "format": "raw", "size": size, "overwrite": true });
+    Ok(New { params, node: None })
+}
+
+fn new_qcow2(mut given: Arguments) -> Result<New, QmpError> {
+    let mut params = Map::new();
+    params.insert("format".into(), "qcow2".into());
+    let mut node = None;
+    match given.some_object_or_text("file")? {
+        Some(mut file) => {
+            file.needed_word("driver", &["file"])?;
+            params.insert("path".into(), check_file_name(&file.text("filename")?)?.into());
+            params.insert("overwrite".into(), true.into());
+            file.end()?;
+        }
+        None => node = Some(given.text("file")?),
+    }
+    params.insert("size".into(), given.needed_unsigned("size")?.into());
+    given.only("version", &[json!("v3")], "images are of version 3")?;
+    given.only("data-file", &[], "an image has its data itself")?;
+    given.only("data-file-raw", &[json!(false)], "an image has its data itself")?;
+    given.only("encrypt", &[], "use 'blockhouse create'")?;
+    given.only("preallocation", &[json!("off")], "a new image has no data")?;
+    let backing = given.some_text("backing-file")?;
+    let format =
+        given.word("backing-fmt", &["qcow2", "raw", "luks", "vdi", "vhdx", "vmdk", "vpc"])?;
+    match (backing, format) {
+        (Some(backing), Some(format)) => {
+            params.insert("backing".into(), backing.into());
+            params.insert("backing-format".into(), format.into());
+        }
+        (Some(_), None) => {
+            return Err(QmpError::generic(
+                "Parameter 'backing-fmt' is missing: it is never guessed",
+            ));
+        }
+        (None, Some(_)) => {
+            return Err(QmpError::generic("Backing format cannot be used without backing file"));
+        }
+        (None, None) => {}
+    }
+    for name in ["cluster-size", "refcount-bits"] {
+        if let Some(number) = given.some_unsigned(name)? {
+            params.insert(name.into(), number.into());
+        }
+    }
+    for name in ["extended-l2", "lazy-refcounts"] {
+        params.insert(name.into(), given.flag(name, false)?.into());
+    }
+    if let Some(kind) = given.word("compression-type", &["zlib", "zstd"])? {
+        params.insert("compression".into(), kind.into());
+    }
+    given.end()?;
+    Ok(New { params: params.into(), node })
+}

@@ -1,0 +1,114 @@
+//! What there is of jobs: those of the server, backups that clients read, and images that are made.
+
+use serde_json::{Value, json};
+
+use super::context::Context;
+use super::errors::QmpError;
+use super::state::Pull;
+
+/// A job, as `job.list` tells of it.
+pub(super) struct Job(pub(super) Value);
+
+impl Job {
+    /// Its name.
+    pub(super) fn name(&self) -> &str {
+        self.0["job"].as_str().unwrap_or_default()
+    }
+
+    /// A figure of it.
+    pub(super) fn number(&self, key: &str) -> u64 {
+        self.0[key].as_u64().unwrap_or_default()
+    }
+
+    /// Whether it has this status of the server.
+    pub(super) fn is(&self, status: &str) -> bool {
+        self.0["status"] == status
+    }
+
+    /// Its status in QEMU.
+    pub(super) fn status(&self) -> &'static str {
+        match self.0["status"].as_str().unwrap_or_default() {
+            "running" => "running",
+            "paused" => "paused",
+            // It is asked to complete, and does.
+            "ready" | "completing" => "ready",
+            _ => "concluded",
+        }
+    }
+
+    /// Why it has no result, if it has ended so.
+    pub(super) fn error(&self) -> Option<&str> {
+        match self.is("cancelled") {
+            true => Some("Operation canceled"),
+            false => self.0["error"].as_str(),
+        }
+    }
+
+    /// Whether it is a block job of QEMU.
+    pub(super) fn is_of_disk(&self) -> bool {
+        self.0["kind"] != "create"
+    }
+
+    /// Bytes that are done.
+    pub(super) fn offset(&self) -> u64 {
+        self.number("total").saturating_sub(self.number("remaining"))
+    }
+
+    /// Refuses a command that has no meaning in the job's status.
+    pub(super) fn check(&self, verb: &str, statuses: &[&str]) -> Result<(), QmpError> {
+        match (self.status(), self.name()) {
+            (status, _) if statuses.contains(&status) => Ok(()),
+            (status, name) => Err(QmpError::generic(format!(
+                "Job '{name}' in state '{status}' cannot accept command verb '{verb}'"
+            ))),
+        }
+    }
+}
+
+/// All jobs of QEMU: those of the server, and what is none there.
+pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
+    let mut jobs: Vec<_> = match context.call("job.list", json!({})).await? {
+        Value::Array(jobs) => jobs.into_iter().map(Job).collect(),
+        _ => Vec::new(),
+    };
+    jobs.extend(pulls(context).into_iter().chain(creations(context)).map(Job));
+    Ok(jobs)
+}
+
+/// The job of this name.
+pub(super) async fn find(context: &Context, name: &str) -> Result<Option<Job>, QmpError> {
+    Ok(list(context).await?.into_iter().find(|job| job.name() == name))
+}
+
+/// The backups that clients read, as `job.list` tells of jobs.
+fn pulls(context: &Context) -> Vec<Value> {
+    let told = |(name, pull): (&String, &Pull)| {
+        let size = context.running.find(&pull.disk).map_or(0, |disk| disk.disk.size());
+        json!({
+            "job": name,
+            "kind": "backup",
+            "disk": pull.disk,
+            "status": if pull.has_ended { "cancelled" } else { "running" },
+            "total": size,
+            "remaining": size,
+            // It waits for changes.
+            "idle": true,
+        })
+    };
+    context.state.borrow().pulls.iter().map(told).collect()
+}
+
+/// The images that are made or were, as `job.list` tells of jobs.
+fn creations(context: &Context) -> Vec<Value> {
+    let told = |(name, end): (&String, &Option<Option<String>>)| {
+        let status = match end {
+            None => "running",
+            Some(None) => "completed",
+            Some(Some(_)) => "failed",
+        };
+        let remaining = u64::from(end.is_none());
+        let error = end.clone().flatten();
+        json!({ "job": name, "kind": "create", "status": status, "total": 1, "remaining": remaining, "error": error })
+    };
+    context.state.borrow().creations.iter().map(told).collect()
+}

@@ -1,0 +1,148 @@
+//! Overlays (`blockdev-snapshot`, `blockdev-snapshot-sync`): disks go on in an image over the one that they had.
+//!
+//! All overlays of a transaction are one call (`disk.fork`), so disks have them at one moment or none has. The nodes of the images behind
+//! keep their names.
+
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use super::arguments::{Arguments, is_well_formed};
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::filters::implicit_name;
+use super::opening::{close_disk, reopen};
+use super::state::FormatNode;
+
+/// An overlay that is asked for.
+pub(super) struct Overlay {
+    /// The disk that goes on in it.
+    disk: String,
+    /// The image that the disk has before.
+    before: PathBuf,
+    /// Where it is, or is going to be.
+    path: PathBuf,
+    node: FormatNode,
+    /// The disk that it is by itself, where it is there already.
+    own_disk: Option<String>,
+}
+
+/// `blockdev-snapshot-sync`.
+pub(super) async fn create(context: &Rc<Context>, given: Arguments) -> Returned {
+    let overlay = to_create(context, given)?;
+    put_on(context, vec![overlay]).await
+}
+
+/// `blockdev-snapshot`.
+pub(super) async fn use_node(context: &Rc<Context>, given: Arguments) -> Returned {
+    let overlay = of_node(context, given)?;
+    put_on(context, vec![overlay]).await
+}
+
+/// The overlay that a `blockdev-snapshot-sync` makes.
+pub(super) fn to_create(context: &Context, mut given: Arguments) -> Result<Overlay, QmpError> {
+    let (device, node) = (given.some_text("device")?, given.some_text("node-name")?);
+    let path = given.text("snapshot-file")?;
+    let name = given.some_text("snapshot-node-name")?;
+    let format = given.some_text("format")?;
+    let mode = given.word("mode", &["absolute-paths", "existing"])?;
+    given.end()?;
+    let (device, node) = (device.unwrap_or_default(), node.unwrap_or_default());
+    let named = if node.is_empty() { &device } else { &node };
+    if !context.has_node(named) {
+        return Err(QmpError::no_node(&device, &node));
+    }
+    let disk = context.disk(named)?;
+    if !node.is_empty() && name.is_none() {
+        return Err(QmpError::generic("New overlay node-name missing"));
+    }
+    if name.as_ref().is_some_and(|name| context.has_node(name)) {
+        return Err(QmpError::generic("New overlay node-name already in use"));
+    }
+    if let Some(name) = name.as_ref().filter(|name| !is_well_formed(name)) {
+        return Err(QmpError::generic(format!("Invalid node-name: '{name}'")));
+    }
+    match format.as_deref() {
+        None | Some("qcow2") => {}
+        Some(format) => {
+            let why = format!("Overlays of the format '{format}' are not possible here: use qcow2");
+            return Err(QmpError::generic(why));
+        }
+    }
+    let own_disk = (mode == Some("existing")).then(String::new);
+    let failed = |error| QmpError::generic(format!("Could not find '{path}': {error}"));
+    let path = std::path::absolute(&path).map_err(failed)?;
+    let node = FormatNode { is_owned: false, ..FormatNode::owned(&name.unwrap_or_default()) };
+    Ok(Overlay { before: image_of(context, &disk), disk, path, node, own_disk })
+}
+
+/// The overlay that a `blockdev-snapshot` names.
+pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay, QmpError> {
+    let (node, overlay) = (given.text("node")?, given.text("overlay")?);
+    given.end()?;
+    let disk = context.disk(&node)?;
+    let own = context.disk(&overlay)?;
+    let own_disk =
+        context.running.find(&own).ok_or_else(|| QmpError::no_node(&overlay, &overlay))?;
+    if own == disk {
+        return Err(QmpError::generic(format!(
+            "Making '{node}' a backing child of '{overlay}' would create a cycle"
+        )));
+    }
+    let is_used = !context.running.exports_of(&own).is_empty();
+    if is_used || context.state.borrow().filter_on(&own).is_some() {
+        return Err(QmpError::generic("The overlay is already in use"));
+    }
+    if own_disk.layer_at(1).is_some() {
+        return Err(QmpError::generic("The overlay already has a backing image"));
+    }
+    if own_disk.disk.image_format_name() != "qcow2" {
+        return Err(QmpError::generic("The overlay does not support backing images"));
+    }
+    let path = own_disk.path();
+    let node = FormatNode::owned(&overlay);
+    Ok(Overlay { before: image_of(context, &disk), disk, path, node, own_disk: Some(own) })
+}
+
+fn image_of(context: &Context, disk: &str) -> PathBuf {
+    context.running.find(disk).map(|disk| disk.path()).unwrap_or_default()
+}
+
+/// Has disks go on in their overlays, all at one moment.
+pub(super) async fn put_on(context: &Rc<Context>, overlays: Vec<Overlay>) -> Returned {
+    let mut closed = Vec::new();
+    let outcome = fork(context, &overlays, &mut closed).await;
+    // What a disk was may not be durable: then it goes on in its overlay all the same.
+    let (done, undone): (Vec<_>, Vec<_>) =
+        overlays.into_iter().partition(|one| image_of(context, &one.disk) != one.before);
+    for Overlay { disk, mut node, .. } in done {
+        if node.name.is_empty() {
+            node.name = implicit_name(context);
+        }
+        context.state.borrow_mut().push_top(&disk, node);
+    }
+    for (node, params) in closed {
+        if undone.iter().any(|overlay| overlay.node.name == node) {
+            reopen(context, &node, params).await;
+        }
+    }
+    outcome.map(|()| json!({}))
+}
+
+/// What is `closed` are nodes that were disks of their own, each as it was opened.
+async fn fork(
+    context: &Context,
+    overlays: &[Overlay],
+    closed: &mut Vec<(String, Value)>,
+) -> Result<(), QmpError> {
+    let mut disks = Vec::new();
+    for Overlay { disk, path, node, own_disk, .. } in overlays {
+        if let Some(own) = own_disk.as_ref().filter(|own| !own.is_empty()) {
+            let params = close_disk(context, own).await?;
+            closed.push((node.name.clone(), params.unwrap_or_default()));
+        }
+        disks.push(json!({ "disk": disk, "overlay": path, "made": own_disk.is_some() }));
+    }
+    context.call("disk.fork", json!({ "disks": disks })).await.map(drop)
+}

@@ -1,0 +1,67 @@
+//! `blockdev-reopen`: what of a node can be changed while it is used: whether it is read-only, and the group of a `throttle` node.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use super::arguments::Arguments;
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::filters::change_group;
+use super::opening::Asked;
+
+/// `blockdev-reopen`: of several nodes one after the other, when all are possible.
+pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let options = given.list("options")?;
+    given.end()?;
+    let mut changes = Vec::new();
+    for (index, options) in options.into_iter().enumerate() {
+        let mut options = Arguments::element("options", index, options)?;
+        let asked = Asked::take(&mut options)?;
+        let Some(name) = asked.name.clone() else {
+            return Err(QmpError::generic("node-name not specified"));
+        };
+        if !context.has_node(&name) {
+            return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
+        }
+        if asked.is_throttle() {
+            let group = options.text("throttle-group")?;
+            changes.push((name, Err(group)));
+            continue;
+        }
+        let disk = context.disk(&name)?;
+        let opened = context.state.borrow().opened.get(&disk).cloned();
+        let Some(opened) = opened else {
+            let why = format!("Node '{name}' was not added by QMP, and is not reopened");
+            return Err(QmpError::generic(why));
+        };
+        let is_read_only = asked.check_same(&name, &opened)?;
+        check_below(context, &name, &mut options)?;
+        changes.push((disk, Ok(is_read_only)));
+    }
+    for (name, change) in changes {
+        match change {
+            Ok(is_read_only) => {
+                let params = json!({ "disk": name, "read-only": is_read_only });
+                context.call("disk.set", params).await?;
+            }
+            Err(group) => change_group(context, &name, group).await?,
+        }
+    }
+    Ok(json!({}))
+}
+
+/// Refuses to put another node below this one.
+fn check_below(context: &Context, name: &str, given: &mut Arguments) -> Result<(), QmpError> {
+    let rest = given.rest();
+    let below = context.state.borrow().file_of(name);
+    match rest.get("file") {
+        Some(Value::String(file)) if *file != below => match context.has_node(file) {
+            false => Err(QmpError::no_node("", file)),
+            true => Err(QmpError::generic(format!(
+                "Node '{name}' stays on '{below}': another file is not possible here"
+            ))),
+        },
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,185 @@
+//! Jobs that begin: streams, commits and mirrors, and what all of them are given.
+
+use std::rc::Rc;
+
+use serde_json::{Value, json};
+
+use super::arguments::{Arguments, is_well_formed};
+use super::context::Context;
+use super::errors::{QmpError, Returned};
+use super::job_list::find;
+use super::state::JobTraits;
+
+/// `block-stream`: of the whole backing chain.
+pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let why = "a stream copies the whole backing chain";
+    ["base", "base-node", "bottom", "backing-file", "snapshot-file"]
+        .iter()
+        .try_for_each(|name| given.only(name, &[], why))?;
+    start(context, given, "stream").await
+}
+
+/// `block-commit`: of the image of the disk into its backing file.
+pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let (base, top) = (given.some_text("base")?, given.some_text("top")?);
+    let (base_node, top_node) = (given.some_text("base-node")?, given.some_text("top-node")?);
+    given.only("backing-file", &[], "no other image gets a backing file by a commit")?;
+    let device = given.text("device")?;
+    let name = context.disk(&device)?;
+    let disk = context.running.find(&name);
+    let disk = disk.ok_or_else(|| QmpError::no_node(&device, &device))?;
+    let nodes = context.state.borrow().nodes_of(&name);
+    let is_node = |depth: usize, node: &str| nodes.get(depth).is_some_and(|own| own.name == node);
+    let is_top = top_node.is_none_or(|node| node == device || is_node(0, &node))
+        && top.is_none_or(|top| disk.path().as_os_str() == top.as_str());
+    let behind = disk.layer_at(1);
+    let is_base = match (&base, &base_node) {
+        (Some(_), Some(_)) => {
+            return Err(QmpError::generic("'base' and 'base-node' are mutually exclusive"));
+        }
+        (Some(base), None) => behind.as_ref().is_none_or(|behind| behind.name == base),
+        (None, Some(node)) => is_node(1, node),
+        // QEMU commits to the end of the chain.
+        (None, None) => disk.layer_at(2).is_none(),
+    };
+    if !(is_top && is_base) {
+        let why = "a commit goes from the image of the disk into its backing file here: 'base' or 'base-node' names that";
+        return Err(QmpError::generic(why));
+    }
+    given.put_back("device", &device);
+    start(context, given, "commit").await
+}
+
+/// `blockdev-mirror`: to the disk of another node.
+pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let (device, target) = (given.text("device")?, given.text("target")?);
+    let modes = ["top", "full", "none", "bitmap", "incremental"];
+    let sync = given.needed_word("sync", &modes)?;
+    let mode = given.word("copy-mode", &["background", "write-blocking"])?;
+    given.only("replaces", &[], "the disk goes on in the target")?;
+    // Changes are tracked in units of the job's own.
+    given.some_unsigned("granularity")?;
+    given.some_unsigned("buf-size")?;
+    let mut job = JobArguments::take(&mut given)?;
+    job.is_blocking = mode == Some("write-blocking");
+    given.end()?;
+    let (disk, target_disk) = (context.disk(&device)?, context.disk(&target)?);
+    if disk == target_disk {
+        return Err(QmpError::generic("Can't mirror node into itself"));
+    }
+    check_whole(context, &disk, sync)?;
+    job.check(context).await?;
+    let mode = if job.is_blocking { "write-blocking" } else { "background" };
+    let params = json!({
+        "kind": "mirror",
+        "disk": disk,
+        "target-disk": target_disk,
+        "job": job.name,
+        "speed": job.speed,
+        "mode": mode,
+    });
+    start_all(context, std::slice::from_ref(&job), ("job.start", params)).await
+}
+
+/// Refuses to copy less than all of a disk.
+pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(), QmpError> {
+    let disk = context.running.find(disk);
+    let stands_alone = disk.is_some_and(|disk| disk.layer_at(1).is_none());
+    match sync {
+        "full" => Ok(()),
+        "top" if stands_alone => Ok(()),
+        _ => Err(QmpError::generic(format!(
+            "Parameter 'sync' is not possible here: all of a disk is copied, and not '{sync}'"
+        ))),
+    }
+}
+
+/// Starts a job of one node.
+async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Returned {
+    let device = given.text("device")?;
+    given.flag("backing-mask-protocol", false)?;
+    let job = JobArguments::take(&mut given)?;
+    given.end()?;
+    let disk = context.disk(&device)?;
+    job.check(context).await?;
+    let params = json!({ "kind": kind, "disk": disk, "job": job.name, "speed": job.speed });
+    start_all(context, std::slice::from_ref(&job), ("job.start", params)).await
+}
+
+/// The arguments that all jobs have.
+pub(super) struct JobArguments {
+    /// The job's name.
+    pub(super) name: String,
+    /// Bytes a second; 0: no limit.
+    pub(super) speed: u64,
+    /// Whether it is listed no longer when it has ended.
+    pub(super) auto_dismiss: bool,
+    is_blocking: bool,
+}
+
+impl JobArguments {
+    /// Takes them.
+    pub(super) fn take(given: &mut Arguments) -> Result<Self, QmpError> {
+        let name = given.some_text("job-id")?.unwrap_or_default();
+        let speed = given.some_unsigned("speed")?.unwrap_or_default();
+        for name in ["on-error", "on-source-error", "on-target-error"] {
+            given.only(name, &[json!("report")], "a job that fails ends")?;
+        }
+        // There is no such node.
+        given.some_text("filter-node-name")?;
+        given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
+        let auto_dismiss = given.flag("auto-dismiss", true)?;
+        Ok(Self { name, speed, auto_dismiss, is_blocking: false })
+    }
+
+    /// Refuses a name that cannot be that of a new job.
+    pub(super) async fn check(&self, context: &Context) -> Result<(), QmpError> {
+        let Self { name, .. } = self;
+        if !is_well_formed(name) {
+            return Err(QmpError::generic(format!("Invalid job ID '{name}'")));
+        }
+        match find(context, name).await? {
+            Some(_) => Err(QmpError::generic(format!("Job ID '{name}' already in use"))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Starts jobs by one call.
+pub(super) async fn start_all(
+    context: &Rc<Context>,
+    jobs: &[JobArguments],
+    (method, params): (&str, Value),
+) -> Returned {
+    forget_dismissed(context);
+    // Before they can end.
+    for JobArguments { name, auto_dismiss, is_blocking, .. } in jobs {
+        let (auto_dismiss, is_blocking) = (*auto_dismiss, *is_blocking);
+        let traits = JobTraits { auto_dismiss, is_started: false, is_blocking };
+        context.state.borrow_mut().jobs.insert(name.clone(), traits);
+    }
+    if let Err(error) = context.call(method, params).await {
+        jobs.iter().for_each(|job| _ = context.state.borrow_mut().jobs.remove(&job.name));
+        return Err(error);
+    }
+    for JobArguments { name, .. } in jobs {
+        if let Some(traits) = context.state.borrow_mut().jobs.get_mut(name) {
+            traits.is_started = true;
+        }
+        // Of one that has ended already all is told.
+        if find(context, name).await?.is_some_and(|job| job.status() != "concluded") {
+            context.events.tell_begin(name);
+        }
+    }
+    Ok(json!({}))
+}
+
+/// Forgets jobs that were dismissed at the control socket.
+fn forget_dismissed(context: &Context) {
+    let listed = context.running.jobs().list();
+    let mut state = context.state.borrow_mut();
+    let pulls: Vec<_> = state.pulls.keys().cloned().collect();
+    let is_listed =
+        |name: &String| listed.iter().any(|job| job.name == *name) || pulls.contains(name);
+    state.jobs.retain(|name, job| !job.is_started || is_listed(name));
+}
