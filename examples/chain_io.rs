@@ -4,8 +4,8 @@
 //! cargo run -p blockhouse-examples --bin chain_io -- IMAGE [OFFSET TEXT]
 //! ```
 //!
-//! It prints the chain, reads the whole disk with several requests in flight, and counts the blocks that
-//! hold data. With OFFSET and TEXT it first writes the text there, durably.
+//! It prints the chain, reads the whole disk with several requests in flight, and counts the blocks
+//! that hold data. With OFFSET and TEXT it first writes the text there, durably.
 #![allow(clippy::print_stdout, reason = "a program's result")]
 #![forbid(unsafe_code)]
 
@@ -36,8 +36,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     // An event loop of its own thread does the I/O: by io_uring where the host allows it.
     let disk_loop = LoopThread::start("disk".into(), EngineChoice::Auto, |_| ())?;
 
-    // `open` follows the backing files, each as the format that the image above names, and takes QEMU's
-    // image locks. It runs on the loop because it reads files.
+    // `open` follows the backing files, each as the format that the image above names, and takes
+    // QEMU's image locks. It runs on the loop because it reads files.
     let access = if write.is_some() { Access::ReadWrite } else { Access::ReadOnly };
     let options = ImageOptions { access, ..ImageOptions::default() };
     let disk = Arc::new(disk_loop.run(move || async move { open(&image, options).await })?);
@@ -51,8 +51,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let blocks = count_data_blocks(&disk_loop, &disk)?;
     println!("{blocks} blocks of {BLOCK_SIZE} bytes hold data");
 
-    // Close makes everything durable and takes the image out of use; a disk that is only dropped may
-    // leave qcow2 metadata unwritten.
+    // Close makes everything durable and takes the image out of use; a disk that is only dropped
+    // may leave qcow2 metadata unwritten.
     disk_loop.run(move || async move { disk.close().await })?;
     disk_loop.stop();
     Ok(())

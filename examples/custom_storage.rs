@@ -4,9 +4,9 @@
 //! cargo run -p blockhouse-examples --bin custom_storage -- SOCKET
 //! ```
 //!
-//! It implements [`Storage`]; the rest comes from the library: request checks, alignment, ordering, durability,
-//! the NBD protocol. Each 8 bytes of a block that was never written hold their own offset,
-//! little-endian. It serves until its standard input ends.
+//! It implements [`Storage`]; the rest comes from the library: request checks, alignment, ordering,
+//! durability, the NBD protocol. Each 8 bytes of a block that was never written hold their own
+//! offset, little-endian. It serves until its standard input ends.
 #![allow(clippy::print_stdout, reason = "a program's result")]
 #![forbid(unsafe_code)]
 
@@ -24,8 +24,8 @@ use blockhouse_engine::{EngineChoice, Listener, LoopThread};
 use blockhouse_nbd::uri::{NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, Export, Exports, Limits, Server, bind_private};
 
-/// Bytes of a block, the unit of this storage. The disk above reads and writes whole blocks, whatever a
-/// guest asks for.
+/// Bytes of a block, the unit of this storage. The disk above reads and writes whole blocks,
+/// whatever a guest asks for.
 const BLOCK: usize = 4096;
 /// Bytes of the disk.
 const SIZE: u64 = 1 << 30;
@@ -74,8 +74,9 @@ impl Storage for PatternStorage {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            // Memory has no stable storage: flushes and FUA succeed and mean nothing. A storage that has
-            // one says `Native` (a write takes its durability along) or `Emulated` (write, then sync).
+            // Memory has no stable storage: flushes and FUA succeed and mean nothing. A storage
+            // that has one says `Native` (a write takes its durability along) or
+            // `Emulated` (write, then sync).
             fua: Fua::Ignored,
             fua_cost: FuaCost::NoFlush,
             write_cache: WriteCache::Volatile,
@@ -110,8 +111,8 @@ impl Storage for PatternStorage {
             let rest = from.split_off(BLOCK);
             let mut bytes = Box::new([0; BLOCK]);
             from.copy_to(&mut bytes[..]);
-            // A guest's shared memory can vanish while it is copied: zeros are read then, and must not
-            // be stored.
+            // A guest's shared memory can vanish while it is copied: zeros are read then, and must
+            // not be stored.
             from.check_intact()?;
             self.with_blocks(|written| written.insert(block, bytes));
             from = rest;
@@ -177,8 +178,8 @@ fn main() -> Result<(), Box<dyn StdError>> {
 
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
 
-    // The order of an orderly end: no new connections (the socket's file goes first), every request in
-    // flight gets its reply, the disk is closed, the loop ends.
+    // The order of an orderly end: no new connections (the socket's file goes first), every request
+    // in flight gets its reply, the disk is closed, the loop ends.
     drop(file);
     server_loop.run(move || async move { server.drain().await });
     accepting.wait().expect("the loop runs until it is stopped")?;

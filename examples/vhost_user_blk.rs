@@ -4,9 +4,9 @@
 //! cargo run -p blockhouse-examples --bin vhost_user_blk -- IMAGE SOCKET
 //! ```
 //!
-//! Guests' queues are served by two event loops, each on a thread of its own; the program's main thread
-//! stays free. Here it answers each line on standard input with the disk's counters, and stops the device
-//! when the input ends.
+//! Guests' queues are served by two event loops, each on a thread of its own; the program's main
+//! thread stays free. Here it answers each line on standard input with the disk's counters, and
+//! stops the device when the input ends.
 #![allow(clippy::print_stdout, reason = "a program's result")]
 #![forbid(unsafe_code)]
 
@@ -55,8 +55,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         );
     }
 
-    // The order of an orderly end: the guest's requests in flight complete, the disk is closed, the loops
-    // end.
+    // The order of an orderly end: the guest's requests in flight complete, the disk is closed, the
+    // loops end.
     std::fs::remove_file(socket)?;
     server.stop();
     loops[0].run(move || async move { disk.close().await })?;

@@ -1,6 +1,7 @@
 //! Names the commit that the program is built from, for `--version`: `0.1.0 (COMMIT, DATE)`.
 //!
-//! A source tree that no git repository tracks has the version alone, so a package builds the same without git.
+//! A source tree that no git repository tracks has the version alone, so a package builds the same
+//! without git.
 
 #![forbid(unsafe_code)]
 
@@ -17,7 +18,8 @@ fn main() {
             println!("cargo:rerun-if-changed={path}");
         }
     }
-    // The repository may be another project's, which has a copy of this one's sources in an ignored folder.
+    // The repository may be another project's, which has a copy of this one's sources in an ignored
+    // folder.
     let is_tracked = git(&["ls-files", "--error-unmatch", "build.rs"]).is_some();
     let commit = git(&["log", "-1", "--abbrev=12", "--format=%h, %cs"]).filter(|_| is_tracked);
     let version = commit.map_or(version.to_owned(), |commit| format!("{version} ({commit})"));

@@ -1,5 +1,6 @@
-//! Makes the committed corpus of the qcow2 targets: small images, some by qemu-img and qemu-io (which
-//! must be installed), some by Blockhouse, and inputs of `qcow2_operations` over each of them.
+//! Makes the committed corpus of the qcow2 targets: small images, some by qemu-img and qemu-io
+//! (which must be installed), some by Blockhouse, and inputs of `qcow2_operations` over each of
+//! them.
 //!
 //! `cargo run --manifest-path fuzz/Cargo.toml --example make_corpus`
 #![forbid(unsafe_code)]

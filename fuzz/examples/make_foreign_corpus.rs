@@ -1,5 +1,5 @@
-//! Makes the committed corpus of the targets for other programs' formats: images by qemu-img (which must be installed)
-//! cut to their first bytes and their last, which hold the metadata.
+//! Makes the committed corpus of the targets for other programs' formats: images by qemu-img (which
+//! must be installed) cut to their first bytes and their last, which hold the metadata.
 //!
 //! `cargo run --manifest-path fuzz/Cargo.toml --example make_foreign_corpus`
 #![forbid(unsafe_code)]
@@ -14,7 +14,8 @@ const SECTOR: usize = 512;
 
 type Seed = (&'static str, &'static str, u8, &'static [&'static str], usize, usize);
 
-/// Target, name, the mode of the input, what qemu-img makes, and how many bytes of the beginning and of the end are kept.
+/// Target, name, the mode of the input, what qemu-img makes, and how many bytes of the beginning
+/// and of the end are kept.
 const SEEDS: &[Seed] = &[
     ("vdi_open", "qemu-dynamic", 3, &["vdi", "-o", "static=off"], 1040, 0),
     ("vdi_open", "qemu-static", 2, &["vdi", "-o", "static=on"], 1040, 0),
@@ -60,7 +61,8 @@ fn write(target: &str, name: &str, mode: u8, bytes: &[u8]) {
     std::fs::write(folder.join(name), [&[mode], bytes].concat()).expect("a seed");
 }
 
-/// The header of a VMDK file with tables: 32 KiB in grains of 4 KiB, tables of eight entries, the directory at a sector.
+/// The header of a VMDK file with tables: 32 KiB in grains of 4 KiB, tables of eight entries, the
+/// directory at a sector.
 fn vmdk_header(version: u32, flags: u32, directory: u64) -> Vec<u8> {
     let mut header = vec![0; SECTOR];
     header[..4].copy_from_slice(b"KDMV");
@@ -124,7 +126,8 @@ fn image(disk: &Path, image: &Path, options: &[&str]) -> Vec<u8> {
     std::fs::read(image).expect("an image")
 }
 
-/// The structures of an image by qemu-img, as the target puts them together again; and a log entry that changes one.
+/// The structures of an image by qemu-img, as the target puts them together again; and a log entry
+/// that changes one.
 fn vhdx() {
     let scratch = tempfile::tempdir().expect("a folder");
     let disk = scratch.path().join("disk");

@@ -1,4 +1,5 @@
-//! Makes the committed corpus of `vhost_messages`: what front-ends send in their order, and what none should.
+//! Makes the committed corpus of `vhost_messages`: what front-ends send in their order, and what
+//! none should.
 //!
 //! `cargo run --manifest-path fuzz/Cargo.toml --example make_front_end_corpus`
 #![forbid(unsafe_code)]

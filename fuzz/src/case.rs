@@ -1,4 +1,4 @@
-//! What an input of `qcow2_operations` means: an image, damage done to it, and requests.
+//! The meaning of an input of `qcow2_operations`: an image, damage done to it, and requests.
 //!
 //! Every string of bytes means something, and small changes of it mean small changes:
 //!

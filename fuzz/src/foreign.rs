@@ -7,9 +7,10 @@
 //! | 0 | the file has blocks of 512 bytes, and everything must be aligned to them; else of one |
 //! | 1 | zeros follow the bytes, so that blocks of an image lie in the file; else they are all of it |
 //!
-//! What [`look_at`] asserts: the image is opened, or refused with an error that names the place. Its extents have a
-//! length, and lie in the disk. Reads of their first bytes, and of the disk's last ones, succeed or name the place. A check
-//! counts at least the problems that it tells. Nothing is written, and no operation is misaligned. Memory is bounded.
+//! What [`look_at`] asserts: the image is opened, or refused with an error that names the place.
+//! Its extents have a length, and lie in the disk. Reads of their first bytes, and of the disk's
+//! last ones, succeed or name the place. A check counts at least the problems that it tells.
+//! Nothing is written, and no operation is misaligned. Memory is bounded.
 
 use blockhouse_core::{ByteRange, Storage};
 use blockhouse_disk::{Access, Disk, ImageFormat, Options};
@@ -44,7 +45,8 @@ impl Mode {
         Some((Self { block, is_extended: mode & 2 != 0 }, rest))
     }
 
-    /// A file with `bytes` at its start, and `last` at its end. `zeros` are between them if it is extended.
+    /// A file with `bytes` at its start, and `last` at its end. `zeros` are between them if it is
+    /// extended.
     pub fn file(self, bytes: &[u8], last: &[u8], zeros: u64) -> SparseFile {
         let zeros = if self.is_extended { zeros } else { 0 };
         let end = bytes.len() as u64 + zeros;

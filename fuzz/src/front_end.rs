@@ -1,7 +1,7 @@
-//! What an input of `vhost_messages` means: the messages of a front-end, with file descriptors.
+//! The meaning of an input of `vhost_messages`: the messages of a front-end, with file descriptors.
 //!
-//! Every string of bytes means something, and small changes of it mean small changes. Each message has four
-//! bytes and its payload:
+//! Every string of bytes means something, and small changes of it mean small changes. Each message
+//! has four bytes and its payload:
 //!
 //! | byte | meaning |
 //! | --- | --- |
@@ -15,7 +15,8 @@ const HEAD: usize = 4;
 /// How many messages an input has at most: less than a socket holds.
 const MAX_MESSAGES: usize = 64;
 
-/// The version of the protocol, and the flag that asks for a reply (vhost-user specification, "Header").
+/// The version of the protocol, and the flag that asks for a reply (vhost-user specification,
+/// "Header").
 const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 1 << 3;
 
@@ -32,7 +33,7 @@ pub struct Message {
     pub payload: Vec<u8>,
 }
 
-/// What kind of file a descriptor refers to.
+/// The kind of a descriptor's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A file in memory.

@@ -1,5 +1,5 @@
-//! The images of the committed corpus: seeds of `qcow2_open`, and what `qcow2_operations` damages and
-//! works on. `cargo run --manifest-path fuzz/Cargo.toml --example make_corpus` makes them.
+//! The images of the committed corpus: seeds of `qcow2_open`, and what `qcow2_operations` damages
+//! and works on. `cargo run --manifest-path fuzz/Cargo.toml --example make_corpus` makes them.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;

@@ -1,5 +1,5 @@
-//! What targets have in common: storages in memory, the images that get damaged, the messages of front-ends,
-//! and what every one of them must keep to.
+//! The common parts of targets: storages in memory, the images that get damaged, the messages of
+//! front-ends, and what every one of them must keep to.
 #![forbid(unsafe_code)]
 
 pub mod case;
@@ -26,7 +26,7 @@ pub fn in_bounded_memory(work: impl FnOnce()) {
     assert!(used.bytes_max <= MAX_MEMORY, "{} bytes of memory at a time", used.bytes_max);
 }
 
-/// What is wrong with an image is told with its place.
+/// Damage of an image is reported with its place.
 ///
 /// # Panics
 /// When it is not.

@@ -44,7 +44,7 @@ impl Memory {
         }))
     }
 
-    /// What is in the file.
+    /// The content of the file.
     pub fn content(&self) -> Vec<u8> {
         self.0.bytes.borrow().clone()
     }

@@ -1,8 +1,10 @@
-//! A file that is only read, for the targets of images that are never written: a few ranges with bytes, and zeros.
+//! A file that is only read, for the targets of images that are never written: a few ranges with
+//! bytes, and zeros.
 //!
-//! It holds callers to the contract of storages, as [`Memory`](crate::memory::Memory) does: operations keep to the
-//! alignment, and nothing is written. Operations end at once: a reader of such an image has one in flight, so there is
-//! no order to vary. A case costs no more than the bytes that it has, however long the file is.
+//! It holds callers to the contract of storages, as [`Memory`](crate::memory::Memory) does:
+//! operations keep to the alignment, and nothing is written. Operations end at once: a reader of
+//! such an image has one in flight, so there is no order to vary. A case costs no more than the
+//! bytes that it has, however long the file is.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -28,7 +30,8 @@ struct Shared {
 }
 
 impl SparseFile {
-    /// A file of `size` bytes and blocks of `block`, zeros but for `pieces`: their offsets, ascending, and bytes.
+    /// A file of `size` bytes and blocks of `block`, zeros but for `pieces`: their offsets,
+    /// ascending, and bytes.
     ///
     /// # Panics
     /// When two overlap, or one ends past the end.

@@ -1,4 +1,5 @@
-//! Ranges of bytes, as a hostile client or image states them, against arithmetic that cannot overflow.
+//! Ranges of bytes, as a hostile client or image states them, against arithmetic that cannot
+//! overflow.
 #![no_main]
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,10 @@
-//! Any bytes as a LUKS container. The first byte says how its file is, as in `foreign`. Where the others begin as JSON they
-//! are the metadata of a LUKS2 header whose checksum is right.
+//! Any bytes as a LUKS container. The first byte says how its file is, as in `foreign`. Where the
+//! others begin as JSON they are the metadata of a LUKS2 header whose checksum is right.
 //!
-//! What it asserts: the container is opened without a key, or refused with an error that names the place. The disk is no
-//! longer than its file. Its extents and the areas of its key slots are read, and the areas are as long as their slots
-//! need. Nothing is written, and no operation is misaligned. Memory is bounded.
+//! What it asserts: the container is opened without a key, or refused with an error that names the
+//! place. The disk is no longer than its file. Its extents and the areas of its key slots are read,
+//! and the areas are as long as their slots need. Nothing is written, and no operation is
+//! misaligned. Memory is bounded.
 #![no_main]
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
-//! The NBD handshake against any client: answers are bounded, and how the bytes arrive in pieces changes
-//! nothing of what is answered and decided.
+//! The NBD handshake against any client: answers are bounded, and how the bytes arrive in pieces
+//! changes nothing of what is answered and decided.
 #![no_main]
 #![forbid(unsafe_code)]
 

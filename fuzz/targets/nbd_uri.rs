@@ -1,5 +1,5 @@
-//! NBD URIs from the command line and from other programs: what is understood is printed as a URI that
-//! means the same, for a server as for a client.
+//! NBD URIs from the command line and from other programs: what is understood is printed as a URI
+//! that means the same, for a server as for a client.
 #![no_main]
 #![forbid(unsafe_code)]
 

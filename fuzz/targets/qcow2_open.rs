@@ -1,5 +1,5 @@
-//! Any bytes as an image file: it is opened, checked and read, or refused with an error that names the
-//! place; for reading, and for writing, which repairs what it must.
+//! Any bytes as an image file: it is opened, checked and read, or refused with an error that names
+//! the place; for reading, and for writing, which repairs what it must.
 #![no_main]
 #![allow(
     clippy::arc_with_non_send_sync,

@@ -1,6 +1,6 @@
-//! Requests to a disk over a damaged image: each ends, with success or an error that names the place,
-//! and damage that is found by a change is marked in the image. Without damage nothing fails, reads
-//! see what was written, and the image is clean in the end.
+//! Requests to a disk over a damaged image: each ends, with success or an error that names the
+//! place, and damage that is found by a change is marked in the image. Without damage nothing
+//! fails, reads see what was written, and the image is clean in the end.
 #![no_main]
 #![allow(
     clippy::arc_with_non_send_sync,
@@ -55,7 +55,7 @@ fn run(case: Case) {
     }
     if is_whole {
         assert_eq!(found, Detected::Nothing, "nothing is damaged");
-        // What was allocated when its process was killed.
+        // Clusters that were allocated when its process was killed may leak.
         let may_leak = name == "ours-bitmaps-killed";
         let most_leaks = if may_leak { u64::MAX } else { 0 };
         sim.block_on(assert_clean(storage, most_leaks));
@@ -71,8 +71,8 @@ enum Detected {
 }
 
 impl Detected {
-    /// What the error of a change means. Data that cannot be unpacked is no damage of tables, and that of bitmaps none of the
-    /// disk.
+    /// The meaning of a change's error. Data that cannot be unpacked is no damage of tables, and
+    /// that of bitmaps none of the disk.
     fn by(error: &Error) -> Self {
         assert_tells_the_place(error);
         let text = error.to_string();
@@ -152,7 +152,8 @@ impl Harness {
                         );
                         assert!(!is_whole || is_expected, "{step:?} of a whole image: {error}");
                         match step.kind % 16 {
-                            // With bitmaps it is a transaction, which refuses before it changes anything.
+                            // With bitmaps it is a transaction, which refuses before it changes
+                            // anything.
                             RESIZE => Detected::Nothing,
                             _ => Detected::by(&error),
                         }
@@ -229,8 +230,8 @@ fn range_of(disk: &Disk<Memory>, step: Step) -> ByteRange {
     ByteRange::between(start, start + length)
 }
 
-/// Carries one step out. `is_known`: nothing else runs at the same time, and no two places of the disk
-/// are one, so that what was written can be seen.
+/// Carries one step out. `is_known`: nothing else runs at the same time, and no two places of the
+/// disk are one, so that what was written can be seen.
 async fn step_on(disk: &Disk<Memory>, step: Step, number: u8, is_known: bool) -> Result<()> {
     let range = range_of(disk, step);
     let durability = match step.flags >> 3 & 3 {
@@ -275,7 +276,7 @@ async fn read(disk: &Disk<Memory>, range: ByteRange) -> Result<Vec<u8>> {
     Ok(buffer.bytes().to_vec())
 }
 
-/// What was written is read, whatever else is damaged.
+/// Written bytes are read, whatever else is damaged.
 async fn assert_holds(disk: &Disk<Memory>, range: ByteRange, byte: u8) -> Result<()> {
     let bytes = read(disk, range).await?;
     assert!(bytes.iter().all(|&one| one == byte), "{range} does not hold {byte}");

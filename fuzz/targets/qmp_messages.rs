@@ -1,5 +1,5 @@
-//! A client of QMP that sends any bytes, in any pieces: each message is a value or an error, the same ones however
-//! the bytes are cut, and memory is bounded.
+//! A client of QMP that sends any bytes, in any pieces: each message is a value or an error, the
+//! same ones however the bytes are cut, and memory is bounded.
 //!
 //! The first byte of an input is the length of the pieces, 0 for all at once.
 #![no_main]

@@ -6,7 +6,8 @@ use blockhouse_format::ForeignKind;
 use blockhouse_fuzz::foreign::{Mode, look_at};
 use libfuzzer_sys::fuzz_target;
 
-/// Zeros that follow: room for a few of the smallest blocks, and for no more entries of the table than are soon checked.
+/// Zeros that follow: room for a few of the smallest blocks, and for no more entries of the table
+/// than are soon checked.
 const ZEROS: u64 = 16 << 10;
 
 fuzz_target!(|data: &[u8]| {

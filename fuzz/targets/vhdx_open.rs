@@ -1,6 +1,7 @@
-//! A VHDX image whose structures have any bytes: as few inputs have sound checksums and are long enough, the input is cut
-//! into the structures, each gets its checksum, and they are put where they belong. The rest of the file is zeros. An
-//! input that begins with the signature of a file is the file instead. `foreign` says what is asserted.
+//! A VHDX image whose structures have any bytes: as few inputs have sound checksums and are long
+//! enough, the input is cut into the structures, each gets its checksum, and they are put where
+//! they belong. The rest of the file is zeros. An input that begins with the signature of a file is
+//! the file instead. `foreign` says what is asserted.
 #![no_main]
 #![forbid(unsafe_code)]
 
@@ -11,8 +12,8 @@ use libfuzzer_sys::fuzz_target;
 
 const FILE_SIGNATURE: &[u8] = b"vhdxfile";
 
-/// Bytes of a structure that are in the input, its place in the file, how many bytes its checksum covers (0 for none),
-/// and its signature.
+/// Bytes of a structure that are in the input, its place in the file, how many bytes its checksum
+/// covers (0 for none), and its signature.
 const STRUCTURES: [(usize, u64, usize, &[u8]); 6] = [
     (80, 64 << 10, 4096, b"head"),
     (112, 192 << 10, 64 << 10, b"regi"),
@@ -21,7 +22,8 @@ const STRUCTURES: [(usize, u64, usize, &[u8]); 6] = [
     (128, 3 << 20, 0, b""),
     (4096 + 4096, 1 << 20, 0, b"loge"),
 ];
-/// Bytes of the file: headers, a log, the metadata, the block table, and if it is extended two blocks.
+/// Bytes of the file: headers, a log, the metadata, the block table, and if it is extended two
+/// blocks.
 const FILE: u64 = 4 << 20;
 const BLOCKS: u64 = 2 << 20;
 /// The longest structure that gets its checksum: a region table, or an entry of the log.
@@ -62,7 +64,8 @@ fn structures(mode: Mode, mut rest: &[u8]) -> SparseFile {
     SparseFile::new(mode.block, if mode.is_extended { FILE + BLOCKS } else { FILE }, pieces)
 }
 
-/// Stores the CRC-32C of the bytes in themselves: of the first `length`, where zeros follow those that are here.
+/// Stores the CRC-32C of the bytes in themselves: of the first `length`, where zeros follow those
+/// that are here.
 fn seal(bytes: &mut Vec<u8>, length: usize) {
     bytes.resize(bytes.len().max(12), 0);
     bytes[4..8].fill(0);

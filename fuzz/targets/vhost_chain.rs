@@ -1,5 +1,6 @@
-//! A guest's memory with anything in it: every chain of descriptors is decoded, rejected or breaks the queue,
-//! in a bounded number of steps, and the requests that come of it lie inside of the memory.
+//! A guest's memory with anything in it: every chain of descriptors is decoded, rejected or breaks
+//! the queue, in a bounded number of steps, and the requests that come of it lie inside of the
+//! memory.
 #![no_main]
 #![forbid(unsafe_code)]
 

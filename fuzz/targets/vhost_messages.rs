@@ -1,8 +1,9 @@
-//! A front-end that sends anything, with any descriptors: each message is handled or refused, or ends the
-//! connection. Every reply is a whole message, memory is bounded, and no descriptor is left open.
+//! A front-end that sends anything, with any descriptors: each message is handled or refused, or
+//! ends the connection. Every reply is a whole message, memory is bounded, and no descriptor is
+//! left open.
 //!
-//! The device's loop has ended, so all of it runs on this thread: queues start, and never pop a request
-//! (`vhost_chain` fuzzes requests).
+//! The device's loop has ended, so all of it runs on this thread: queues start, and never pop a
+//! request (`vhost_chain` fuzzes requests).
 #![no_main]
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
-//! Any bytes as a VMDK image with tables, with or without zeros after them; or where they begin as text does, as a
-//! descriptor up to the first zero byte, and the bytes after that as the file of all its extents. `foreign` says what is
-//! asserted; of images with large grains, fewer are read.
+//! Any bytes as a VMDK image with tables, with or without zeros after them; or where they begin as
+//! text does, as a descriptor up to the first zero byte, and the bytes after that as the file of
+//! all its extents. `foreign` says what is asserted; of images with large grains, fewer are read.
 #![no_main]
 #![forbid(unsafe_code)]
 

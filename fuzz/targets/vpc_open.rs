@@ -1,6 +1,6 @@
-//! Any bytes as a VHD image; the last 512 are at the end of the file, where zeros are between. Few inputs have sound
-//! checksums: inputs with bit 2 of their mode get those of a footer at the end, of its copy at the start and of a header
-//! after that. `foreign` says what is asserted.
+//! Any bytes as a VHD image; the last 512 are at the end of the file, where zeros are between. Few
+//! inputs have sound checksums: inputs with bit 2 of their mode get those of a footer at the end,
+//! of its copy at the start and of a header after that. `foreign` says what is asserted.
 #![no_main]
 #![forbid(unsafe_code)]
 

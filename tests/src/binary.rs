@@ -31,8 +31,8 @@ fn build() -> PathBuf {
     output.join("blockhouse")
 }
 
-/// Where cargo puts the files of the profile that this program was compiled with: tests are in a folder there, binaries
-/// are not.
+/// Where cargo puts the files of the profile that this program was compiled with: tests are in a
+/// folder there, binaries are not.
 fn output_folder() -> PathBuf {
     let program = std::env::current_exe().expect("a program knows its own file");
     let folder = program.parent().expect("a file is in a folder");

@@ -1,4 +1,5 @@
-//! A Ceph cluster for the tests of this process: `tests/ceph/cluster` starts it, and ends it when this process ends.
+//! A Ceph cluster for the tests of this process: `tests/ceph/cluster` starts it, and ends it when
+//! this process ends.
 
 use std::io::{BufRead, BufReader, Write};
 use std::ops::Deref;
@@ -9,7 +10,7 @@ use std::sync::{Mutex, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::need;
 use crate::{Outcome, run, tool};
 
-/// What the cluster is made of.
+/// The programs of the cluster.
 const PROGRAMS: &[&str] = &["ceph-mon", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "rbd"];
 
 /// A cluster with a pool "rbd".
@@ -18,7 +19,7 @@ pub struct Ceph {
     script: Mutex<Script>,
 }
 
-/// What the script is told, and what it answers.
+/// The script and its answers.
 struct Script {
     commands: ChildStdin,
     answers: BufReader<ChildStdout>,
@@ -35,7 +36,7 @@ fn cluster() -> &'static Result<RwLock<Ceph>, String> {
 /// The cluster, as it should be.
 pub fn ceph() -> Result<RwLockReadGuard<'static, Ceph>, String> {
     let cluster = cluster().as_ref().map_err(Clone::clone)?;
-    // What a test that failed had done to it was undone.
+    // The changes of a test that failed were undone.
     Ok(cluster.read().unwrap_or_else(|poisoned| poisoned.into_inner()))
 }
 
@@ -46,14 +47,15 @@ pub fn ceph_alone() -> Result<CephAlone, String> {
     Ok(CephAlone { ceph, osd: Osd::Runs, has_monitor: true })
 }
 
-/// The cluster, locked for one test. What that has done to it is undone in the end, also when it fails.
+/// The cluster, locked for one test. What that has done to it is undone in the end, also when it
+/// fails.
 pub struct CephAlone {
     ceph: RwLockWriteGuard<'static, Ceph>,
     osd: Osd,
     has_monitor: bool,
 }
 
-/// What the only OSD does.
+/// The state of the only OSD.
 #[derive(PartialEq, Eq)]
 enum Osd {
     Runs,

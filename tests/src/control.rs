@@ -102,7 +102,7 @@ impl Control {
         }
     }
 
-    /// What the next event says.
+    /// The content of the next event.
     ///
     /// # Panics
     /// When none comes.

@@ -9,8 +9,8 @@ const STEP: Duration = Duration::from_millis(2);
 /// More than any test takes, also beside many others.
 const TEST_LIMIT: Duration = Duration::from_secs(15 * 60);
 
-/// Ends the program of the tests where it is not dropped within 15 minutes, and names the test: one that hangs would keep
-/// what all others have found from being told.
+/// Ends the program of the tests where it is not dropped within 15 minutes, and names the test: one
+/// that hangs would keep what all others have found from being told.
 pub(crate) struct TestLimit {
     _end: Sender<()>,
 }

@@ -34,7 +34,7 @@ pub fn str(path: &Path) -> &str {
     path.to_str().expect("a plain name")
 }
 
-/// What was printed, as JSON.
+/// The output, as JSON.
 pub fn json(outcome: &Outcome) -> Value {
     serde_json::from_str(&outcome.stdout).unwrap_or_else(|error| {
         panic!("{}", outcome.describe(&format!("must be JSON ({error})")));

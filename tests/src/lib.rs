@@ -1,4 +1,5 @@
-//! What the black-box tests share: starting the binary, running foreign tools, and hostile clients.
+//! The shared parts of the black-box tests: starting the binary, running foreign tools, and hostile
+//! clients.
 //!
 //! Promises: every process that is started here is ended here, also when a test panics; nothing
 //! waits for ever; what a test cannot show on this machine is skipped with a reason on standard

@@ -38,7 +38,8 @@ impl LoopDevice {
         run(tool("losetup").arg(&self.0).arg(file)).success();
     }
 
-    /// Makes the device longer by `bytes`, as a volume manager does: its `file` gets them, then the kernel is told.
+    /// Makes the device longer by `bytes`, as a volume manager does: its `file` gets them, then the
+    /// kernel is told.
     ///
     /// # Panics
     /// When the kernel does not take it.

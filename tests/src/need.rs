@@ -1,4 +1,4 @@
-//! What a test needs of the machine: `Err` says why it is not there, and the test is skipped.
+//! The needs of a test on the machine: `Err` says why one is not there, and the test is skipped.
 //!
 //! With `BLOCKHOUSE_TESTS_SKIP=never` in the environment a skip is a failure, for machines that are
 //! meant to have everything.
@@ -52,7 +52,8 @@ pub fn qemu_driver(name: &str) -> Result<(), String> {
     }
 }
 
-/// The program that checks Prometheus' files: on the search path, or where `cargo xtask test` has put it.
+/// The program that checks Prometheus' files: on the search path, or where `cargo xtask test` has
+/// put it.
 pub fn promtool() -> Result<PathBuf, String> {
     let unpacked = std::env::var_os("BLOCKHOUSE_PROMTOOL").map(PathBuf::from);
     let found = unpacked.or_else(|| find_program("promtool"));

@@ -48,7 +48,8 @@ impl Pki {
         self.sign("server", "localhost", names, validity);
     }
 
-    /// A folder for a client of this name, with its certificate and key, and the authority's certificate.
+    /// A folder for a client of this name, with its certificate and key, and the authority's
+    /// certificate.
     pub fn client(&self, name: &str, validity: Validity) -> PathBuf {
         self.sign("client", name, "tls_www_client\n", validity);
         let folder = self.folder.join(name);

@@ -142,7 +142,8 @@ impl Qmp {
         desc.unwrap_or_else(|| panic!("{command}: {answer}")).to_owned()
     }
 
-    /// Waits for the event that a job has this status, or for one of this name about it. All events until then.
+    /// Waits for the event that a job has this status, or for one of this name about it. All events
+    /// until then.
     ///
     /// # Panics
     /// When the server ends.

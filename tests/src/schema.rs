@@ -1,4 +1,5 @@
-//! As much of JSON Schema as the one of the control socket uses: whether a value fits, and random values that do.
+//! As much of JSON Schema as the one of the control socket uses: whether a value fits, and random
+//! values that do.
 
 use fastrand::Rng;
 use serde_json::{Map, Value, json};

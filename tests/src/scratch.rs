@@ -79,8 +79,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes the state file of an image, which a server leaves that was killed: of a file by its device and inode, of a block
-/// device by its number and 0.
+/// Removes the state file of an image, which a server leaves that was killed: of a file by its
+/// device and inode, of a block device by its number and 0.
 pub(crate) fn remove_state(device: u64, inode: u64) {
     let user = rustix::process::geteuid().as_raw();
     let own = std::env::var_os("XDG_RUNTIME_DIR").unwrap_or("/run".into());
@@ -128,7 +128,7 @@ impl Image {
         bytes
     }
 
-    /// What must stay the same when nothing is changed: length, times of change, content.
+    /// The state that must stay the same when nothing is changed: length, times of change, content.
     pub fn state(&self) -> (u64, i64, i64, Vec<u8>) {
         let data = std::fs::metadata(&self.0).expect("the image is there");
         (data.len(), data.mtime(), data.mtime_nsec(), self.content())

@@ -258,7 +258,7 @@ impl Server {
         }
     }
 
-    /// What `--verbose` adds to the first ready line.
+    /// The part that `--verbose` adds to the first ready line.
     pub fn details(&self) -> &str {
         &self.details[0]
     }
@@ -283,7 +283,7 @@ impl Server {
         Pid::from_child(&self.child)
     }
 
-    /// What it wrote to standard error so far.
+    /// Its standard error so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).expect("the log is there")
     }
@@ -318,8 +318,8 @@ impl Server {
         self.limit(Resource::Nofile, first_refused);
     }
 
-    /// The addresses that it has mapped, in bytes: the least of some readings, because the C library maps more for a moment
-    /// when a thread first allocates.
+    /// The addresses that it has mapped, in bytes: the least of some readings, because the C
+    /// library maps more for a moment when a thread first allocates.
     pub fn mapped_memory(&self) -> u64 {
         let path = format!("/proc/{}/statm", self.child.id());
         let read = |_| {
@@ -371,7 +371,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // What it was in may be gone already, and to panic again would end all tests.
+            // Its folder may be gone already, and to panic again would end all tests.
             let log = std::fs::read_to_string(&self.log).unwrap_or_default();
             eprintln!("the server's standard error: {log}");
         }
@@ -386,7 +386,7 @@ fn lines(stdout: ChildStdout) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-            // Nobody may want to know any more.
+            // The receiver may be gone.
             let _ = sender.send(line);
         }
     });

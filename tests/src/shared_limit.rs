@@ -1,4 +1,5 @@
-//! Four disks in one group of limits, two over NBD and two over vhost-user-blk, all under load: what each of them got.
+//! Four disks in one group of limits, two over NBD and two over vhost-user-blk, all under load:
+//! what each of them got.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -23,7 +24,7 @@ pub struct FourDisks {
     devices: [PathBuf; 2],
 }
 
-/// What the disks did.
+/// The work of the disks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Done {
     /// Reads of 4 KiB that each disk's client got answered.
@@ -46,7 +47,7 @@ impl Done {
 }
 
 impl FourDisks {
-    /// Serves them with so many workers and this `--limit`, or none.
+    /// Serves them with this many workers and this `--limit`, or none.
     pub fn serve(scratch: &Scratch, workers: u16, limit: Option<&str>) -> Self {
         let images = NAMES.map(|name| scratch.image(name, 4 << 20));
         let sockets = NAMES.map(|name| scratch.socket(&format!("{name}.vu")));
@@ -71,7 +72,8 @@ impl FourDisks {
         self.server.pid()
     }
 
-    /// Reads from all disks, so many requests at a time from each, until `is_done`, which is asked again and again.
+    /// Reads from all disks, this many requests at a time from each, until `is_done`, which is
+    /// asked again and again.
     pub fn read(&self, depth: usize, is_done: impl Fn(&Done) -> bool) -> Done {
         let (counts, is_stopped) = ([const { AtomicU64::new(0) }; 4], AtomicBool::new(false));
         let address = &self.address;

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use crate::{LoopDevice, Scratch, need, run, tool};
 
-/// What kind of file system.
+/// The kind of file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystem {
     /// In memory.

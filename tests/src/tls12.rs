@@ -1,5 +1,5 @@
-//! A client of TLS 1.2 by a pre-shared key (RFC 5246, RFC 4279, RFC 5288), which sends whatever records it is told to:
-//! libraries keep the rules.
+//! A client of TLS 1.2 by a pre-shared key (RFC 5246, RFC 4279, RFC 5288), which sends whatever
+//! records it is told to: libraries keep the rules.
 
 use std::io::{self, Read, Write};
 
@@ -103,7 +103,8 @@ fn send(stream: &mut impl Write, kind: u8, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&[&[kind, 3, 3], &length[..], bytes].concat())
 }
 
-/// The server's messages up to ServerHelloDone, which are appended to what was said; its random bytes.
+/// The server's messages up to ServerHelloDone, which are appended to what was said; its random
+/// bytes.
 fn read_flight(stream: &mut impl Read, said: &mut Vec<u8>) -> io::Result<[u8; 32]> {
     let start = said.len();
     loop {

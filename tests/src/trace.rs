@@ -7,7 +7,7 @@ use crate::Scratch;
 /// The system calls on one file, written down by strace while they happen.
 pub struct Trace {
     log: PathBuf,
-    /// What stands before the server's command line.
+    /// The words before the server's command line.
     pub wrapper: Vec<String>,
 }
 
@@ -16,9 +16,9 @@ pub struct Trace {
 pub struct Call {
     /// Its name.
     pub name: String,
-    /// What is between its parentheses.
+    /// The text between its parentheses.
     pub arguments: String,
-    /// What it returned.
+    /// Its result.
     pub result: String,
 }
 

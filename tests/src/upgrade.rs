@@ -25,11 +25,12 @@ pub const REGION: u64 = DEPTH as u64 * BLOCKS * BLOCK;
 /// More than an upgrade takes, whatever goes wrong.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 
-/// What verifiers run by.
+/// The load of verifiers.
 #[derive(Debug, Default)]
 pub struct Load {
     stop: AtomicBool,
-    /// The longest time between two replies to a verifier, in microseconds, since it was last asked for.
+    /// The longest time between two replies to a verifier, in microseconds, since it was last
+    /// asked for.
     silence: AtomicU64,
 }
 
@@ -39,7 +40,8 @@ impl Load {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Has all verifiers end when the guard is dropped, so that a test that fails ends: it waits for its threads first.
+    /// Has all verifiers end when the guard is dropped, so that a test that fails ends: it waits
+    /// for its threads first.
     pub fn stop_at_the_end(&self) -> impl Drop + '_ {
         StopAtTheEnd(self)
     }
@@ -63,7 +65,7 @@ impl Drop for StopAtTheEnd<'_> {
     }
 }
 
-/// What a verifier has seen.
+/// The findings of a verifier.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
     /// Replies.
@@ -91,8 +93,8 @@ struct Slot {
     cookie: u64,
 }
 
-/// Writes and reads blocks at depth 64, from byte `start` of the disk, until told to stop. Every block that is read must
-/// hold what was written last.
+/// Writes and reads blocks at depth 64, from byte `start` of the disk, until told to stop. Every
+/// block that is read must hold what was written last.
 ///
 /// # Panics
 /// At the first error, end of file, or wrong byte.
@@ -183,8 +185,9 @@ pub fn upgrade(control: &Path, words: &[&str]) -> Outcome {
     run_within(UPGRADE_LIMIT, &mut command)
 }
 
-/// Upgrades a server under load, and tells the gap in milliseconds. Where the host is so busy that requests, or the other
-/// process, take longer than the server waits, it goes on; then the upgrade is tried again, as a user would.
+/// Upgrades a server under load, and tells the gap in milliseconds. Where the host is so busy that
+/// requests, or the other process, take longer than the server waits, it goes on; then the upgrade
+/// is tried again, as a user would.
 ///
 /// # Panics
 /// When it fails for another reason, or always.
@@ -210,11 +213,12 @@ fn told_gap(outcome: &Outcome) -> f64 {
     gap.unwrap_or_else(|| panic!("{}", outcome.describe("must tell the gap")))
 }
 
-/// The servers that upgrades have started in a scratch folder; they are killed when this is dropped.
+/// The servers that upgrades have started in a scratch folder; they are killed when this is
+/// dropped.
 pub struct Servers<'a>(pub &'a Scratch);
 
 impl Servers<'_> {
-    /// Those that run: the processes whose command line names a socket of the folder.
+    /// The processes that run: those whose command line names a socket of the folder.
     pub fn running(&self) -> Vec<Pid> {
         let folder = self.0.short().to_str().expect("a plain name").to_owned();
         let ids = std::fs::read_dir("/proc").expect("/proc is there").flatten();
@@ -231,7 +235,7 @@ impl Servers<'_> {
         ids.filter(serves).filter_map(Pid::from_raw).collect()
     }
 
-    /// Waits until so many run.
+    /// Waits until this many run.
     #[track_caller]
     pub fn wait_for(&self, count: usize) {
         let is_so = eventually(Duration::from_secs(20), || self.running().len() == count);

@@ -1,8 +1,9 @@
 //! `cargo xtask ci`: everything that must be clean before a change lands, the quick checks first.
 //!
 //! Stops at the first failure. Each step ends with a line saying how long it took. Steps that take
-//! long are left out, or cut down, where nothing that they show has changed since the last commit that
-//! passed all of them (`changes`); the first line says which, and `--all` runs them all the same.
+//! long are left out, or cut down, where nothing that they show has changed since the last commit
+//! that passed all of them (`changes`); the first line says which, and `--all` runs them all the
+//! same.
 
 use std::time::Instant;
 

@@ -1,10 +1,10 @@
 //! `cargo xtask fuzz`: libFuzzer on the stable toolchain, with nothing else installed.
 //!
-//! The targets are the binaries of the package in `fuzz/`. LLVM's coverage passes are switched on by
-//! compiler flags that every toolchain has; the library comes with its crate. Seeds are committed in
-//! `fuzz/corpus/TARGET`; what a run finds goes to `target/fuzz/corpus/TARGET`, and only `--keep` takes it
-//! over. Debug assertions and overflow checks are on. A failure leaves its input in
-//! `fuzz/artifacts/TARGET` and prints the line that replays it.
+//! The targets are the binaries of the package in `fuzz/`. LLVM's coverage passes are switched on
+//! by compiler flags that every toolchain has; the library comes with its crate. Seeds are
+//! committed in `fuzz/corpus/TARGET`; what a run finds goes to `target/fuzz/corpus/TARGET`, and
+//! only `--keep` takes it over. Debug assertions and overflow checks are on. A failure leaves its
+//! input in `fuzz/artifacts/TARGET` and prints the line that replays it.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ use lab_tools::apt;
 use lab_tools::process::{self, cargo, executables, stdout_of};
 use lab_tools::workspace::Workspace;
 
-/// Coverage as libFuzzer wants it: counters and a table of places for each edge, and calls that tell
-/// the operands of comparisons.
+/// Coverage as libFuzzer wants it: counters and a table of places for each edge, and calls that
+/// tell the operands of comparisons.
 const COVERAGE: &[&str] = &[
     "-Cpasses=sancov-module",
     "-Cllvm-args=-sanitizer-coverage-level=4",
@@ -29,14 +29,15 @@ const COVERAGE: &[&str] = &[
     "--cfg=fuzzing",
 ];
 
-/// Makes glibc keep memory that a case frees for the next one: else the kernel clears pages for each.
+/// Makes glibc keep memory that a case frees for the next one: else the kernel clears pages for
+/// each.
 const KEEP_MEMORY: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "67108864"),
     ("MALLOC_TRIM_THRESHOLD_", "268435456"),
     ("MALLOC_TOP_PAD_", "1048576"),
 ];
 
-/// What to fuzz, and how long.
+/// The targets, and how long each runs.
 #[derive(Args)]
 pub struct Options {
     /// The target; without it, all
@@ -104,8 +105,8 @@ pub fn lint(workspace: &Workspace) -> Result<()> {
     process::run(clippy)
 }
 
-/// A cargo command for the package in `fuzz/`, with coverage. It names the host as the target, because
-/// only then are the flags kept away from build scripts and procedural macros.
+/// A cargo command for the package in `fuzz/`, with coverage. It names the host as the target,
+/// because only then are the flags kept away from build scripts and procedural macros.
 fn instrumented(command: &str, workspace: &Workspace) -> Result<Command> {
     let mut rustc = Command::new("rustc");
     rustc.arg("-vV");

@@ -1,4 +1,5 @@
-//! `cargo xtask compare`, `cargo xtask vm` and `cargo xtask kill`: programs of their own, built only when they are asked for.
+//! `cargo xtask compare`, `cargo xtask vm` and `cargo xtask kill`: programs of their own, built
+//! only when they are asked for.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;

@@ -1,8 +1,9 @@
 //! `cargo xtask loom`: the model-checked protocols of the crates core and engine.
 //!
-//! The models are unit tests with `loom` in their path, compiled with `--cfg loom`. They have a target
-//! folder of their own, because the flag would otherwise rebuild everything twice a run. Finding no model
-//! in one of the crates is a failure: a renamed module must not switch the check off.
+//! The models are unit tests with `loom` in their path, compiled with `--cfg loom`. They have a
+//! target folder of their own, because the flag would otherwise rebuild everything twice a run.
+//! Finding no model in one of the crates is a failure: a renamed module must not switch the check
+//! off.
 
 use std::process::Command;
 

@@ -46,7 +46,8 @@ enum Task {
     Fuzz(fuzz::Options),
     /// Crash disks in the simulator, millions of times, each time by other seeds
     Soak(soak::Options),
-    /// Check the rules that no compiler checks: lengths, headers, circles, layers, unsafe code, documentation
+    /// Check the rules that no compiler checks: lengths, headers, circles, layers, unsafe code,
+    /// documentation
     Tidy,
     /// Say which file is about what: all, or those whose path or first line has WORD
     Map {
@@ -54,13 +55,15 @@ enum Task {
         #[arg(value_name = "WORD")]
         words: Vec<String>,
     },
-    /// Make the option reference, the control socket's schema, man pages and completions in target/generated
+    /// Make the option reference, the control socket's schema, man pages and completions in
+    /// target/generated
     Options,
     /// Check licences, bans and sources of all dependencies, and advisories where reachable
     Deny,
     /// Make a Debian package, a static binary and the file tree of an OCI image
     Dist(dist::Options),
-    /// Make all that is published of a version: packages, checksums and notes, in target/release-VERSION
+    /// Make all that is published of a version: packages, checksums and notes, in
+    /// target/release-VERSION
     Release(dist::ReleaseOptions),
     /// Compare the speed of Blockhouse with qemu-storage-daemon and nbdkit (`lab/compare`)
     #[command(disable_help_flag = true)]
@@ -73,7 +76,8 @@ enum Task {
     Kill(lab::Args),
     /// Everything that must be clean before a change lands
     Ci {
-        /// Run the steps, too, that show only what has not changed since the commit in `.ci/proven`
+        /// Run the steps, too, that show only what has not changed since the commit in
+        /// `.ci/proven`
         #[arg(long)]
         all: bool,
     },

@@ -1,7 +1,9 @@
-//! `cargo xtask options`: makes the option reference, the schema of the control socket, man pages and completions.
+//! `cargo xtask options`: makes the option reference, the schema of the control socket, man pages
+//! and completions.
 //!
-//! The binary makes them from the definitions that it parses by. They are in `target/generated` and in packages
-//! (`cargo xtask dist`), not in the repository, so nothing has to be kept equal to them.
+//! The binary makes them from the definitions that it parses by. They are in `target/generated` and
+//! in packages (`cargo xtask dist`), not in the repository, so nothing has to be kept equal to
+//! them.
 
 use std::process::Command;
 

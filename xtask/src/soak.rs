@@ -1,8 +1,8 @@
-//! `cargo xtask soak`: the crash tests, and hostile guests and clients beside their neighbours, again and
-//! again, by other seeds each time, for as long as one likes.
+//! `cargo xtask soak`: the crash tests, and hostile guests and clients beside their neighbours,
+//! again and again, by other seeds each time, for as long as one likes.
 //!
-//! They are compiled as for `cargo test`: optimised, with debug assertions. The first failure ends it, with
-//! the line that replays it.
+//! They are compiled as for `cargo test`: optimised, with debug assertions. The first failure ends
+//! it, with the line that replays it.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -17,8 +17,8 @@ use lab_tools::build::{Profile, build_binary};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
-/// Crates whose tests crash simulated disks, and what the names of these tests have in common; of jobs, all tests, because those
-/// that crash nothing have errors, delays and guests that race.
+/// Crates whose tests crash simulated disks, and what the names of these tests have in common; of
+/// jobs, all tests, because those that crash nothing have errors, delays and guests that race.
 const CRASHED: &[(&str, &str)] =
     &[("disk", "crash_at_every"), ("format", "crash_at_every"), ("jobs", "")];
 
@@ -38,11 +38,13 @@ pub struct Options {
     #[arg(long, default_value_t = 10)]
     minutes: u64,
 
-    /// Run these seeds of the crash tests once, and nothing else; the line of each some hundred says how far it is
+    /// Run these seeds of the crash tests once, and nothing else; the line of each some hundred
+    /// says how far it is
     #[arg(long, value_name = "FIRST..END", conflicts_with = "minutes")]
     seeds: Option<String>,
 
-    /// Of the crash tests, run only those with this in their name, such as `restarts` for servers that die
+    /// Of the crash tests, run only those with this in their name, such as `restarts` for servers
+    /// that die
     #[arg(long, value_name = "NAME", requires = "seeds")]
     only: Option<String>,
 
@@ -50,15 +52,16 @@ pub struct Options {
     #[arg(long = "crate", value_name = "NAME", requires = "seeds")]
     of_crate: Option<String>,
 
-    /// Of the moments that tests of jobs would crash at, crash at one in so many: more seeds in the same time
+    /// Of the moments that tests of jobs would crash at, crash at one in this many: more seeds in
+    /// the same time
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     one_moment_in: u32,
 }
 
-/// Those of one package.
+/// The crash tests of one package.
 struct CrashTests<'a> {
     binary: PathBuf,
-    /// What the names of the tests have in common.
+    /// The common part of the tests' names.
     filter: &'a str,
     one_moment_in: u32,
 }
@@ -161,7 +164,7 @@ fn check(output: &Output, said: &str, test: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What the tests report, added up: `crashes: N` in each report.
+/// The sum of the tests' reports: `crashes: N` in each.
 fn crashes_in(said: &str) -> u64 {
     let numbers = said.split("crashes: ").skip(1).filter_map(|rest| {
         let end = rest.find(|char: char| !char.is_ascii_digit()).unwrap_or(rest.len());

@@ -12,7 +12,8 @@ use lab_tools::workspace::Workspace;
 
 use crate::loom;
 
-/// Runs all tests, or what `args` (for `cargo test`) select of them; without any, the loom models too.
+/// Runs all tests, or what `args` (for `cargo test`) select of them; without any, the loom models
+/// too.
 pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
     apt::require(apt::FOR_TESTS)?;
     if let Err(error) = apt::require(apt::FOR_CEPH) {

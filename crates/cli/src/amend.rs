@@ -1,8 +1,8 @@
 //! `blockhouse amend`: other options for an image, in place.
 //!
-//! Guarantees: what one write of the header can change is changed at once or not at all (`compat`, `lazy_refcounts`), and a
-//! larger `size`. An option that has the value already is fine. For all else a line names the command that does it, and
-//! nothing is changed.
+//! Guarantees: what one write of the header can change is changed at once or not at all (`compat`,
+//! `lazy_refcounts`), and a larger `size`. An option that has the value already is fine. For all
+//! else a line names the command that does it, and nothing is changed.
 
 use std::path::PathBuf;
 
@@ -47,7 +47,7 @@ pub struct Arguments {
     image: Option<PathBuf>,
 }
 
-/// What `-o help` prints.
+/// The output of `-o help`.
 const HELP: &str = "\
 Options that change in place:
   compat=1.1                          version 3 of the format, for an image of version 2
@@ -61,7 +61,7 @@ Key slots of encrypted images, in LUKS containers as well (there without 'encryp
 The others need another image ('blockhouse convert -o OPTION=VALUE IMAGE NEW') or another command
 ('blockhouse rebase' for the backing file).";
 
-/// What one `-o` says.
+/// The changes that one `-o` asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Changes {
     Help,

@@ -1,6 +1,8 @@
-//! `blockhouse attach` and `detach`: an image as a block device of this host, served by a process in the background.
+//! `blockhouse attach` and `detach`: an image as a block device of this host, served by a process
+//! in the background.
 //!
-//! The device is one of ublk; where the kernel has no driver for that, one of its NBD client, which is said.
+//! The device is one of ublk; where the kernel has no driver for that, one of its NBD client, which
+//! is said.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -72,7 +74,7 @@ fn parse_device(text: &str) -> Result<Device, String> {
 pub fn attach(arguments: &AttachArguments) -> Result<ExitCode> {
     match blockhouse_ublk::check_driver() {
         Err(error) if error.has_no_driver() => attach_by_nbd(arguments, error),
-        // What else is wrong is said where the device is made.
+        // The other faults are reported where the device is made.
         _ => attach_by_ublk(arguments),
     }
 }
@@ -91,7 +93,8 @@ fn attach_by_ublk(arguments: &AttachArguments) -> Result<ExitCode> {
     }
 }
 
-/// The same without the driver of ublk, for this reason: a server at a socket of its own, and the kernel as its client.
+/// The same without the driver of ublk, for this reason: a server at a socket of its own, and the
+/// kernel as its client.
 fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Result<ExitCode> {
     if let Err(error) = blockhouse_kernel_nbd::check_driver() {
         bail!("{why}; nor can a device be had otherwise: {error}");

@@ -1,9 +1,9 @@
 //! A server in the background: a process that goes on when the command that started it has ended.
 //!
-//! Guarantees: what the server says until it listens is passed on, and its exit status where it never does. Afterwards
-//! it has neither standard output nor standard error, so that a program that reads those of the command does not wait
-//! for its end; a terminal's Ctrl-C is not for it. Where the command ends before, so does the server: it cannot say that it
-//! listens.
+//! Guarantees: what the server says until it listens is passed on, and its exit status where it
+//! never does. Afterwards it has neither standard output nor standard error, so that a program that
+//! reads those of the command does not wait for its end; a terminal's Ctrl-C is not for it. Where
+//! the command ends before, so does the server: it cannot say that it listens.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -17,14 +17,14 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{called_as, output};
 
-/// The option by which a server in the background is told that it is one: it ends the lines that say where it
-/// listens with an empty one.
+/// The option by which a server in the background is told that it is one: it ends the lines that
+/// say where it listens with an empty one.
 pub const OPTION: &str = "--in-background";
 
 /// Bytes that are passed on together.
 const CHUNK: usize = 4096;
 
-/// What came of a server that was started.
+/// The outcome of starting a server.
 pub enum Started {
     /// Everything listens. The lines that say where.
     Listens(String),
@@ -32,8 +32,9 @@ pub enum Started {
     Ended(ExitCode),
 }
 
-/// Starts `blockhouse` with the words of a `serve` command, [`OPTION`] among them, and waits until it listens or has
-/// ended. It inherits standard input and descriptors only where a word names a file by one.
+/// Starts `blockhouse` with the words of a `serve` command, [`OPTION`] among them, and waits until
+/// it listens or has ended. It inherits standard input and descriptors only where a word names a
+/// file by one.
 ///
 /// # Errors
 /// It cannot be started, or was killed by a signal before it listened.
@@ -83,7 +84,7 @@ fn until_it_listens(server: &mut Child) -> Result<Started> {
 struct Output {
     stdout: ChildStdout,
     stderr: ChildStderr,
-    /// What came of standard output.
+    /// The bytes that came from standard output.
     lines: Vec<u8>,
 }
 

@@ -1,9 +1,10 @@
 //! `blockhouse backup`: a disk as a qcow2 file, whole or what has changed since a bitmap was begun.
 //!
-//! Guarantees: the target gets its name when it is complete and durable, never before; until then it is in `TARGET.part`
-//! beside it. A backup that was cut stays there, and `--resume` goes on with it: what is there is compared with the source,
-//! and what differs is copied, so that nothing of another moment stays. An increment has whole clusters and an ordinary link to its
-//! base: what it does not have is read from there, by any program.
+//! Guarantees: the target gets its name when it is complete and durable, never before; until then
+//! it is in `TARGET.part` beside it. A backup that was cut stays there, and `--resume` goes on with
+//! it: what is there is compared with the source, and what differs is copied, so that nothing of
+//! another moment stays. An increment has whole clusters and an ordinary link to its base: what it
+//! does not have is read from there, by any program.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +33,7 @@ use crate::side_file_args::SideFileArgs;
 const MAX_IN_FLIGHT: usize = 16;
 /// Bytes of one request.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// What is remembered of a copy, in bytes.
+/// The unit in which a copy is remembered, in bytes.
 const BLOCK: u64 = 64 << 10;
 /// The largest cluster of a target, in bytes.
 const MAX_CLUSTER: u64 = 64 << 10;
@@ -42,14 +43,16 @@ const MIN_CLUSTER: u64 = 4 << 10;
 /// Arguments of `backup`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The source's format; left out, the file's name decides, and what is at another server is raw.
+    /// The source's format; left out, the file's name decides, and what is at another server is
+    /// raw.
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     source_format: Option<ImageFormat>,
-    /// Copy only what has changed since this bitmap was begun: a bitmap of the image, or one that the server of SOURCE
-    /// offers (qemu:dirty-bitmap:SINCE).
+    /// Copy only what has changed since this bitmap was begun: a bitmap of the image, or one that
+    /// the server of SOURCE offers (qemu:dirty-bitmap:SINCE).
     #[arg(long, value_name = "SINCE", requires = "base")]
     incremental: Option<String>,
-    /// The backup of the moment when the bitmap was begun, in the folder of TARGET, whose backing file it becomes.
+    /// The backup of the moment when the bitmap was begun, in the folder of TARGET, whose backing
+    /// file it becomes.
     #[arg(long, short, value_name = "FILE", requires = "incremental")]
     base: Option<PathBuf>,
     /// The format of that backup; left out, its name decides (.qcow2, otherwise raw).
@@ -59,8 +62,8 @@ pub struct Arguments {
     /// Read all of it again in the end, and compare.
     #[arg(long)]
     verify: bool,
-    /// Go on with a backup that was cut: compare what is in TARGET.part with the source and copy what differs. Say
-    /// the same about increment and base as before.
+    /// Go on with a backup that was cut: compare what is in TARGET.part with the source and copy
+    /// what differs. Say the same about increment and base as before.
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -69,7 +72,8 @@ pub struct Arguments {
     side_file: SideFileArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The disk to copy: an image that no program changes, or an export of an NBD server, as 'ctl backup begin' makes them.
+    /// The disk to copy: an image that no program changes, or an export of an NBD server, as 'ctl
+    /// backup begin' makes them.
     source: PathBuf,
     /// The new qcow2 image. One that exists is left alone.
     target: PathBuf,
@@ -204,7 +208,8 @@ impl Arguments {
         Ok(())
     }
 
-    /// The image that becomes the target: a new one, or what an earlier command has left, which has to be like it.
+    /// The image that becomes the target: a new one, or what an earlier command has left, which has
+    /// to be like it.
     async fn part(&self, part: &Path, options: CreateOptions) -> Result<Arc<ImageDisk>> {
         if !self.resume {
             let progress = ToolProgress::default();
@@ -245,8 +250,8 @@ impl Arguments {
         Ok(Backing { name: name.into(), format: Some(format.as_str().to_owned()) })
     }
 
-    /// Around the page cache, which is left to those who read again what is in it; through it where the host has no
-    /// direct I/O, or where clusters are smaller than its blocks.
+    /// Around the page cache, which is left to those who read again what is in it; through it where
+    /// the host has no direct I/O, or where clusters are smaller than its blocks.
     async fn open_target(&self, part: &Path) -> Result<ImageDisk> {
         let options = ImageOptions {
             access: Access::ReadWrite,
@@ -305,7 +310,8 @@ impl Arguments {
     }
 }
 
-/// The target where all was copied. Otherwise it is closed, so that what was copied can be found again.
+/// The target where all was copied. Otherwise it is closed, so that what was copied can be found
+/// again.
 async fn kept(
     target: Arc<ImageDisk>,
     copied: blockhouse_core::Result<()>,
@@ -335,7 +341,7 @@ fn cluster_size(changed: &DirtyMap) -> u64 {
     (1 << borders.trailing_zeros()).clamp(MIN_CLUSTER, MAX_CLUSTER)
 }
 
-/// What has changed, in parts of the length of a request.
+/// The changed ranges, in parts of the length of a request.
 fn chunks(changed: &DirtyMap) -> impl Iterator<Item = ByteRange> + '_ {
     let mut offset = 0;
     std::iter::from_fn(move || {

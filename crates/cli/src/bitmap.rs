@@ -1,5 +1,5 @@
-//! `blockhouse bitmap`: the persistent dirty bitmaps inside an image. What qemu-img calls `--add`, `--remove` and so on is
-//! that here, too.
+//! `blockhouse bitmap`: the persistent dirty bitmaps inside an image. What qemu-img calls `--add`,
+//! `--remove` and so on is that here, too.
 
 use std::path::{Path, PathBuf};
 
@@ -45,7 +45,8 @@ pub struct Arguments {
     name: Option<String>,
 }
 
-/// What to do, as qemu-img's users say it: several options one after the other, in the order in which they stand.
+/// The actions as qemu-img's users give them: several options one after the other, in the order in
+/// which they stand.
 struct Flags(Vec<Flag>);
 
 /// One of them.
@@ -144,7 +145,7 @@ struct MergeSource {
 }
 
 impl Arguments {
-    /// What is to be done, however it was said.
+    /// The actions, in either spelling.
     fn actions(self) -> Vec<Action> {
         let Self { action, flags, source, granularity, access, image, name } = self;
         if let Some(action) = action {
@@ -202,8 +203,8 @@ enum Action {
 pub struct NewBitmapArgs {
     /// The new name: 1 to 1023 bytes, unlike all others.
     pub name: String,
-    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a cluster,
-    /// but 4 KiB at least and 64 KiB at most.
+    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a
+    /// cluster, but 4 KiB at least and 64 KiB at most.
     #[arg(long, short, value_name = "SIZE", value_parser = size::parse)]
     pub granularity: Option<u64>,
     /// Record nothing in it before it is enabled.

@@ -1,8 +1,8 @@
-//! The name that this program is called by: under those of QEMU's tools it is called by programs that go on by exit
-//! statuses and by words on standard output and error.
+//! The name that this program is called by: under those of QEMU's tools it is called by programs
+//! that go on by exit statuses and by words on standard output and error.
 //!
-//! Guarantees: under such a name wrong usage ends with 1, an image that exists is overwritten as there, and an error has
-//! the words that scripts look for on lines after our own.
+//! Guarantees: under such a name wrong usage ends with 1, an image that exists is overwritten as
+//! there, and an error has the words that scripts look for on lines after our own.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -73,7 +73,8 @@ pub fn is_qemu_nbd() -> bool {
     tool() == Some(Tool::Nbd)
 }
 
-/// The exit status of wrong usage. That of `check` is qemu-img's, whose 2 says that the image is corrupt.
+/// The exit status of wrong usage. That of `check` is qemu-img's, whose 2 says that the image is
+/// corrupt.
 pub fn wrong_usage_status() -> i32 {
     if tool().is_some() || is_check(&words()) { 1 } else { 2 }
 }

@@ -1,8 +1,8 @@
 //! `blockhouse check`: checks the metadata of an image, and repairs it.
 //!
-//! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made or the
-//! command line is wrong, 2 the image is corrupt, 3 it has leaks only, 63 the format has nothing to check. Problems are printed on
-//! standard error, sums on standard output.
+//! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made or
+//! the command line is wrong, 2 the image is corrupt, 3 it has leaks only, 63 the format has
+//! nothing to check. Problems are printed on standard error, sums on standard output.
 
 use std::process::ExitCode;
 
@@ -37,16 +37,16 @@ pub struct Arguments {
     image: ImageArgs,
     #[command(flatten)]
     source_cache: SourceCacheArgs,
-    /// Repair leaks only, or every error that can be repaired safely. No other program may have the image
-    /// open meanwhile. Data that is lost reads as zeros afterwards, and unusable snapshots are removed;
-    /// a check without --repair lists both first.
+    /// Repair leaks only, or every error that can be repaired safely. No other program may have
+    /// the image open meanwhile. Data that is lost reads as zeros afterwards, and unusable
+    /// snapshots are removed; a check without --repair lists both first.
     #[arg(long, short, value_name = "WHAT", conflicts_with = "force_share")]
     repair: Option<RepairScope>,
     #[command(flatten)]
     progress: ProgressArgs,
 }
 
-/// What to repair.
+/// The scope of a repair.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum RepairScope {
     /// Clusters that waste space.
@@ -171,7 +171,7 @@ async fn repair_image(
         RepairScope::Leaks => (Repair::Leaks, IfCorrupt::Fail),
         RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
-    // What a server answered before it died would be leaks, and would be gone.
+    // The answered writes of a server that died would be leaks, and would be gone.
     let options = arguments.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_for_repair(image, options).await?;

@@ -1,10 +1,11 @@
-//! The lines of `qemu-img check` for what it finds, for scripts that look for them (`Leaked cluster`, `ERROR cluster`).
+//! The lines of `qemu-img check` for what it finds, for scripts that look for them (`Leaked
+//! cluster`, `ERROR cluster`).
 
 use blockhouse_disk::CheckReport;
 use blockhouse_format::qcow2::Finding;
 
-/// A line for each finding; where it was repaired, one for each repair behind them. Those of bad references to a cluster
-/// come first, as there.
+/// A line for each finding; where it was repaired, one for each repair behind them. Those of bad
+/// references to a cluster come first, as there.
 pub fn lines(found: &CheckReport, is_repair: bool) -> Vec<String> {
     let is_late = |finding: &&Finding| {
         matches!(finding, Finding::Refcount { .. } | Finding::CopiedFlag { .. })

@@ -1,7 +1,9 @@
-//! `blockhouse commit`: an image's data into its backing file, or into one that is deeper in the chain.
+//! `blockhouse commit`: an image's data into its backing file, or into one that is deeper in the
+//! chain.
 //!
-//! Guarantees: the image reads the same at every moment. It is emptied only where all that it had is in its own backing
-//! file. What an encrypted image has is stored in the clear only where that is meant.
+//! Guarantees: the image reads the same at every moment. It is emptied only where all that it had
+//! is in its own backing file. What an encrypted image has is stored in the clear only where that
+//! is meant.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,8 +33,9 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// The backing file that gets the content; left out, the image's own. If it is a deeper one of the chain, the
-    /// image keeps its content, and the files between the two are useful as a part of its chain only.
+    /// The backing file that gets the content; left out, the image's own. If it is a deeper one of
+    /// the chain, the image keeps its content, and the files between the two are useful as a
+    /// part of its chain only.
     #[arg(long, short, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Leave in the image what it has, instead of emptying it.
@@ -92,7 +95,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if called_as::is_qemu_img() { output::print_unless_quiet("Image committed.") } else { Ok(()) }
 }
 
-/// Makes `base` read as `overlay` does, which keeps all it has. What of the two is the same is not written.
+/// Makes `base` read as `overlay` does, which keeps all it has. What of the two is the same is not
+/// written.
 fn commit_chain(
     event_loop: &mut EventLoop,
     shown: &Progress,
@@ -113,7 +117,8 @@ fn commit_chain(
     Ok(event_loop.block_on(base.flush())?)
 }
 
-/// Whether a base as it was typed is the file of this path: found from here, or as `image` would name it.
+/// Whether a base as it was typed is the file of this path: found from here, or as `image` would
+/// name it.
 fn is_same_file(image: &Path, typed: &Path, path: &Path) -> bool {
     let named = [typed.to_owned(), resolve_relative(image, typed.as_os_str().as_encoded_bytes())];
     named.iter().any(|named| match (named.canonicalize(), path.canonicalize()) {

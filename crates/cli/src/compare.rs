@@ -1,7 +1,8 @@
 //! `blockhouse compare`: do two images have the same content?
 //!
 //! Exit status, as that of `qemu-img compare`: 0 the same, 1 different, 2 wrong usage, or an image
-//! cannot be opened, or the answer cannot be printed, 3 its map cannot be read, 4 its data cannot be read.
+//! cannot be opened, or the answer cannot be printed, 3 its map cannot be read, 4 its data cannot
+//! be read.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -36,8 +37,8 @@ const DATA_NOT_READ: u8 = 4;
                         usage, or an image cannot be opened, or the answer cannot be printed, 3 its \
                         map cannot be read, 4 its data cannot be read.")]
 pub struct Arguments {
-    /// The first image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
+    /// The first image's format; left out, the file's name decides (.qcow2, or one of
+    /// docs/formats.md, which are only read; otherwise raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// The second image's format; left out, the file's name decides.
@@ -78,7 +79,7 @@ impl Arguments {
     }
 }
 
-/// What was found.
+/// The first difference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Difference {
     Same,

@@ -1,8 +1,9 @@
 //! The target of a copy: a new image, or one that is overwritten.
 //!
-//! Guarantees: a new image gets its name when it is complete and durable, never before; until then the copy is in
-//! `TARGET.part` beside it. A file that has the name already is left alone, unless it is to be replaced, which happens
-//! at one moment at the very end, or to be overwritten in place.
+//! Guarantees: a new image gets its name when it is complete and durable, never before; until then
+//! the copy is in `TARGET.part` beside it. A file that has the name already is left alone, unless
+//! it is to be replaced, which happens at one moment at the very end, or to be overwritten in
+//! place.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,8 +35,8 @@ use crate::output;
 /// The formats of a copy.
 #[derive(clap::Args)]
 pub struct CopyFormats {
-    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
+    /// The source's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
+    /// which are only read; otherwise raw).
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     pub source_format: Option<ImageFormat>,
     /// The target's format; left out, the file's name decides (.qcow2, otherwise raw).
@@ -61,7 +62,7 @@ pub struct How {
     pub salvages: bool,
 }
 
-/// What becomes of a target that exists.
+/// The treatment of a target that exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfThere {
     /// It is left alone.
@@ -72,12 +73,12 @@ pub enum IfThere {
     Overwrite,
     /// It has to be there and to read as zeros, and is written.
     OverwriteZeros,
-    /// What an earlier copy left is gone on with.
+    /// An earlier copy is continued.
     Resume,
 }
 
-/// What an earlier command has left of a copy, to go on with: clusters that leaked when that command was killed are free
-/// again, and it was opened again by `open` then.
+/// The unfinished copy of an earlier command, to go on with: clusters that leaked when that command
+/// was killed are free again, and it was opened again by `open` then.
 ///
 /// # Errors
 /// Its metadata is damaged; what the storage answers.
@@ -105,7 +106,7 @@ pub async fn without_leaks(
     }
 }
 
-/// What the target is to be.
+/// The description of the target.
 pub struct TargetSpec<'a> {
     pub path: &'a Path,
     pub format: ImageFormat,
@@ -132,7 +133,7 @@ pub struct Target {
     finish: Finish,
 }
 
-/// What is left to do when the copy is complete.
+/// The work that is left when the copy is complete.
 struct Finish {
     path: PathBuf,
     /// The file that becomes the target; `None` if the target is written in place.
@@ -157,8 +158,8 @@ impl Target {
         self.finish.part.is_some()
     }
 
-    /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was copied can be found
-    /// again, and gives it its name if all went well.
+    /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was
+    /// copied can be found again, and gives it its name if all went well.
     ///
     /// # Errors
     /// The copy's, or one of its end, with what was left behind.
@@ -186,7 +187,8 @@ impl Target {
     }
 }
 
-/// Warns where a copy of a disk loses the size of its sectors, which no format that is written can state.
+/// Warns where a copy of a disk loses the size of its sectors, which no format that is written can
+/// state.
 pub fn tell_of_sectors(source: &ImageDisk) {
     let sector = source.logical_block_size();
     if sector != 512 {
@@ -202,7 +204,8 @@ impl TargetSpec<'_> {
     /// Makes or opens the target. Needs the loop of the current thread.
     ///
     /// # Errors
-    /// One that names the target: it exists, cannot be made, is too small, or is no part of this copy.
+    /// One that names the target: it exists, cannot be made, is too small, or is no part of this
+    /// copy.
     pub async fn build(self) -> Result<Target> {
         if self.backing_name().is_none() {
             self.sources.iter().for_each(|source| tell_of_sectors(source));
@@ -230,7 +233,7 @@ impl TargetSpec<'_> {
             );
         }
         check_new_name(path)?;
-        // A program that uses it would go on with a file that has no name any more.
+        // A program that uses it would go on with a file that has no name.
         let replaced_file = match found {
             Some(_) if keeps_its_place(path) => return self.fill_in_place().await,
             Some(_) => Some(open_locked(path)?),
@@ -348,7 +351,7 @@ impl TargetSpec<'_> {
         without_leaks(disk, part, async || self.open_target(part).await).await
     }
 
-    /// What has a size of its own, and is overwritten where that is meant: `what` says what it is.
+    /// A target that has a size of its own is overwritten where that is meant: `what` names it.
     async fn replace(self, what: &str) -> Result<Target> {
         let path = self.path;
         let takes_space = |one: &Setting| matches!(one, Setting::Preallocation(mode) if *mode != Preallocation::Off);
@@ -397,7 +400,7 @@ impl TargetSpec<'_> {
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
-    /// What is there already, in place.
+    /// The existing target, overwritten in place.
     async fn overwrite(self) -> Result<Target> {
         let path = self.path;
         let disk = self.open_target(path).await?;
@@ -415,7 +418,7 @@ impl TargetSpec<'_> {
         }
         let content = match self.if_there {
             IfThere::Resume => TargetContent::Unknown,
-            // What it leaves to its backing file may be right.
+            // The ranges that it leaves to its backing file may be right.
             _ if disk.backing_file().is_some() => TargetContent::Unknown,
             IfThere::OverwriteZeros => TargetContent::Zero,
             // A stream: it says what becomes zeros.
@@ -495,7 +498,7 @@ impl TargetSpec<'_> {
         matches!(self.if_there, IfThere::Overwrite | IfThere::OverwriteZeros)
     }
 
-    /// What a killed server had answered matters where an image keeps its options and its size.
+    /// The answered writes of a killed server matter where an image keeps its options and its size.
     fn state(&self) -> Result<StateUse> {
         if self.is_overwritten() { self.open.state_use() } else { Ok(StateUse::Off) }
     }

@@ -40,20 +40,23 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of raw: preallocation. Of
-    /// luks: key-secret, iter-time. Of
+    /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of
+    /// raw: preallocation. Of luks: key-secret, iter-time. Of
     /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
-    /// preallocation, backing_file, backing_fmt, data_file, data_file_raw, encrypt.format, encrypt.iter-time.
+    /// preallocation, backing_file, backing_fmt, data_file, data_file_raw, encrypt.format,
+    /// encrypt.iter-time.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,
-    /// The image's backing file (qcow2), found from the image's folder: the same as -o backing_file=FILE.
+    /// The image's backing file (qcow2), found from the image's folder: the same as -o
+    /// backing_file=FILE.
     #[arg(long, short, value_name = "FILE", value_parser = create_options::parse_backing_file)]
     backing: Option<Setting>,
     /// The format of the backing file, which is never guessed: the same as -o backing_fmt=FORMAT.
     #[arg(long, short = 'F', value_name = "FORMAT", value_parser = create_options::parse_backing_format)]
     backing_format: Option<Setting>,
-    /// Make the overlay without a look at its backing file, which need not be there yet. The size has to be given.
+    /// Make the overlay without a look at its backing file, which need not be there yet. The size
+    /// has to be given.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
     #[command(flatten)]
@@ -65,8 +68,8 @@ pub struct Arguments {
     /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone. On a block device
     /// it takes the place of all that is there; a raw disk is the device itself, and keeps it.
     image: Option<PathBuf>,
-    /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that of the
-    /// backing file.
+    /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that
+    /// of the backing file.
     #[arg(value_parser = size::parse)]
     size: Option<u64>,
 }
@@ -165,11 +168,11 @@ fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
     Ok(())
 }
 
-/// What is said of a disk without a size.
+/// The error for a disk without a size.
 const SIZE_IS_MISSING: &str = "the size is missing: 512, 64K, 20G";
 
 impl Arguments {
-    /// What a qcow2 image is to be like; a size of 0 is that of the backing file.
+    /// The options of a qcow2 image; a size of 0 is that of the backing file.
     fn qcow2_options(
         &self,
         named: &Path,
@@ -213,7 +216,7 @@ impl Arguments {
     }
 }
 
-/// What is said of a new overlay whose backing file is not there. Only under the name qemu-img.
+/// The error for a new overlay whose backing file is not there. Only under the name qemu-img.
 fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
     let name = settings.iter().rev().find_map(|setting| match setting {
         Setting::BackingFile(name) => Some(name),
@@ -297,7 +300,8 @@ pub fn format_of_new(image: &Path) -> ImageFormat {
     format_for_new(image).unwrap_or_else(|why| wrong_usage(&why))
 }
 
-/// How long it is to take to derive the key of an image that is to be encrypted. Wrong usage ends the program.
+/// How long it is to take to derive the key of an image to be encrypted. Wrong usage ends the
+/// program.
 pub fn key_time(settings: &[Setting]) -> Option<Duration> {
     create_options::key_time(settings).unwrap_or_else(|why| wrong_usage(&why))
 }
@@ -344,7 +348,8 @@ pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) 
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// As [`create_raw`], under a name of its own until its space is taken: a file that has the name of the image is whole.
+/// As [`create_raw`], under a name of its own until its space is taken: a file that has the name of
+/// the image is whole.
 async fn create_whole_raw(
     image: &Path,
     size: u64,
@@ -403,7 +408,8 @@ pub async fn create_raw(
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// Under the name qemu-img the file of an image without data ends with its L1 table, as there, and not with a cluster.
+/// Under the name qemu-img the file of an image without data ends with its L1 table, as there, and
+/// not with a cluster.
 fn cut_behind_l1(image: &Path) -> std::io::Result<()> {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(image)?;
     let mut header = [0; 48];
@@ -417,8 +423,8 @@ fn cut_behind_l1(image: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Under the name qemu-img a new file has its first block, as there: programs find out by it what alignment O_DIRECT
-/// needs.
+/// Under the name qemu-img a new file has its first block, as there: programs find out by it what
+/// alignment O_DIRECT needs.
 fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     const BLOCK: usize = 4096;
     if !called_as::is_qemu_img() || !image.is_file() {
@@ -430,8 +436,8 @@ fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     written.with_context(|| format!("{}: cannot write its first block", image.display()))
 }
 
-/// Makes a new qcow2 image, and says so if it names what commands open only when they are told to. `progress` tells of
-/// tables and of space that is taken.
+/// Makes a new qcow2 image, and says so if it names what commands open only when they are told to.
+/// `progress` tells of tables and of space that is taken.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
@@ -536,7 +542,8 @@ async fn fill_qcow2(
     or_removed(path, finish.await).await
 }
 
-/// Opens the backing file of a new image: one that cannot be opened as what it is said to be would be of no use.
+/// Opens the backing file of a new image: one that cannot be opened as what it is said to be would
+/// be of no use.
 async fn open_backing(
     image: &Path,
     backing: &Backing,
@@ -546,7 +553,7 @@ async fn open_backing(
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
-    // What is missing there is told when the new image is used.
+    // A missing file there is reported when the new image is used.
     let options =
         ImageOptions { locking: Locking::None, allowed_paths, ..read_only(format, StateUse::Off) };
     let options = options.in_part(part);

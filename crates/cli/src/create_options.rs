@@ -28,7 +28,7 @@ pub enum Setting {
     ExtendedL2(Switch),
     /// How clusters will be compressed.
     CompressionType(Compression),
-    /// What is allocated at once.
+    /// The space that is allocated at once.
     Preallocation(Preallocation),
     /// The name of the file behind the image.
     BackingFile(String),
@@ -56,7 +56,7 @@ pub enum Setting {
     Refused(Refusal),
 }
 
-/// What one `-o` says.
+/// The settings of one `-o`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Settings {
     /// These options.
@@ -260,7 +260,7 @@ fn parse_known(text: &str) -> Result<Setting, String> {
     }
 }
 
-/// What QEMU's options of LUKS are in every image that is made here.
+/// The values of QEMU's LUKS options in every image that is made here.
 fn usual_luks(name: &str) -> Option<&'static str> {
     Some(match name {
         "cipher-alg" => "aes-256",
@@ -272,7 +272,8 @@ fn usual_luks(name: &str) -> Option<&'static str> {
     })
 }
 
-/// What `settings` make of an image of `size` bytes. Of several for one option the last counts.
+/// The options for an image of `size` bytes by `settings`. Of several for one option the last
+/// counts.
 ///
 /// # Errors
 /// A backing file without its format, or a format without a file.
@@ -324,7 +325,8 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
     Ok(options)
 }
 
-/// How long it is to take to derive the key of the image that is to be made; `None` where it is not encrypted.
+/// How long it is to take to derive the key of the image to be made; `None` where it is not
+/// encrypted.
 ///
 /// # Errors
 /// A time without encryption.
@@ -340,7 +342,7 @@ pub fn key_time(settings: &[Setting]) -> Result<Option<Duration>, String> {
     }
 }
 
-/// What a new LUKS container is to be like: how long it is to take to derive its key.
+/// The options of a new LUKS container: how long it is to take to derive its key.
 ///
 /// # Errors
 /// An option that only other formats have.
@@ -392,7 +394,7 @@ pub fn refusal_of(settings: &[Setting]) -> Option<&Refusal> {
     })
 }
 
-/// The name of the secret that opens the image that is to be made; the last counts.
+/// The name of the secret that opens the image to be made; the last counts.
 pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     settings.iter().rev().find_map(|setting| match setting {
         Setting::KeySecret(name) => Some(name.as_str()),
@@ -400,7 +402,7 @@ pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     })
 }
 
-/// What `settings` make of a raw image.
+/// The options for a raw image by `settings`.
 ///
 /// # Errors
 /// An option that only qcow2 has.

@@ -1,7 +1,7 @@
 //! `blockhouse dd`: a part of a disk as a new image, in the words of dd(1) and qemu-img dd.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target). Block sizes are units only: what is copied does not depend on
-//! how it is cut.
+//! Guarantees: those of [`copy_target`](crate::copy_target). Block sizes are units only: what is
+//! copied does not depend on how it is cut.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,8 +29,8 @@ const BLOCK: u64 = 512;
 pub struct Arguments {
     #[command(flatten)]
     formats: CopyFormats,
-    /// Do not lock the source: also copy it while another program writes to it. The copy may be of no moment in
-    /// time.
+    /// Do not lock the source: also copy it while another program writes to it. The copy may be of
+    /// no moment in time.
     #[arg(long, short = 'U')]
     force_share: bool,
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.
@@ -42,13 +42,13 @@ pub struct Arguments {
     progress: ProgressArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// if=SOURCE, of=TARGET, which is a new image; bs=SIZE, bytes of a block (512); skip=N, blocks to leave out at the
-    /// start; count=N, blocks to copy; isize=SIZE, bytes to copy at most.
+    /// if=SOURCE, of=TARGET, which is a new image; bs=SIZE, bytes of a block (512); skip=N, blocks
+    /// to leave out at the start; count=N, blocks to copy; isize=SIZE, bytes to copy at most.
     #[arg(required = true, value_name = "OPERAND=VALUE", value_parser = parse_operand)]
     operands: Vec<Operand>,
 }
 
-/// What one operand says.
+/// The value of one operand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Operand {
     Source(PathBuf),
@@ -78,7 +78,7 @@ fn parse_operand(text: &str) -> Result<Operand, String> {
     })
 }
 
-/// What all operands say; of several for one thing the last counts.
+/// The values of all operands; of several for one thing the last counts.
 #[derive(Default)]
 struct Operands {
     source: Option<PathBuf>,
@@ -105,7 +105,7 @@ impl Operands {
         operands
     }
 
-    /// What is copied of a disk of `size` bytes; `None` where the disk ends before.
+    /// The range of a disk of `size` bytes that is copied; `None` where the disk ends before.
     fn part_of(&self, size: u64) -> Option<ByteRange> {
         let block = self.block.unwrap_or(BLOCK);
         let start = self.skip.checked_mul(block).filter(|&start| start <= size)?;

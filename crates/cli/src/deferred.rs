@@ -1,8 +1,8 @@
 //! Options of commands that are defined when their command is met.
 //!
-//! Reason: the options of all commands take longer to define than the program takes to load, and a run has one command.
-//! Invariant: what is defined so serves only to parse words that are right. Help, errors and pages are made of the whole
-//! definition ([`at_once`]).
+//! Reason: the options of all commands take longer to define than the program takes to load, and a
+//! run has one command. Invariant: what is defined so serves only to parse words that are right.
+//! Help, errors and pages are made of the whole definition ([`at_once`]).
 
 use std::cell::Cell;
 
@@ -13,7 +13,7 @@ thread_local! {
     static AT_ONCE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `define` makes, with the options of each command.
+/// The command that `define` makes, with the options of each subcommand.
 pub fn at_once(define: impl FnOnce() -> Command) -> Command {
     AT_ONCE.set(true);
     let command = define();

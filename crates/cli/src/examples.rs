@@ -1,16 +1,16 @@
 //! The examples at the end of each `--help`, of the man pages and of the option reference.
 //!
-//! Invariants, which tests check: every command has at least one, each is accepted by the parser, and works as typed.
-//! The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called before, and bitmaps called changes and week)
-//! and over.qcow2, whose backing file is base.img.
+//! Invariants, which tests check: every command has at least one, each is accepted by the parser,
+//! and works as typed. The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called
+//! before, and bitmaps called changes and week) and over.qcow2, whose backing file is base.img.
 
 use clap::Command;
 
 /// A command line, and what it does.
 pub struct Example {
-    /// What it is for.
+    /// Its purpose.
     pub purpose: &'static str,
-    /// What to type.
+    /// The line to type.
     pub line: &'static str,
 }
 
@@ -698,7 +698,7 @@ mod tests {
     fn the_parser_accepts_each_example_whether_all_is_defined_or_its_command_alone() {
         let examples = EXAMPLES.iter().flat_map(|(_, examples)| *examples);
         for line in examples.flat_map(|example| example.line.split(" && ")) {
-            // What the shell does is no argument.
+            // The shell's part is no argument.
             let line = [" | ", " < ", " > "]
                 .iter()
                 .fold(line, |line, end| line.split(end).next().unwrap_or_default());

@@ -1,4 +1,5 @@
-//! The line that `qemu-img create` begins with, for scripts that look for it: `Formatting 'disk.qcow2', fmt=qcow2 ...`.
+//! The line that `qemu-img create` begins with, for scripts that look for it: `Formatting
+//! 'disk.qcow2', fmt=qcow2 ...`.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Habits of qemu-img's and qemu-nbd's users that this command line spells otherwise: the error of wrong usage names the
-//! spelling.
+//! Habits of qemu-img's and qemu-nbd's users that this command line spells otherwise: the error of
+//! wrong usage names the spelling.
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -63,7 +63,8 @@ fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind,
     }
 }
 
-/// Says that a word is no command, where one is expected: the last command that was typed has commands of its own.
+/// Says that a word is no command, where one is expected: the last command that was typed has
+/// commands of its own.
 fn no_command(arguments: &[String], word: &str) -> Option<(ErrorKind, String)> {
     let root = crate::command();
     let (mut command, mut names) = (&root, Vec::new());

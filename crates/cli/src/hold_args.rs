@@ -3,27 +3,30 @@
 use blockhouse_daemon::threshold::Threshold;
 use blockhouse_disk::OnFull;
 
-/// What becomes of writes that find no room on the host.
+/// The treatment of writes that find no room on the host.
 #[derive(clap::Args, Clone)]
 pub struct HoldArgs {
-    /// Writes that find no room on the host, or at the end of the device that a qcow2 image is on: report fails them with
-    /// ENOSPC, hold has them wait until there is room.
+    /// Writes that find no room on the host, or at the end of the device that a qcow2 image is on:
+    /// report fails them with ENOSPC, hold has them wait until there is room.
     ///
-    /// Reads, and writes to what has its place already, go on meanwhile. Held writes are tried again every second, on SIGHUP
-    /// and by 'blockhouse ctl SOCKET refresh DISK'. Left out: report.
+    /// Reads, and writes to what has its place already, go on meanwhile. Held writes are tried
+    /// again every second, on SIGHUP and by 'blockhouse ctl SOCKET refresh DISK'. Left out:
+    /// report.
     #[arg(long, value_name = "report|hold", value_parser = ["report", "hold"])]
     pub on_full: Option<String>,
-    /// With --on-full hold: for how many seconds a write is held before it fails with ENOSPC. Left out: 300.
+    /// With --on-full hold: for how many seconds a write is held before it fails with ENOSPC. Left
+    /// out: 300.
     #[arg(long, value_name = "N")]
     pub hold_seconds: Option<u32>,
-    /// Tell when less than this is left on the host, or on the device that a qcow2 image is on: bytes (10G), or a part of all
-    /// (10%). The event disk.threshold, and a line in the log, once for each crossing; before writes are held or fail.
+    /// Tell when less than this is left on the host, or on the device that a qcow2 image is on:
+    /// bytes (10G), or a part of all (10%). The event disk.threshold, and a line in the log,
+    /// once for each crossing; before writes are held or fail.
     #[arg(long, value_name = "BYTES|PERCENT", value_parser = str::parse::<Threshold>)]
     pub threshold: Option<Threshold>,
 }
 
 impl HoldArgs {
-    /// What they say together.
+    /// Their common meaning.
     ///
     /// # Errors
     /// What makes no sense, in words.

@@ -1,4 +1,5 @@
-//! The arguments that all commands have in common that read one image, and how images are opened by tools.
+//! The arguments that all commands have in common that read one image, and how images are opened by
+//! tools.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -17,8 +18,8 @@ use crate::output;
 /// The image that is read, and how the result is printed.
 #[derive(clap::Args)]
 pub struct ImageArgs {
-    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
+    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
+    /// which are only read; otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     #[command(flatten)]
@@ -73,8 +74,8 @@ impl ImageArgs {
         self.output.is_json()
     }
 
-    /// Where it is and how it is opened: through the page cache, where clusters may be smaller than the host's
-    /// blocks, and locked against writers until it has been looked at.
+    /// Where it is and how it is opened: through the page cache, where clusters may be smaller than
+    /// the host's blocks, and locked against writers until it has been looked at.
     ///
     /// # Errors
     /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].

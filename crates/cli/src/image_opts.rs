@@ -1,8 +1,8 @@
-//! Images that are named as QEMU names block devices: `--image-opts driver=qcow2,file.filename=disk.qcow2`, or the same as
-//! JSON, `json:{"driver": "qcow2", ...}`.
+//! Images that are named as QEMU names block devices: `--image-opts
+//! driver=qcow2,file.filename=disk.qcow2`, or the same as JSON, `json:{"driver": "qcow2", ...}`.
 //!
-//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter to a command that opens
-//! one image, reads or writes it and ends, are obeyed by doing nothing.
+//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter
+//! to a command that opens one image, reads or writes it and ends, are obeyed by doing nothing.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,8 +14,9 @@ use blockhouse_disk::{BackingUse, ImageFormat, QemuName, SpaceOptions};
 /// The option that all commands have that open one image.
 #[derive(clap::Args, Clone, Copy)]
 pub struct ImageOptsArgs {
-    /// The image is no path but QEMU's options: driver=qcow2,file.filename=disk.qcow2. The drivers are raw, qcow2,
-    /// those of docs/formats.md, and below them file, host_device, nbd and rbd.
+    /// The image is no path but QEMU's options: driver=qcow2,file.filename=disk.qcow2. The drivers
+    /// are raw, qcow2, those of docs/formats.md, and below them file, host_device, nbd and
+    /// rbd.
     #[arg(long)]
     image_opts: bool,
 }
@@ -122,7 +123,8 @@ impl ImageOptsArgs {
         Ok(named)
     }
 
-    /// What an image on the command line stands for. `format` is the one that was said beside it.
+    /// The image that is meant by an argument of the command line. `format` is the one that was
+    /// given beside it.
     ///
     /// # Errors
     /// Which option is not understood, or says what cannot be done.

@@ -46,7 +46,7 @@ pub struct Arguments {
     limits_cache: CacheMode,
 }
 
-/// What there is to say.
+/// The facts to report.
 struct Facts {
     image: PathBuf,
     format: &'static str,
@@ -87,7 +87,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let options = ImageOptions {
         cache: CacheMode::None,
         locking: Locking::None,
-        // What is missing is told as a fact, not as a warning.
+        // A missing file is reported as a fact, not as a warning.
         state: StateUse::Off,
         ..options
     };
@@ -112,7 +112,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// The images of a chain, each with the format that the one before says. That they may be opened is found out first.
+/// The images of a chain, each with the format that the one before says. That they may be opened is
+/// found out first.
 async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, ImageOptions)>> {
     let all = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
     drop(open_to_look(image, all).await?);
@@ -186,7 +187,7 @@ fn facts_of(
     })
 }
 
-/// What an image has several of. Where the list is damaged, a warning says so; some formats have none.
+/// A list that an image holds. Where it is damaged, a warning says so; some formats have none.
 fn told<T>(listed: blockhouse_core::Result<Vec<T>>) -> Vec<T> {
     listed.unwrap_or_else(|error| {
         if error.kind() != ErrorKind::Unsupported {
@@ -456,8 +457,8 @@ fn export_data(facts: &Facts) -> Option<Value> {
     })
 }
 
-/// What is below the image, by the keys of `qemu-img info` (QEMU 8.0 and later): the extents that it names where they can
-/// be looked at, and its own file.
+/// The nodes below the image, by the keys of `qemu-img info` (QEMU 8.0 and later): the extents that
+/// it names where they can be looked at, and its own file.
 fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
     let named = |(role, name): (String, &Vec<u8>)| {
         let path = resolve_relative(&facts.image, name);

@@ -1,10 +1,10 @@
 //! `blockhouse`: disk images for virtual machines.
 //!
-//! This crate is the binary. Programs that want disks as a library use the crates beneath it: `docs/library.md` in the
-//! repository says which one, and `examples/` has whole programs.
+//! This crate is the binary. Programs that want disks as a library use the crates beneath it:
+//! `docs/library.md` in the repository says which one, and `examples/` has whole programs.
 //!
-//! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why and
-//! what to do), 2 wrong usage; `check` has those of `qemu-img check`.
+//! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why
+//! and what to do), 2 wrong usage; `check` has those of `qemu-img check`.
 #![forbid(unsafe_code)]
 // `output` prints, and survives what standard error cannot take.
 #![warn(clippy::print_stderr)]
@@ -85,9 +85,9 @@ struct Arguments {
     /// Say more on standard error and in the ready lines.
     #[arg(short, long, global = true, display_order = 900, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// How messages on standard error are written: text for people, or json, one object a line with time,
-    /// level, target, message and fields. In text those of a server begin with the time; systemd's journal
-    /// gets them with their fields instead.
+    /// How messages on standard error are written: text for people, or json, one object a line
+    /// with time, level, target, message and fields. In text those of a server begin with the
+    /// time; systemd's journal gets them with their fields instead.
     #[arg(
         long,
         global = true,
@@ -99,7 +99,8 @@ struct Arguments {
     )]
     log_format: LogFormat,
 
-    /// Print errors and requested output only: no progress, and no result that the exit status has, too.
+    /// Print errors and requested output only: no progress, and no result that the exit status
+    /// has, too.
     #[arg(short, long, global = true, display_order = 901)]
     quiet: bool,
 
@@ -174,7 +175,7 @@ fn parse() -> Result<Arguments, clap::Error> {
     let words = called_as::words();
     let mut command = Arguments::command();
     let matches = command.try_get_matches_from_mut(&words).or_else(|_| {
-        // What is told to people is made of all options and examples.
+        // The texts for people are made of all options and examples.
         command = self::command();
         command.try_get_matches_from_mut(&words)
     });

@@ -1,4 +1,5 @@
-//! `blockhouse map`: which parts of an image have data, and where; or which have changed since a snapshot.
+//! `blockhouse map`: which parts of an image have data, and where; or which have changed since a
+//! snapshot.
 
 use anyhow::{Result, bail};
 use blockhouse_core::{Allocation, ByteRange, StorageChange};
@@ -22,8 +23,8 @@ pub struct Arguments {
     /// Tell of this many bytes at most.
     #[arg(long, short = 'l', value_name = "SIZE", value_parser = size::parse)]
     max_length: Option<u64>,
-    /// Tell which parts were written or discarded since this snapshot was taken. Of a raw image in Ceph only, and
-    /// of its younger snapshots.
+    /// Tell which parts were written or discarded since this snapshot was taken. Of a raw image in
+    /// Ceph only, and of its younger snapshots.
     #[arg(long, value_name = "SNAPSHOT")]
     since: Option<String>,
 }

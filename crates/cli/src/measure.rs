@@ -1,9 +1,9 @@
 //! `blockhouse measure`: how long the file of a new image would be, before it is made.
 //!
-//! Guarantees: nothing is written. What is told as required suffices for a copy of the image without compression, and
-//! what is told as fully allocated for whatever its guest writes later, snapshots and bitmaps excepted. The figures are
-//! those of `qemu-img measure`, but for parts of a cluster that were never written: they count as zeros here, as they do
-//! in a copy.
+//! Guarantees: nothing is written. What is told as required suffices for a copy of the image
+//! without compression, and what is told as fully allocated for whatever its guest writes later,
+//! snapshots and bitmaps excepted. The figures are those of `qemu-img measure`, but for parts of a
+//! cluster that were never written: they count as zeros here, as they do in a copy.
 
 use std::path::PathBuf;
 
@@ -27,8 +27,8 @@ use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
 
-/// Bytes of an entry of the directory of bitmaps without the name, and what entries are aligned to (qcow2.txt, section
-/// *Bitmap directory*).
+/// Bytes of an entry of the directory of bitmaps without the name, and what entries are aligned to
+/// (qcow2.txt, section *Bitmap directory*).
 const DIRECTORY_ENTRY: u64 = 24;
 const DIRECTORY_ALIGNMENT: u64 = 8;
 
@@ -70,12 +70,13 @@ pub struct Arguments {
 struct Figures {
     required: u64,
     fully_allocated: u64,
-    /// What a copy of the bitmaps would take beside it; `None` where one of both images can have none.
+    /// The space of a copy of the bitmaps beside it; `None` where one of both images can have
+    /// none.
     bitmaps: Option<u64>,
 }
 
 impl Figures {
-    /// Of a file that has a header of so many bytes before all that.
+    /// Of a file that has a header of this many bytes before all that.
     fn behind(self, header: u64) -> Self {
         let Self { required, fully_allocated, bitmaps } = self;
         Self { required: required + header, fully_allocated: fully_allocated + header, bitmaps }
@@ -153,7 +154,7 @@ fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
     Ok(Figures { required, fully_allocated, bitmaps })
 }
 
-/// Looks at the image that is to be copied.
+/// Looks at the image to be copied.
 fn with_image<T>(
     arguments: &Arguments,
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,

@@ -15,19 +15,22 @@ use blockhouse_disk::{
 use crate::secret_object::{self, SecretObject};
 use crate::{called_as, output};
 
-/// What images may name (docs/security.md).
+/// The files that images may name (docs/security.md).
 #[derive(clap::Args, Clone, Debug)]
 pub struct AllowPathArgs {
-    /// Let images name files below this folder, or this file, as their backing files and data files. May be
-    /// repeated.
+    /// Let images name files below this folder, or this file, as their backing files and data
+    /// files. May be repeated.
     ///
-    /// Without it an image may name only regular files below its own folder, no name of which begins with a dot, and has
-    /// only its own data file written to (docs/security.md). Reason: an image from a stranger can name any file of this
-    /// host. A path that is given on the command line is not restricted. The name of an image on another server, as
-    /// 'rbd:POOL/IMAGE?conf=FILE&id=USER', allows that image with the files and the user that it names.
+    /// Without it an image may name only regular files below its own folder, no name of which
+    /// begins with a dot, and has only its own data file written to (docs/security.md).
+    /// Reason: an image from a stranger can name any file of this host. A path that is given
+    /// on the command line is not restricted. The name of an image on another server, as
+    /// 'rbd:POOL/IMAGE?conf=FILE&id=USER', allows that image with the files and the user that it
+    /// names.
     #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
-    /// Let images name exports of other servers (nbd://...) and images in Ceph (rbd:...) as their backing files.
+    /// Let images name exports of other servers (nbd://...) and images in Ceph (rbd:...) as their
+    /// backing files.
     #[arg(long)]
     pub allow_remote: bool,
 }
@@ -44,8 +47,8 @@ impl AllowPathArgs {
 pub struct ReferenceArgs {
     #[command(flatten)]
     pub allow: AllowPathArgs,
-    /// Open no file and no server that an image names: no backing file, no data file, no extents elsewhere. For images from
-    /// strangers; 'info --json' tells all names that are in one.
+    /// Open no file and no server that an image names: no backing file, no data file, no extents
+    /// elsewhere. For images from strangers; 'info --json' tells all names that are in one.
     #[arg(long, conflicts_with_all = ["allow_path", "allow_remote"])]
     pub no_references: bool,
 }
@@ -53,12 +56,14 @@ pub struct ReferenceArgs {
 /// The keys of encrypted images.
 #[derive(clap::Args, Clone, Debug)]
 pub struct KeyArgs {
-    /// A file whose bytes are the key of an encrypted image, all of them, up to 64 KiB. May be repeated.
+    /// A file whose bytes are the key of an encrypted image, all of them, up to 64 KiB. May be
+    /// repeated.
     ///
     /// Each key is tried on each encrypted image that is opened, its backing files included.
     #[arg(long, value_name = "FILE")]
     pub key_file: Vec<PathBuf>,
-    /// A file whose first line is the passphrase of an encrypted image, without its line feed. May be repeated.
+    /// A file whose first line is the passphrase of an encrypted image, without its line feed. May
+    /// be repeated.
     ///
     /// It may be a pipe, such as /dev/stdin or /dev/fd/3.
     #[arg(long, value_name = "FILE")]
@@ -66,7 +71,7 @@ pub struct KeyArgs {
     /// A key file as QEMU's users name it: secret,id=ID,file=FILE. May be repeated.
     #[arg(long, hide = true, value_name = "secret,id=ID,file=FILE", value_parser = secret_object::parse)]
     object: Vec<SecretObject>,
-    /// What they hold: a pipe can be read only once.
+    /// The secrets in it: a pipe can be read only once.
     #[arg(skip)]
     secrets: Arc<OnceLock<Secrets>>,
 }
@@ -79,8 +84,8 @@ impl KeyArgs {
         KeyFiles { keys, passphrases: self.passphrase_file.clone() }
     }
 
-    /// The header of LUKS for a new image, which takes about `time` to open with the key of this name, or with the first
-    /// one.
+    /// The header of LUKS for a new image, which takes about `time` to open with the key of this
+    /// name, or with the first one.
     ///
     /// # Errors
     /// There is none of this name, or no key at all; as [`KeyFiles::read`].
@@ -119,23 +124,26 @@ impl KeyArgs {
     }
 }
 
-/// The options of all commands that open images, `serve` excepted, which has a `--state` of its own.
+/// The options of all commands that open images, `serve` excepted, which has a `--state` of its
+/// own.
 #[derive(clap::Args, Clone)]
 pub struct OpenArgs {
     #[command(flatten)]
     references: ReferenceArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Where the image's server keeps what outlives it, as its --state says. If it was killed, commands that change
-    /// the image begin with what it answered last, those that read its data fail, and those that only look at it warn.
-    /// By default they look where servers have it by default; off looks nowhere.
+    /// Where the image's server keeps what outlives it, as its --state says. If it was killed,
+    /// commands that change the image begin with what it answered last, those that read its
+    /// data fail, and those that only look at it warn. By default they look where servers have
+    /// it by default; off looks nowhere.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
 }
 
 impl OpenArgs {
-    /// As [`read_only`](Self::read_only), of the image at `path`: where neither its name nor the caller says its format, it
-    /// is found in the file, and no name that is in it is followed then.
+    /// As [`read_only`](Self::read_only), of the image at `path`: where neither its name nor the
+    /// caller says its format, it is found in the file, and no name that is in it is followed
+    /// then.
     ///
     /// # Errors
     /// As there; the file cannot be read.
@@ -156,8 +164,8 @@ impl OpenArgs {
         Ok(ImageOptions { allowed_paths, ..options })
     }
 
-    /// How an image is opened that a tool only looks at: a warning tells where changes are missing that a server answered
-    /// before it died.
+    /// How an image is opened that a tool only looks at: a warning tells where changes are missing
+    /// that a server answered before it died.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only).
@@ -170,8 +178,8 @@ impl OpenArgs {
         Ok(ImageOptions { state, ..options })
     }
 
-    /// How an image is opened that a tool reads: it is refused where changes are missing that a server answered before it
-    /// died.
+    /// How an image is opened that a tool reads: it is refused where changes are missing that a
+    /// server answered before it died.
     ///
     /// # Errors
     /// A directory that was named cannot be used.
@@ -186,7 +194,8 @@ impl OpenArgs {
         Ok(ImageOptions { allowed_paths, remote_backing, secrets, ..options })
     }
 
-    /// How an image is opened that a tool changes: it begins with the changes that a server answered before it died.
+    /// How an image is opened that a tool changes: it begins with the changes that a server
+    /// answered before it died.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only).
@@ -207,7 +216,7 @@ impl OpenArgs {
         self.keys.secrets()
     }
 
-    /// What images may name, with a file that the user named in another way.
+    /// The files that images may name, with a file that the user named in another way.
     ///
     /// # Errors
     /// One that names a path that is missing.
@@ -234,7 +243,7 @@ impl OpenArgs {
     }
 }
 
-/// What a value of `--state` means.
+/// The meaning of a value of `--state`.
 pub fn state_setup(value: Option<&Path>) -> StateSetup {
     match value {
         Some(off) if off == Path::new("off") => StateSetup::Off,

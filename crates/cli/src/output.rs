@@ -1,9 +1,10 @@
 //! Standard output and standard error: the one place where commands print.
 //!
-//! Guarantees: a result that standard output does not take is an error, with one line and a failure status;
-//! where its reader is gone (`info | head -1`) the command ends without a word and succeeds, because the reader has what it
-//! wanted. No failure of standard error ends the process. A standard output that is closed at the start counts as /dev/null,
-//! because the runtime of Rust opens that in its place.
+//! Guarantees: a result that standard output does not take is an error, with one line and a failure
+//! status; where its reader is gone (`info | head -1`) the command ends without a word and
+//! succeeds, because the reader has what it wanted. No failure of standard error ends the process.
+//! A standard output that is closed at the start counts as /dev/null, because the runtime of Rust
+//! opens that in its place.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,8 +30,8 @@ pub fn is_quiet() -> bool {
     QUIET.load(Ordering::Relaxed)
 }
 
-/// Writes `text` and an end of line to standard output: the result of a command. A reader that is gone has what it
-/// wanted (`--help | grep -q WORD`).
+/// Writes `text` and an end of line to standard output: the result of a command. A reader that is
+/// gone has what it wanted (`--help | grep -q WORD`).
 ///
 /// # Errors
 /// The kernel's, ENOSPC for example.
@@ -43,7 +44,8 @@ pub fn print(text: &str) -> Result<()> {
     }
 }
 
-/// As [`print()`], for one line of a stream without end: where its reader is gone, the process ends.
+/// As [`print()`], for one line of a stream without end: where its reader is gone, the process
+/// ends.
 ///
 /// # Errors
 /// As [`print()`].
@@ -72,7 +74,8 @@ pub fn write(text: &str) -> io::Result<()> {
     output.flush()
 }
 
-/// JSON on several lines; under a name of QEMU's tools with their indentation, which scripts look for.
+/// JSON on several lines; under a name of QEMU's tools with their indentation, which scripts look
+/// for.
 pub fn pretty(value: &serde_json::Value) -> String {
     let text = format!("{value:#}");
     if called_as::tool().is_none() {
@@ -85,8 +88,8 @@ pub fn pretty(value: &serde_json::Value) -> String {
     text.lines().map(wider).collect::<Vec<_>>().join("\n")
 }
 
-/// Writes `text` and an end of line to standard error. A failure is ignored: there is no other place
-/// to report it.
+/// Writes `text` and an end of line to standard error. A failure is ignored: there is no other
+/// place to report it.
 pub fn tell(text: &str) {
     logging::tell(text, Level::INFO);
 }
@@ -96,8 +99,8 @@ pub fn tell_error(text: &str) {
     logging::tell(text, Level::ERROR);
 }
 
-/// Says why the command has failed. Under a name of QEMU's tools a program that reads standard error gets their words
-/// alone where they say the same; a person at a terminal gets both.
+/// Says why the command has failed. Under a name of QEMU's tools a program that reads standard
+/// error gets their words alone where they say the same; a person at a terminal gets both.
 pub fn tell_failure(error: &anyhow::Error) {
     let words = qemu_words::qemu_words(error);
     let is_enough = words.as_ref().is_some_and(|words| words.is_exact);
@@ -109,7 +112,8 @@ pub fn tell_failure(error: &anyhow::Error) {
     }
 }
 
-/// Says what is wrong with the command line. Under a name of QEMU's tools in their words, as [`tell_failure`].
+/// Says what is wrong with the command line. Under a name of QEMU's tools in their words, as
+/// [`tell_failure`].
 pub fn tell_wrong_usage(error: &clap::Error) {
     let words = qemu_usage::of_error(error, &called_as::words());
     if words.is_none() || io::stderr().is_terminal() {
@@ -120,13 +124,14 @@ pub fn tell_wrong_usage(error: &clap::Error) {
     }
 }
 
-/// Passes on what another process of this program has said on its standard error. A failure is ignored, as by [`tell`].
+/// Passes on what another process of this program has said on its standard error. A failure is
+/// ignored, as by [`tell`].
 pub fn pass_on(bytes: &[u8]) {
     let _ = io::stderr().write_all(bytes);
 }
 
-/// Ends the process by SIGPIPE, as the kernel ends one that does not ignore that signal. A shell sees
-/// status 141.
+/// Ends the process by SIGPIPE, as the kernel ends one that does not ignore that signal. A shell
+/// sees status 141.
 pub fn end_by_sigpipe() -> ! {
     // It returns only if the signal is blocked.
     let _ = signal_hook::low_level::emulate_default_handler(SIGPIPE);

@@ -1,4 +1,5 @@
-//! Work that several threads share, each on an event loop of its own, while this one shows the progress.
+//! Work that several threads share, each on an event loop of its own, while this one shows the
+//! progress.
 //!
 //! The loop of this thread runs meanwhile: connections that were made on it serve the others, too.
 
@@ -11,15 +12,16 @@ use crate::progress::{INTERVAL, Progress};
 /// More threads than this only fight over the disk.
 const MAX_THREADS: usize = 4;
 
-/// How many threads are worth while on this host: more than processors where these are few. Reason: a loop that decompresses
-/// submits no I/O meanwhile, and a busy host shares its processors out by threads.
+/// How many threads are worth while on this host: more than processors where these are few. Reason:
+/// a loop that decompresses submits no I/O meanwhile, and a busy host shares its processors out by
+/// threads.
 pub fn default_threads() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     (processors * 2).min(MAX_THREADS)
 }
 
-/// Calls `work` once on each of `threads` threads and waits for all of them, while `event_loop` runs. `progress` shows what
-/// `position` says: bytes done, and of how many.
+/// Calls `work` once on each of `threads` threads and waits for all of them, while `event_loop`
+/// runs. `progress` shows what `position` says: bytes done, and of how many.
 ///
 /// # Errors
 /// The first that any of them answers.

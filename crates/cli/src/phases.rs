@@ -1,4 +1,5 @@
-//! How far a command is that does several things one after the other, each of which tells its own progress.
+//! How far a command is that does several things one after the other, each of which tells its own
+//! progress.
 //!
 //! Guarantee: every phase is the same share of the whole, so that what is shown never goes back.
 
@@ -14,7 +15,7 @@ pub struct Phases {
 }
 
 impl Phases {
-    /// Of so many phases.
+    /// Of this many phases.
     pub fn of(count: u64) -> Self {
         Self { count, current: Mutex::new((0, None)) }
     }

@@ -1,5 +1,5 @@
-//! Standard input and output as fast as the other end is: large pipe buffers, and a thread of its own
-//! for the calls that wait.
+//! Standard input and output as fast as the other end is: large pipe buffers, and a thread of its
+//! own for the calls that wait.
 
 use std::fs::File;
 use std::future::poll_fn;
@@ -13,7 +13,7 @@ use blockhouse_core::Buffer;
 use futures_channel::mpsc as queue;
 use futures_util::StreamExt;
 
-/// What a pipe is asked to hold, in bytes.
+/// The capacity that a pipe is asked for, in bytes.
 const PIPE_SIZE: usize = 1 << 20;
 /// How many chunks are on their way.
 const CHUNKS: usize = 3;
@@ -79,7 +79,7 @@ pub struct Output {
     give: queue::Sender<Buffer>,
     written: mpsc::Receiver<Buffer>,
     thread: JoinHandle<io::Result<()>>,
-    /// What is written, for messages.
+    /// The name of the data, for messages.
     what: &'static str,
 }
 
@@ -138,7 +138,8 @@ async fn send<T>(give: &mut queue::Sender<T>, one: T) -> Reader {
 /// A descriptor of our own, with a large buffer if it is a pipe.
 fn own(descriptor: BorrowedFd<'_>) -> io::Result<File> {
     let own = descriptor.try_clone_to_owned()?;
-    // Files have no such buffer, and a user may have used up what pipes may take: then it is slower.
+    // Files have no such buffer, and a user may have used up what pipes may take: then it is
+    // slower.
     let _ = rustix::pipe::fcntl_setpipe_size(&own, PIPE_SIZE);
     Ok(File::from(own))
 }

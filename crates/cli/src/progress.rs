@@ -1,9 +1,11 @@
 //! How far a command is that takes long.
 //!
-//! Guarantees: a bar is drawn where standard error is a terminal, unless `--quiet` forbids it. Elsewhere `-p` prints on
-//! standard output what qemu-img prints there: `    (12.34/100%)`, one over the other by carriage returns, each a percent
-//! or more after the one before, and 100.00 at a good end only; on standard error where standard output carries a disk. From the moment that a [`Progress`] exists, SIGUSR1 ends
-//! nothing but prints such a line on standard error, within a tenth of a second. What cannot be printed is left out.
+//! Guarantees: a bar is drawn where standard error is a terminal, unless `--quiet` forbids it.
+//! Elsewhere `-p` prints on standard output what qemu-img prints there: `    (12.34/100%)`, one
+//! over the other by carriage returns, each a percent or more after the one before, and 100.00 at a
+//! good end only; on standard error where standard output carries a disk. From the moment that a
+//! [`Progress`] exists, SIGUSR1 ends nothing but prints such a line on standard error, within a
+//! tenth of a second. What cannot be printed is left out.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -25,14 +27,14 @@ const STEP: f64 = 1.0;
 /// How progress is shown.
 #[derive(clap::Args, Clone, Copy)]
 pub struct ProgressArgs {
-    /// Print how far it is where standard error is no terminal: (12.34/100%) on standard output, as qemu-img does.
-    /// On a terminal a bar is drawn anyway. SIGUSR1 prints such a line on standard error, with or without this
-    /// option.
+    /// Print how far it is where standard error is no terminal: (12.34/100%) on standard output,
+    /// as qemu-img does. On a terminal a bar is drawn anyway. SIGUSR1 prints such a line on
+    /// standard error, with or without this option.
     #[arg(short, long)]
     progress: bool,
 }
 
-/// What lines are printed on.
+/// The output for lines.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LinesTo {
     Output,
@@ -62,8 +64,8 @@ impl Progress {
         Self { lines_to: LinesTo::Error, ..self }
     }
 
-    /// Runs `work` on this thread, while another one shows what `position` says: bytes done, and of how many, which is 0
-    /// while that is not known.
+    /// Runs `work` on this thread, while another one shows what `position` says: bytes done, and of
+    /// how many, which is 0 while that is not known.
     pub fn beside<T>(
         &self,
         position: impl Fn() -> (u64, u64) + Sync,
@@ -92,7 +94,7 @@ impl Progress {
         self.has_lines && self.lines_to == LinesTo::Output
     }
 
-    /// What shows the progress of work of `total` bytes; 0 where that is not known yet.
+    /// The display of the progress of work of `total` bytes; 0 where that is not known yet.
     pub fn display(&self, total: u64) -> Display<'_> {
         let bar = if output::is_quiet() { ProgressBar::hidden() } else { bar(total) };
         let has_lines = self.has_lines && bar.is_hidden() && !output::is_quiet();
@@ -117,7 +119,8 @@ pub struct Display<'a> {
 }
 
 impl Display<'_> {
-    /// So many bytes are done, of so many, or of 0 where that is not known. To be called each [`INTERVAL`].
+    /// This many bytes are done, of this many, or of 0 where that is not known. To be called each
+    /// [`INTERVAL`].
     pub fn show(&self, (done, total): (u64, u64)) {
         if total > 0 && self.bar.length() != Some(total) {
             self.bar.set_length(total);
@@ -158,7 +161,7 @@ impl Display<'_> {
         }
     }
 
-    /// What cannot be written is left out.
+    /// A line that cannot be written is left out.
     fn write(&self, text: &str) {
         let mut output: Box<dyn Write> = match self.lines_to {
             LinesTo::Output => Box::new(std::io::stdout()),

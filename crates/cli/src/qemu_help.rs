@@ -1,5 +1,5 @@
-//! What qemu-img says where help is asked for, under its name: scripts look there for the version, the formats and the
-//! options of a format.
+//! What qemu-img says where help is asked for, under its name: scripts look there for the version,
+//! the formats and the options of a format.
 //!
 //! Guarantee: no format and no option is named that is not there.
 

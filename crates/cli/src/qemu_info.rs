@@ -1,4 +1,5 @@
-//! The output of `qemu-img info`, for scripts that look for its lines: made of the object that `info --json` prints.
+//! The output of `qemu-img info`, for scripts that look for its lines: made of the object that
+//! `info --json` prints.
 
 use std::fmt::Write;
 
@@ -97,8 +98,8 @@ fn dump(text: &mut String, depth: usize, value: &Value) {
     }
 }
 
-/// In the order in which QEMU tells them: that of its hash table (`qobject/qdict.c`), which scripts have in their
-/// expectations.
+/// In the order in which QEMU tells them: that of its hash table (`qobject/qdict.c`), which scripts
+/// have in their expectations.
 fn in_order(members: &Map<String, Value>) -> Vec<(&String, &Value)> {
     let mut ordered: Vec<_> = members.iter().collect();
     ordered.sort_by_key(|(key, _)| bucket(key));

@@ -1,4 +1,5 @@
-//! What qemu-img says of an image that it does not make, under its name: each refusal is its own line, with its own words.
+//! The refusals of qemu-img for an image that it does not make, under its name: each is its own
+//! line, with its own words.
 
 use blockhouse_daemon::size;
 
@@ -11,13 +12,14 @@ pub struct Refusal {
     pub name: &'static str,
     /// Its value, as the line "Formatting" shows it.
     pub value: String,
-    /// What is said.
+    /// The words.
     pub words: String,
     /// Whether it is said in the place of the line "Formatting".
     pub is_first: bool,
 }
 
-/// The refusal of `NAME=VALUE`, where that is no option that is known by these names. Only under the name qemu-img.
+/// The refusal of `NAME=VALUE`, where that is no option that is known by these names. Only under
+/// the name qemu-img.
 pub fn refusal(text: &str, names: &str) -> Option<Refusal> {
     if called_as::is_qemu_img() { of(text, names) } else { None }
 }
@@ -47,7 +49,7 @@ fn of(text: &str, names: &str) -> Option<Refusal> {
     Some(Refusal { name, value, words, is_first: false })
 }
 
-/// What is said of an option that there is not, or that is on or off and was given another value.
+/// The refusal of an option that does not exist, or that is on or off and was given another value.
 fn of_name(name: &str, names: &str) -> Option<String> {
     const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
     if SWITCHES.contains(&name) {

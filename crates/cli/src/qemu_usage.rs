@@ -1,6 +1,7 @@
 //! What QEMU's tools say of wrong usage, under their names, for scripts that look for their words.
 //!
-//! Guarantee: no words of QEMU stand in the place of ours where they are not those that it has for the same mistake.
+//! Guarantee: no words of QEMU stand in the place of ours where they are not those that it has for
+//! the same mistake.
 
 use std::ffi::OsString;
 

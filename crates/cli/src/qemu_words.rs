@@ -1,7 +1,7 @@
 //! What QEMU's tools say of an error, under their names, for scripts that look for their words.
 //!
-//! Guarantee: the words are those of the tool for the same failure of the same command; where there are none, ours stand
-//! alone.
+//! Guarantee: the words are those of the tool for the same failure of the same command; where there
+//! are none, ours stand alone.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -267,7 +267,8 @@ fn same(text: &str) -> Option<&'static str> {
     SAME.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
 }
 
-/// What QEMU says of features that are not known: their names in the image, and the bits of those without.
+/// What QEMU says of features that are not known: their names in the image, and the bits of those
+/// without.
 fn unknown_features(text: &str) -> Option<String> {
     let (_, list) = text.split_once("needs the unknown feature")?;
     let list = list.trim_start_matches('s').split(" at offset").next()?;

@@ -26,16 +26,16 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Change only the name in the image: for a backing file that was moved. Any difference between the
-    /// old and the new one shows.
+    /// Change only the name in the image: for a backing file that was moved. Any difference
+    /// between the old and the new one shows.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
-    /// The new backing file, from the image's folder. Left out or empty: none, what was read from the old
-    /// one is copied and the image will stand alone.
+    /// The new backing file, from the image's folder. Left out or empty: none, what was read from
+    /// the old one is copied and the image will stand alone.
     #[arg(short, long, value_name = "FILE", conflicts_with = "no_backing")]
     backing: Option<OsString>,
-    /// The image will stand alone. With -u, which copies nothing, all that was read from the old backing
-    /// file is lost, so this (or an empty -b) has to be said.
+    /// The image will stand alone. With -u, which copies nothing, all that was read from the old
+    /// backing file is lost, so this (or an empty -b) has to be said.
     #[arg(long)]
     no_backing: bool,
     /// Its format: raw or qcow2.

@@ -24,8 +24,8 @@ pub struct Arguments {
     /// Make the disk shorter: what lies beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space for what a longer disk has more: off takes it when it is written, falloc (and metadata) at once, full
-    /// writes zeros to it. Without the space the disk keeps its size.
+    /// Space for what a longer disk has more: off takes it when it is written, falloc (and
+    /// metadata) at once, full writes zeros to it. Without the space the disk keeps its size.
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
     preallocation: Space,
     #[command(flatten)]
@@ -127,7 +127,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     if called_as::is_qemu_img() { output::print_unless_quiet("Image resized.") } else { Ok(()) }
 }
 
-/// Makes the disk as long as it was before `added`, whose space could not be taken: why, and what became of the disk.
+/// Makes the disk as long as it was before `added`, whose space could not be taken: why, and what
+/// became of the disk.
 async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> anyhow::Error {
     let durability = Durability::None;
     let undo = async {

@@ -1,7 +1,8 @@
 //! `blockhouse restore`: a backup, with all that it needs behind it, as a disk that can be used.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target), and that the disk was read again and compared with the backup
-//! before a new image gets its name. Nothing that exists is written to without `--force`.
+//! Guarantees: those of [`copy_target`](crate::copy_target), and that the disk was read again and
+//! compared with the backup before a new image gets its name. Nothing that exists is written to
+//! without `--force`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,17 +27,20 @@ const MAX_IN_FLIGHT: usize = 16;
 pub struct Arguments {
     #[command(flatten)]
     formats: CopyFormats,
-    /// Replace a target that exists, once the copy is complete and found to be right; or overwrite a block device.
+    /// Replace a target that exists, once the copy is complete and found to be right; or overwrite
+    /// a block device.
     #[arg(long)]
     force: bool,
-    /// Go on with a copy that failed: compare what is in TARGET.part with the backup and copy what differs.
+    /// Go on with a copy that failed: compare what is in TARGET.part with the backup and copy what
+    /// differs.
     #[arg(long, conflicts_with = "force")]
     resume: bool,
     #[command(flatten)]
     progress: ProgressArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The backup of the moment to restore: an image that 'backup' made. It is only read, with all files behind it.
+    /// The backup of the moment to restore: an image that 'backup' made. It is only read, with all
+    /// files behind it.
     source: PathBuf,
     /// The new image, or a block device. An image that exists is left alone.
     target: PathBuf,
@@ -83,7 +87,7 @@ impl Arguments {
     }
 }
 
-/// What follows the disk on a larger device is none of it.
+/// A larger device's bytes after the disk are not compared.
 fn compare(
     event_loop: &mut EventLoop,
     progress: &Progress,

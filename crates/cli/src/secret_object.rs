@@ -1,7 +1,8 @@
 //! Secrets as QEMU's users name them: `--object secret,id=ID,file=FILE`.
 //!
-//! Guarantee: a key never has to stand on the command line, where every user of the host can read it. Under the names of
-//! QEMU's tools `data=KEY` is taken as there: whoever calls them so has shown the key already.
+//! Guarantee: a key never has to stand on the command line, where every user of the host can read
+//! it. Under the names of QEMU's tools `data=KEY` is taken as there: whoever calls them so has
+//! shown the key already.
 
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
@@ -16,7 +17,7 @@ use crate::create_options::split;
 /// A secret with a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SecretObject {
-    /// What options call it.
+    /// The name in options.
     pub id: String,
     /// The file whose bytes it is, all of them.
     pub file: PathBuf,

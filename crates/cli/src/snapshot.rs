@@ -1,5 +1,5 @@
-//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served. What qemu-img calls `-l`, `-c`,
-//! `-a` and `-d` is that here, too.
+//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served. What
+//! qemu-img calls `-l`, `-c`, `-a` and `-d` is that here, too.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -31,13 +31,13 @@ pub struct Arguments {
     flag: Flag,
     #[command(flatten)]
     access: ImageAccess,
-    /// The image, where one of these options says what to do. Without --control no other program may use it, except for
-    /// -l.
+    /// The image, where one of these options says what to do. Without --control no other program
+    /// may use it, except for -l.
     #[arg(required = true)]
     image: Option<PathBuf>,
 }
 
-/// What to do, as qemu-img's users say it.
+/// An action as qemu-img's users give it.
 #[derive(clap::Args)]
 #[group(multiple = false)]
 struct Flag {
@@ -71,8 +71,8 @@ enum Action {
         /// The new name: 1 to 255 bytes, unlike all others.
         #[arg(required_unless_present = "external", conflicts_with = "external")]
         name: Option<String>,
-        /// Take it outside of the image, which may have any format: the disk goes on in this new qcow2 file, and the image stays what
-        /// the disk is now.
+        /// Take it outside of the image, which may have any format: the disk goes on in this new
+        /// qcow2 file, and the image stays what the disk is now.
         #[arg(long, value_name = "FILE")]
         external: Option<PathBuf>,
     },
@@ -119,8 +119,8 @@ struct ImageAccess {
     /// As qemu-img has it: lists are never locked.
     #[arg(short = 'U', hide = true)]
     force_share: bool,
-    /// Ask the server that has the image, at the socket of its --control. Its guests go on, and for how
-    /// long their writes were held off is printed.
+    /// Ask the server that has the image, at the socket of its --control. Its guests go on, and
+    /// for how long their writes were held off is printed.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["format", "state"])]
     control: Option<PathBuf>,
     #[command(flatten)]

@@ -12,8 +12,9 @@ pub fn as_json(snapshots: &[Listed]) -> String {
     crate::output::pretty(&value)
 }
 
-/// As `qemu-img snapshot -l` prints them, for scripts that cut its columns: two lines of headings, ids, names, bytes of the
-/// machine's state, dates, the machine's clock, instruction counts. Nothing where there are none.
+/// As `qemu-img snapshot -l` prints them, for scripts that cut its columns: two lines of headings,
+/// ids, names, bytes of the machine's state, dates, the machine's clock, instruction counts.
+/// Nothing where there are none.
 pub fn as_qemu_table(snapshots: &[Listed]) -> String {
     if snapshots.is_empty() {
         return String::new();

@@ -19,8 +19,9 @@ pub struct Arguments {
     /// server names. Left out, the first of these; the program that runs, if there is none.
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
-    /// Disconnect clients with TLS first, when what they have in flight is done: their connections cannot be handed over.
-    /// Those that connect again use the new process. Without this, nothing is upgraded while there are such clients.
+    /// Disconnect clients with TLS first, when what they have in flight is done: their connections
+    /// cannot be handed over. Those that connect again use the new process. Without this,
+    /// nothing is upgraded while there are such clients.
     #[arg(long)]
     disconnect_tls: bool,
 }

@@ -1,7 +1,8 @@
-//! What a copy out of a guest's memory costs, beside a plain one.
+//! The cost of a copy out of a guest's memory, beside a plain one.
 //!
-//! `cargo bench -p blockhouse-core --bench shared_copy`. One line for each length and alignment: the best of
-//! many passes, in nanoseconds for a copy and GB/s, for `memcpy` and for `copy_from_shared`.
+//! `cargo bench -p blockhouse-core --bench shared_copy`. One line for each length and alignment:
+//! the best of many passes, in nanoseconds for a copy and GB/s, for `memcpy` and for
+//! `copy_from_shared`.
 #![allow(clippy::print_stdout, reason = "the table is for the person who asked for it")]
 
 use std::time::Instant;

@@ -1,10 +1,10 @@
 //! Aligned memory for I/O, lent to operations and taken back.
 //!
 //! A [`Buffer`] is memory that belongs to one place of the program. To let an operation use it, its
-//! owner lends it out as an [`IoVector`]; while the loan exists the bytes cannot be looked at, and a
-//! loan that outlives its buffer (the future that waited was dropped, the kernel was not done) keeps
-//! the memory alive by itself. A [`BufferPool`] keeps returned memory for the next request, up to a
-//! bound, so that a warmed-up path allocates nothing.
+//! owner lends it out as an [`IoVector`]; while the loan exists the bytes cannot be looked at, and
+//! a loan that outlives its buffer (the future that waited was dropped, the kernel was not done)
+//! keeps the memory alive by itself. A [`BufferPool`] keeps returned memory for the next request,
+//! up to a bound, so that a warmed-up path allocates nothing.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io;
@@ -30,7 +30,8 @@ const CLASSES: usize = 15;
 /// announces much and sends little takes little.
 const MAPPED: usize = 256 << 10;
 
-/// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer` gives out.
+/// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer`
+/// gives out.
 struct Memory {
     address: NonNull<u8>,
     capacity: usize,
@@ -42,7 +43,8 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Memory for `length` bytes, in whole pages and at least one. `None` where the host has none left.
+    /// Memory for `length` bytes, in whole pages and at least one. `None` where the host has none
+    /// left.
     fn allocate(length: usize) -> Option<Self> {
         let capacity = length.max(1).checked_next_multiple_of(BLOCK_ALIGNMENT)?;
         let layout = Layout::from_size_align(capacity, BLOCK_ALIGNMENT).ok()?;
@@ -97,8 +99,9 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// `length` zero bytes outside any pool. Ends the process where memory runs out, so it is only for
-    /// small sizes and for tools: a server takes [`try_new`](Self::try_new) for what a request needs.
+    /// `length` zero bytes outside any pool. Ends the process where memory runs out, so it is only
+    /// for small sizes and for tools: a server takes [`try_new`](Self::try_new) for what a
+    /// request needs.
     pub fn new(length: usize) -> Self {
         Self::try_new(length).unwrap_or_else(|_| {
             let layout = Layout::from_size_align(length, BLOCK_ALIGNMENT);
@@ -169,9 +172,10 @@ impl Buffer {
         // SAFETY: start is inside the allocation.
         let address = unsafe { self.memory.address.add(start) };
         let owner: Arc<Memory> = Arc::clone(&self.memory);
-        // SAFETY: the memory lives as long as `owner`. This was its only owner, so there is no other
-        // vector over it; and references are only given out by `bytes` and `bytes_mut`, which refuse
-        // while a loan is out and borrow the buffer, which `&mut self` shows not to be borrowed.
+        // SAFETY: the memory lives as long as `owner`. This was its only owner, so there is no
+        // other vector over it; and references are only given out by `bytes` and
+        // `bytes_mut`, which refuse while a loan is out and borrow the buffer, which `&mut
+        // self` shows not to be borrowed.
         unsafe { IoVector::from_raw(owner, [Segment { address, length }]) }
     }
 
@@ -244,8 +248,8 @@ fn out_of_memory(length: usize) -> Error {
 }
 
 impl BufferPool {
-    /// A pool that keeps at most `max_cached_bytes` that are not in use. It does not limit buffers in
-    /// use: its callers limit their requests.
+    /// A pool that keeps at most `max_cached_bytes` that are not in use. It does not limit buffers
+    /// in use: its callers limit their requests.
     pub fn new(max_cached_bytes: usize) -> Self {
         let classes = Default::default();
         Self(Arc::new(Mutex::new(FreeLists { classes, cached_bytes: 0, max_cached_bytes })))
@@ -274,7 +278,7 @@ impl BufferPool {
         let capacity = class.map_or(length, |class| 1 << (class as u32 + MIN_CLASS));
         Memory::allocate(capacity)
             .or_else(|| {
-                // What waits for other sizes is memory, too.
+                // Buffers of other sizes are memory, too.
                 self.free_lists().clear();
                 Memory::allocate(capacity)
             })

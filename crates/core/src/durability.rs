@@ -1,11 +1,11 @@
-//! What a caller may ask of a write, and what a storage can give.
+//! The durability that a caller may ask of a write, and that a storage can give.
 //!
 //! The two guarantees, datasync and full sync, are different and never stand in for one another:
 //! `open(2)` calls them `O_DSYNC` and `O_SYNC`, POSIX "synchronized I/O data integrity completion"
 //! and "file integrity completion".
 
-/// What must be on stable storage when a write (or zero write, or discard) completes. A greater value includes
-/// all that a lesser one guarantees.
+/// The data that must be on stable storage when a write (or zero write, or discard) completes. A
+/// greater value includes all that a lesser one guarantees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Durability {
     /// Nothing: the data may sit in a volatile cache until the next flush.
@@ -19,8 +19,8 @@ pub enum Durability {
 }
 
 impl Durability {
-    /// The flush that makes an operation of this durability stable, where the operation itself was not;
-    /// `None` where none is needed.
+    /// The flush that makes an operation of this durability stable, where the operation itself was
+    /// not; `None` where none is needed.
     pub const fn sync(self) -> Option<SyncMode> {
         match self {
             Self::None => None,

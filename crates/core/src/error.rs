@@ -40,7 +40,7 @@ pub mod errno {
     pub const ESHUTDOWN: i32 = 108;
 }
 
-/// What kind of failure, for code that must decide.
+/// The kind of a failure, for code that must decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// The request makes no sense (bad range, bad option).
@@ -146,8 +146,9 @@ impl Error {
         self
     }
 
-    /// Whether the host or the image is at fault, so that its operator should hear of it, and not what was asked for. EROFS
-    /// and EPERM of the host are its own: a file system that became read-only, for instance after an error of its disk.
+    /// Whether the host or the image is at fault, so that its operator should hear of it, and not
+    /// what was asked for. EROFS and EPERM of the host are its own: a file system that became
+    /// read-only, for instance after an error of its disk.
     pub fn is_host_failure(&self) -> bool {
         match self.kind() {
             ErrorKind::ReadOnly => self.0.source.is_some(),
@@ -159,17 +160,17 @@ impl Error {
         }
     }
 
-    /// Says that the failure concerns nothing but the range of the failed operation: every other write
-    /// is as it was, and what the host may have lost of them it still reports to the next flush. Only a
-    /// [`Storage`](crate::Storage) can know that.
+    /// Says that the failure concerns nothing but the range of the failed operation: every other
+    /// write is as it was, and what the host may have lost of them it still reports to the next
+    /// flush. Only a [`Storage`](crate::Storage) can know that.
     #[must_use]
     pub fn confined(mut self) -> Self {
         self.0.confined = true;
         self
     }
 
-    /// Whether the failure concerns nothing but the range of the failed operation. `false` means that
-    /// this is not known.
+    /// Whether the failure concerns nothing but the range of the failed operation. `false` means
+    /// that this is not known.
     pub fn is_confined(&self) -> bool {
         self.0.confined
     }

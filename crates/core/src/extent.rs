@@ -86,7 +86,7 @@ impl ByteRange {
         Self { offset: self.offset, length: self.length.min(length) }
     }
 
-    /// What is left after the first `count` bytes, at most all.
+    /// The part after the first `count` bytes, at most all.
     pub fn skip(self, count: u64) -> Self {
         let count = count.min(self.length);
         Self { offset: self.offset + count, length: self.length - count }
@@ -121,7 +121,7 @@ pub struct Extent {
     pub alloc_range: ByteRange,
     /// Where their content is.
     pub state: ExtentState,
-    /// What stands between a plain overwrite and its durability.
+    /// The work between a plain overwrite and its durability.
     pub flags: ExtentFlags,
 }
 
@@ -158,7 +158,7 @@ pub enum ExtentState {
 }
 
 bitflags::bitflags! {
-    /// What makes an overwrite more than pure data.
+    /// Properties that make an overwrite more than pure data.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct ExtentFlags: u8 {
         /// Prepared for this very request; takes effect when it is committed.
@@ -167,12 +167,15 @@ bitflags::bitflags! {
         const SHARED = 2;
         /// The mapping itself is not yet durable.
         const DIRTY = 4;
-        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The writer of
+        /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The
+        /// writer of
         /// `guest` may leave the rest as it is.
         const ZEROED = 8;
-        /// The place is the same for ever, and no change of it concerns the format: linking and aborting do nothing.
+        /// The place is the same for ever, and no change of it concerns the format: linking and
+        /// aborting do nothing.
         const FIXED = 16;
-        /// With `ZEROED`: these zeros are written and durable, so that a durable write may leave the rest, too.
+        /// With `ZEROED`: these zeros are written and durable, so that a durable write may leave
+        /// the rest, too.
         const PREPARED = 32;
     }
 }

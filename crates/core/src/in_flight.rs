@@ -2,23 +2,23 @@
 //!
 //! A party is a client's connection or a guest's queue. Each export announces and enforces these
 //! limits in the words of its protocol, and the event loop takes the length of a turn from here. A
-//! request that is longer than allowed fails alone; further requests and bytes wait in the socket or
-//! the ring.
+//! request that is longer than allowed fails alone; further requests and bytes wait in the socket
+//! or the ring.
 //!
-//! Guarantee: what a party has in flight is what its [`InFlightPermit`]s hold. A permit returns itself
-//! when it is dropped, on every path of a request, errors and dropped futures included.
+//! Guarantee: what a party has in flight is what its [`InFlightPermit`]s hold. A permit returns
+//! itself when it is dropped, on every path of a request, errors and dropped futures included.
 
 use std::cell::Cell;
 use std::mem;
 use std::ops::Deref;
 use std::time::Duration;
 
-/// The limits of one party. [`InFlightLimits::default`] is what exports start from; an export states
-/// why where it differs.
+/// The limits of one party. [`InFlightLimits::default`] is what exports start from; an export
+/// states why where it differs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlightLimits {
-    /// Bytes of data that one request may move. A request without data (a discard, a zero write) is
-    /// bounded by its protocol; the I/O path cuts it and yields between the pieces.
+    /// Bytes of data that one request may move. A request without data (a discard, a zero write)
+    /// is bounded by its protocol; the I/O path cuts it and yields between the pieces.
     pub request_bytes: u64,
     /// Requests that were taken and not answered.
     pub requests: usize,
@@ -32,8 +32,9 @@ pub struct InFlightLimits {
 }
 
 impl InFlightLimits {
-    /// 32 MiB a request (what an NBD client may assume without asking), 128 requests, 64 MiB in all, and
-    /// turns of 50 microseconds: about what a loop spends on a batch of short requests.
+    /// 32 MiB a request (what an NBD client may assume without asking), 128 requests, 64 MiB in
+    /// all, and turns of 50 microseconds: about what a loop spends on a batch of short
+    /// requests.
     pub const DEFAULT: Self = Self {
         request_bytes: 32 << 20,
         requests: 128,
@@ -54,7 +55,7 @@ impl Default for InFlightLimits {
     }
 }
 
-/// What one party has in flight, counted against its limits. For one thread.
+/// The requests of one party in flight, counted against its limits. For one thread.
 #[derive(Debug)]
 pub struct InFlight {
     limits: InFlightLimits,
@@ -103,7 +104,7 @@ impl InFlight {
 
 /// Takes back what an [`InFlightPermit`] holds.
 pub trait ReleaseInFlight {
-    /// So many requests, and so many of their bytes, are no longer in flight.
+    /// This many requests, and this many of their bytes, are no longer in flight.
     fn release(&self, requests: usize, bytes: u64);
 }
 
@@ -114,7 +115,8 @@ impl ReleaseInFlight for InFlight {
     }
 }
 
-/// Requests and bytes that a party has in flight. Dropping it returns them to the counter `C` points to.
+/// Requests and bytes that a party has in flight. Dropping it returns them to the counter `C`
+/// points to.
 #[derive(Debug)]
 pub struct InFlightPermit<C>
 where

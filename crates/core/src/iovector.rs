@@ -3,12 +3,13 @@
 //! An [`IoVector`] is a list of memory segments together with the owner that keeps them alive. It
 //! is the only view of those bytes while it exists: it is not `Clone`, and dividing it gives parts
 //! that do not overlap. So the holder of one (an engine, a worker thread, the kernel) may read and
-//! write the bytes until it drops the vector. This upholds invariant 3 (ARCHITECTURE.md): the kernel
-//! never holds memory without an owner.
+//! write the bytes until it drops the vector. This upholds invariant 3 (ARCHITECTURE.md): the
+//! kernel never holds memory without an owner.
 //!
-//! The bytes are private, or shared with another process (a guest) that changes them at any time and may
-//! even take them away. Copies of shared bytes go by [`shared_copy`](crate::copy_from_shared), and
-//! [`IoVector::is_intact`] says whether they were there.
+//! The bytes are private, or shared with another process (a guest) that changes them at any time
+//! and may even take them away. Copies of shared bytes go by
+//! [`shared_copy`](crate::copy_from_shared), and [`IoVector::is_intact`] says whether they were
+//! there.
 
 mod kept;
 
@@ -35,7 +36,8 @@ pub struct Segment {
     pub length: usize,
 }
 
-/// Segments of memory and their owner, and the only view of those bytes. Not `Clone`: a part is split off.
+/// Segments of memory and their owner, and the only view of those bytes. Not `Clone`: a part is
+/// split off.
 ///
 /// ```
 /// use blockhouse_core::Buffer;
@@ -58,8 +60,8 @@ pub struct IoVector {
     lost: Option<NonNull<AtomicBool>>,
 }
 
-/// The mark of vectors that were cut past their end: a wrong assumption about one request, which fails by
-/// [`IoVector::check_intact`].
+/// The mark of vectors that were cut past their end: a wrong assumption about one request, which
+/// fails by [`IoVector::check_intact`].
 static CUT_PAST_END: AtomicBool = AtomicBool::new(true);
 
 // SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
@@ -83,25 +85,26 @@ impl IoVector {
         Self { owner, segments, length, lost: None }
     }
 
-    /// A view of `segments` that are shared with another process (a guest), kept alive by `owner`. The
-    /// bytes may change at any time, and a guest may name the same bytes twice: nothing here makes a
-    /// reference to them, and all copies are atomic by the byte.
+    /// A view of `segments` that are shared with another process (a guest), kept alive by `owner`.
+    /// The bytes may change at any time, and a guest may name the same bytes twice: nothing
+    /// here makes a reference to them, and all copies are atomic by the byte.
     ///
-    /// `lost` is set, before anything else can be seen in their place, when bytes of the memory have
-    /// vanished. It must be of all memory that is ever joined with this
+    /// `lost` is set, before anything else can be seen in their place, when bytes of the memory
+    /// have vanished. It must be of all memory that is ever joined with this
     /// ([`chain`](Self::chain)).
     ///
     /// # Safety
-    /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must `lost` be.
-    /// No reference to the bytes exists meanwhile, and what accesses them in this process does so
-    /// atomically or through [`copy_from_shared`](crate::copy_from_shared) and its kin.
+    /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must
+    /// `lost` be. No reference to the bytes exists meanwhile, and what accesses them in this
+    /// process does so atomically or through [`copy_from_shared`](crate::copy_from_shared) and
+    /// its kin.
     pub unsafe fn from_shared(
         owner: Arc<dyn Any + Send + std::marker::Sync>,
         segments: impl IntoIterator<Item = Segment>,
         lost: &AtomicBool,
     ) -> Self {
-        // SAFETY: what the caller guarantees; that there may be other views makes no difference to copies that
-        // are atomic.
+        // SAFETY: what the caller guarantees; that there may be other views makes no difference to
+        // copies that are atomic.
         let vector = unsafe { Self::from_raw(owner, segments) };
         Self { lost: Some(NonNull::from_ref(lost)), ..vector }
     }
@@ -111,11 +114,11 @@ impl IoVector {
         self.lost.is_some()
     }
 
-    /// Whether all that was copied out of the vector so far is what its owner had there. Always true for
-    /// private memory; bytes of shared memory that has vanished read as zeros.
+    /// Whether all that was copied out of the vector so far is what its owner had there. Always
+    /// true for private memory; bytes of shared memory that has vanished read as zeros.
     pub fn is_intact(&self) -> bool {
         let Some(lost) = self.lost else { return true };
-        // What was copied was read before the flag.
+        // The copied bytes were read before the flag.
         fence(Ordering::Acquire);
         // SAFETY: it lives as long as the owner (`from_shared`).
         !unsafe { lost.as_ref() }.load(Ordering::Relaxed)
@@ -212,8 +215,9 @@ impl IoVector {
         self.segments.drain(..whole);
     }
 
-    /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others. Where there are fewer than
-    /// `at`, the answer has none, and neither is [intact](Self::is_intact).
+    /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others. Where
+    /// there are fewer than `at`, the answer has none, and neither is
+    /// [intact](Self::is_intact).
     #[must_use]
     pub fn split_off(&mut self, mut at: usize) -> Self {
         if at > self.length {
@@ -243,14 +247,14 @@ impl IoVector {
         rest
     }
 
-    /// The segments while their memory is there: the first that is lost ends them, since each further one
-    /// may cost a fault.
+    /// The segments while their memory is there: the first that is lost ends them, since each
+    /// further one may cost a fault.
     fn intact_segments(&self) -> impl Iterator<Item = &Segment> {
         self.segments.iter().take_while(|_| self.is_intact())
     }
 
-    /// Copies the first bytes of the vector into `bytes`, as many as both have. Where shared memory has
-    /// vanished ([`check_intact`](Self::check_intact)) the rest of `bytes` is zeros.
+    /// Copies the first bytes of the vector into `bytes`, as many as both have. Where shared memory
+    /// has vanished ([`check_intact`](Self::check_intact)) the rest of `bytes` is zeros.
     pub fn copy_to(&self, bytes: &mut [u8]) {
         self.copy_to_from(0, bytes);
     }
@@ -268,7 +272,8 @@ impl IoVector {
         bytes[done.min(end)..end].fill(0);
     }
 
-    /// As [`intact_segments`](Self::intact_segments), what of them is in `length` bytes from `start` on.
+    /// As [`intact_segments`](Self::intact_segments), what of them is in `length` bytes from
+    /// `start` on.
     fn intact_pieces(&self, start: usize, length: usize) -> impl Iterator<Item = Segment> {
         let (mut skipped, mut left) = (start, length);
         self.intact_segments().map_while(move |segment| {
@@ -285,8 +290,9 @@ impl IoVector {
     /// There are as many bytes at `source`, in a segment.
     unsafe fn copy_out(&self, source: NonNull<u8>, target: &mut [u8]) {
         let (source, target, count) = (source.as_ptr(), target.as_mut_ptr(), target.len());
-        // SAFETY: the source is valid (`from_raw`). No reference to a segment's bytes exists, so the two
-        // do not overlap. Private bytes are only this vector's; shared ones are copied as such.
+        // SAFETY: the source is valid (`from_raw`). No reference to a segment's bytes exists, so
+        // the two do not overlap. Private bytes are only this vector's; shared ones are
+        // copied as such.
         unsafe {
             match self.lost {
                 None => ptr::copy_nonoverlapping(source, target, count),
@@ -295,8 +301,8 @@ impl IoVector {
         }
     }
 
-    /// Whether every byte is zero. Looks no further than the first that is not. Shared memory that has
-    /// vanished is zero, too: see [`is_intact`](Self::is_intact).
+    /// Whether every byte is zero. Looks no further than the first that is not. Shared memory that
+    /// has vanished is zero, too: see [`is_intact`](Self::is_intact).
     pub fn is_zero(&self) -> bool {
         self.is_zero_at(0, self.length)
     }
@@ -326,8 +332,8 @@ impl IoVector {
         true
     }
 
-    /// Copies `bytes` over the first bytes of the vector, as many as both have. Not where shared memory has
-    /// vanished.
+    /// Copies `bytes` over the first bytes of the vector, as many as both have. Not where shared
+    /// memory has vanished.
     pub fn copy_from(&mut self, bytes: &[u8]) {
         self.copy_from_to(bytes, 0);
     }
@@ -351,8 +357,8 @@ impl IoVector {
     /// Sets every byte. Not where shared memory has vanished.
     pub fn fill(&mut self, byte: u8) {
         for &Segment { address, length } in self.intact_segments() {
-            // SAFETY: the segment is valid for writes (`from_raw`). Private bytes are only this vector's;
-            // shared ones are set as such.
+            // SAFETY: the segment is valid for writes (`from_raw`). Private bytes are only this
+            // vector's; shared ones are set as such.
             unsafe {
                 match self.lost {
                     None => ptr::write_bytes(address.as_ptr(), byte, length),
@@ -420,12 +426,13 @@ impl IoVectorList {
         self.length == 0
     }
 
-    /// What is left, none of the segments empty. For the kernel, as [`IoVector::segments`].
+    /// The rest, none of the segments empty. For the kernel, as [`IoVector::segments`].
     pub fn segments(&self) -> &[Segment] {
         &self.segments[self.done..]
     }
 
-    /// Copies the first bytes that are left into `bytes`, as many as both have: how many. As [`IoVector::copy_to`].
+    /// Copies the first bytes that are left into `bytes`, as many as both have: how many. As
+    /// [`IoVector::copy_to`].
     pub fn copy_to(&self, bytes: &mut [u8]) -> usize {
         let mut passed = self.passed();
         let mut done = 0;
@@ -438,7 +445,8 @@ impl IoVectorList {
         done
     }
 
-    /// Copies `bytes` over the first bytes that are left, as many as both have. As [`IoVector::copy_from`].
+    /// Copies `bytes` over the first bytes that are left, as many as both have. As
+    /// [`IoVector::copy_from`].
     pub fn copy_from(&mut self, bytes: &[u8]) {
         let mut passed = self.passed();
         let mut done = 0;
@@ -523,7 +531,8 @@ mod tests {
             Segment { address: unsafe { base.add(start) }, length }
         };
         let segments = [piece(0, 3), piece(3, 5), piece(8, 8)];
-        // SAFETY: the array is interior-mutable, lives as long as the Arc, and is not used otherwise.
+        // SAFETY: the array is interior-mutable, lives as long as the Arc, and is not used
+        // otherwise.
         unsafe { IoVector::from_raw(memory, segments) }
     }
 

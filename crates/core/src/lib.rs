@@ -1,4 +1,5 @@
-//! The vocabulary of Blockhouse (layer 0): what exports ask, what formats answer, what storages can do.
+//! The vocabulary of Blockhouse (layer 0): what exports ask, what formats answer, what storages can
+//! do.
 //!
 //! | type | meaning |
 //! | --- | --- |
@@ -8,14 +9,14 @@
 //! | [`Extent`] | the answer of an image format: where a guest's bytes are, and what an overwrite must know of them |
 //! | [`Error`] | one line that says what failed, on which file and offset, and what to do; with the errno for the guest |
 //!
-//! [`sync`] has the primitives of concurrency that all layers share, [`metrics`] what they measure with. This crate does no I/O and starts no
-//! threads. To open disk images see `blockhouse-disk`; the guide to all crates is `docs/library.md` in the
-//! repository.
+//! [`sync`] has the primitives of concurrency that all layers share, [`metrics`] what they measure
+//! with. This crate does no I/O and starts no threads. To open disk images see `blockhouse-disk`;
+//! the guide to all crates is `docs/library.md` in the repository.
 //!
 //! # Memory
 //!
-//! The kernel may use a request's memory after the future that waits for it is dropped. So a request owns its
-//! memory, and a buffer lends it:
+//! The kernel may use a request's memory after the future that waits for it is dropped. So a
+//! request owns its memory, and a buffer lends it:
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Durability, Request};

@@ -1,4 +1,4 @@
-//! What an export asks of a disk.
+//! The requests of an export to a disk.
 //!
 //! Every protocol is turned into these, so that range, alignment, access and limits are checked at
 //! one place for all of them.
@@ -38,7 +38,7 @@ pub enum Request {
         offset: u64,
         /// The bytes; its length is the request's length.
         from: IoVector,
-        /// What must be stable on completion.
+        /// The data that must be stable on completion.
         durability: Durability,
     },
     /// Make the range read as zeros.
@@ -49,14 +49,14 @@ pub enum Request {
         unmap: Unmap,
         /// Whether slow ways are welcome.
         fallback: Fallback,
-        /// What must be stable on completion.
+        /// The data that must be stable on completion.
         durability: Durability,
     },
-    /// The content of the range is not needed any more.
+    /// The content of the range is no longer needed.
     Discard {
         /// The bytes of the disk.
         range: ByteRange,
-        /// What must be stable on completion.
+        /// The data that must be stable on completion.
         durability: Durability,
     },
     /// All writes completed before this request, on any connection, become durable.

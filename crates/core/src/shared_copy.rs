@@ -1,21 +1,24 @@
 //! Copies from and to memory that another process changes meanwhile: a guest's.
 //!
-//! `memcpy` on such memory is a data race by the letter: its accesses are not atomic, so the compiler may
-//! assume that nothing changes. The functions here are race-free by the letter. Each is defined by a
-//! sequence of [`AtomicU8`] accesses, `Relaxed`, one for each byte of the shared memory (on other processors than
-//! x86-64 of aligned words where both sides are aligned); the other side is
-//! private memory and is accessed as usual. An inline `asm!` block must behave like some sequence of Rust
-//! operations that its author names (the Rust reference, "Rules for inline assembly"), and that sequence is
-//! it: no instruction of the loops below tears a byte, or reads what it has written. So a byte that is
-//! copied is one that some process stored there. There is no order between bytes, and between two copies
-//! of the same byte there is none either: what must be read once is copied once and then used.
+//! `memcpy` on such memory is a data race by the letter: its accesses are not atomic, so the
+//! compiler may assume that nothing changes. The functions here are race-free by the letter. Each
+//! is defined by a sequence of [`AtomicU8`] accesses, `Relaxed`, one for each byte of the shared
+//! memory (on other processors than x86-64 of aligned words where both sides are aligned); the
+//! other side is private memory and is accessed as usual. An inline `asm!` block must behave like
+//! some sequence of Rust operations that its author names (the Rust reference, "Rules for inline
+//! assembly"), and that sequence is it: no instruction of the loops below tears a byte, or reads
+//! what it has written. So a byte that is copied is one that some process stored there. There is no
+//! order between bytes, and between two copies of the same byte there is none either: what must be
+//! read once is copied once and then used.
 //!
-//! Cost: that of `memcpy` from 512 bytes on (`cargo bench -p blockhouse-core --bench shared_copy`). The
-//! loops are of vector instructions and not `rep movsb`, which falls to 1 GB/s on Zen 3 where the target
-//! lies a little above the source in their pages (the library's `memcpy` uses it there, and does too).
+//! Cost: that of `memcpy` from 512 bytes on (`cargo bench -p blockhouse-core --bench shared_copy`).
+//! The loops are of vector instructions and not `rep movsb`, which falls to 1 GB/s on Zen 3 where
+//! the target lies a little above the source in their pages (the library's `memcpy` uses it there,
+//! and does too).
 //!
 //! Memory may vanish under a copy (its file is cut short): the copy then goes on with zeros, and
-//! [`IoVector::is_intact`](crate::IoVector::is_intact) says so. Memory of our own never needs this module.
+//! [`IoVector::is_intact`](crate::IoVector::is_intact) says so. Memory of our own never needs this
+//! module.
 
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
@@ -26,8 +29,8 @@ const VECTOR: usize = 32;
 ///
 /// # Safety
 /// `source` is valid for reads of `length` bytes, and everything in this process that changes them
-/// meanwhile does so atomically or through this module. `target` is valid for writes of `length` bytes
-/// that nothing else accesses. They do not overlap.
+/// meanwhile does so atomically or through this module. `target` is valid for writes of `length`
+/// bytes that nothing else accesses. They do not overlap.
 pub unsafe fn copy_from_shared(source: *const u8, target: *mut u8, length: usize) {
     // SAFETY: what the caller guarantees.
     unsafe { copy_any(source, target, length, Side::Source) }
@@ -87,8 +90,8 @@ unsafe fn copy_any(source: *const u8, target: *mut u8, length: usize, shared: Si
 /// # Safety
 /// As for [`copy_from_shared`] or [`copy_to_shared`].
 unsafe fn copy_byte(source: *const u8, target: *mut u8, shared: Side) {
-    // SAFETY: what the caller guarantees. The pointer to mutable is what `from_ptr` takes, and shared memory
-    // may be written to; nothing is stored through it here.
+    // SAFETY: what the caller guarantees. The pointer to mutable is what `from_ptr` takes, and
+    // shared memory may be written to; nothing is stored through it here.
     unsafe {
         match shared {
             Side::Source => target.write(AtomicU8::from_ptr(source.cast_mut()).load(Relaxed)),
@@ -113,14 +116,15 @@ unsafe fn copy(source: *const u8, target: *mut u8, length: usize, _: Side) {
     }
 }
 
-/// The loops. Each copies whole blocks, then whole vectors, then the last vector's worth of bytes, some of
-/// which it has copied before: a byte copied again is one more pair of accesses to it, which the sequence
-/// that defines the copy may have.
+/// The loops. Each copies whole blocks, then whole vectors, then the last vector's worth of bytes,
+/// some of which it has copied before: a byte copied again is one more pair of accesses to it,
+/// which the sequence that defines the copy may have.
 #[cfg(target_arch = "x86_64")]
 mod x86_64 {
     use std::arch::asm;
 
-    /// A function that copies at least `$vector` bytes by registers of that many, four of them a block.
+    /// A function that copies at least `$vector` bytes by registers of that many, four of them a
+    /// block.
     macro_rules! copy_loop {
         (
             $(#[$attribute:meta])*
@@ -131,12 +135,14 @@ mod x86_64 {
             $(#[$attribute])*
             pub(super) unsafe fn $name(source: *const u8, target: *mut u8, length: usize) {
                 let (blocks, vectors) = (length / $block, length % $block / $vector);
-                // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of them one
-                // after the other. The last access ends at the ranges' ends and begins inside, because
-                // `length` is at least one vector. No other memory is accessed, the stack is not, and all
-                // registers that change are named: those of the loop, and all that `vzeroupper` changes
-                // (a register of 512 bits is changed with its lower part). The accesses to the shared side are those that the
-                // module's page tells. The caller has checked that the processor has the instructions.
+                // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of
+                // them one after the other. The last access ends at the ranges' ends and begins
+                // inside, because
+                // `length` is at least one vector. No other memory is accessed, the stack is not,
+                // and all registers that change are named: those of the loop, and all that
+                // `vzeroupper` changes (a register of 512 bits is changed with its lower part). The
+                // accesses to the shared side are those that the module's page tells. The caller
+                // has checked that the processor has the instructions.
                 unsafe {
                     asm!(
                         "test {blocks}, {blocks}",
@@ -200,9 +206,9 @@ mod x86_64 {
     );
 }
 
-/// Copies at least [`VECTOR`] bytes, one side of which is shared: by words where both sides are aligned,
-/// else by bytes. Words and bytes meet in one place only if the guest gives overlapping memory to two
-/// requests.
+/// Copies at least [`VECTOR`] bytes, one side of which is shared: by words where both sides are
+/// aligned, else by bytes. Words and bytes meet in one place only if the guest gives overlapping
+/// memory to two requests.
 ///
 /// # Safety
 /// As for [`copy_from_shared`] or [`copy_to_shared`].
@@ -213,8 +219,8 @@ unsafe fn copy(source: *const u8, target: *mut u8, length: usize, shared: Side) 
     const WORD: usize = size_of::<usize>();
     let aligned = (source.addr() | target.addr()).is_multiple_of(WORD);
     let words = if aligned { length / WORD * WORD } else { 0 };
-    // SAFETY: inside of the ranges that the caller vouches for, words only where they are aligned, and
-    // atomic on the shared side.
+    // SAFETY: inside of the ranges that the caller vouches for, words only where they are aligned,
+    // and atomic on the shared side.
     unsafe {
         for at in (0..words).step_by(WORD) {
             let (from, to) = (source.add(at).cast::<usize>(), target.add(at).cast::<usize>());
@@ -235,8 +241,8 @@ mod tests {
 
     type Copy = unsafe fn(*const u8, *mut u8, usize);
 
-    /// Lengths around every boundary of the loops, at every alignment that they may meet, with the bytes
-    /// before and after left alone.
+    /// Lengths around every boundary of the loops, at every alignment that they may meet, with the
+    /// bytes before and after left alone.
     fn copies_exactly(copy: Copy, least: usize) {
         let source: Vec<u8> = (0..1024).map(|index| (index % 251) as u8 + 1).collect();
         for length in (least..300).chain([511, 512, 513, 640]) {

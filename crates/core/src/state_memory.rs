@@ -1,8 +1,8 @@
 //! Memory that outlives the process: where a format keeps its redo log.
 //!
-//! A process that is killed loses no store that it made, because the memory belongs to the host and not to the
-//! process: a file on tmpfs that is mapped shared, for instance. A loss of power, or a restart of the host, voids
-//! it.
+//! A process that is killed loses no store that it made, because the memory belongs to the host and
+//! not to the process: a file on tmpfs that is mapped shared, for instance. A loss of power, or a
+//! restart of the host, voids it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,20 +11,21 @@ pub const RESERVED_WORDS: usize = 4096;
 
 /// Memory of 64-bit words that outlives the process which stores them.
 ///
-/// Who implements it guarantees:
+/// An implementation guarantees:
 ///
-/// - A word that [`store`](Self::store) has written is there for the next process, whatever ends this one: SIGKILL,
-///   an abort, no memory left. Nothing needs to be flushed or closed for that.
+/// - A word that [`store`](Self::store) has written is there for the next process, whatever ends
+///   this one: SIGKILL, an abort, no memory left. Nothing needs to be flushed or closed for that.
 /// - Stores of one thread become visible in their order, to other threads and to the next process.
 /// - A word is never torn: a load sees zero, or a value that was stored.
-/// - Neither loads nor stores block, allocate or make a system call, but for a page that is touched the first time.
+/// - Neither loads nor stores block, allocate or make a system call, but for a page that is touched
+///   the first time.
 /// - A store to one of the first [`RESERVED_WORDS`] never fails, and one beyond them does not after
 ///   [`reserve`](Self::reserve). Other words are not stored to.
-/// - New memory is all zeros, and only one user stores into it at a time. The lock of the image that it belongs to
-///   sees to that.
+/// - New memory is all zeros, and only one user stores into it at a time. The lock of the image
+///   that it belongs to sees to that.
 ///
-/// The memory may be damaged or not what the reader expects: another program had access to the file. So a reader
-/// takes its words for foreign bytes, and checks them.
+/// The memory may be damaged or not what the reader expects: another program had access to the
+/// file. So a reader takes its words for foreign bytes, and checks them.
 pub trait StateMemory: Send + Sync {
     /// How many words there are. Constant.
     fn words(&self) -> usize;
@@ -41,17 +42,18 @@ pub trait StateMemory: Send + Sync {
     /// When `index` is not less than [`words`](Self::words).
     fn store(&self, index: usize, value: u64);
 
-    /// Has the host provide the first `words` words, no more than there are. What was stored stays. `false` where the
-    /// host has no memory: all is as before then. May make a system call.
+    /// Has the host provide the first `words` words, no more than there are. What was stored stays.
+    /// `false` where the host has no memory: all is as before then. May make a system call.
     fn reserve(&self, words: usize) -> bool;
 
-    /// Gives the host back what lies beyond the first `words` words, no fewer than [`RESERVED_WORDS`]. It reads as zeros
-    /// then, or as before, and is not stored to before it is reserved again. May make a system call.
+    /// Gives the host back what lies beyond the first `words` words, no fewer than
+    /// [`RESERVED_WORDS`]. It reads as zeros then, or as before, and is not stored to before it
+    /// is reserved again. May make a system call.
     fn release(&self, words: usize);
 }
 
-/// Words of this process alone. They outlive a disk that is dropped without being closed, which is what tests and
-/// the simulator call a killed process.
+/// Words of this process alone. They outlive a disk that is dropped without being closed, which is
+/// what tests and the simulator call a killed process.
 impl StateMemory for Vec<AtomicU64> {
     fn words(&self) -> usize {
         self.len()

@@ -12,15 +12,15 @@ use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, Sync
 /// A flat range of bytes that can be read, written and made durable.
 ///
 /// A future that is dropped before it is ready leaves its operation to complete by itself: the
-/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown. When
-/// a future is ready, the vector has been dropped: the lender can use its buffer again.
+/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown.
+/// When a future is ready, the vector has been dropped: the lender can use its buffer again.
 ///
 /// The outcome of a dropped flush or durable write is not lost, because the host reports each
 /// failure once: the next flush first waits until such operations have ended, and if one of them
 /// failed it fails with that error.
 ///
-/// The order of operations in flight at the same time is not defined. A caller that needs an order waits for
-/// the first before it starts the second.
+/// The order of operations in flight at the same time is not defined. A caller that needs an order
+/// waits for the first before it starts the second.
 ///
 /// Ranges are aligned as [`Capabilities::alignment`] says. One more is always welcome: the last
 /// partial block, where the size is no multiple of the offset alignment. It starts at the last
@@ -29,9 +29,10 @@ pub trait Storage: 'static {
     /// How people call it: a path, mostly. For messages.
     fn name(&self) -> &str;
 
-    /// What it can do, and how it does that cheapest, for the thread that asks and carries the request
-    /// out: others may have another way to it. Cheap, and asked anew for each request: a thread's answer
-    /// may get worse at run time (a kernel that refuses a flag), never better.
+    /// The storage's abilities, and its cheapest ways, for the thread that asks and carries the
+    /// request out: others may have another way to it. Cheap, and asked anew for each request:
+    /// a thread's answer may get worse at run time (a kernel that refuses a flag), never
+    /// better.
     fn capabilities(&self) -> Capabilities;
 
     /// The size in bytes.
@@ -41,14 +42,14 @@ pub trait Storage: 'static {
     fn read(&self, offset: u64, into: IoVector) -> impl Future<Output = Result<()>>;
 
     /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
-    /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when the bytes
-    /// were not all accepted for want of room. What is written past the end makes the storage longer. A
-    /// write that fails may have stored any part of the bytes, and [`size`](Self::size) says how long
-    /// that has made the storage.
+    /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when the
+    /// bytes were not all accepted for want of room. What is written past the end makes the
+    /// storage longer. A write that fails may have stored any part of the bytes, and
+    /// [`size`](Self::size) says how long that has made the storage.
     ///
     /// A durable write is a write and a flush in one, so its failure may be the only report of an
-    /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it says
-    /// so by [`Error::confined`](crate::Error::confined).
+    /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it
+    /// says so by [`Error::confined`](crate::Error::confined).
     fn write(
         &self,
         offset: u64,
@@ -61,15 +62,17 @@ pub trait Storage: 'static {
     /// before the next flush, as little as a discard or a resize.
     fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
 
-    /// Fills the range with zeros that are *written*, without sending them: once a full flush that began after the
-    /// return has ended, a durable write to the range costs what an overwrite costs, and nothing of the host's
-    /// metadata. What lies past the end makes the storage longer. Not durable before that flush: after a crash a sector
-    /// may hold what it held before, or zeros; past the end as it was, anything. `held` has no bytes; the operation owns
+    /// Fills the range with zeros that are *written*, without sending them: once a full flush that
+    /// began after the return has ended, a durable write to the range costs what an overwrite
+    /// costs, and nothing of the host's metadata. What lies past the end makes the storage
+    /// longer. Not durable before that flush: after a crash a sector may hold what it held
+    /// before, or zeros; past the end as it was, anything. `held` has no bytes; the operation owns
     /// it until it ends, and with it its guards.
     ///
-    /// Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed where zeros have to be
-    /// sent for that, and with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where there is no room, with a part
-    /// of the range filled at most.
+    /// Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed
+    /// where zeros have to be sent for that, and with
+    /// [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where there is no room, with a part of
+    /// the range filled at most.
     fn prepare_zeroes(
         &self,
         _range: ByteRange,
@@ -79,8 +82,8 @@ pub trait Storage: 'static {
         ready(Err(Error::new(ErrorKind::Unsupported, what).on(self.name())))
     }
 
-    /// How many bytes the host could still give to the storage, which others may take first; `None` where that is not
-    /// known, or where the storage has all its space.
+    /// How many bytes the host could still give to the storage, which others may take first; `None`
+    /// where that is not known, or where the storage has all its space.
     ///
     /// # Errors
     /// The host's.
@@ -88,9 +91,9 @@ pub trait Storage: 'static {
         ready(Ok(None))
     }
 
-    /// Gives the space of the range back; [`Capabilities::read_after_discard`] says what it reads as
-    /// afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing
-    /// changed where the storage cannot.
+    /// Gives the space of the range back; [`Capabilities::read_after_discard`] says what it reads
+    /// as afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and
+    /// nothing changed where the storage cannot.
     fn discard(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
     /// Makes every write that completed before the call durable. Always does the work: whether
@@ -100,35 +103,37 @@ pub trait Storage: 'static {
     /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
     fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
 
-    /// Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where it is known that the storage cannot become `size`
-    /// bytes long, whatever room there is. Changes nothing.
+    /// Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where it is known that the
+    /// storage cannot become `size` bytes long, whatever room there is. Changes nothing.
     fn check_size(&self, _size: u64) -> Result<()> {
         Ok(())
     }
 
-    /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do not
-    /// lengthen it one by one. New bytes read as zeros; what is there stays, whatever happens at the same
-    /// time. It is a hint: a storage that cannot leaves its length alone.
+    /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do
+    /// not lengthen it one by one. New bytes read as zeros; what is there stays, whatever
+    /// happens at the same time. It is a hint: a storage that cannot leaves its length alone.
     fn extend_hint(&self, _size: u64) -> impl Future<Output = ()> {
         ready(())
     }
 
-    /// Whether bytes read as zeros that the storage gets when it becomes longer, by a write, a resize or another program. Not
-    /// those of a block device: what its volume manager gives it may hold anything.
+    /// Whether bytes read as zeros that the storage gets when it becomes longer, by a write, a
+    /// resize or another program. Not those of a block device: what its volume manager gives it
+    /// may hold anything.
     fn grows_with_zeros(&self) -> bool {
         true
     }
 
-    /// What is stored at the start of `range`: the status and for how many bytes it holds (at
+    /// The status of the start of `range`, and for how many bytes it holds (at
     /// least one, at most the length of the range, which must not be empty).
     fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;
 
     /// Starts to bring the range into the cache, if there is one. Never fails for want of one.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
-    /// When the storage was changed for the last time, by whatever program, since the Unix epoch: by a clock that no program
-    /// can set for it. No change that begins after the return has this time. `None` where nothing tells. Of a block device it is no
-    /// time, but says how much was written to it.
+    /// When the storage was changed for the last time, by whatever program, since the Unix epoch:
+    /// by a clock that no program can set for it. No change that begins after the return has
+    /// this time. `None` where nothing tells. Of a block device it is no time, but says how
+    /// much was written to it.
     ///
     /// # Errors
     /// The host's.
@@ -136,19 +141,20 @@ pub trait Storage: 'static {
         ready(Ok(None))
     }
 
-    /// Whether [`close`](Self::close) gives something back, so that operations fail afterwards. A storage with a `close` of its
-    /// own says so here: otherwise it is closed while operations are in flight.
+    /// Whether [`close`](Self::close) gives something back, so that operations fail afterwards. A
+    /// storage with a `close` of its own says so here: otherwise it is closed while operations
+    /// are in flight.
     fn needs_close(&self) -> bool {
         false
     }
 
-    /// What is asked from now on is asked to close it: a storage of another host, which may never answer, limits how long
-    /// that waits.
+    /// Requests from now on are made to close it: a storage of another host, which may never
+    /// answer, limits how long that waits.
     fn begin_close(&self) {}
 
-    /// Gives back what the storage holds on another host, such as a lock. Operations that begin later may fail. A
-    /// storage that is dropped without it gives that back as well, but may block its thread until then. What is
-    /// only of this process goes with the drop.
+    /// Gives back what the storage holds on another host, such as a lock. Operations that begin
+    /// later may fail. A storage that is dropped without it gives that back as well, but may
+    /// block its thread until then. What is only of this process goes with the drop.
     fn close(&self) -> impl Future<Output = Result<()>> {
         ready(Ok(()))
     }
@@ -166,12 +172,13 @@ pub trait Storage: 'static {
         ready(Err(without_snapshots(self.name())))
     }
 
-    /// The parts of `range` that were written, or given back, since the storage took a snapshot, in order; none of them
-    /// touches the next. A part may have the bytes that it had. What is past the end is no change.
+    /// The parts of `range` that were written, or given back, since the storage took a snapshot, in
+    /// order; none of them touches the next. A part may have the bytes that it had. What is
+    /// past the end is no change.
     ///
     /// # Errors
-    /// As [`change_snapshots`](Self::change_snapshots); `InvalidInput` also where the snapshot is younger than what the
-    /// storage was opened on.
+    /// As [`change_snapshots`](Self::change_snapshots); `InvalidInput` also where the snapshot is
+    /// younger than what the storage was opened on.
     fn changes_since(
         &self,
         _snapshot: &str,
@@ -180,11 +187,13 @@ pub trait Storage: 'static {
         ready(Err(without_snapshots(self.name())))
     }
 
-    /// Takes, deletes, renames or applies a snapshot; durable when it returns. The caller keeps other changes away.
+    /// Takes, deletes, renames or applies a snapshot; durable when it returns. The caller keeps
+    /// other changes away.
     ///
     /// # Errors
-    /// As [`list_snapshots`](Self::list_snapshots); [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where
-    /// there is no such snapshot, or the name of a new one is taken or cannot be used.
+    /// As [`list_snapshots`](Self::list_snapshots);
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where there is no such
+    /// snapshot, or the name of a new one is taken or cannot be used.
     fn change_snapshots(&self, _change: SnapshotChange<'_>) -> impl Future<Output = Result<()>> {
         ready(Err(without_snapshots(self.name())))
     }
@@ -217,7 +226,7 @@ pub enum SnapshotChange<'a> {
 pub struct StorageChange {
     /// Where.
     pub range: ByteRange,
-    /// What is there now.
+    /// The present allocation.
     pub allocation: Allocation,
 }
 
@@ -234,31 +243,32 @@ pub struct StorageSnapshot {
     pub size: u64,
 }
 
-/// What a storage can do.
+/// The abilities of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
     /// How single writes are made durable.
     pub fua: Fua,
-    /// What a write with native FUA costs the disk below.
+    /// The cost of a write with native FUA at the disk below.
     pub fua_cost: FuaCost,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
     /// When durable writes in flight together are cheaper as plain writes with one flush for all.
     pub group_commit: GroupCommit,
-    /// What offsets, lengths and memory addresses must be multiples of. This never changes while
-    /// the storage is open.
+    /// The unit of which offsets, lengths and memory addresses must be multiples. This never
+    /// changes while the storage is open.
     pub alignment: Alignment,
     /// Whether a range can be made to read as zeros without sending them.
     pub write_zeroes: Offload,
-    /// Whether zeros can be written without sending them, so that durable writes to them are overwrites.
+    /// Whether zeros can be written without sending them, so that durable writes to them are
+    /// overwrites.
     pub prepare_zeroes: Offload,
     /// Whether space can be given back.
     pub discard: Offload,
-    /// What a range reads as whose space was given back.
+    /// The content of a range whose space was given back.
     pub read_after_discard: ReadAfterDiscard,
 }
 
-/// What a discarded range reads as.
+/// The content of a discarded range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadAfterDiscard {
     /// Zeros; after a crash, each of its sectors as zeros or as it was.
@@ -276,7 +286,7 @@ pub enum Offload {
     Unavailable,
 }
 
-/// What a durable write costs the disk, where FUA is native.
+/// The cost of a durable write at the disk, where FUA is native.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FuaCost {
     /// One request: the disk has FUA, or no cache that could lose it.
@@ -303,7 +313,7 @@ pub enum WriteCache {
     None,
 }
 
-/// What direct I/O demands. Both are powers of two, 1 for "nothing".
+/// The demands of direct I/O. Both are powers of two, 1 for "nothing".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Of offsets and lengths, in bytes.
@@ -324,7 +334,7 @@ impl Alignment {
     }
 }
 
-/// What stands behind a range of a storage.
+/// The space behind a range of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// Space is allocated and holds data.

@@ -4,8 +4,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that a tool has passed, of so many. A tool that goes over the same several times, as a repair checks before and
-/// after, says so when it is made.
+/// Bytes that a tool has passed, of this many. A tool that goes over the same several times, as a
+/// repair checks before and after, says so when it is made.
 #[derive(Debug)]
 pub struct ToolProgress {
     passes: u64,
@@ -21,14 +21,15 @@ impl Default for ToolProgress {
 }
 
 impl ToolProgress {
-    /// Of a tool that [begins](Self::begin) so many times.
+    /// Of a tool that [begins](Self::begin) this many times.
     pub fn in_passes(passes: u64) -> Self {
         let zero = || AtomicU64::new(0);
         Self { passes: passes.max(1), begun: zero(), done: zero(), total: zero() }
     }
 
-    /// Bytes that need no more work, and all of them; the latter is 0 where that is not known, as before the tool has begun.
-    /// Several parts are in flight together, so some before the last one may still be.
+    /// Bytes that need no more work, and all of them; the latter is 0 where that is not known, as
+    /// before the tool has begun. Several parts are in flight together, so some before the last
+    /// one may still be.
     pub fn get(&self) -> (u64, u64) {
         let total = self.total.load(Ordering::Relaxed);
         let done = self.done.load(Ordering::Relaxed);
@@ -46,12 +47,12 @@ impl ToolProgress {
         }
     }
 
-    /// What lies before `offset` is done.
+    /// All work before `offset` is done.
     pub fn reach(&self, offset: u64) {
         self.done.fetch_max(offset, Ordering::Relaxed);
     }
 
-    /// So many more bytes are done.
+    /// This many more bytes are done.
     pub fn advance(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }

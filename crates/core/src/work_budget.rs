@@ -1,15 +1,16 @@
 //! Long work in short steps: a task that computes lets the others of its thread run.
 //!
-//! Futures are not interrupted. Work that is over without waiting (filling holes with zeros, looking
-//! up extents, decompression) would keep every other task of the thread waiting for as long as the
-//! request is long. So such work counts what it does and yields after each quantum of it. Counting,
-//! and not a clock, decides: it costs nothing, and a simulation stays deterministic.
+//! Futures are not interrupted. Work that is over without waiting (filling holes with zeros,
+//! looking up extents, decompression) would keep every other task of the thread waiting for as long
+//! as the request is long. So such work counts what it does and yields after each quantum of it.
+//! Counting, and not a clock, decides: it costs nothing, and a simulation stays deterministic.
 
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
 
-/// Lets every other task that is ready run first. Works with any executor: pending once, woken at once.
+/// Lets every other task that is ready run first. Works with any executor: pending once, woken at
+/// once.
 pub async fn yield_now() {
     let mut yielded = false;
     poll_fn(|context| {
@@ -22,14 +23,15 @@ pub async fn yield_now() {
     .await;
 }
 
-/// What is left of the quantum of one request. Starts full.
+/// The rest of the quantum of one request. Starts full.
 #[derive(Debug)]
 pub struct WorkBudget {
     left: Cell<u64>,
 }
 
 impl WorkBudget {
-    /// The work between two yields, in bytes of memory that are filled or copied: 10 to 30 microseconds.
+    /// The work between two yields, in bytes of memory that are filled or copied: 10 to 30
+    /// microseconds.
     pub const QUANTUM: u64 = 128 << 10;
 
     /// The cost of looking up an extent, in the same unit: a fraction of a microsecond.

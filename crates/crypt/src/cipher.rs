@@ -1,6 +1,7 @@
 //! The sectors of a disk, encrypted and decrypted in memory.
 //!
-//! As `dm-crypt` does it: each sector by itself, with an initialization vector made of its number in units of 512 bytes.
+//! As `dm-crypt` does it: each sector by itself, with an initialization vector made of its number
+//! in units of 512 bytes.
 
 use std::io;
 
@@ -41,11 +42,11 @@ struct Xts<A> {
 
 struct Cbc<A> {
     data: A,
-    /// What encrypts the initialization vectors.
+    /// The cipher of the initialization vectors.
     essiv: Option<Aes256>,
 }
 
-/// What is done with sectors.
+/// The direction of the work on sectors.
 #[derive(Clone, Copy)]
 enum Direction {
     Encrypt,
@@ -53,7 +54,8 @@ enum Direction {
 }
 
 impl SectorCipher {
-    /// For sectors of `sector_size` bytes, a power of two from 512 to 4096. The key has a length that the cipher has.
+    /// For sectors of `sector_size` bytes, a power of two from 512 to 4096. The key has a length
+    /// that the cipher has.
     ///
     /// # Errors
     /// The kernel has no memory for the keys; `InvalidInput` for a key of another length.

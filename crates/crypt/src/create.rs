@@ -1,7 +1,7 @@
 //! The header of a new encrypted image: a key at random, in a slot that one secret opens.
 //!
-//! Guarantee: keys, salts and stripes are from the kernel's random numbers (`getrandom`), and the secret is one that
-//! [`unlock`](crate::unlock) opens the slot with, within its limits.
+//! Guarantee: keys, salts and stripes are from the kernel's random numbers (`getrandom`), and the
+//! secret is one that [`unlock`](crate::unlock) opens the slot with, within its limits.
 
 use std::time::{Duration, Instant};
 
@@ -18,8 +18,9 @@ const MAX_ITERATIONS: u32 = 1 << 24;
 /// Iterations by which the machine's speed is measured.
 const SAMPLE: u32 = 1 << 14;
 
-/// The header of LUKS 1 for a new image, with its areas: AES-256-XTS, a key at random, and one slot, which `secret` opens.
-/// To derive the slot's key takes about `time` on this machine. Computes for as long: not for an event loop.
+/// The header of LUKS 1 for a new image, with its areas: AES-256-XTS, a key at random, and one
+/// slot, which `secret` opens. To derive the slot's key takes about `time` on this machine.
+/// Computes for as long: not for an event loop.
 ///
 /// # Errors
 /// The kernel has no random numbers or no memory.

@@ -16,7 +16,8 @@ pub(crate) fn length(hash: LuksHash) -> usize {
     }
 }
 
-/// Stores the first bytes of the digest of `parts`, one after the other, into `into`, at most as long as a digest.
+/// Stores the first bytes of the digest of `parts`, one after the other, into `into`, at most as
+/// long as a digest.
 pub(crate) fn digest(hash: LuksHash, parts: [&[u8]; 2], into: &mut [u8]) {
     fn of<D: Digest>(parts: [&[u8]; 2], into: &mut [u8]) {
         let digest = D::new().chain_update(parts[0]).chain_update(parts[1]).finalize();

@@ -1,7 +1,7 @@
 //! From a passphrase to the key of a slot's area, with a limit on the work.
 //!
-//! A header is a stranger's: without limits it could ask for hours and for all memory. One [`Work`] is for all slots
-//! of a header together, so 32 slots take no longer than one may.
+//! A header is a stranger's: without limits it could ask for hours and for all memory. One [`Work`]
+//! is for all slots of a header together, so 32 slots take no longer than one may.
 
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use blockhouse_engine::LockedBytes;
@@ -16,10 +16,10 @@ const MAX_ROUNDS: u64 = 1 << 27;
 const MAX_MEMORY_KIB: u32 = 1 << 20;
 /// The most KiB that all Argon2 together may fill, over all passes.
 const MAX_FILLED_KIB: u64 = 32 << 20;
-/// What a limit that is exceeded is called for.
+/// The words for a limit that is exceeded.
 const TOO_MUCH: &str = "which is more than is done here";
 
-/// What may still be computed for a header.
+/// The work that may still be done for a header.
 pub(crate) struct Work {
     rounds: u64,
     filled_kib: u64,
@@ -118,7 +118,7 @@ fn argon2(argon2: Argon2<'_>, secret: &[u8], salt: &[u8], into: &mut [u8]) -> Re
     outcome.map_err(|why| format!("its costs make no sense: {why}"))
 }
 
-/// Zeros for a key of so many bytes.
+/// Zeros for a key of this many bytes.
 pub(crate) fn empty_key(length: usize) -> Result<LockedBytes, String> {
     LockedBytes::new(length).map_err(|error| format!("no memory for its key: {error}"))
 }

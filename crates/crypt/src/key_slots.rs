@@ -1,6 +1,7 @@
 //! Key slots of a header that is there: which a secret opens, and what a new one holds.
 //!
-//! Computes for as long as [`unlock`](crate::unlock), within the same limits: not for an event loop.
+//! Computes for as long as [`unlock`](crate::unlock), within the same limits: not for an event
+//! loop.
 
 use std::time::Duration;
 
@@ -32,7 +33,8 @@ pub fn slots_of(header: &LuksHeader, areas: &[Vec<u8>], secret: &Secret) -> Resu
     Ok(found)
 }
 
-/// A key slot that `secret` opens in about `time`, with the disk's key, which one of `openers` opens.
+/// A key slot that `secret` opens in about `time`, with the disk's key, which one of `openers`
+/// opens.
 ///
 /// # Errors
 /// `Unsupported` where none of them opens a slot; the kernel has no random numbers or no memory.

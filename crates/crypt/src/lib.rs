@@ -1,15 +1,16 @@
 //! Keys and ciphers of encrypted images (layer 2): LUKS.
 //!
 //! - [`Secret`] is what a person gives: a passphrase or a key file.
-//! - [`unlock`] opens a key slot of a [`LuksHeader`](blockhouse_format::LuksHeader) with it. It computes for long, so it
-//!   has no place on an event loop.
+//! - [`unlock`] opens a key slot of a [`LuksHeader`](blockhouse_format::LuksHeader) with it. It
+//!   computes for long, so it has no place on an event loop.
 //! - [`create_header`] makes the header of a new image.
 //! - [`SectorCipher`] encrypts and decrypts the sectors of a disk.
 //!
-//! Guarantees: secrets, derived keys and the ciphers' key schedules are in locked memory that is wiped
-//! ([`Locked`](blockhouse_engine::Locked)). What a header asks for in time and memory is limited ([`unlock`]). The block
-//! cipher and the hashes take the same time whatever the key and the data are: AES by the processor's instructions,
-//! elsewhere bitsliced. No message has a secret in it.
+//! Guarantees: secrets, derived keys and the ciphers' key schedules are in locked memory that is
+//! wiped ([`Locked`](blockhouse_engine::Locked)). What a header asks for in time and memory is
+//! limited ([`unlock`]). The block cipher and the hashes take the same time whatever the key and
+//! the data are: AES by the processor's instructions, elsewhere bitsliced. No message has a secret
+//! in it.
 #![forbid(unsafe_code)]
 
 mod cipher;

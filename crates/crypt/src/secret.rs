@@ -1,4 +1,4 @@
-//! What opens a key slot: a passphrase, or the bytes of a key file.
+//! The key to a slot: a passphrase, or the bytes of a key file.
 
 use std::fs::File;
 use std::io::Read;

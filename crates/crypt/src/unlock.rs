@@ -7,14 +7,16 @@ use blockhouse_format::{LuksHeader, LuksSlotKey};
 use crate::kdf::{Work, empty_key};
 use crate::{Secret, SectorCipher, stripes};
 
-/// The cipher of a container's disk, by the first of `secrets` that opens one of its key slots. `areas` are the bytes of
-/// the slots' areas, in the slots' order; those of slots that are not supported are not looked at. Errors have no file.
+/// The cipher of a container's disk, by the first of `secrets` that opens one of its key slots.
+/// `areas` are the bytes of the slots' areas, in the slots' order; those of slots that are not
+/// supported are not looked at. Errors have no file.
 ///
-/// Computes for seconds, with up to 1 GiB of memory: not for an event loop. What the header may ask for is limited: 2^27
-/// rounds of HMAC, and 32 GiB filled by Argon2, over all slots and secrets.
+/// Computes for seconds, with up to 1 GiB of memory: not for an event loop. What the header may ask
+/// for is limited: 2^27 rounds of HMAC, and 32 GiB filled by Argon2, over all slots and secrets.
 ///
 /// # Errors
-/// `Unsupported` when no secret opens a slot, also where slots could not be tried or ask for too much.
+/// `Unsupported` when no secret opens a slot, also where slots could not be tried or ask for too
+/// much.
 pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Result<SectorCipher> {
     let mut work = Work::new();
     let mut reasons = Vec::new();

@@ -10,8 +10,9 @@ pub(crate) const BATCH: usize = 256;
 
 pub(crate) type Block = Array<u8, U16>;
 
-/// Encrypts or decrypts sectors of `sector_size` bytes, at most 4 KiB. `tweaks` encrypts the initialization vectors, of
-/// which `iv` gives that of each sector by its index; `blocks` encrypts or decrypts blocks.
+/// Encrypts or decrypts sectors of `sector_size` bytes, at most 4 KiB. `tweaks` encrypts the
+/// initialization vectors, of which `iv` gives that of each sector by its index; `blocks` encrypts
+/// or decrypts blocks.
 pub(crate) fn xts(
     bytes: &mut [u8],
     sector_size: usize,

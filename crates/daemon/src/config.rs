@@ -1,6 +1,7 @@
 //! The configuration of a server with many disks: a TOML file (docs/operations.md).
 //!
-//! Guarantee: what is wrong in it is told with its line and column, before anything is opened or changed.
+//! Guarantee: what is wrong in it is reported with its line and column, before anything is opened
+//! or changed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -123,7 +124,7 @@ impl Default for ServerOptions {
 }
 
 impl ServerOptions {
-    /// Who the server becomes.
+    /// The user of the server after it gave up its own.
     fn user(&self) -> Result<Option<UserIds>, String> {
         user_options::ids(self.user.map(|TextOf(user)| user), self.group.map(|TextOf(group)| group))
     }
@@ -165,7 +166,8 @@ impl Config {
         })
     }
 
-    /// What is to run. `hand_over`: as [`Setup::hand_over`]. The file is read again from `path` by reloads.
+    /// The setup of the server. `hand_over`: as [`Setup::hand_over`]. The file is read again from
+    /// `path` by reloads.
     pub fn setup(self, path: PathBuf, hand_over: bool) -> Setup {
         let Self { server, tls, user, disks } = self;
         let limits: Vec<Limit> = server.limits.into_iter().map(|TextOf(limit)| limit).collect();
@@ -221,7 +223,7 @@ pub fn default_queues() -> u16 {
     std::thread::available_parallelism().map_or(1, |count| count.get()).min(256) as u16
 }
 
-/// What is served where, as fields of a setup: names and places of disks.
+/// The exports and their addresses, as fields of a setup: names and places of disks.
 #[derive(Default)]
 struct Addresses {
     nbd: Vec<(Address, Vec<Offer>)>,
@@ -251,7 +253,7 @@ fn addresses(disks: &[ConfiguredDisk]) -> Addresses {
     all
 }
 
-/// What is wrong, and at which byte.
+/// The error, and its byte.
 #[derive(Debug)]
 struct Wrong {
     at: usize,

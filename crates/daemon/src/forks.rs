@@ -1,4 +1,4 @@
-//! What a fork is to do with each disk, and what it did: as requests and answers have it.
+//! The work of a fork on each disk, and its result: as requests and answers have it.
 
 use std::path::PathBuf;
 
@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 pub struct ForkDiskParams {
     /// Its name.
     pub disk: String,
-    /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a name beside its image, and
-    /// none for a read-only disk.
+    /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a
+    /// name beside its image, and none for a read-only disk.
     pub overlay: Option<PathBuf>,
-    /// Whether the overlay is there already: a qcow2 image as long as the disk to which nothing was written, and which no
-    /// other disk has. Its header gets the name of the layer.
+    /// Whether the overlay is there already: a qcow2 image as long as the disk to which nothing
+    /// was written, and which no other disk has. Its header gets the name of the layer.
     #[serde(default)]
     pub made: bool,
     /// Other qcow2 files over what it is at the moment.

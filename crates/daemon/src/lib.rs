@@ -1,21 +1,25 @@
-//! What runs while images are served (layer 5): disks, exports, control and hand-over, from the first check to the
+//! The running server (layer 5): disks, exports, control and hand-over, from the first check to the
 //! last flush.
 //!
-//! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has ended in order. The
-//! command line is one way to make a `Setup`; nothing here reads arguments or prints.
+//! [`run()`] takes a [`Setup`], a plain description of what is to run, and returns when that has
+//! ended in order. The command line is one way to make a `Setup`; nothing here reads arguments or
+//! prints.
 //!
-//! - `options`: values as people write them, [`limits`], [`size`] and others; [`setup`]: the description that they make,
-//!   with [`offers`] and [`tls_options`]; [`config`]: a file that describes it
+//! - `options`: values as people write them, [`limits`], [`size`] and others; [`setup`]: the
+//!   description that they make, with [`offers`] and [`tls_options`]; [`config`]: a file that
+//!   describes it
 //! - `process`: threads, signals, and what service managers are told
 //! - `server`: [`run()`], its start, upgrade and stop; [`Service`]: what serves, as a whole
 //! - `running`: disks and exports, by name, while they are served; they come and go
 //! - `endpoints`: listening sockets and devices, [`ublk`] among them
 //! - [`events`]: what happens meanwhile
 //! - `jobs`: long work on disks while they are served
-//! - [`control`]: what a user may ask of a running server, and the client that asks; [`forks`]: of forks
+//! - [`control`]: what a user may ask of a running server, and the client that asks; [`forks`]: of
+//!   forks
 //! - `qmp`: the same in the words of QEMU's monitor
 //! - [`metrics`]: what is measured of all that runs
-//! - `hand_over`: another process goes on; `launcher`: what starts it; `sandbox`: what neither may do
+//! - `hand_over`: another process goes on; `launcher`: what starts it; `sandbox`: what neither may
+//!   do
 #![forbid(unsafe_code)]
 
 pub mod config;

@@ -1,4 +1,5 @@
-//! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
+//! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or
+//! cleared.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -24,28 +25,30 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// The persistent bitmaps of an open disk. Changes are durable when they return, and happen as a whole or not at
-/// all; the disk holds off other changes meanwhile.
+/// The persistent bitmaps of an open disk. Changes are durable when they return, and happen as a
+/// whole or not at all; the disk holds off other changes meanwhile.
 pub struct DiskBitmaps<'a, S: Storage> {
     disk: &'a Disk<S>,
 }
 
 impl<S: Storage> DiskBitmaps<'_, S> {
-    /// All bitmaps, in the order in which they were added; none where another program has changed the disk without
-    /// recording its changes in them.
+    /// All bitmaps, in the order in which they were added; none where another program has changed
+    /// the disk without recording its changes in them.
     ///
     /// # Errors
-    /// `Unsupported` for a format without bitmaps; `Corrupt` where the directory contradicts the format.
+    /// `Unsupported` for a format without bitmaps; `Corrupt` where the directory contradicts the
+    /// format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         self.disk.begin_use().format().bitmaps()?.list().await
     }
 
-    /// What the bitmap of this name says of `range`: extents that follow each other, `max` at least unless there are
-    /// fewer. An enabled bitmap of a disk that is open for writing says what was recorded up to now.
+    /// The records of the bitmap of this name for `range`: extents that follow each other, `max` at
+    /// least unless there are fewer. An enabled bitmap of a disk that is open for writing says
+    /// what was recorded up to now.
     ///
     /// # Errors
-    /// `InvalidInput` where there is no such bitmap, where it is inconsistent, or where the range is past the end; or
-    /// as [`list`](Self::list).
+    /// `InvalidInput` where there is no such bitmap, where it is inconsistent, or where the range
+    /// is past the end; or as [`list`](Self::list).
     pub async fn extents(
         &self,
         name: &str,
@@ -56,7 +59,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.begin_use().format().bitmaps()?.extents(name, range, max).await
     }
 
-    /// How many bytes the bitmap of this name says to have changed, in whole granules but for the end of the disk.
+    /// How many bytes the bitmap of this name says to have changed, in whole granules but for the
+    /// end of the disk.
     ///
     /// # Errors
     /// As [`extents`](Self::extents).
@@ -72,8 +76,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(dirty)
     }
 
-    /// A copy of the bitmap of this name in memory, with granules of `min_granularity` bytes, a power of two, where it is
-    /// finer. Of one that changes: all changes that were made before, and perhaps later ones.
+    /// A copy of the bitmap of this name in memory, with granules of `min_granularity` bytes, a
+    /// power of two, where it is finer. Of one that changes: all changes that were made before,
+    /// and perhaps later ones.
     ///
     /// # Errors
     /// As [`extents`](Self::extents), and as [`DirtyMap::new`].
@@ -97,8 +102,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
-    /// As [`Qcow2::add_bitmap`](blockhouse_format::Qcow2::add_bitmap); `ReadOnly`; `Unsupported` for a format
-    /// without bitmaps. Nothing has changed then.
+    /// As [`Qcow2::add_bitmap`](blockhouse_format::Qcow2::add_bitmap); `ReadOnly`; `Unsupported`
+    /// for a format without bitmaps. Nothing has changed then.
     pub async fn add(&self, new: &NewBitmap) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| bitmaps.add(new).await).await
     }
@@ -106,13 +111,14 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// As [`add`](Self::add); `InvalidInput` where there is none, or where it is inconsistent and not to be removed.
+    /// As [`add`](Self::add); `InvalidInput` where there is none, or where it is inconsistent and
+    /// not to be removed.
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
     }
 
-    /// Adds what the bitmap `source_name` of `source` has recorded to the bitmap `name`. `source` is this disk, or one
-    /// that nothing changes meanwhile.
+    /// Adds what the bitmap `source_name` of `source` has recorded to the bitmap `name`. `source`
+    /// is this disk, or one that nothing changes meanwhile.
     ///
     /// # Errors
     /// As [`change`](Self::change); `InvalidInput` for disks of different sizes.
@@ -121,8 +127,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.while_quiesced(async |bitmaps| bitmaps.merge(name, &source, source_name).await).await
     }
 
-    /// Refuses a disk without bitmaps that can be changed, and writes what waits, so that a change of them is quick. Before
-    /// [`change_bitmaps`].
+    /// Refuses a disk without bitmaps that can be changed, and writes what waits, so that a change
+    /// of them is quick. Before [`change_bitmaps`].
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -140,7 +146,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.prepare().await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
-        // It may have become read-only meanwhile, or another image have taken the place of this one.
+        // It may have become read-only meanwhile, or another image have taken the place of this
+        // one.
         self.disk.check_access(0)?;
         change(&self.disk.format().bitmaps()?).await?;
         Ok(Pause { length: began.elapsed() })
@@ -150,15 +157,16 @@ impl<S: Storage> DiskBitmaps<'_, S> {
 /// Changes the bitmaps of disks whose changes are held off: all of them, or none, durably.
 ///
 /// # Errors
-/// That of the first change that cannot be made: then none is. What a storage answers to the last write of one of several images:
-/// those of the others may be made then, which the error says.
+/// That of the first change that cannot be made: then none is. What a storage answers to the last
+/// write of one of several images: those of the others may be made then, which the error says.
 pub async fn change_bitmaps<S: Storage>(
     all: &[(&QuiescedDisk<'_, S>, &[BitmapChange])],
 ) -> Result<()> {
     let meeting = Meeting { of: all.len(), ..Meeting::default() };
     let change = async |(disk, changes): &(&QuiescedDisk<'_, S>, &[BitmapChange])| {
         let made = async {
-            // It may have become read-only meanwhile, or another image have taken the place of this one.
+            // It may have become read-only meanwhile, or another image have taken the place of this
+            // one.
             disk.disk().check_access(0)?;
             let bitmaps = disk.disk().format().bitmaps()?;
             bitmaps.change_all(changes, async || meeting.arrive().await).await

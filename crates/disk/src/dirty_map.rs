@@ -1,8 +1,9 @@
 //! Which parts of a disk have changed: a bit for each granule, in memory.
 //!
-//! Guarantees: any thread may mark and take at any time, without a lock. A mark is never lost: a range that is marked
-//! while it is taken is found by this [`take`](DirtyMap::take), or by a later one. What a thread did before it marked a
-//! range is seen by the thread that takes the mark. Memory is one bit for each granule, taken when the map is made.
+//! Guarantees: any thread may mark and take at any time, without a lock. A mark is never lost: a
+//! range that is marked while it is taken is found by this [`take`](DirtyMap::take), or by a later
+//! one. What a thread did before it marked a range is seen by the thread that takes the mark.
+//! Memory is one bit for each granule, taken when the map is made.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,7 +23,8 @@ pub struct DirtyMap {
 }
 
 impl DirtyMap {
-    /// A map of a disk of `size` bytes, with nothing dirty. `granularity` is the bytes of a granule, a power of two.
+    /// A map of a disk of `size` bytes, with nothing dirty. `granularity` is the bytes of a
+    /// granule, a power of two.
     ///
     /// # Errors
     /// `InvalidInput` for another granularity; `Io` where the host has no memory for the bits.
@@ -47,7 +49,8 @@ impl DirtyMap {
         self.size
     }
 
-    /// The finest granularity with which a map of a disk of `size` bytes takes `memory` bytes at most; a byte at least.
+    /// The finest granularity with which a map of a disk of `size` bytes takes `memory` bytes at
+    /// most; a byte at least.
     pub fn min_granularity(size: u64, memory: u64) -> u64 {
         size.div_ceil(memory.max(8) * 8).max(1).next_power_of_two()
     }
@@ -57,17 +60,19 @@ impl DirtyMap {
         1 << self.shift
     }
 
-    /// Bytes that are dirty, in whole granules: at most one granule more than the disk has. While others mark and take,
-    /// an estimate.
+    /// Bytes that are dirty, in whole granules: at most one granule more than the disk has. While
+    /// others mark and take, an estimate.
     pub fn dirty_bytes(&self) -> u64 {
         self.dirty.load(Ordering::Relaxed) << self.shift
     }
 
-    /// Makes all granules dirty that `range` touches; what lies past the end is ignored. Whether any was clean.
+    /// Makes all granules dirty that `range` touches; what lies past the end is ignored. Whether
+    /// any was clean.
     pub fn mark(&self, range: ByteRange) -> bool {
         let mut fresh = 0;
         self.for_each_word(range, |word, bits| {
-            // A mark that is there already is read only, so that writes to a dirty region share the cache line.
+            // A mark that is there already is read only, so that writes to a dirty region share the
+            // cache line.
             if word.load(Ordering::SeqCst) & bits != bits {
                 let before = word.fetch_or(bits, Ordering::SeqCst);
                 fresh += u64::from((bits & !before).count_ones());
@@ -102,8 +107,9 @@ impl DirtyMap {
         is_all
     }
 
-    /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of them at most but at
-    /// least one. They stay dirty. It starts and ends at granules, but for the end of the disk; behind that is none.
+    /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of
+    /// them at most but at least one. They stay dirty. It starts and ends at granules, but for
+    /// the end of the disk; behind that is none.
     pub fn next(&self, offset: u64, limit: u64) -> Option<ByteRange> {
         if offset >= self.size {
             return None;
@@ -111,7 +117,7 @@ impl DirtyMap {
         let first = self.find(offset >> self.shift, true, self.granules())?;
         let most = self.granules().min(first + (limit >> self.shift).max(1));
         let end = self.find(first, false, most).unwrap_or(most);
-        // Who takes meanwhile may have left nothing.
+        // Another taker may have left nothing.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
     }
@@ -124,7 +130,7 @@ impl DirtyMap {
         let first = self.find(offset >> self.shift, false, self.granules())?;
         let most = self.granules().min(first + (limit >> self.shift).max(1));
         let end = self.find(first, true, most).unwrap_or(most);
-        // Who marks meanwhile may have left none.
+        // Another marker may have left none.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
     }

@@ -1,9 +1,11 @@
-//! Disks (layer 3): open images, and read and write them. A [`Disk`] is an image format over a storage.
+//! Disks (layer 3): open images, and read and write them. A [`Disk`] is an image format over a
+//! storage.
 //!
-//! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes a new one.
-//! [`Disk::submit`] carries out one request. It is the only place where requests are checked, ordered where they
-//! must be, split by extent, made durable and counted, whichever export they come from. [`Disk::metrics`] says what was
-//! done, and how long it took. Nothing here knows an engine or a protocol.
+//! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes
+//! a new one. [`Disk::submit`] carries out one request. It is the only place where requests are
+//! checked, ordered where they must be, split by extent, made durable and counted, whichever export
+//! they come from. [`Disk::metrics`] says what was done, and how long it took. Nothing here knows
+//! an engine or a protocol.
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Durability, Request};
@@ -17,11 +19,11 @@
 //!     create(&path, 1 << 30, ImageFormat::Qcow2).await?;
 //!     let disk = open(&path, ImageOptions::default()).await?;
 //!
-//!     // Offsets and lengths need no alignment. When this completes, the bytes are on stable storage.
+//!     // Offsets and lengths need no alignment. When this completes, the bytes are stable.
 //!     let mut buffer = Buffer::try_new(100)?;
 //!     buffer.bytes_mut().fill(7);
-//!     let write = Request::Write { offset: 1000, from: buffer.lend(), durability: Durability::Data };
-//!     disk.submit(write).await?;
+//!     let (from, durability) = (buffer.lend(), Durability::Data);
+//!     disk.submit(Request::Write { offset: 1000, from, durability }).await?;
 //!
 //!     buffer.bytes_mut().fill(0);
 //!     disk.submit(Request::Read { offset: 1000, into: buffer.lend() }).await?;
@@ -31,13 +33,13 @@
 //! # Ok::<(), blockhouse_core::Error>(())
 //! ```
 //!
-//! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::open`]. Tools of `qemu-img` are here as well:
-//! [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
+//! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::open`]. Tools of `qemu-img` are
+//! here as well: [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
 //!
 //! From the bottom up, each uses only what is above it in this list:
 //!
-//! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order of
-//!   overlapping changes, requests in parts
+//! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order
+//!   of overlapping changes, requests in parts
 //! - `dirty_map`, `observers`: what has changed, and who is told
 //! - `throttle`: limits on rates
 //! - `state`: what outlives the process

@@ -1,10 +1,10 @@
-//! Who is told which parts of a disk change: jobs that copy it.
+//! The observers of a disk's changes: jobs that copy it.
 //!
-//! Guarantees: an observer that is attached while the disk is quiesced is told of the begin and the end of every change
-//! that is made from then on, whatever its outcome, and of the end before the change counts as ended: when the disk is
-//! quiesced again, the observer has been told of all of them. The bytes that it sees of a write are those that the disk
-//! gets, also where a guest changes its memory meanwhile. A disk without observers pays three relaxed
-//! loads for each write.
+//! Guarantees: an observer that is attached while the disk is quiesced is told of the begin and the
+//! end of every change that is made from then on, whatever its outcome, and of the end before the
+//! change counts as ended: when the disk is quiesced again, the observer has been told of all of
+//! them. The bytes that it sees of a write are those that the disk gets, also where a guest changes
+//! its memory meanwhile. A disk without observers pays three relaxed loads for each write.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -15,13 +15,14 @@ use blockhouse_core::{Buffer, ByteRange, IoVector, Result};
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
-/// What a request waits for before it is answered.
+/// A wait of a request before it is answered.
 pub type ChangeWait = Pin<Box<dyn Future<Output = ()>>>;
 
-/// What an observer calls a change, between its begin and its end.
+/// An observer's name of a change, between its begin and its end.
 pub type ChangeId = u64;
 
-/// The longest write whose bytes observers are shown: they are copied for it where a guest shares them.
+/// The longest write whose bytes observers are shown: they are copied for it where a guest shares
+/// them.
 pub const MAX_OBSERVED_BYTES: u64 = 256 << 10;
 
 /// Is told of changes of a disk: [`Disk::observe`](crate::Disk::observe).
@@ -31,25 +32,26 @@ pub trait ChangeObserver: Send + Sync {
         false
     }
 
-    /// Whether no snapshot may be taken, deleted or renamed while it observes: the image is about to be replaced by another
-    /// one, which does not get them.
+    /// Whether no snapshot may be taken, deleted or renamed while it observes: the image is about
+    /// to be replaced by another one, which does not get them.
     fn forbids_snapshots(&self) -> bool {
         false
     }
 
-    /// A change of `range`, which may be past the end of the disk, is going to begin. A future that is returned is awaited
-    /// before it does; the change counts as one in flight meanwhile.
+    /// A change of `range`, which may be past the end of the disk, is going to begin. A future that
+    /// is returned is awaited before it does; the change counts as one in flight meanwhile.
     fn hold_off(&self, _range: ByteRange) -> Option<ChangeWait> {
         None
     }
 
-    /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done yet. `bytes` are those
-    /// of a write of at most [`MAX_OBSERVED_BYTES`], where they are [wanted](Self::wants_bytes); they are to be copied at once.
-    /// What is returned is told again at the end.
+    /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done
+    /// yet. `bytes` are those of a write of at most [`MAX_OBSERVED_BYTES`], where they are
+    /// [wanted](Self::wants_bytes); they are to be copied at once. The returned name is given
+    /// back at the end.
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId;
 
-    /// The change was carried out, and is not answered yet. A future that is returned is awaited before it is; the change
-    /// counts as ended meanwhile.
+    /// The change was carried out, and is not answered yet. A future that is returned is awaited
+    /// before it is; the change counts as ended meanwhile.
     fn completed(&self, change: ChangeId, range: ByteRange) -> Option<ChangeWait>;
 
     /// The change failed, or its future was dropped: the range may hold anything.
@@ -65,7 +67,8 @@ pub(crate) struct Observers {
     list: RwLock<List>,
 }
 
-/// A change in flight that observers are going to be told of; of a dropped one, that it was abandoned.
+/// A change in flight that observers are going to be told of; of a dropped one, that it was
+/// abandoned.
 pub(crate) struct ObservedChange {
     observers: SmallVec<[(Arc<dyn ChangeObserver>, ChangeId); 1]>,
     range: ByteRange,
@@ -98,7 +101,8 @@ impl Observers {
             && self.list.read().iter().any(|observer| observer.wants_bytes())
     }
 
-    /// What a change of `length` bytes from `offset` on waits for before it begins, of a disk that is not quiesced.
+    /// The wait of a change of `length` bytes from `offset` on before it begins, of a disk that is
+    /// not quiesced.
     pub(crate) fn hold_off(&self, offset: u64, length: u64) -> SmallVec<[ChangeWait; 1]> {
         match ByteRange::new(offset, length) {
             Some(range) if self.is_any.load(Ordering::Relaxed) => {
@@ -141,7 +145,8 @@ impl Drop for ObservedChange {
     }
 }
 
-/// The bytes of a write in memory that nobody else changes, so that all who read them read the same.
+/// The bytes of a write in memory that nobody else changes, so that all who read them read the
+/// same.
 ///
 /// # Errors
 /// ENOMEM; EFAULT where the guest's memory is lost.

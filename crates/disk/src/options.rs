@@ -6,7 +6,7 @@ use blockhouse_core::Durability;
 use blockhouse_format::OpenOptions;
 pub use blockhouse_format::{Access, BitmapActivity, Discard};
 
-/// What becomes of writes whose bytes are all zero, as QEMU's `detect-zeroes`.
+/// The treatment of writes whose bytes are all zero, as QEMU's `detect-zeroes`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DetectZeroes {
     /// They are written.
@@ -18,13 +18,13 @@ pub enum DetectZeroes {
     Unmap,
 }
 
-/// What becomes of flushes and durable writes.
+/// The treatment of flushes and durable writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushPolicy {
     /// They are carried out.
     Honor,
-    /// They are acknowledged and nothing is flushed: a crash of the host loses data. For disks that are
-    /// thrown away afterwards (`--cache unsafe`).
+    /// They are acknowledged and nothing is flushed: a crash of the host loses data. For disks that
+    /// are thrown away afterwards (`--cache unsafe`).
     Ignore,
 }
 
@@ -45,7 +45,8 @@ impl BlockSizes {
     const MAX_PHYSICAL: u64 = 2 << 20;
     const MAX_DISCARD: u64 = 1 << 30;
 
-    /// Bytes of a sector, of a block that is written at once, and of the unit of discards; `None` for the image's.
+    /// Bytes of a sector, of a block that is written at once, and of the unit of discards; `None`
+    /// for the image's.
     ///
     /// # Errors
     /// Why no disk has such sizes, in words.
@@ -89,7 +90,7 @@ impl BlockSizes {
     }
 }
 
-/// What becomes of changes that find no room on the host.
+/// The treatment of changes that find no room on the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
     /// They fail with ENOSPC.
@@ -147,13 +148,13 @@ pub struct Options {
     pub bitmap_activity: BitmapActivity,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
-    /// What becomes of changes that find no room.
+    /// The treatment of changes that find no room.
     pub on_full: OnFull,
 }
 
 impl Default for Options {
-    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written, no copy on read, ENOSPC
-    /// reported.
+    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written, no
+    /// copy on read, ENOSPC reported.
     fn default() -> Self {
         Self {
             access: Access::ReadWrite,
@@ -170,7 +171,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// What of this is the format's concern.
+    /// The options that are the format's concern.
     pub(crate) fn of_format(self) -> OpenOptions {
         let Self { access, discard, bitmap_activity, .. } = self;
         OpenOptions { access, discard, bitmap_activity }

@@ -1,4 +1,5 @@
-//! Finding out whether another disk is this one by another name: whether reads of that one arrive here.
+//! Finding out whether another disk is this one by another name: whether reads of that one arrive
+//! here.
 //!
 //! Nothing is changed for it. A disk that is not probed pays one relaxed load for each read.
 
@@ -18,7 +19,8 @@ pub(crate) struct ReadProbes {
 pub struct ReadProbe<'a>(&'a ReadProbes);
 
 impl ReadProbes {
-    /// Looks for reads of exactly these ranges from now on. One probe at a time: another one takes the place of this.
+    /// Looks for reads of exactly these ranges from now on. One probe at a time: another one takes
+    /// the place of this.
     pub(crate) fn begin(&self, ranges: Vec<ByteRange>) -> ReadProbe<'_> {
         *self.wanted.lock() = ranges.into_iter().map(|range| (range, false)).collect();
         self.is_any.store(true, Ordering::SeqCst);

@@ -1,10 +1,10 @@
 //! Snapshots of an open disk, also while it is served.
 //!
-//! A snapshot holds the changes that had completed when it was asked for, and of later ones each as a whole: what
-//! completes before a certain moment. Its tables are made while guests go on, and everything is flushed. Then the
-//! disk waits for the changes in flight, holds off new ones for as long as the rest of the tables takes, and says how
-//! long that was. Reads go on. So it is when a snapshot is deleted. What else changes the snapshots does all of it while
-//! changes are held off.
+//! A snapshot holds the changes that had completed when it was asked for, and of later ones each as
+//! a whole: what completes before a certain moment. Its tables are made while guests go on, and
+//! everything is flushed. Then the disk waits for the changes in flight, holds off new ones for as
+//! long as the rest of the tables takes, and says how long that was. Reads go on. So it is when a
+//! snapshot is deleted. What else changes the snapshots does all of it while changes are held off.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -16,7 +16,7 @@ use blockhouse_format::{
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
 
-/// What a change of the snapshots did to the guest.
+/// The effect of a change of the snapshots on the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pause {
     /// How long the guest's writes, zero writes and discards were held off, all in all.
@@ -30,7 +30,7 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// What became of a change that was to be made beside guests.
+/// The outcome of a change that was to be made beside guests.
 enum Prepared {
     /// It is made, by this snapshot.
     Taken(Snapshot),
@@ -48,17 +48,18 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// All snapshots, in the order in which they were taken.
     ///
     /// # Errors
-    /// `Unsupported` for a format without snapshots; `Corrupt` where the table contradicts the format.
+    /// `Unsupported` for a format without snapshots; `Corrupt` where the table contradicts the
+    /// format.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
         self.disk.begin_use().format().snapshots()?.list().await
     }
 
-    /// The parts of `range`, which lies inside the disk, that have changed since a snapshot was taken, in order. Only the
-    /// snapshots of a storage tell.
+    /// The parts of `range`, which lies inside the disk, that have changed since a snapshot was
+    /// taken, in order. Only the snapshots of a storage tell.
     ///
     /// # Errors
-    /// `Unsupported` where the format takes the snapshots, or there are none; `InvalidInput` where there is no such
-    /// snapshot, or it is younger than the one that the disk was opened on.
+    /// `Unsupported` where the format takes the snapshots, or there are none; `InvalidInput` where
+    /// there is no such snapshot, or it is younger than the one that the disk was opened on.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
         self.disk.check_inside(range)?;
         self.disk.begin_use().format().snapshots()?.changes_since(name, range).await
@@ -67,15 +68,16 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// Takes a snapshot of the disk; durable when it returns.
     ///
     /// # Errors
-    /// `Unsupported` for a format without snapshots, an image with a data file, or when refcounts are too
-    /// narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes; `ReadOnly`;
-    /// `NoSpace`. Nothing has changed then.
+    /// `Unsupported` for a format without snapshots, an image with a data file, or when refcounts
+    /// are too narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes;
+    /// `ReadOnly`; `NoSpace`. Nothing has changed then.
     pub async fn create(&self, name: &str) -> Result<(Snapshot, Pause)> {
         self.create_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
-    /// As [`create`](Self::create), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing
-    /// has changed. It is asked often before changes are held off, and not after that.
+    /// As [`create`](Self::create), unless `is_cancelled` says that it is no longer wanted: `None`
+    /// then, and nothing has changed. It is asked often before changes are held off, and not
+    /// after that.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -158,7 +160,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Error::new(ErrorKind::Io, what).on(self.disk.name())
     }
 
-    /// Refuses to change the snapshots of an image that no request goes to any more.
+    /// Refuses to change the snapshots of an image that no request goes to.
     fn check_current(&self, image: &Disk<S>) -> Result<()> {
         if std::ptr::eq(self.disk.current(), image) {
             return Ok(());
@@ -196,8 +198,9 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.delete_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
-    /// As [`delete`](Self::delete), unless `is_cancelled` says that it is not wanted any more: `None` then, and nothing
-    /// has changed. It is asked often before changes are held off, and not after that.
+    /// As [`delete`](Self::delete), unless `is_cancelled` says that it is no longer wanted: `None`
+    /// then, and nothing has changed. It is asked often before changes are held off, and not
+    /// after that.
     ///
     /// # Errors
     /// As [`delete`](Self::delete).
@@ -257,7 +260,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     ) -> Result<(T, Pause)> {
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
-        // It may have become read-only meanwhile, or another image have taken the place of this one.
+        // It may have become read-only meanwhile, or another image have taken the place of this
+        // one.
         self.disk.check_access(0)?;
         self.disk.check_stays()?;
         let snapshots = self.disk.format().snapshots()?;

@@ -1,8 +1,9 @@
-//! What it gains that a ring has a file in a table of its own, instead of by its descriptor.
+//! The gain of a ring's own table of files over descriptors.
 //!
-//! Random reads of 4 KiB, one or 64 at a time: on the only thread of the process, on one thread beside
-//! an idle one (the kernel then counts references to descriptors with care), and on two threads that
-//! share the file. With and without take turns, in both orders; ratios are taken within a round.
+//! Random reads of 4 KiB, one or 64 at a time: on the only thread of the process, on one thread
+//! beside an idle one (the kernel then counts references to descriptors with care), and on two
+//! threads that share the file. With and without take turns, in both orders; ratios are taken
+//! within a round.
 //!
 //! `cargo bench -p blockhouse-engine --bench fixed_files -- --file PATH [--cached] [--rounds N]`
 #![allow(clippy::print_stdout, reason = "the table is for the person who asked for it")]

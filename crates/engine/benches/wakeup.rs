@@ -1,12 +1,12 @@
-//! What it costs that requests come from another thread than the one that has the ring.
+//! The cost of requests that come from another thread than the ring's.
 //!
-//! The case that showed a lost wake-up: 128 MiB are read with direct I/O in pieces of 128 KiB, 16 of
-//! them a batch, with a pause of 1 ms before each batch is submitted and 1 ms after each completion is
-//! handled; otherwise the process is idle. So the loop sleeps whenever a batch comes.
+//! The case that showed a lost wake-up: 128 MiB are read with direct I/O in pieces of 128 KiB, 16
+//! of them a batch, with a pause of 1 ms before each batch is submitted and 1 ms after each
+//! completion is handled; otherwise the process is idle. So the loop sleeps whenever a batch comes.
 //!
-//! Here a thread does that through a [`Handle`] to a loop on another thread, once per engine, against
-//! a plain single-threaded loop over a ring of its own. The variants take turns. What happens when nobody
-//! wakes the loop is for `blockhouse bench wakeup` to show.
+//! Here a thread does that through a [`Handle`] to a loop on another thread, once per engine,
+//! against a plain single-threaded loop over a ring of its own. The variants take turns. What
+//! happens when nobody wakes the loop is for `blockhouse bench wakeup` to show.
 //!
 //! `cargo bench -p blockhouse-engine --bench wakeup -- [--file PATH] [--rounds N] [--json]`
 #![allow(clippy::print_stdout, reason = "the table is for the person who asked for it")]
@@ -191,7 +191,7 @@ impl Reader for Plain {
     }
 }
 
-/// What a read gives back.
+/// The result of a read.
 type Outcome = (Buffer, blockhouse_core::Result<()>);
 
 async fn read(file: Arc<HostFile>, offset: u64, mut buffer: Buffer) -> Outcome {

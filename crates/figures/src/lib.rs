@@ -1,7 +1,7 @@
 //! Figures of repeated measurements: the median, the extremes, and ratios within a round.
 //!
-//! What drifts in a machine drifts for all that is measured in one round. So a ratio is taken within each
-//! round, and its median and extremes are those of these ratios.
+//! A drift of the machine is the same for all measurements of one round. So a ratio is taken within
+//! each round, and its median and extremes are those of these ratios.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -38,8 +38,9 @@ impl Spread {
     }
 }
 
-/// Between which two of the values the median of all that could be measured lies, in 95 of 100 such series (order
-/// statistics; nothing is assumed of how values are spread). Of fewer than [`ENOUGH`] values, none.
+/// Between which two of the values the median of all that could be measured lies, in 95 of 100 such
+/// series (order statistics; nothing is assumed of how values are spread). Of fewer than [`ENOUGH`]
+/// values, none.
 pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<(f64, f64)> {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     if sorted.len() < ENOUGH {
@@ -47,13 +48,13 @@ pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<(f64, f6
     }
     sorted.sort_by(f64::total_cmp);
     let count = sorted.len() as f64;
-    // How many of the values are below the median is binomial, and with so many nearly normal.
+    // How many of the values are below the median is binomial, and with this many nearly normal.
     let reach = 1.96 * count.sqrt() / 2.0;
     let below = (count / 2.0 - reach).floor() as usize;
     Some((sorted[below], sorted[sorted.len() - 1 - below]))
 }
 
-/// So many values have a [`median_interval`].
+/// This many values have a [`median_interval`].
 pub const ENOUGH: usize = 30;
 
 /// `median (min..max)`, with the given precision or none.

@@ -2,7 +2,8 @@
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 
-/// Reads `length` bytes at any `offset`, also one that no storage reaches: bytes past the end of the storage are zeros.
+/// Reads `length` bytes at any `offset`, also one that no storage reaches: bytes past the end of
+/// the storage are zeros.
 ///
 /// # Errors
 /// What the storage answers.

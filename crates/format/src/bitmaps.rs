@@ -16,8 +16,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Has a sidecar note a voucher before the first change of a session, which `vouch` gives: the file is this process's alone,
-    /// and it calls [`renew_voucher`](Self::renew_voucher) in time. Nothing becomes of other images.
+    /// Has a sidecar note a voucher before the first change of a session, which `vouch` gives: the
+    /// file is this process's alone, and it calls [`renew_voucher`](Self::renew_voucher) in
+    /// time. Nothing becomes of other images.
     pub fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
         if let Self::Qcow2(image) = self
             && image.is_sidecar()
@@ -75,8 +76,8 @@ impl<S: Storage> Format<S> {
     }
 }
 
-/// The persistent bitmaps of an image. Changes are durable when they return, and happen as a whole or not at all.
-/// The caller keeps changes of the guest's data away while one is made.
+/// The persistent bitmaps of an image. Changes are durable when they return, and happen as a whole
+/// or not at all. The caller keeps changes of the guest's data away while one is made.
 pub struct Bitmaps<'a, S: Storage> {
     image: &'a Qcow2<S>,
 }
@@ -90,7 +91,7 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmaps().await
     }
 
-    /// What a bitmap says of a range.
+    /// The bitmap's record of a range.
     ///
     /// # Errors
     /// As [`Qcow2::bitmap_extents`].

@@ -1,4 +1,5 @@
-//! What the layers above ask about an image, so that none of them looks at which format it is.
+//! The answers about an image for the layers above, so that none of them looks at which format it
+//! is.
 
 use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 
@@ -19,13 +20,15 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether the disk is the storage of its [data](Self::data), byte for byte: each extent is mapped at its own offset, also
-    /// a last sector that the storage has only in part, and holes of the host's file are holes of the disk.
+    /// Whether the disk is the storage of its [data](Self::data), byte for byte: each extent is
+    /// mapped at its own offset, also a last sector that the storage has only in part, and
+    /// holes of the host's file are holes of the disk.
     pub fn is_identity(&self) -> bool {
         self.is_raw() || self.is_sidecar()
     }
 
-    /// Whether it is the sidecar of a raw disk, which is its data file: see [`Sidecar`](qcow2::Sidecar).
+    /// Whether it is the sidecar of a raw disk, which is its data file: see
+    /// [`Sidecar`](qcow2::Sidecar).
     pub fn is_sidecar(&self) -> bool {
         matches!(self, Self::Qcow2(qcow2) if qcow2.is_sidecar())
     }
@@ -40,7 +43,7 @@ impl<S: Storage> Format<S> {
     }
 
     /// Cuts off what the raw disk of a sidecar has past its end, which was never a part of it or is
-    /// none any more.
+    /// none.
     ///
     /// # Errors
     /// What the storage answers.
@@ -56,7 +59,8 @@ impl<S: Storage> Format<S> {
         matches!(self, Self::Raw(_))
     }
 
-    /// What the image says of its data file, if it is the sidecar of a raw disk: see [`Sidecar`](qcow2::Sidecar).
+    /// The image's description of its data file, if it is the sidecar of a raw disk: see
+    /// [`Sidecar`](qcow2::Sidecar).
     pub fn sidecar_mark(&self) -> Option<qcow2::DataFileMark> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
@@ -64,7 +68,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether what [`map`](Self::map) points to is encrypted: the guest's data, never the metadata.
+    /// Whether what [`map`](Self::map) points to is encrypted: the guest's data, never the
+    /// metadata.
     pub fn is_encrypted(&self) -> bool {
         match self {
             Self::Raw(_) | Self::Foreign(_) => false,
@@ -88,7 +93,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether mappings are stored in metadata of the image, which writes and discards change: not those of a sidecar.
+    /// Whether mappings are stored in metadata of the image, which writes and discards change: not
+    /// those of a sidecar.
     pub fn has_metadata(&self) -> bool {
         matches!(self, Self::Qcow2(_)) && !self.is_sidecar()
     }
@@ -112,7 +118,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Bytes of the sectors that the image says its disk has, a power of two; 512 where it does not say.
+    /// Bytes of the sectors that the image says its disk has, a power of two; 512 where it does not
+    /// say.
     pub fn logical_block_size(&self) -> u64 {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => 512,
@@ -120,7 +127,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as many.
+    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as
+    /// many.
     pub fn allocation_unit(&self) -> u64 {
         match self {
             Self::Raw(raw) => u64::from(raw.storage().capabilities().alignment.offset),
@@ -150,10 +158,12 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Refuses `backing` as the backing file of this image where the image says that it must be another one.
+    /// Refuses `backing` as the backing file of this image where the image says that it must be
+    /// another one.
     ///
     /// # Errors
-    /// `Corrupt` where it was changed since the image was made, `InvalidInput` where it is of another format.
+    /// `Corrupt` where it was changed since the image was made, `InvalidInput` where it is of
+    /// another format.
     pub fn check_backing(&self, backing: &Self) -> Result<()> {
         match (self, backing) {
             (Self::Foreign(foreign), Self::Foreign(backing)) => {
@@ -172,8 +182,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Says how long the backing file's disk is, in bytes: past its end, unallocated clusters read as
-    /// zeros. Before, none is taken to end.
+    /// Says how long the backing file's disk is, in bytes: past its end, unallocated clusters read
+    /// as zeros. Before, none is taken to end.
     pub fn set_backing_size(&self, size: u64) {
         if let Self::Qcow2(qcow2) = self {
             qcow2.set_backing_size(size);
@@ -188,8 +198,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The names of the files that together hold the disk's data, as bytes of the host's file system, relative to the
-    /// image's folder; empty where the image holds it itself, or in a [`data_file`](Self::data_file).
+    /// The names of the files that together hold the disk's data, as bytes of the host's file
+    /// system, relative to the image's folder; empty where the image holds it itself, or in a
+    /// [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => &[],
@@ -205,7 +216,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// How often parts of the metadata were found in memory, and had to be read; `None` where the format has none.
+    /// How often parts of the metadata were found in memory, and had to be read; `None` where the
+    /// format has none.
     pub fn cache_counts(&self) -> Option<CacheCounts> {
         match self {
             Self::Raw(_) | Self::Luks(_) => None,
@@ -214,8 +226,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The host offset that is allocated for the first bytes of `range` although they are not read from
-    /// there, and for how many bytes that answer holds. `range` was just mapped as zeros, a hole or backing.
+    /// The host offset that is allocated for the first bytes of `range` although they are not read
+    /// from there, and for how many bytes that answer holds. `range` was just mapped as zeros,
+    /// a hole or backing.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -226,8 +239,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Looks for errors in the image, whose changes are flushed and which must not change meanwhile; `None`
-    /// where the format has nothing to check.
+    /// Looks for errors in the image, whose changes are flushed and which must not change
+    /// meanwhile; `None` where the format has nothing to check.
     ///
     /// # Errors
     /// Only what the storage answers: what is wrong with the image is in the report.

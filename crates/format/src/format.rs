@@ -1,7 +1,8 @@
-//! What the I/O path asks of an image format.
+//! The questions of the I/O path to an image format.
 //!
-//! [`Format`] is the one place that knows the formats by name; the layers above only ask it. What they ask
-//! about an image (has it clusters, a backing file, snapshots) is in `describe` and `snapshots`.
+//! [`Format`] is the one place that knows the formats by name; the layers above only ask it. What
+//! they ask about an image (has it clusters, a backing file, snapshots) is in `describe` and
+//! `snapshots`.
 //!
 //! Writing goes in three steps, so that no crash shows a mapping without its data: `map` prepares
 //! an extent, the path moves the data, `link` makes the extent visible (or `abort` gives it back).
@@ -73,9 +74,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Attaches a guard to the memory of a write that carries copy-on-write padding (an extent whose
-    /// `whole` is more than its `guest`): so the format learns when the write has ended, also where its
-    /// future was dropped.
+    /// Attaches a guard to the memory of a write that carries copy-on-write padding (an extent
+    /// whose `whole` is more than its `guest`): so the format learns when the write has ended,
+    /// also where its future was dropped.
     #[must_use]
     pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
@@ -102,8 +103,8 @@ impl<S: Storage> Format<S> {
         self.check_extent(range, intent, extent)
     }
 
-    /// Refuses an extent that is not what was asked for. All that use it cut buffers by it: where an image leads the
-    /// mapping astray, that one request fails.
+    /// Refuses an extent that is not what was asked for. All that use it cut buffers by it: where
+    /// an image leads the mapping astray, that one request fails.
     fn check_extent(&self, range: ByteRange, intent: Intent, extent: Extent) -> Result<Extent> {
         let Extent { guest, alloc_range, .. } = extent;
         let is_first = guest.offset() == range.offset() && !guest.is_empty();
@@ -117,7 +118,8 @@ impl<S: Storage> Format<S> {
         Err(Error::new(ErrorKind::Corrupt, what).on(self.storage().name()).at(range.offset()))
     }
 
-    /// As [`map`](Self::map), for a change after which the disk reads what it did before: bitmaps do not record it.
+    /// As [`map`](Self::map), for a change after which the disk reads what it did before: bitmaps
+    /// do not record it.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -128,8 +130,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not begun. `None` where it would
-    /// have to wait until others hand their extents back: they may be waiting for those of this request.
+    /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not
+    /// begun. `None` where it would have to wait until others hand their extents back: they may
+    /// be waiting for those of this request.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -142,17 +145,17 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// A place for the compressed form of one guest cluster, `length` bytes: an extent that is `NEW`
-    /// and `Compressed`, whose length may be more than was asked for (the rest is padding of any
-    /// content). It starts and ends as the storage's alignment demands.
+    /// A place for the compressed form of one guest cluster, `length` bytes: an extent that is
+    /// `NEW` and `Compressed`, whose length may be more than was asked for (the rest is padding
+    /// of any content). It starts and ends as the storage's alignment demands.
     ///
     /// `guest` is the whole cluster, or ends with the disk; `length`, rounded up to the storage's
     /// alignment, is less than a cluster. Handed back by exactly one of [`link`](Self::link) and
     /// [`abort`](Self::abort), as those of [`map`](Self::map).
     ///
     /// # Errors
-    /// `Unsupported` where the format has no compressed clusters; or what [`map`](Self::map) answers
-    /// a write.
+    /// `Unsupported` where the format has no compressed clusters; or what [`map`](Self::map)
+    /// answers a write.
     pub async fn map_compressed(&self, guest: ByteRange, length: u64) -> Result<Extent> {
         match self {
             Self::Luks(luks) => Err(luks.lacks("compressed clusters")),
@@ -165,8 +168,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The compressed form of a whole cluster; `None` where it would not be shorter, or where the format
-    /// has no compressed clusters.
+    /// The compressed form of a whole cluster; `None` where it would not be shorter, or where the
+    /// format has no compressed clusters.
     pub fn compress(&self, cluster: &[u8]) -> Option<Vec<u8>> {
         // Compressed clusters are never encrypted.
         if self.is_encrypted() {
@@ -189,10 +192,10 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Begins a read: to be called before [`map`](Self::map) with [`Intent::Read`], and the guard to be
-    /// dropped when the data is read. Until then the mapped host ranges get no new owner, whatever is
-    /// written, discarded and flushed meanwhile. The holder must wait for nothing but reads. `None` where
-    /// host ranges never change their owner.
+    /// Begins a read: to be called before [`map`](Self::map) with [`Intent::Read`], and the guard
+    /// to be dropped when the data is read. Until then the mapped host ranges get no new owner,
+    /// whatever is written, discarded and flushed meanwhile. The holder must wait for nothing
+    /// but reads. `None` where host ranges never change their owner.
     pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
@@ -201,7 +204,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Waits until the reads that have [begun](Self::begin_read) are over, and for none that begins later.
+    /// Waits until the reads that have [begun](Self::begin_read) are over, and for none that begins
+    /// later.
     pub async fn reads_ended(&self) {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {}
@@ -212,9 +216,9 @@ impl<S: Storage> Format<S> {
     /// Begins a write without FUA that will need a metadata sync: to be called before the data is
     /// written, and the guard to be dropped when the write has ended, with or without an error. A
     /// [`flush`](Self::flush) or [`sync_data_and_metadata`](Self::sync_data_and_metadata) that has
-    /// metadata to write first waits for the guards that exist, and so covers those writes as well. The
-    /// holder must wait for nothing but the storage, and the write should be short. `None` where the
-    /// format has no metadata.
+    /// metadata to write first waits for the guards that exist, and so covers those writes as well.
+    /// The holder must wait for nothing but the storage, and the write should be short. `None`
+    /// where the format has no metadata.
     pub fn begin_data_write(&self) -> Option<DataWriteGuard<'_>> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => None,
@@ -222,9 +226,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes the extent visible: its data is in the storage, as durable as `data` says. The mapping is
-    /// durable after the next [`flush`](Self::flush) or metadata sync. Without data the caller passes
-    /// `Durability::Data`.
+    /// Makes the extent visible: its data is in the storage, as durable as `data` says. The mapping
+    /// is durable after the next [`flush`](Self::flush) or metadata sync. Without data the
+    /// caller passes `Durability::Data`.
     pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.link(extent),
@@ -246,8 +250,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes everything linked so far durable: first the data, then the format's metadata. Waits for
-    /// the writes that hold a guard of [`begin_data_write`](Self::begin_data_write).
+    /// Makes everything linked so far durable: first the data, then the format's metadata. Waits
+    /// for the writes that hold a guard of [`begin_data_write`](Self::begin_data_write).
     pub async fn flush(&self, sync: SyncMode) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(sync).await,
@@ -267,9 +271,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// As [`sync_metadata`](Self::sync_metadata), for extents whose data was written without FUA: waits
-    /// for the writes that hold a guard of [`begin_data_write`](Self::begin_data_write), so that one
-    /// writeback serves all of them.
+    /// As [`sync_metadata`](Self::sync_metadata), for extents whose data was written without FUA:
+    /// waits for the writes that hold a guard of [`begin_data_write`](Self::begin_data_write),
+    /// so that one writeback serves all of them.
     pub async fn sync_data_and_metadata(&self) -> Result<()> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
@@ -277,8 +281,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The way in which the extents that are prepared now become durable with the fewest operations.
-    /// Only advice: both ways are always correct.
+    /// The way in which the extents that are prepared now become durable with the fewest
+    /// operations. Only advice: both ways are always correct.
     pub fn metadata_sync_mode(&self) -> MetadataSync {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => MetadataSync::Flush,
@@ -286,8 +290,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Words of [`StateMemory`] for a redo log of this image; 0 where none is needed, because nothing that a
-    /// request has changed is in this process alone.
+    /// Words of [`StateMemory`] for a redo log of this image; 0 where none is needed, because
+    /// nothing that a request has changed is in this process alone.
     pub fn redo_log_words(&self) -> usize {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => 0,
@@ -295,13 +299,15 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Brings to the image what a process had linked that died with it open: `log` is the memory that it
-    /// had attached. Durable when it returns; the log stays as it is, so that a death meanwhile loses
-    /// nothing. To be called before anything is changed, and before [`attach_redo_log`](Self::attach_redo_log), of
-    /// an image that was [opened for it](Self::open_before_replay).
+    /// Brings to the image what a process had linked that died with it open: `log` is the memory
+    /// that it had attached. Durable when it returns; the log stays as it is, so that a death
+    /// meanwhile loses nothing. To be called before anything is changed, and before
+    /// [`attach_redo_log`](Self::attach_redo_log), of an image that was [opened for
+    /// it](Self::open_before_replay).
     ///
-    /// That the log belongs to this file, and that the host has not started since, is the caller's business.
-    /// Whether other programs have changed the image since is found out, but for qcow2 of version 2.
+    /// That the log belongs to this file, and that the host has not started since, is the caller's
+    /// business. Whether other programs have changed the image since is found out, but for
+    /// qcow2 of version 2.
     ///
     /// # Errors
     /// What the storage answers, or `Corrupt`: the log is still good.
@@ -312,8 +318,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Empties `log` and notes there from now on what is linked and not yet on disk, so that the next
-    /// process can [`replay`](Self::replay) it if this one dies. To be called before anything is changed.
+    /// Empties `log` and notes there from now on what is linked and not yet on disk, so that the
+    /// next process can [`replay`](Self::replay) it if this one dies. To be called before
+    /// anything is changed.
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {}
@@ -321,8 +328,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether a [`replay`](Self::replay) finds out that other programs have changed the image: not of qcow2 of version
-    /// 2, of which only the storage may know.
+    /// Whether a [`replay`](Self::replay) finds out that other programs have changed the image: not
+    /// of qcow2 of version 2, of which only the storage may know.
     pub fn has_sessions(&self) -> bool {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
@@ -330,7 +337,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether the image has the mark of a process that keeps a redo log: one that has it open, or died.
+    /// Whether the image has the mark of a process that keeps a redo log: one that has it open, or
+    /// died.
     pub fn has_session_bit(&self) -> bool {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => false,
@@ -338,8 +346,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether the guest's disk may become `size` bytes long, as far as that is known without a change: before work on it that
-    /// takes long.
+    /// Whether the guest's disk may become `size` bytes long, as far as that is known without a
+    /// change: before work on it that takes long.
     ///
     /// # Errors
     /// Those of [`resize`](Self::resize).
@@ -350,9 +358,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Lets [`map`](Self::map) for a change accept ranges up to `size`, past the end of the disk: so the
-    /// caller can make zeros of the bytes that [`resize`](Self::resize) will show. The size stays.
-    /// What comes before `from` is prepared already, or a part of the disk.
+    /// Lets [`map`](Self::map) for a change accept ranges up to `size`, past the end of the disk:
+    /// so the caller can make zeros of the bytes that [`resize`](Self::resize) will show. The
+    /// size stays. The space before `from` is prepared already, or a part of the disk.
     pub async fn prepare_resize(&self, from: u64, size: u64) -> Result<()> {
         match self {
             Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => Ok(()),
@@ -360,9 +368,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes the guest's disk longer. New bytes read as zeros, but those of the last cluster and of a
-    /// backing file. Durable with the next full flush. Refuses a size that is no multiple of 512. The
-    /// caller keeps requests away from the bytes between the old size and the new one.
+    /// Makes the guest's disk longer. New bytes read as zeros, but those of the last cluster and of
+    /// a backing file. Durable with the next full flush. Refuses a size that is no multiple of
+    /// 512. The caller keeps requests away from the bytes between the old size and the new one.
     pub async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
@@ -372,10 +380,11 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes the guest's disk shorter; what lies beyond is lost, and its space given back. Durable with
-    /// the next full flush; a crash before leaves the old size with zeros, or what is in the backing
-    /// file, here and there beyond the new one. Refuses a size that is no multiple of 512, and images
-    /// of version 2 with snapshots. The caller keeps requests away from the bytes from the new size on.
+    /// Makes the guest's disk shorter; what lies beyond is lost, and its space given back. Durable
+    /// with the next full flush; a crash before leaves the old size with zeros, or what is in
+    /// the backing file, here and there beyond the new one. Refuses a size that is no multiple
+    /// of 512, and images of version 2 with snapshots. The caller keeps requests away from the
+    /// bytes from the new size on.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,
@@ -386,8 +395,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// Drops all data of the image itself, so that all of it reads as the backing file (or as zeros
-    /// without one). Durable when it returns; a crash before leaves some of the data. No request may be
-    /// in flight.
+    /// without one). Durable when it returns; a crash before leaves some of the data. No request
+    /// may be in flight.
     ///
     /// # Errors
     /// `Unsupported` where the format has no backing files; or what the storage answers.
@@ -429,9 +438,10 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Brings the image to a state in which another process can open it, with all that was linked: metadata is
-    /// written and durable, and no mark says that the image is open. No request may be in flight. The image
-    /// stays open, and what it has in memory stays true as long as the other process changes nothing.
+    /// Brings the image to a state in which another process can open it, with all that was linked:
+    /// metadata is written and durable, and no mark says that the image is open. No request may
+    /// be in flight. The image stays open, and what it has in memory stays true as long as the
+    /// other process changes nothing.
     ///
     /// # Errors
     /// What the storage answers; a failure to write metadata that is remembered.
@@ -442,7 +452,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Writes what [`settle`](Self::settle) would, late refcounts among it, and flushes, while requests go on.
+    /// Writes what [`settle`](Self::settle) would, late refcounts among it, and flushes, while
+    /// requests go on.
     ///
     /// # Errors
     /// As there.
@@ -453,8 +464,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Makes everything durable and ends the use of the image. No request may be in flight, and none
-    /// may follow.
+    /// Makes everything durable and ends the use of the image. No request may be in flight, and
+    /// none may follow.
     pub async fn close(&self) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.flush(SyncMode::Data).await,

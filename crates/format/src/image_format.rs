@@ -1,5 +1,5 @@
-//! The image formats by name: on the command line, in file names, and in images that name their backing
-//! file's format.
+//! The image formats by name: on the command line, in file names, and in images that name their
+//! backing file's format.
 
 use std::path::Path;
 use std::str::FromStr;
@@ -73,8 +73,8 @@ impl ImageFormat {
         )
     }
 
-    /// The format that a file's name stands for: `.qcow2`, `.luks` or the suffix of a format that is only read, otherwise
-    /// raw.
+    /// The format that a file's name stands for: `.qcow2`, `.luks` or the suffix of a format that
+    /// is only read, otherwise raw.
     pub fn by_name(path: &Path) -> Self {
         match suffix(path).as_deref() {
             Some("qcow2") => Self::Qcow2,
@@ -84,8 +84,8 @@ impl ImageFormat {
         }
     }
 
-    /// The format that the name of a new file stands for: as [`by_name`](Self::by_name), but a name of
-    /// another format is refused, because its owner does not expect a raw image.
+    /// The format that the name of a new file stands for: as [`by_name`](Self::by_name), but a name
+    /// of another format is refused, because its owner does not expect a raw image.
     ///
     /// # Errors
     /// What is wrong with the name, and how to say what is meant.

@@ -2,7 +2,7 @@
 
 use flate2::{Decompress, FlushDecompress, Status};
 
-/// What is around the blocks of a stream.
+/// The wrapping of a stream's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wrapper {
     /// Nothing.
@@ -11,8 +11,8 @@ pub(crate) enum Wrapper {
     Zlib,
 }
 
-/// Unpacks `stream` until `into` is full; what follows is not looked at. Reads what any window wrote, with the memory of
-/// the largest.
+/// Unpacks `stream` until `into` is full; what follows is not looked at. Reads what any window
+/// wrote, with the memory of the largest.
 ///
 /// # Errors
 /// What is wrong with the bytes: they are no such stream, or do not fill `into`.

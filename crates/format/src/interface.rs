@@ -5,7 +5,7 @@
 
 use blockhouse_core::Unmap;
 
-/// What the caller of [`Format::map`](crate::Format::map) is going to do with the extent.
+/// The caller's intent with the extent of [`Format::map`](crate::Format::map).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
     /// Read it. Nothing is allocated.
@@ -41,12 +41,12 @@ pub enum MetadataSync {
     Flush,
 }
 
-/// What became of a redo log.
+/// The outcome of a redo log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Replay {
     /// It was empty.
     Nothing,
-    /// What it says is in the image and durable. So many entries were not.
+    /// Its changes are in the image and durable. This many entries were not.
     Applied {
         /// How many entries of guest clusters differed.
         changes: u64,
@@ -58,7 +58,7 @@ pub enum Replay {
     },
 }
 
-/// What an image is opened for.
+/// The access that an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Reads only: nothing is written to the image, and every change is refused with EPERM.
@@ -67,7 +67,7 @@ pub enum Access {
     ReadWrite,
 }
 
-/// What becomes of a guest's discards.
+/// The effect of a guest's discards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Discard {
     /// The host gets the space back.

@@ -1,12 +1,13 @@
 //! Disk image formats as mappings from guest ranges to host extents (layer 1).
 //!
-//! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves guest data: the
-//! I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`] is QEMU's format, whose design
-//! is in `qcow2/README.md`. [`Foreign`] images are those of other programs, which are only read
-//! (`docs/formats.md`); [`Luks`] is a container whose disk the I/O path decrypts.
+//! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves
+//! guest data: the I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`]
+//! is QEMU's format, whose design is in `qcow2/README.md`. [`Foreign`] images are those of other
+//! programs, which are only read (`docs/formats.md`); [`Luks`] is a container whose disk the I/O
+//! path decrypts.
 //!
-//! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all their options,
-//! and for looking into them:
+//! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all
+//! their options, and for looking into them:
 //!
 //! ```
 //! use blockhouse_core::{ByteRange, ExtentState};

@@ -10,9 +10,9 @@ use crate::{
 /// How an image is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenOptions {
-    /// What for.
+    /// The access.
     pub access: Access,
-    /// What becomes of the space that the guest discards.
+    /// The treatment of the space that the guest discards.
     pub discard: Discard,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
@@ -31,14 +31,14 @@ impl<S: Storage> Format<S> {
     /// [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// What [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly` for an image that is only read
-    /// and is opened to be written.
+    /// What [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly`
+    /// for an image that is only read and is opened to be written.
     pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
         Self::open_before_replay(storage, format, options, None).await
     }
 
-    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what opening itself
-    /// writes does not take the place of what the log refers to.
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what
+    /// opening itself writes does not take the place of what the log refers to.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -64,12 +64,12 @@ impl<S: Storage> Format<S> {
         })
     }
 
-    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken; for
-    /// reading only.
+    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken;
+    /// for reading only.
     ///
     /// # Errors
-    /// As [`open`](Self::open); `InvalidInput` when there is no such snapshot, `Unsupported` for a format
-    /// without snapshots.
+    /// As [`open`](Self::open); `InvalidInput` when there is no such snapshot, `Unsupported` for a
+    /// format without snapshots.
     pub async fn open_snapshot(
         storage: S,
         format: ImageFormat,
@@ -99,8 +99,8 @@ impl<S: Storage> Format<S> {
     /// The same image with its data file, before anything is read or written.
     ///
     /// # Errors
-    /// `InvalidInput` where it has none; `Unsupported` when its clusters are smaller than the blocks of
-    /// `data`.
+    /// `InvalidInput` where it has none; `Unsupported` when its clusters are smaller than the
+    /// blocks of `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         match self {
             Self::Qcow2(image) => Ok(Self::Qcow2(Box::new(image.with_data(data)?))),
@@ -111,8 +111,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The same image with its [files](Self::extent_files), before anything is read: each is one of `ranges` of
-    /// `data`, in their order.
+    /// The same image with its [files](Self::extent_files), before anything is read: each is one of
+    /// `ranges` of `data`, in their order.
     ///
     /// # Errors
     /// `InvalidInput` where it names none, or another number; what is wrong with a file.

@@ -9,8 +9,8 @@ use blockhouse_core::{
 pub enum SpaceMode {
     /// The host's file system sets it aside (`fallocate`): quick.
     Falloc,
-    /// Zeros are written: slow, and works everywhere. Where the storage writes them without being sent them, it does
-    /// so, which is quick.
+    /// Zeros are written: slow, and works everywhere. Where the storage writes them without being
+    /// sent them, it does so, which is quick.
     Full,
 }
 
@@ -19,8 +19,8 @@ const WRITE_SIZE: u64 = 1 << 20;
 const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
 
-/// Takes the space of `range`, which lies in whole blocks of the storage and reads as zeros before and
-/// after. Durable with the next full flush. `progress` advances by what is done.
+/// Takes the space of `range`, which lies in whole blocks of the storage and reads as zeros before
+/// and after. Durable with the next full flush. `progress` advances by what is done.
 ///
 /// # Errors
 /// `NoSpace`; `Unsupported` where the host cannot set space aside; or what the storage answers.

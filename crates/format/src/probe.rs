@@ -43,14 +43,16 @@ pub fn name_of(first: &[u8]) -> Option<&'static str> {
     found.or_else(|| is_vmdk_descriptor(first).then_some("vmdk"))
 }
 
-/// The name of the format that a file with these last [`LENGTH`] bytes seems to have. A disk image's last
-/// sector is as much a guest's as its first, so this is for files whose names say the same.
+/// The name of the format that a file with these last [`LENGTH`] bytes seems to have. A disk
+/// image's last sector is as much a guest's as its first, so this is for files whose names say the
+/// same.
 pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
     let found = FINAL_SIGNATURES.iter().find(|(bytes, _)| last.starts_with(bytes));
     found.map(|&(_, name)| name)
 }
 
-/// Bytes of a cluster, as the header of a qcow2 image with these first bytes says; `None` where it is none.
+/// Bytes of a cluster, as the header of a qcow2 image with these first bytes says; `None` where it
+/// is none.
 pub fn qcow2_cluster_size(first: &[u8]) -> Option<u64> {
     const CLUSTER_BITS: usize = 20;
     if name_of(first) != Some("qcow2") {
@@ -70,8 +72,8 @@ async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     Ok(name_of_end(&buffer.bytes()[(last - start) as usize..]))
 }
 
-/// As [`probe`], of a file with this name: where the name says a format that is told by its end, the last
-/// bytes are read, too.
+/// As [`probe`], of a file with this name: where the name says a format that is told by its end,
+/// the last bytes are read, too.
 ///
 /// # Errors
 /// What the storage answers.

@@ -1,8 +1,8 @@
 //! Raw images: the guest's disk is the storage, byte for byte.
 //!
-//! Every extent is `Mapped` at its own offset and free of flags, so a durable overwrite is one write
-//! and holes are the host's business. Disks consist of whole sectors: where the storage ends inside one,
-//! the rest of it reads as zeros, and a write to it makes the storage longer.
+//! Every extent is `Mapped` at its own offset and free of flags, so a durable overwrite is one
+//! write and holes are the host's business. Disks consist of whole sectors: where the storage ends
+//! inside one, the rest of it reads as zeros, and a write to it makes the storage longer.
 
 use blockhouse_core::{
     ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode,
@@ -45,8 +45,8 @@ impl<S: Storage> Raw<S> {
     }
 
     /// All of `range` at once, but a last partial block is an extent of its own: that is the one
-    /// unaligned range that a storage accepts. So is a sector beyond the end of the storage where the
-    /// range is not moved but zeroed or discarded, which a storage can do only inside.
+    /// unaligned range that a storage accepts. So is a sector beyond the end of the storage where
+    /// the range is not moved but zeroed or discarded, which a storage can do only inside.
     pub(crate) fn map(&self, range: ByteRange, intent: Intent) -> Extent {
         let end = match intent {
             Intent::Read | Intent::Write => self.size(),
@@ -75,7 +75,7 @@ impl<S: Storage> Raw<S> {
         self.storage.flush(sync).await
     }
 
-    /// What is asked for needs a backing file.
+    /// The request needs a backing file.
     pub(crate) fn has_no_backing(&self) -> Error {
         let what = "raw images have no backing file";
         Error::new(ErrorKind::Unsupported, what).on(self.storage.name())

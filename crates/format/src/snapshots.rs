@@ -1,5 +1,5 @@
-//! Snapshots of an image and the machine state in them: the interface of the formats that have them, and of storages
-//! that take snapshots of themselves.
+//! Snapshots of an image and the machine state in them: the interface of the formats that have
+//! them, and of storages that take snapshots of themselves.
 
 use std::time::Duration;
 
@@ -44,13 +44,13 @@ impl<S: Storage> Format<S> {
     }
 }
 
-/// The snapshots of an image. Changes are durable when they return, and happen as a whole or not at all.
-/// The caller keeps changes of the guest's data away while one is made.
+/// The snapshots of an image. Changes are durable when they return, and happen as a whole or not at
+/// all. The caller keeps changes of the guest's data away while one is made.
 pub struct Snapshots<'a, S: Storage> {
     keeper: Keeper<'a, S>,
 }
 
-/// What takes the snapshots.
+/// The keeper of the snapshots.
 enum Keeper<'a, S: Storage> {
     Format(&'a Qcow2<S>),
     Storage(&'a S),
@@ -82,7 +82,8 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// The parts of `range` that have changed since a snapshot was taken, as [`Storage::changes_since`].
+    /// The parts of `range` that have changed since a snapshot was taken, as
+    /// [`Storage::changes_since`].
     ///
     /// # Errors
     /// As there; `Unsupported` where the format takes the snapshots.
@@ -100,10 +101,10 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// A change that is prepared while the guest's data is changed, so that making it takes a moment however much is
-    /// mapped. `None` where nothing is to be prepared: the snapshot is [created](Self::create) or
-    /// [deleted](Self::delete) at once. What is dropped before it is taken has changed nothing;
-    /// [`give_back`](Self::give_back) frees its space.
+    /// A change that is prepared while the guest's data is changed, so that making it takes a
+    /// moment however much is mapped. `None` where nothing is to be prepared: the snapshot is
+    /// [created](Self::create) or [deleted](Self::delete) at once. What is dropped before it is
+    /// taken has changed nothing; [`give_back`](Self::give_back) frees its space.
     ///
     /// # Errors
     /// `ReadOnly`, `Unsupported`, or what the storage answers.
@@ -114,8 +115,8 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// Frees what changes that were made or dropped do not need any more. Otherwise that is done with the next
-    /// flushes.
+    /// Frees what changes that were made or dropped no longer need. Otherwise that is done with the
+    /// next flushes.
     pub async fn give_back(&self) {
         if let Keeper::Format(image) = self.keeper {
             image.give_back().await;
@@ -125,8 +126,8 @@ impl<'a, S: Storage> Snapshots<'a, S> {
     /// Takes a snapshot of the disk, and of the machine's state if there is one.
     ///
     /// # Errors
-    /// As [`Qcow2::create_snapshot`] and [`Storage::change_snapshots`]; `Unsupported` for a machine's state where the
-    /// storage takes the snapshots.
+    /// As [`Qcow2::create_snapshot`] and [`Storage::change_snapshots`]; `Unsupported` for a
+    /// machine's state where the storage takes the snapshots.
     pub async fn create(
         &self,
         new: &NewSnapshot,
@@ -237,8 +238,8 @@ impl<S: Storage> VmStates<'_, S> {
         self.image.cluster_size()
     }
 
-    /// The range, past the end of the disk, of the machine's state in the snapshot that the image was
-    /// opened on; empty for a snapshot without one.
+    /// The range, past the end of the disk, of the machine's state in the snapshot that the image
+    /// was opened on; empty for a snapshot without one.
     ///
     /// # Errors
     /// As [`Qcow2::vm_state`].
@@ -251,8 +252,8 @@ impl<S: Storage> VmStates<'_, S> {
         self.image.new_vm_state()
     }
 
-    /// Allocates one to `limit` clusters in a row for a machine's state. No table refers to them: they
-    /// are to be [reserved](VmStateTables::reserve) or [freed](Self::free_clusters).
+    /// Allocates one to `limit` clusters in a row for a machine's state. No table refers to them:
+    /// they are to be [reserved](VmStateTables::reserve) or [freed](Self::free_clusters).
     ///
     /// # Errors
     /// As [`Qcow2::allocate_clusters`].

@@ -1,7 +1,8 @@
-//! What others have of a job: what they want of it, and what it tells.
+//! The view of a job for others: their wishes, and its progress.
 //!
-//! Guarantees: every method returns at once, from any thread. A wish counts from when the method returns: a job whose
-//! [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or failed before. A job that has ended never changes any more.
+//! Guarantees: every method returns at once, from any thread. A wish counts from when the method
+//! returns: a job whose [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or failed
+//! before. A job that has ended never changes.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use blockhouse_core::Error;
 use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;
 
-/// What becomes of the disk when its mirror is complete.
+/// The treatment of the disk when its mirror is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completion {
     /// Its guest goes on with the mirror.
@@ -26,7 +27,7 @@ pub enum Completion {
 pub enum JobStage {
     /// It works, and cannot be completed yet.
     Running,
-    /// What is left is little: it keeps up with the guest, and can be completed.
+    /// Little is left: it keeps up with the guest, and can be completed.
     Ready,
     /// It was asked to complete.
     Completing,
@@ -39,7 +40,7 @@ pub enum JobStage {
 pub enum JobEnd {
     /// It did all that it was to do, durably.
     Completed {
-        /// What became of the disk.
+        /// The treatment of the disk.
         completion: Completion,
         /// For how long the guest's changes were held off.
         pause: Duration,
@@ -53,11 +54,12 @@ pub enum JobEnd {
 /// Figures of a job, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JobProgress {
-    /// What was written to the target. More than `total` where the guest changes what was copied already.
+    /// The bytes that were written to the target. More than `total` where the guest changes copied
+    /// ranges.
     pub copied: u64,
-    /// What has to be copied still, as far as is known.
+    /// The bytes that have to be copied still, as far as is known.
     pub remaining: u64,
-    /// What was copied and what remains, the second time and later ones included.
+    /// The bytes that were copied and that remain, the second time and later ones included.
     pub total: u64,
     /// Bytes a second that were copied lately.
     pub rate: u64,
@@ -119,7 +121,8 @@ impl JobControl {
         self.state.lock().is_paused
     }
 
-    /// Copies nothing more in the background until it is [resumed](Self::resume). Writes that wait for their copy still get it.
+    /// Copies nothing more in the background until it is [resumed](Self::resume). Writes that wait
+    /// for their copy still get it.
     pub fn pause(&self) {
         self.state.lock().is_paused = true;
         self.changed.notify_all();
@@ -142,7 +145,8 @@ impl JobControl {
         self.state.lock().speed
     }
 
-    /// Ends it without its result. `false` where it is too late: it has ended, or does in this moment.
+    /// Ends it without its result. `false` where it is too late: it has ended, or does in this
+    /// moment.
     pub fn cancel(&self) -> bool {
         let mut state = self.state.lock();
         if state.is_committed || matches!(state.stage, JobStage::Ended(_)) {
@@ -155,8 +159,8 @@ impl JobControl {
         true
     }
 
-    /// Ends it with its result, as soon as that is there. A job that is paused goes on. `false` where it has ended, is
-    /// cancelled, or was asked for another completion.
+    /// Ends it with its result, as soon as that is there. A job that is paused goes on. `false`
+    /// where it has ended, is cancelled, or was asked for another completion.
     pub fn complete(&self, completion: Completion) -> bool {
         let mut state = self.state.lock();
         let is_over = matches!(state.stage, JobStage::Ended(_)) || state.is_cancelled;
@@ -193,8 +197,8 @@ impl JobControl {
         self.state.lock().postponed.1.clone()
     }
 
-    /// Waits for its end, or until it cannot be completed yet: one time more than `known`. Then the error says why, and it
-    /// can be asked again.
+    /// Waits for its end, or until it cannot be completed yet: one time more than `known`. Then the
+    /// error says why, and it can be asked again.
     ///
     /// # Errors
     /// Why it cannot be completed yet, in one line.
@@ -210,8 +214,9 @@ impl JobControl {
         self.changed.wait_until(outcome).await
     }
 
-    /// Waits until it is known that the job is going to end without its result, and how, or for its end. What is left to do
-    /// then may take as long as the target takes to answer. Nothing of the guest waits for it.
+    /// Waits until it is known that the job is going to end without its result, and how, or for its
+    /// end. What is left to do then may take as long as the target takes to answer. Nothing of
+    /// the guest waits for it.
     pub async fn decided(&self) -> JobEnd {
         let decided = || {
             let state = self.state.lock();
@@ -228,7 +233,8 @@ impl JobControl {
         self.set_stage(JobStage::Ended(end));
     }
 
-    /// Notified of every change of what is wanted, of the stage, and of what a job notifies itself of.
+    /// Notified of every change of what is wanted, of the stage, and of what a job notifies itself
+    /// of.
     pub(crate) fn changed(&self) -> &Condvar {
         &self.changed
     }

@@ -1,11 +1,13 @@
 //! Copies what is dirty from one disk to the other, over and over, for as long as the job goes on.
 //!
-//! Guarantees: two copies in flight never overlap, nor does a copy begin that overlaps a live write ([`Tracker`]). What is
-//! dirty is made clean before it is read, so a change that comes later makes it dirty again. In flight are at most
-//! `MAX_IN_FLIGHT` copies of `CHUNK_SIZE`, as many that guests wait for, and forwarded writes. None is dropped while it is:
-//! its write might come late, after a newer one of the same bytes. What a guest's request waits for goes first,
-//! but takes no room from the background: however slow the target is, what is dirty becomes less.
-//! In the background it copies as fast as the guest, who uses the disk meanwhile, leaves room for ([`Pace`]).
+//! Guarantees: two copies in flight never overlap, nor does a copy begin that overlaps a live write
+//! ([`Tracker`]). What is dirty is made clean before it is read, so a change that comes later makes
+//! it dirty again. In flight are at most `MAX_IN_FLIGHT` copies of `CHUNK_SIZE`, as many that
+//! guests wait for, and forwarded writes. None is dropped while it is: its write might come late,
+//! after a newer one of the same bytes. What a guest's request waits for goes first, but takes no
+//! room from the background: however slow the target is, what is dirty becomes less.
+//! In the background it copies as fast as the guest, who uses the disk meanwhile, leaves room for
+//! ([`Pace`]).
 
 use std::cell::{Cell, RefCell};
 use std::num::NonZeroU64;
@@ -29,7 +31,7 @@ use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 const CHUNK_SIZE: u64 = 1 << 20;
 /// Bytes of a copy are about what is copied in this part of a second, where the rate is limited.
 const CHUNKS_A_SECOND: u64 = 256;
-/// Bytes of a copy at a limited rate, at least, where so many follow each other.
+/// Bytes of a copy at a limited rate, at least, where this many follow each other.
 const MIN_CHUNK_SIZE: u64 = 64 << 10;
 /// Copies in the background that are in flight together.
 const MAX_IN_FLIGHT: usize = 8;
@@ -37,15 +39,17 @@ const MAX_IN_FLIGHT: usize = 8;
 const MAX_SHORT_IN_FLIGHT: usize = 16;
 /// Work in flight that guests wait for.
 const MAX_URGENT: usize = 256;
-/// How long it rests between two passes while it keeps up with a guest, so that what changes often is not copied each time.
+/// How long it rests between two passes while it keeps up with a guest, so that what changes often
+/// is not copied each time.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
 /// How many pieces of work end before who waits for the job is told, where nothing else happens.
 const NEWS_INTERVAL: u32 = 32;
 
-/// What is not copied as it is found.
+/// The ranges that are not copied as they are found.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CopyRule {
-    /// Bytes at the start of the disk that the copier leaves out: they are written last of all, by others.
+    /// Bytes at the start of the disk that the copier leaves out: they are written last of all, by
+    /// others.
     pub(crate) left_out: u64,
     /// Clean bytes between dirty ones that are copied with them: that is quicker than two copies.
     pub(crate) max_gap: u64,
@@ -77,7 +81,7 @@ pub(crate) struct Copier<S: Storage> {
     was_idle: Cell<bool>,
     /// Whether limits and rests do not count, because the guest waits.
     is_hurried: Cell<bool>,
-    /// Whether nothing is to be begun any more.
+    /// Whether nothing is to be begun.
     is_stopped: Cell<bool>,
 }
 
@@ -88,7 +92,7 @@ enum Work {
     Write(ForwardedWrite),
 }
 
-/// What to do next.
+/// The next step.
 enum Next {
     Begin(Work),
     /// Nothing before this time has passed.
@@ -178,7 +182,8 @@ impl<S: Storage> Copier<S> {
         self.control.changed().notify_all();
     }
 
-    /// Copies what is dirty while it is [started](Self::start), until `is_over` or a copy fails; then all copies have ended.
+    /// Copies what is dirty while it is [started](Self::start), until `is_over` or a copy fails;
+    /// then all copies have ended.
     ///
     /// # Errors
     /// The first error of a copy.
@@ -222,8 +227,8 @@ impl<S: Storage> Copier<S> {
         }
     }
 
-    /// Tells who waits for the job when the disks have become equal. The source may be the last to end a change: then no work
-    /// ends that would tell.
+    /// Tells who waits for the job when the disks have become equal. The source may be the last to
+    /// end a change: then no work ends that would tell.
     fn tell_of_rest(&self) {
         let is_idle = self.is_idle();
         if is_idle && !self.was_idle.get() {
@@ -243,13 +248,14 @@ impl<S: Storage> Copier<S> {
         }
     }
 
-    /// What to begin next.
+    /// The next step to begin.
     fn next(&self) -> Next {
         let is_free =
             |range: ByteRange| !self.in_flight.borrow().iter().any(|busy| busy.overlaps(range));
         // Whole granules: they are made clean.
         let limit = CHUNK_SIZE.max(self.tracker.dirty().granularity());
-        // Where the target is slower than the guest there is always more: the background has room of its own.
+        // Where the target is slower than the guest there is always more: the background has room
+        // of its own.
         let has_room = self.urgent.get() < MAX_URGENT;
         let urgent = has_room.then(|| self.tracker.next_urgent(limit, is_free)).flatten();
         self.urgent.set(self.urgent.get() + usize::from(urgent.is_some()));
@@ -300,9 +306,10 @@ impl<S: Storage> Copier<S> {
         Next::Begin(Work::Copy(range))
     }
 
-    /// The next dirty range that is not being copied, at most `limit` bytes of it. A pass ends at the end of the disk: then
-    /// there is none. While the guest waits it begins at the start again at once, and tells nobody: what is left then is dirty
-    /// again while it is copied, and to be told of that by itself would keep the task from ever waiting for it.
+    /// The next dirty range that is not being copied, at most `limit` bytes of it. A pass ends at
+    /// the end of the disk: then there is none. While the guest waits it begins at the start
+    /// again at once, and tells nobody: what is left then is dirty again while it is copied,
+    /// and to be told of that by itself would keep the task from ever waiting for it.
     fn next_dirty(&self, limit: u64) -> Option<ByteRange> {
         let start = self.cursor.get();
         let next = self.next_dirty_to_end(limit);
@@ -313,7 +320,8 @@ impl<S: Storage> Copier<S> {
             self.cursor.set(0);
             return self.next_dirty_to_end(limit);
         }
-        // Where guests' writes are forwarded a later pass may find nothing at all: then the first copies have to have ended.
+        // Where guests' writes are forwarded a later pass may find nothing at all: then the first
+        // copies have to have ended.
         let (copies, _) = self.background.get();
         if start > 0 || self.passes() == 0 || (self.passes() == 1 && copies == 0) {
             self.end_pass();
@@ -366,7 +374,8 @@ impl<S: Storage> Copier<S> {
         self.control.changed().notify_all();
     }
 
-    /// Carries a piece of work out. Who waits for it goes on when it is dropped, whatever the outcome.
+    /// Carries a piece of work out. Who waits for it goes on when it is dropped, whatever the
+    /// outcome.
     async fn carry_out(&self, work: Work) -> Result<()> {
         let is_urgent = !matches!(work, Work::Copy(_));
         let outcome = match work {

@@ -1,13 +1,15 @@
 //! Jobs (layer 4): long work on disks that are used meanwhile.
 //!
-//! A [`Mirror`] copies a disk to another one while its guest goes on, until both are equal; then the guest goes on with
-//! the copy, or the disk is held for another host. [`Mirror::commit`] copies an overlay into its backing file, with which the
-//! guest goes on. A [`JobControl`] is what others have of a running job: how far it is,
-//! and what they want of it. A job is one future, on any executor: a [`JobClock`] is all that it needs beside the disks.
+//! A [`Mirror`] copies a disk to another one while its guest goes on, until both are equal; then
+//! the guest goes on with the copy, or the disk is held for another host. [`Mirror::commit`] copies
+//! an overlay into its backing file, with which the guest goes on. A [`JobControl`] is what others
+//! have of a running job: how far it is, and what they want of it. A job is one future, on any
+//! executor: a [`JobClock`] is all that it needs beside the disks.
 //!
 //! A [`Stream`] fills an overlay from its backing file, and detaches it.
 //!
-//! A [`FrozenDisk`] is a disk as it was at one moment, beside the disk that goes on: what backups read.
+//! A [`FrozenDisk`] is a disk as it was at one moment, beside the disk that goes on: what backups
+//! read.
 //!
 //! From the bottom up, each uses only what is above it in this list:
 //!

@@ -1,4 +1,5 @@
-//! How a copy gets on: what was copied, how fast, and whether the guest changes more than is copied.
+//! How a copy gets on: what was copied, how fast, and whether the guest changes more than is
+//! copied.
 
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ pub(crate) struct Meter {
     rate: u64,
     is_losing: bool,
     since: Duration,
-    /// What was copied and what was left when the window began.
+    /// The copied bytes and the rest when the window began.
     copied_before: u64,
     left_before: Option<u64>,
 }
@@ -37,7 +38,8 @@ impl Meter {
         (self.since, self.copied_before, self.left_before) = (now, self.copied, Some(left));
     }
 
-    /// Whether what is left became less by under half of what was copied lately: the guest changed the rest.
+    /// Whether what is left became less by under half of what was copied lately: the guest changed
+    /// the rest.
     pub(crate) fn is_losing(&self) -> bool {
         self.is_losing
     }

@@ -1,28 +1,35 @@
-//! A mirror: a disk is copied to another one while its guest goes on, and then the guest goes on with the copy.
+//! A mirror: a disk is copied to another one while its guest goes on, and then the guest goes on
+//! with the copy.
 //!
-//! 1. The target gets its mark ([`mark_incomplete`]), durably. From now on the source's changes are tracked.
-//! 2. What the maps show as data is copied, and then what the guest changed meanwhile, again and again. Where that does
-//!    not converge, the guest's changes wait for their copy ([`CopyMode`]).
-//! 3. When it is asked to complete and little is left: the guest's changes are held off, the rest is copied, and the
-//!    target is flushed. Then the first sector is written durably in place of the mark. That is the moment in which the
-//!    target is complete. The disk is switched to it, or retired, and the guest's changes go on.
+//! 1. The target gets its mark ([`mark_incomplete`]), durably. From now on the source's changes are
+//!    tracked.
+//! 2. What the maps show as data is copied, and then what the guest changed meanwhile, again and
+//!    again. Where that does not converge, the guest's changes wait for their copy ([`CopyMode`]).
+//! 3. When it is asked to complete and little is left: the guest's changes are held off, the rest
+//!    is copied, and the target is flushed. Then the first sector is written durably in place of
+//!    the mark. That is the moment in which the target is complete. The disk is switched to it, or
+//!    retired, and the guest's changes go on.
 //!
-//!    Where that takes longer than `MAX_PAUSE`, the guest's changes go on with the source, the target has its mark again,
-//!    and the job is ready as before: it can be asked to complete once more.
+//!    Where that takes longer than `MAX_PAUSE`, the guest's changes go on with the source, the
+//! target has its mark again,    and the job is ready as before: it can be asked to complete once
+//! more.
 //!
-//! Guarantees: an error of the target ends the job, and no request of the guest. Until the moment of step 3 the source
-//! is the disk, and the target has the mark; from then on the target has everything that was answered. Whatever the target
-//! does, changes are held off for `MAX_PAUSE` at most, and go on at once when the job is cancelled or fails. The source is
-//! changed by nothing but its guest. Nothing is written to a target that is the source itself.
+//! Guarantees: an error of the target ends the job, and no request of the guest. Until the moment
+//! of step 3 the source is the disk, and the target has the mark; from then on the target has
+//! everything that was answered. Whatever the target does, changes are held off for `MAX_PAUSE` at
+//! most, and go on at once when the job is cancelled or fails. The source is changed by nothing but
+//! its guest. Nothing is written to a target that is the source itself.
 //!
-//! A *commit* is a mirror whose target is the backing file of the source, as in QEMU (`commit_active_start`). The target has
-//! no mark; copied is what the source's image has itself. The source reads the same at each moment, because it has itself what
-//! is copied, until it is no more the disk ([`Disk::attach_base`]). So until step 3 source and target together are the disk,
-//! and the target alone is none. When the rest is copied and flushed, an [action](Mirror::before_switch) notes that the
-//! target is the disk: that is the moment.
+//! A *commit* is a mirror whose target is the backing file of the source, as in QEMU
+//! (`commit_active_start`). The target has no mark; copied is what the source's image has itself.
+//! The source reads the same at each moment, because it has itself what is copied, until it is no
+//! more the disk ([`Disk::attach_base`]). So until step 3 source and target together are the disk,
+//! and the target alone is none. When the rest is copied and flushed, an
+//! [action](Mirror::before_switch) notes that the target is the disk: that is the moment.
 //!
-//! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)), whose target is no successor of it. One
-//! of certain ranges alone leaves all else of the target as it is, and gives it no mark.
+//! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)),
+//! whose target is no successor of it. One of certain ranges alone leaves all else of the target as
+//! it is, and gives it no mark.
 
 mod complete;
 
@@ -45,7 +52,7 @@ use crate::tracker::Tracker;
 const MAX_GAP: u64 = 16 << 10;
 /// The most granules that are tracked.
 const MAX_GRANULES: u64 = 128 << 20;
-/// What may be left when changes are held off: it is copied in a few milliseconds.
+/// The most that may be left when changes are held off: it is copied in a few milliseconds.
 const MAX_LEFT: u64 = 1 << 20;
 /// The same where changes wait for the target, so that what is left only becomes less.
 const MAX_BLOCKING_LEFT: u64 = 256 << 10;
@@ -57,7 +64,8 @@ const PROBES: usize = 4;
 const PROBE_UNIT: u64 = 4096;
 /// The longest, in these units.
 const MAX_PROBE_UNITS: u64 = 8;
-/// How long the guest's changes are held off at most. Then they go on, and the job is to be completed another time.
+/// How long the guest's changes are held off at most. Then they go on, and the job is to be
+/// completed another time.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the guest's changes wait for their copy.
@@ -79,22 +87,23 @@ pub struct MirrorOptions {
     pub is_target_zero: bool,
     /// Whether changes wait.
     pub mode: CopyMode,
-    /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27 units has larger ones:
-    /// their two maps take 16 MiB each at most.
+    /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27
+    /// units has larger ones: their two maps take 16 MiB each at most.
     pub granularity: u64,
-    /// Where changes wait for the target: only if it is behind by so many bytes.
+    /// Where changes wait for the target: only if it is behind by this many bytes.
     pub backlog: u64,
 }
 
 impl Default for MirrorOptions {
-    /// Automatic, in units of 4 KiB, as guests write them; the target may hold anything, and be behind by 4 MiB.
+    /// Automatic, in units of 4 KiB, as guests write them; the target may hold anything, and be
+    /// behind by 4 MiB.
     fn default() -> Self {
         let (mode, granularity, backlog) = (CopyMode::Auto, 4 << 10, 4 << 20);
         Self { is_target_zero: false, mode, granularity, backlog }
     }
 }
 
-/// What the target is.
+/// The kind of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TargetKind {
     /// Another image, which has the mark until it is complete.
@@ -111,13 +120,13 @@ impl TargetKind {
         match self {
             Self::Backup if is_partial => CopyRule { left_out: 0, max_gap: 0 },
             Self::Copy | Self::Backup => CopyRule { left_out: MARK_BYTES, max_gap: MAX_GAP },
-            // What the image leaves to its backing file is not written there.
+            // Ranges that the image leaves to its backing file are not written there.
             Self::Base => CopyRule { left_out: 0, max_gap: 0 },
         }
     }
 }
 
-/// What is done at a step; the step waits for it.
+/// The action at a step; the step waits for it.
 type Action = Box<dyn Fn() -> LocalBoxFuture<'static, Result<()>>>;
 
 /// A mirror that is going to be made. See the module's page.
@@ -156,7 +165,8 @@ impl From<Error> for Stop {
 }
 
 impl<S: Storage> Mirror<S> {
-    /// A mirror of `source` in `target`, which is as long, which nothing else uses, and whose content is lost.
+    /// A mirror of `source` in `target`, which is as long, which nothing else uses, and whose
+    /// content is lost.
     ///
     /// # Errors
     /// As [`Disk::check_successor`]; the host has no memory to track changes.
@@ -176,8 +186,8 @@ impl<S: Storage> Mirror<S> {
         Self::to(TargetKind::Copy, (source, target), options, (control, clock), None)
     }
 
-    /// A backup in `target` of a disk that does not change and is as long; `only`: of what is marked there alone. It is to be
-    /// completed as a [copy](Completion::Copy).
+    /// A backup in `target` of a disk that does not change and is as long; `only`: of what is
+    /// marked there alone. It is to be completed as a [copy](Completion::Copy).
     ///
     /// # Errors
     /// `InvalidInput` for a target of another size; the host has no memory.
@@ -210,7 +220,7 @@ impl<S: Storage> Mirror<S> {
             let what = "its backing file is not open for writing";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         };
-        // What the base holds where the image is zeros is not known.
+        // The base's content where the image is zeros is not known.
         let options = MirrorOptions { mode, is_target_zero: false, ..MirrorOptions::default() };
         source.check_successor(&base)?;
         Self::to(TargetKind::Base, (source, base), options, (control, clock), None)
@@ -259,23 +269,24 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Has `action` done when the target has its mark, durably, and before anything is copied. Where it fails, so does the
-    /// job.
+    /// Has `action` done when the target has its mark, durably, and before anything is copied.
+    /// Where it fails, so does the job.
     #[must_use]
     pub fn marked(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
         self.marked = Box::new(action);
         self
     }
 
-    /// Has `action` done before the target becomes complete, while the guest goes on. Where it fails, so does the job.
+    /// Has `action` done before the target becomes complete, while the guest goes on. Where it
+    /// fails, so does the job.
     #[must_use]
     pub fn before_completion(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
         self.before_completion = Box::new(action);
         self
     }
 
-    /// Has `action` done when all that was answered is in the target, durably, while changes are held off: after it the guest
-    /// goes on with the target. Where it fails, so does the job.
+    /// Has `action` done when all that was answered is in the target, durably, while changes are
+    /// held off: after it the guest goes on with the target. Where it fails, so does the job.
     #[must_use]
     pub fn before_switch(
         mut self,
@@ -285,18 +296,19 @@ impl<S: Storage> Mirror<S> {
         self
     }
 
-    /// Has `action` done when the mirror fails after [`before_completion`](Self::before_completion), before the guest's
-    /// changes go on: the guest stays with the source.
+    /// Has `action` done when the mirror fails after
+    /// [`before_completion`](Self::before_completion), before the guest's changes go on: the
+    /// guest stays with the source.
     #[must_use]
     pub fn source_kept(mut self, action: impl Fn() + 'static) -> Self {
         self.source_kept = Box::new(action);
         self
     }
 
-    /// Makes the mirror, and ends as its control says. When it returns, nothing is in flight at the target any more. From when
-    /// its end is [decided](JobControl::decided) the guest's requests wait for nothing of the job.
-    /// The target is to be closed where it did not take the disk's place, and the control to be told of the
-    /// [end](JobControl::end).
+    /// Makes the mirror, and ends as its control says. When it returns, nothing is in flight at the
+    /// target. From when its end is [decided](JobControl::decided) the guest's requests wait
+    /// for nothing of the job. The target is to be closed where it did not take the disk's
+    /// place, and the control to be told of the [end](JobControl::end).
     pub async fn run(&self) -> JobEnd {
         let steps = async {
             let outcome = self.take_steps().await;
@@ -331,8 +343,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// When the job's end is decided, or it is over: no request of the guest waits for it any more, and it is told of no
-    /// more changes, whatever its steps wait for.
+    /// When the job's end is decided, or it is over: no request of the guest waits for it, and it
+    /// is told of no more changes, whatever its steps wait for.
     async fn let_guest_go(&self) {
         let is_ending = || (self.control.is_decided() || self.is_over.get()).then_some(());
         self.control.changed().wait_until(is_ending).await;
@@ -371,7 +383,8 @@ impl<S: Storage> Mirror<S> {
         self.mark_first().await?;
         self.copier.tell_progress();
         self.copier.start();
-        // The first pass is over when the second one is: until then its last copies may be in flight.
+        // The first pass is over when the second one is: until then its last copies may be in
+        // flight.
         let is_ready = |left| self.copier.passes() > 1 && left <= MAX_READY_LEFT;
         let ready = || (is_ready(self.copier.remaining()) || self.copier.is_idle()).then_some(());
         self.keep_up(MAX_READY_LEFT, ready).await?;
@@ -397,7 +410,8 @@ impl<S: Storage> Mirror<S> {
         self.keep_up(MAX_LEFT, || is_little(left_dirty()).then_some(())).await?;
         // Little is left to flush then while changes are held off.
         self.unless_ending(self.target.submit_unlimited(Request::Flush)).await??;
-        // What is on its way then is waited for, too: it becomes less bit by bit, while the guest goes on.
+        // Copies on their way then are waited for, too: they become fewer bit by bit, while the
+        // guest goes on.
         self.keep_up(MAX_LEFT, || {
             self.tracker.shorten_backlog(MAX_BLOCKING_LEFT / 2);
             (!is_blocking() || is_little(self.copier.remaining())).then_some(())
@@ -432,7 +446,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Refuses a target that is the source by another name, an export of this server: its mark would destroy the disk.
+    /// Refuses a target that is the source by another name, an export of this server: its mark
+    /// would destroy the disk.
     async fn check_distinct(&self) -> Result<(), Stop> {
         let ranges = probes(self.source.size(), self.clock.now());
         let probe = self.source.probe_reads(ranges.clone());
@@ -450,8 +465,8 @@ impl<S: Storage> Mirror<S> {
         Err(error.hint("mirror it to another image").into())
     }
 
-    /// Waits for a value while it copies. Has changes wait for the target where more than `limit` bytes are left, and the
-    /// guest changes more than is copied.
+    /// Waits for a value while it copies. Has changes wait for the target where more than `limit`
+    /// bytes are left, and the guest changes more than is copied.
     async fn keep_up<T>(
         &self,
         limit: u64,
@@ -484,7 +499,8 @@ impl<S: Storage> Mirror<S> {
     }
 }
 
-/// Ranges to be read, other ones for each job: that a guest reads all of them in the same moments is not to be expected.
+/// Ranges to be read, other ones for each job: that a guest reads all of them in the same moments
+/// is not to be expected.
 fn probes(size: u64, now: Duration) -> Vec<ByteRange> {
     let blocks = size / PROBE_UNIT;
     if blocks < 2 {

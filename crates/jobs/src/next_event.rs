@@ -1,4 +1,4 @@
-//! What a job that has several operations in flight waits for.
+//! The next event for a job that has several operations in flight.
 
 use std::future::{Future, pending};
 use std::pin::pin;
@@ -9,7 +9,8 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::clock::ClockSleep;
 
-/// Waits for the end of an operation, for news, or for a time. The outcome of the operation, if it was one.
+/// Waits for the end of an operation, for news, or for a time. The outcome of the operation, if it
+/// was one.
 pub(crate) async fn next_event(
     operations: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
     news: impl Future<Output = ()>,

@@ -1,9 +1,10 @@
 //! How fast a job copies in the background while a guest uses the disk.
 //!
-//! A guest with a fixed number of requests in flight keeps the share of its rate by which the time of its requests grows. So
-//! the pace follows that time: in each cycle the copier rests for one window, in which the time of the guest's reads and
-//! writes without copies is measured; in the others it is compared, and the rate goes up or down. A disk that nobody uses is
-//! copied without a limit. Nothing of this counts where a user's limit is lower.
+//! A guest with a fixed number of requests in flight keeps the share of its rate by which the time
+//! of its requests grows. So the pace follows that time: in each cycle the copier rests for one
+//! window, in which the time of the guest's reads and writes without copies is measured; in the
+//! others it is compared, and the rate goes up or down. A disk that nobody uses is copied without a
+//! limit. Nothing of this counts where a user's limit is lower.
 //!
 //! Guarantee: the rate is never less than `MIN_RATE`, so a job comes to its end under any load.
 //!
@@ -21,18 +22,18 @@ const WINDOW: Duration = Duration::from_millis(50);
 const CYCLE: u32 = 10;
 /// A guest with fewer requests in a window counts as idle: their times say too little.
 const MIN_REQUESTS: u64 = 8;
-/// Requests may take so many times as long as in a rest.
+/// Requests may take this many times as long as in a rest.
 const MAX_SLOWDOWN: f64 = 1.25;
-/// What is copied under any load, in bytes a second.
+/// The rate of copying under any load, in bytes a second.
 const MIN_RATE: f64 = (4 << 20) as f64;
 /// No disk is faster.
 const MAX_RATE: f64 = (64_u64 << 30) as f64;
-/// How long a job waits for what followed from a rate that is not wanted any more.
+/// How long a job waits for what followed from a rate that is no longer wanted.
 const MAX_OLD_WAIT: Duration = Duration::from_millis(100);
 /// The rate that a job begins with.
 const FIRST_RATE: f64 = (64 << 20) as f64;
 
-/// What may be copied now.
+/// The bytes that may be copied now.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Allowance {
     /// As much as is quick.
@@ -44,7 +45,7 @@ pub(crate) enum Allowance {
 }
 
 impl Allowance {
-    /// What the user's limit leaves of it.
+    /// The part of it within the user's limit.
     pub(crate) fn limited(self, speed: Option<NonZeroU64>) -> Self {
         match (self, speed) {
             (Self::Unlimited, Some(speed)) => Self::Rate(speed.get()),
@@ -63,8 +64,8 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    /// From now on pieces are paced by this rate, in bytes a second. What followed from another one is waited for no longer
-    /// than [`MAX_OLD_WAIT`].
+    /// From now on pieces are paced by this rate, in bytes a second. What followed from another one
+    /// is waited for no longer than [`MAX_OLD_WAIT`].
     pub(crate) fn follow(&self, rate: Option<NonZeroU64>, now: Duration) {
         if self.rate.replace(rate) != rate {
             self.next.set(self.next.get().min(now + MAX_OLD_WAIT));
@@ -81,7 +82,7 @@ impl Schedule {
         self.next.set(self.next.get().max(time));
     }
 
-    /// A piece of so many bytes begins, which takes its time at this rate.
+    /// A piece of this many bytes begins, which takes its time at this rate.
     pub(crate) fn begin(&self, bytes: u64, rate: Option<NonZeroU64>, now: Duration) {
         if let Some(rate) = rate {
             let time = Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
@@ -96,7 +97,7 @@ pub(crate) struct Pace {
     end: Duration,
     /// Which one of its cycle it is.
     window: u32,
-    /// What the guest had done when it began.
+    /// The guest's counters when it began.
     before: ExportLoad,
     /// The time of a request in a rest, in seconds.
     undisturbed: Option<f64>,
@@ -115,7 +116,8 @@ impl Pace {
         Self { end, window: 0, before: load, undisturbed, rate, copied: 0, is_guest_idle: false }
     }
 
-    /// What may be copied at this time. `load` tells what the guest has done until now; it is asked once in a window.
+    /// The bytes that may be copied at this time. `load` tells the guest's counters until now; it
+    /// is asked once in a window.
     pub(crate) fn allowance(
         &mut self,
         now: Duration,
@@ -131,7 +133,7 @@ impl Pace {
         }
     }
 
-    /// So many bytes were copied.
+    /// This many bytes were copied.
     pub(crate) fn count(&mut self, bytes: u64) {
         self.copied += bytes;
     }
@@ -160,8 +162,8 @@ impl Pace {
         self.window = (self.window + 1) % CYCLE;
     }
 
-    /// `copied` is the rate that was reached. A rate that was not is not raised: the disks are no quicker, or there is
-    /// nothing to copy.
+    /// `copied` is the rate that was reached. A rate that was not is not raised: the disks are no
+    /// quicker, or there is nothing to copy.
     fn adapt(&mut self, slowdown: f64, copied: f64) {
         let factor = match slowdown > MAX_SLOWDOWN {
             true => 0.75,
@@ -176,8 +178,9 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// A guest with requests one after the other, each of which takes `time` without copies and `time` times the rate
-    /// divided by `capacity` more with them. The rates of the last cycles.
+    /// A guest with requests one after the other, each of which takes `time` without copies and
+    /// `time` times the rate divided by `capacity` more with them. The rates of the last
+    /// cycles.
     fn rates(time: f64, capacity: f64, windows: u32) -> Vec<f64> {
         let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
         let mut pace = Pace::new(now, load);

@@ -18,8 +18,8 @@ pub(crate) struct Retry {
 }
 
 impl Retry {
-    /// Something failed. How long the pause is that begins now; `None` where one is going on, which another operation began that was in
-    /// flight at the same time.
+    /// Something failed. How long the pause is that begins now; `None` where one is going on, which
+    /// another operation began that was in flight at the same time.
     pub(crate) fn fail(&self, now: Duration) -> Option<Duration> {
         if self.wait(now).is_some() {
             return None;

@@ -1,16 +1,18 @@
-//! A stream: a disk gets what its image leaves to its backing file while its guest goes on, and then the backing file is
-//! detached (`block-stream` of QEMU).
+//! A stream: a disk gets what its image leaves to its backing file while its guest goes on, and
+//! then the backing file is detached (`block-stream` of QEMU).
 //!
-//! 1. From the start to the end of the disk, what the image leaves to its backing file is made its own
-//!    ([`Disk::populate`]), a few parts at a time, at the pace that the guest's requests leave ([`Pace`]).
-//! 2. When nothing is left: all of that becomes durable ([`Disk::check_populated`]), and one write of the header detaches the
-//!    backing file ([`Disk::detach_backing`]).
+//! 1. From the start to the end of the disk, what the image leaves to its backing file is made its
+//!    own ([`Disk::populate`]), a few parts at a time, at the pace that the guest's requests leave
+//!    ([`Pace`]).
+//! 2. When nothing is left: all of that becomes durable ([`Disk::check_populated`]), and one write
+//!    of the header detaches the backing file ([`Disk::detach_backing`]).
 //!
-//! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its backing file, and names it; a
-//! job that is cancelled, fails or is killed leaves what it has filled, and another one goes on from there; one that
-//! [tries again](Stream::try_again) leaves a part that cannot be filled to its next pass, and fills all others. No request
-//! of the guest fails by it. Nothing is ever changed in the backing file. When the job's end is decided, nothing is written to the
-//! disk that the backing file answers later: the disk may be closed then.
+//! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its
+//! backing file, and names it; a job that is cancelled, fails or is killed leaves what it has
+//! filled, and another one goes on from there; one that [tries again](Stream::try_again) leaves a
+//! part that cannot be filled to its next pass, and fills all others. No request of the guest fails
+//! by it. Nothing is ever changed in the backing file. When the job's end is decided, nothing is
+//! written to the disk that the backing file answers later: the disk may be closed then.
 
 use std::cell::{Cell, RefCell};
 use std::future::pending;
@@ -36,7 +38,7 @@ use crate::retry::Retry;
 const MAX_IN_FLIGHT: usize = 8;
 /// Parts that are in flight together where the rate is limited.
 const MAX_AT_RATE: usize = 2;
-/// With so many failures in a row the storage is gone, and all is left until a pause is over.
+/// With this many failures in a row the storage is gone, and all is left until a pause is over.
 const MAX_FAILED: u32 = 32;
 /// Bytes that are left out where it cannot be looked up which part is the next one.
 const SKIPPED: u64 = 1 << 20;
@@ -70,7 +72,7 @@ struct Pass {
     failures: u32,
 }
 
-/// What may be begun now.
+/// The work that may be begun now.
 enum Turn {
     /// A part, which takes its time at this rate in bytes a second.
     Part(Option<NonZeroU64>),
@@ -93,15 +95,17 @@ impl<S: Storage> Stream<S> {
         Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, _guard: guard }
     }
 
-    /// Tries again what cannot be filled, until it is cancelled: for a job that nobody looks after, over storage that may be
-    /// gone for a while. Each pause is twice the last one, from 10 seconds to 5 minutes; the log tells of it.
+    /// Tries again what cannot be filled, until it is cancelled: for a job that nobody looks after,
+    /// over storage that may be gone for a while. Each pause is twice the last one, from 10
+    /// seconds to 5 minutes; the log tells of it.
     #[must_use]
     pub fn try_again(mut self) -> Self {
         self.retry = Some(Retry::default());
         self
     }
 
-    /// Fills the disk, and ends as its control says; the control is to be told of the [end](JobControl::end).
+    /// Fills the disk, and ends as its control says; the control is to be told of the
+    /// [end](JobControl::end).
     pub async fn run(&self) -> JobEnd {
         let outcome = self.take_steps().await;
         match outcome {
@@ -113,7 +117,7 @@ impl<S: Storage> Stream<S> {
 
     /// For how long detaching may have held changes off; `None` where it was cancelled.
     async fn take_steps(&self) -> Result<Option<Duration>> {
-        // What the guest changes meanwhile is the image's own, so one pass is enough.
+        // Ranges that the guest changes meanwhile are the image's own, so one pass is enough.
         self.fill().await?;
         if self.control.is_cancelled() {
             return Ok(None);
@@ -200,7 +204,8 @@ impl<S: Storage> Stream<S> {
         self.bear(error)
     }
 
-    /// All of a pass has ended. Whether another one begins, after a pause: something was left to it.
+    /// All of a pass has ended. Whether another one begins, after a pause: something was left to
+    /// it.
     fn begin_next_pass(&self) -> bool {
         let pass = self.pass.get();
         let Some(first) = pass.first_failed else { return false };
@@ -217,14 +222,14 @@ impl<S: Storage> Stream<S> {
         true
     }
 
-    /// So many bytes were begun, up to `end`.
+    /// This many bytes were begun, up to `end`.
     fn count_begun(&self, bytes: u64, end: u64) {
         self.cursor.set(end);
         let pass = self.pass.get();
         self.pass.set(Pass { left: pass.left.map(|left| left.saturating_sub(bytes)), ..pass });
     }
 
-    /// So many bytes are left to the next pass.
+    /// This many bytes are left to the next pass.
     fn count_failed(&self, offset: u64, bytes: u64) {
         let pass = self.pass.get();
         self.pass.set(Pass {
@@ -266,7 +271,7 @@ impl<S: Storage> Stream<S> {
         Ok(())
     }
 
-    /// What may be begun beside so many parts.
+    /// The work that may be begun beside this many parts.
     fn turn(&self, in_flight: usize) -> Turn {
         if self.control.is_paused() {
             return Turn::Nothing;

@@ -1,16 +1,18 @@
-//! What the guest changes while its disk is copied.
+//! The guest's changes while its disk is copied.
 //!
-//! In the background mode a change makes its granules dirty, after it was carried out. In the write-blocking mode the bytes
-//! of a write are *forwarded*: the copier writes a copy of them to the target, from memory. The request does not wait for that;
-//! but where the target is behind by the *backlog* that it may have, changes wait before they begin. Zeros, discards and long
-//! writes wait until the copier has copied their range. A write that overlaps one that is forwarded still makes its granules
-//! dirty. So what is dirty, and what is on its way, does not become more than the backlog and what a guest writes twice
-//! within it.
+//! In the background mode a change makes its granules dirty, after it was carried out. In the
+//! write-blocking mode the bytes of a write are *forwarded*: the copier writes a copy of them to
+//! the target, from memory. The request does not wait for that; but where the target is behind by
+//! the *backlog* that it may have, changes wait before they begin. Zeros, discards and long
+//! writes wait until the copier has copied their range. A write that overlaps one that is forwarded
+//! still makes its granules dirty. So what is dirty, and what is on its way, does not become more
+//! than the backlog and what a guest writes twice within it.
 //!
-//! Guarantees: while a forwarded write is *live*, from before it is begun at the source until both writes have ended, no copy
-//! of its range begins; it is written to the target after those that were begun before. So the target gets its bytes last, as
-//! the source does. The guest's request touches nothing but its own disk: the copier alone writes to the target, and its
-//! errors are not the guest's. The bytes of forwarded writes take `MAX_FORWARDED_BYTES` at most.
+//! Guarantees: while a forwarded write is *live*, from before it is begun at the source until both
+//! writes have ended, no copy of its range begins; it is written to the target after those that
+//! were begun before. So the target gets its bytes last, as the source does. The guest's request
+//! touches nothing but its own disk: the copier alone writes to the target, and its errors are not
+//! the guest's. The bytes of forwarded writes take `MAX_FORWARDED_BYTES` at most.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::pin::pin;
@@ -24,12 +26,12 @@ use futures_channel::oneshot;
 use futures_util::future::select;
 use parking_lot::Mutex;
 
-/// Bytes of forwarded writes whose write to the target has not ended: more than a backlog, because those that have waited for
-/// it begin together.
+/// Bytes of forwarded writes whose write to the target has not ended: more than a backlog, because
+/// those that have waited for it begin together.
 const MAX_FORWARDED_BYTES: u64 = 16 << 20;
-/// A short forwarded write counts as so many bytes, because each is an operation.
+/// A short forwarded write counts as this many bytes, because each is an operation.
 const MIN_FORWARDED_BYTES: u64 = 4 << 10;
-/// Changes that wait for the backlog go on when it is shorter by so many bytes, or half as long.
+/// Changes that wait for the backlog go on when it is shorter by this many bytes, or half as long.
 const BACKLOG_STEP: u64 = 64 << 10;
 /// The name of a change that is not forwarded.
 const NOT_FORWARDED: ChangeId = 0;
@@ -83,19 +85,19 @@ struct LiveWrite {
     has_target_ended: bool,
 }
 
-/// What a guest's request waits for.
+/// The work that a guest's request waits for.
 pub(crate) enum UrgentWork {
     Copy(UrgentCopy),
     Write(ForwardedWrite),
 }
 
-/// Whole granules that are to be copied. The request goes on when all parts of them are dropped.
+/// Whole granules to be copied. The request goes on when all parts of them are dropped.
 pub(crate) struct UrgentCopy {
     pub(crate) range: ByteRange,
     waiter: Arc<oneshot::Sender<()>>,
 }
 
-/// Bytes that are to be written to the target.
+/// Bytes to be written to the target.
 pub(crate) struct ForwardedWrite {
     id: ChangeId,
     pub(crate) range: ByteRange,
@@ -125,7 +127,7 @@ impl Tracker {
         Arc::new(Self { dirty, work_added, buffers, is_blocking, backlog, release, state })
     }
 
-    /// What is to be copied.
+    /// The ranges to be copied.
     pub(crate) fn dirty(&self) -> &DirtyMap {
         &self.dirty
     }
@@ -150,20 +152,21 @@ impl Tracker {
         self.backlog.bytes.load(Ordering::SeqCst)
     }
 
-    /// Has changes wait where the target is behind by so many bytes.
+    /// Has changes wait where the target is behind by this many bytes.
     pub(crate) fn limit_backlog(&self, limit: u64) {
         self.backlog.limit.store(limit, Ordering::SeqCst);
         self.backlog.shortened.notify_all();
     }
 
-    /// Has changes wait until the target is behind by a little less than it is now, if that is more than `enough` bytes.
+    /// Has changes wait until the target is behind by a little less than it is now, if that is more
+    /// than `enough` bytes.
     pub(crate) fn shorten_backlog(&self, enough: u64) {
         let limit = self.backlog().saturating_sub(BACKLOG_STEP).max(enough);
         self.backlog.limit.fetch_min(limit, Ordering::SeqCst);
     }
 
-    /// Has no change wait any more, for ever: those that do go on at once, whatever the target does, and what they wait for
-    /// is dirty.
+    /// Has no change wait, for ever: those that do go on at once, whatever the target does, and
+    /// what they wait for is dirty.
     pub(crate) fn release_writes(&self) {
         self.is_blocking.store(false, Ordering::SeqCst);
         self.release.is_released.store(true, Ordering::SeqCst);
@@ -179,7 +182,8 @@ impl Tracker {
         live.values().for_each(|write| _ = self.dirty.mark(write.range));
     }
 
-    /// The next work that a change waits for and that `is_free` of other copies admits: at most `limit` bytes of a copy.
+    /// The next work that a change waits for and that `is_free` of other copies admits: at most
+    /// `limit` bytes of a copy.
     pub(crate) fn next_urgent(
         &self,
         limit: u64,
@@ -245,7 +249,8 @@ impl Tracker {
         self.backlog.bytes.fetch_add(length, Ordering::SeqCst);
         state.live.insert(range.offset(), LiveWrite::new(id, range));
         state.forwarded.push_back(ForwardedWrite { id, range, from });
-        // Both disks are going to have these bytes, or the change is abandoned and marks them again.
+        // Both disks are going to have these bytes, or the change is abandoned and marks them
+        // again.
         let granule = self.dirty.granularity();
         let (first, end) = (range.offset().next_multiple_of(granule), range.end() & !(granule - 1));
         if first < end {
@@ -271,7 +276,8 @@ impl Tracker {
         ended.is_some()
     }
 
-    /// The sender is dropped when the work is done. The request goes on then, or when all are let go.
+    /// The sender is dropped when the work is done. The request goes on then, or when all are let
+    /// go.
     fn wait_for(&self, done: oneshot::Receiver<()>) -> ChangeWait {
         let release = Arc::clone(&self.release);
         Box::pin(async move {
@@ -297,7 +303,7 @@ impl Tracker {
     }
 }
 
-/// What a forwarded write counts as.
+/// The count of a forwarded write.
 fn counted(range: ByteRange) -> u64 {
     range.length().max(MIN_FORWARDED_BYTES)
 }
@@ -312,7 +318,7 @@ impl Backlog {
         self.bytes.load(Ordering::SeqCst) >= self.limit.load(Ordering::SeqCst)
     }
 
-    /// The target has got a write of so many bytes.
+    /// The target has got a write of this many bytes.
     fn shorten(&self, bytes: u64) {
         let before = self.bytes.fetch_sub(bytes, Ordering::SeqCst);
         let enough = self.enough();
@@ -321,7 +327,7 @@ impl Backlog {
         }
     }
 
-    /// With so many bytes changes go on that have waited: some of them together.
+    /// With this many bytes changes go on that have waited: some of them together.
     fn enough(&self) -> u64 {
         let limit = self.limit.load(Ordering::SeqCst);
         limit.saturating_sub(BACKLOG_STEP).max(limit / 2).min(limit.saturating_sub(1))
@@ -337,7 +343,8 @@ impl State {
         first.map(|(_, write)| write.range)
     }
 
-    /// A live write has ended at one disk, as `ended` notes. Whether it has at both; `None` where it was released.
+    /// A live write has ended at one disk, as `ended` notes. Whether it has at both; `None` where
+    /// it was released.
     fn end_live(
         &mut self,
         id: ChangeId,

@@ -1,8 +1,8 @@
 //! Devices that come and go: `/dev/nbdN`, and the server behind each.
 //!
-//! Guarantees: a device is there, with its size, when it is attached. Devices of other programs are not touched: a device
-//! notes the socket of its server (`/sys/block/nbdN/backend`). When a device was detached, its server has ended, and what it
-//! had is in the image.
+//! Guarantees: a device is there, with its size, when it is attached. Devices of other programs are
+//! not touched: a device notes the socket of its server (`/sys/block/nbdN/backend`). When a device
+//! was detached, its server has ended, and what it had is in the image.
 
 use std::fs;
 use std::ops::RangeInclusive;
@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::handshake::negotiate;
 use crate::server;
 
-/// What notes of this program begin with, before the socket's path.
+/// The prefix of this program's notes, before the socket's path.
 const MARK: &str = "blockhouse ";
 /// The logical blocks that the kernel has, in bytes.
 const BLOCKS: RangeInclusive<u64> = 512..=4096;
@@ -28,7 +28,7 @@ const BLOCKS: RangeInclusive<u64> = 512..=4096;
 const NODE_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// What a device that is detached may be used for.
+/// The uses of a device that is detached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detach {
     /// Nothing.
@@ -45,8 +45,8 @@ pub fn check_driver() -> Result<(), Error> {
     Driver::open().map(drop)
 }
 
-/// Makes the default export of the server at a Unix socket a block device, with this number or the lowest that is free.
-/// Gives its number.
+/// Makes the default export of the server at a Unix socket a block device, with this number or the
+/// lowest that is free. Gives its number.
 ///
 /// # Errors
 /// Why there is none: no driver, no rights, a server that refuses, a number that is taken.
@@ -93,7 +93,8 @@ fn attribute(number: u32, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// Removes a device that [`attach`] has made, and ends its server. One whose server has ended is removed whatever uses it.
+/// Removes a device that [`attach`] has made, and ends its server. One whose server has ended is
+/// removed whatever uses it.
 ///
 /// # Errors
 /// It is not connected, another program's, or used; its server does not end for a minute.
@@ -106,8 +107,8 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
     // Without a server, a program that opens the device may wait until it is disconnected.
     let is_served = server::listens(Path::new(socket));
-    // The disconnect fails requests in flight. So the device is held, that nothing takes it meanwhile, and
-    // flushed, for programs that have it open. By force it is not waited for.
+    // The disconnect fails requests in flight. So the device is held, that nothing takes it
+    // meanwhile, and flushed, for programs that have it open. By force it is not waited for.
     let _held = match how {
         Detach::Unused if is_served => hold_unused(&node(number), number)?,
         _ => None,
@@ -117,9 +118,9 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     server::end(Path::new(socket))
 }
 
-/// Holds a block device exclusively until the descriptor is closed, and writes back what the page cache has of it. Refuses
-/// one that is mounted, or held by another device. What merely has it open does not count: so do programs that look at
-/// every device. `None` without a node.
+/// Holds a block device exclusively until the descriptor is closed, and writes back what the page
+/// cache has of it. Refuses one that is mounted, or held by another device. What merely has it open
+/// does not count: so do programs that look at every device. `None` without a node.
 fn hold_unused(device: &Path, number: u32) -> Result<Option<OwnedFd>, Error> {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     let held = match rustix::fs::open(device, flags, Mode::empty()) {

@@ -1,6 +1,7 @@
 //! The kernel's NBD driver, by generic netlink (`<linux/nbd-netlink.h>`).
 //!
-//! Guarantee: each request has its answer when its function returns; none is waited for longer than ten seconds.
+//! Guarantee: each request has its answer when its function returns; none is waited for longer than
+//! ten seconds.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -51,7 +52,7 @@ pub(crate) struct Wanted<'a> {
     pub(crate) block_size: u64,
     /// The transmission flags of the export.
     pub(crate) flags: u16,
-    /// What the device is noted by.
+    /// The note of the device.
     pub(crate) backend: &'a str,
 }
 
@@ -104,7 +105,8 @@ impl Driver {
         number.ok_or_else(|| io::Error::other("the kernel does not name the device"))
     }
 
-    /// Disconnects a device: requests in flight and later ones fail. A flush before has those answered that it covers.
+    /// Disconnects a device: requests in flight and later ones fail. A flush before has those
+    /// answered that it covers.
     ///
     /// # Errors
     /// The kernel's.

@@ -1,4 +1,4 @@
-//! What fails, and what to do.
+//! Errors, with the cause and a hint.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ pub enum Error {
     /// The driver is forbidden to this user.
     #[error("cannot {what}: {cause}; the kernel's NBD client needs root's rights (CAP_SYS_ADMIN)")]
     Forbidden {
-        /// What was tried.
+        /// The attempt.
         what: String,
         /// The kernel's answer.
         cause: io::Error,
@@ -23,7 +23,7 @@ pub enum Error {
     /// The driver refuses a step.
     #[error("cannot {what}: {cause}")]
     Refused {
-        /// What was tried.
+        /// The attempt.
         what: String,
         /// The kernel's answer.
         cause: io::Error,

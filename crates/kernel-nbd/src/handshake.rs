@@ -1,8 +1,10 @@
-//! The handshake with a server of this program (`doc/proto.md`, "Newstyle negotiation"): the default export, in the plainest
-//! way of transmission, which is the only one that the kernel knows.
+//! The handshake with a server of this program (`doc/proto.md`, "Newstyle negotiation"): the
+//! default export, in the plainest way of transmission, which is the only one that the kernel
+//! knows.
 //!
-//! Guarantees: no length that the server sends is taken without a limit, and nothing is waited for longer than ten seconds.
-//! Afterwards the socket has no limits on time any more: the kernel would keep them.
+//! Guarantees: no length that the server sends is taken without a limit, and nothing is waited for
+//! longer than ten seconds. Afterwards the socket has no limits on time: the kernel would keep
+//! them.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -25,7 +27,7 @@ const MAX_REPLIES: usize = 100;
 pub(crate) struct Export {
     /// Its bytes.
     pub(crate) size: u64,
-    /// What it can do.
+    /// Its flags.
     pub(crate) flags: TransmissionFlags,
     /// Bytes of the smallest block that it wants.
     pub(crate) block: u64,

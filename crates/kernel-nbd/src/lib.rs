@@ -1,8 +1,9 @@
-//! The kernel as an NBD client (layer 4): the export of a server of this program at a Unix socket as a block device of this
-//! host, `/dev/nbdN`.
+//! The kernel as an NBD client (layer 4): the export of a server of this program at a Unix socket
+//! as a block device of this host, `/dev/nbdN`.
 //!
-//! It takes the place of ublk where the kernel has no driver for that. A device of it does not outlive its server: requests
-//! fail once that has ended, and those that it had wait until the device is detached.
+//! It takes the place of ublk where the kernel has no driver for that. A device of it does not
+//! outlive its server: requests fail once that has ended, and those that it had wait until the
+//! device is detached.
 //!
 //! From the bottom up, each uses only what is above it in this list:
 //!

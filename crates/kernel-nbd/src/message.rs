@@ -1,7 +1,8 @@
-//! Messages of generic netlink, as bytes (`<linux/netlink.h>`, `<linux/genetlink.h>`). All fields are in the order of the
-//! processor.
+//! Messages of generic netlink, as bytes (`<linux/netlink.h>`, `<linux/genetlink.h>`). All fields
+//! are in the order of the processor.
 //!
-//! Guarantee: whatever lengths bytes of the kernel have, nothing outside of them is read, and parsing ends.
+//! Guarantee: whatever lengths bytes of the kernel have, nothing outside of them is read, and
+//! parsing ends.
 
 /// `NLM_F_REQUEST` and `NLM_F_ACK`.
 const REQUEST_WITH_ACK: u16 = 1 | 4;
@@ -77,7 +78,7 @@ fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// What the kernel says to a request.
+/// The kernel's answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Reply {
     /// The attributes of a message.

@@ -1,6 +1,7 @@
 //! The server behind a device: the process that listens at a Unix socket, and its end.
 //!
-//! Guarantee: no process is told to end but the one that listens there, which the kernel names, not a file.
+//! Guarantee: no process is told to end but the one that listens there, which the kernel names, not
+//! a file.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -25,7 +26,8 @@ pub(crate) fn listens(socket: &Path) -> bool {
     UnixStream::connect(socket).is_ok()
 }
 
-/// Has the server at a socket end (SIGTERM), and waits until it has. Where none listens any more, there is nothing to do.
+/// Has the server at a socket end (SIGTERM), and waits until it has. Where none listens, there is
+/// nothing to do.
 ///
 /// # Errors
 /// It does not end for a minute, or is another user's.

@@ -1,8 +1,9 @@
-//! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation), without any I/O
-//! (layer 1): what server and client share.
+//! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation),
+//! without any I/O (layer 1): what server and client share.
 //!
-//! What a server does about them is decided in `blockhouse-nbd`. All
-//! fields on the wire are big-endian; strings are UTF-8 without NUL. [`uri`] names an export and its server.
+//! A server's answers are decided in `blockhouse-nbd`. All
+//! fields on the wire are big-endian; strings are UTF-8 without NUL. [`uri`] names an export and
+//! its server.
 #![forbid(unsafe_code)]
 
 pub mod option;
@@ -25,26 +26,27 @@ pub const MAX_STRING: usize = 4096;
 /// nothing was announced ("Size constraints"), and the one that is announced.
 pub const MAX_PAYLOAD: u32 = InFlightLimits::DEFAULT.request_bytes as u32;
 
-/// The id that stands for `base:allocation` in block status replies. Bitmaps have the ids that follow, and then the
-/// depth of allocation.
+/// The id that stands for `base:allocation` in block status replies. Bitmaps have the ids that
+/// follow, and then the depth of allocation.
 pub const ALLOCATION_CONTEXT: u32 = 1;
 
 /// The metadata context that tells what is allocated ("Metadata querying").
 pub const BASE_ALLOCATION: &str = "base:allocation";
 
-/// What a metadata context's name begins with that tells what changed since a bitmap was made; the bitmap's name
-/// follows (`docs/interop/nbd.txt` of QEMU).
+/// The prefix of a metadata context's name that tells the changes since a bitmap was made; the
+/// bitmap's name follows (`docs/interop/nbd.txt` of QEMU).
 pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 
-/// The metadata context that tells which image of a chain has the data: 1 for the export's own, 2 for its backing file, and
-/// so on; 0 where none has any (`docs/interop/nbd.txt` of QEMU).
+/// The metadata context that tells which image of a chain has the data: 1 for the export's own, 2
+/// for its backing file, and so on; 0 where none has any (`docs/interop/nbd.txt` of QEMU).
 pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
 
-/// The flag of a block status descriptor in the context of a bitmap: the range has changed (`NBD_STATE_DIRTY`).
+/// The flag of a block status descriptor in the context of a bitmap: the range has changed
+/// (`NBD_STATE_DIRTY`).
 pub const DIRTY: u32 = 1 << 0;
 
 bitflags! {
-    /// What an export can do ("Transmission flags").
+    /// The abilities of an export ("Transmission flags").
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct TransmissionFlags: u16 {
         /// Always set.
@@ -69,10 +71,10 @@ bitflags! {
         const SEND_FAST_ZERO = 1 << 11;
     }
 
-    /// What a client asks of one request ("Command flags").
+    /// The wishes of a client for one request ("Command flags").
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct CommandFlags: u16 {
-        /// What the request writes must be durable before the reply.
+        /// The request's bytes must be durable before the reply.
         const FUA = 1 << 0;
         /// WRITE_ZEROES must not leave a hole.
         const NO_HOLE = 1 << 1;

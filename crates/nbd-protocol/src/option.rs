@@ -2,9 +2,9 @@
 
 /// The first eight bytes of a server ("NBDMAGIC").
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// What follows them, and what starts every option ("IHAVEOPT").
+/// The magic after them, and at the start of every option ("IHAVEOPT").
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// What starts every reply to an option.
+/// The magic of every reply to an option.
 pub const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
 /// Handshake flag of server and client: fixed newstyle.

@@ -1,15 +1,16 @@
 //! Replies of the transmission phase: simple, structured, extended.
 //!
-//! Every function encodes at the start of a slice and returns how many bytes that took. A reply with a
-//! payload is its head followed directly by the payload, so that both are sent from one buffer.
+//! Every function encodes at the start of a slice and returns how many bytes that took. A reply
+//! with a payload is its head followed directly by the payload, so that both are sent from one
+//! buffer.
 
 use super::{Errno, Framing};
 
-/// What starts a simple reply.
+/// The magic of a simple reply.
 pub const SIMPLE_MAGIC: u32 = 0x6744_6698;
-/// What starts a structured reply chunk.
+/// The magic of a structured reply chunk.
 pub const STRUCTURED_MAGIC: u32 = 0x668e_33ef;
-/// What starts an extended reply chunk.
+/// The magic of an extended reply chunk.
 pub const EXTENDED_MAGIC: u32 = 0x6e8a_278c;
 
 /// The length of a simple reply in bytes.
@@ -99,7 +100,8 @@ pub enum SuccessForm {
     Shortest,
 }
 
-/// Encodes the success of a request that has no payload to return; at most [`MAX_SMALL_REPLY`] bytes.
+/// Encodes the success of a request that has no payload to return; at most [`MAX_SMALL_REPLY`]
+/// bytes.
 pub fn encode_success(out: &mut [u8], framing: Framing, to: ReplyTo, form: SuccessForm) -> usize {
     match (framing, form) {
         (Framing::Simple, _) | (Framing::Structured, SuccessForm::Shortest) => {
@@ -111,8 +113,8 @@ pub fn encode_success(out: &mut [u8], framing: Framing, to: ReplyTo, form: Succe
     }
 }
 
-/// Encodes a failure; at most [`MAX_SMALL_REPLY`] bytes. `message` is for people, where the framing has room
-/// for it.
+/// Encodes a failure; at most [`MAX_SMALL_REPLY`] bytes. `message` is for people, where the framing
+/// has room for it.
 pub fn encode_error(
     out: &mut [u8],
     framing: Framing,
@@ -169,7 +171,7 @@ pub const fn descriptor_length(framing: Framing) -> usize {
     }
 }
 
-/// What a block status reply says in one metadata context: a chunk of the reply.
+/// The status of one metadata context in a block status reply: a chunk of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatusChunk {
     /// The id of the context.
@@ -204,8 +206,9 @@ pub fn encode_status_head(
     }
 }
 
-/// Encodes one descriptor with the flags of its context. A compact one cannot hold a length from 2^32 on; it is then cut to the
-/// largest multiple of 64 KiB that fits, which the protocol allows for the last descriptor.
+/// Encodes one descriptor with the flags of its context. A compact one cannot hold a length from
+/// 2^32 on; it is then cut to the largest multiple of 64 KiB that fits, which the protocol allows
+/// for the last descriptor.
 pub fn encode_descriptor(out: &mut [u8], framing: Framing, length: u64, flags: u32) -> usize {
     if matches!(framing, Framing::Extended) {
         out[0..8].copy_from_slice(&length.to_be_bytes());

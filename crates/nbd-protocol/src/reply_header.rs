@@ -1,7 +1,7 @@
 //! Replies of the transmission phase as a client reads them.
 //!
-//! Guarantees: nothing is read past the bytes that are there, and no length of the server's is believed: the caller
-//! compares it with what it asked for.
+//! Guarantees: nothing is read past the bytes that are there, and no length of the server's is
+//! believed: the caller compares it with what it asked for.
 
 use super::reply::{
     DONE, EXTENDED_LENGTH, EXTENDED_MAGIC, SIMPLE_LENGTH, SIMPLE_MAGIC, STRUCTURED_LENGTH,
@@ -34,7 +34,8 @@ pub enum ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Reads the header at the start of `bytes`, and says how long it is; `None` when they do not hold all of it.
+    /// Reads the header at the start of `bytes`, and says how long it is; `None` when they do not
+    /// hold all of it.
     ///
     /// # Errors
     /// The bytes do not start with a magic number that this framing has.
@@ -73,13 +74,14 @@ fn chunk_header(bytes: &[u8], length: u64) -> Option<ReplyHeader> {
     Some(ReplyHeader::Chunk { cookie, is_last: flags & DONE != 0, kind, length })
 }
 
-/// What a chunk of the kind OFFSET_HOLE says: the range of these bytes is zero.
+/// The range of a chunk of the kind OFFSET_HOLE: these bytes are zero.
 pub fn parse_hole(payload: &[u8]) -> Option<(u64, u32)> {
     (payload.len() == 12).then_some(())?;
     Some((u64::from_be_bytes(field(payload, 0)?), u32::from_be_bytes(field(payload, 8)?)))
 }
 
-/// What a chunk that tells of an error says: the error value, and a message for people with anything in it.
+/// The content of a chunk that reports an error: the error value, and a message for people with
+/// anything in it.
 pub fn parse_error(payload: &[u8]) -> Option<(u32, String)> {
     let error = u32::from_be_bytes(field(payload, 0)?);
     let length = usize::from(u16::from_be_bytes(field(payload, 4)?));
@@ -87,8 +89,8 @@ pub fn parse_error(payload: &[u8]) -> Option<(u32, String)> {
     Some((error, String::from_utf8_lossy(message).into_owned()))
 }
 
-/// The first descriptor of a chunk that tells the status of blocks: its context, its length and its flags. A length
-/// of 0 is none.
+/// The first descriptor of a chunk that tells the status of blocks: its context, its length and its
+/// flags. A length of 0 is none.
 pub fn parse_first_status(kind: u16, payload: &[u8]) -> Option<(u32, u64, StatusFlags)> {
     let context = u32::from_be_bytes(field(payload, 0)?);
     let (framing, start) = match kind {

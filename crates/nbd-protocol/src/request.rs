@@ -2,9 +2,9 @@
 
 use super::{CommandFlags, Framing};
 
-/// What starts a compact request.
+/// The magic of a compact request.
 pub const COMPACT_MAGIC: u32 = 0x2560_9513;
-/// What starts an extended request.
+/// The magic of an extended request.
 pub const EXTENDED_MAGIC: u32 = 0x21e4_1c71;
 /// The length of a compact header in bytes.
 pub const COMPACT_LENGTH: usize = 28;
@@ -21,13 +21,13 @@ pub mod kind {
     pub const DISC: u16 = 2;
     /// Make completed writes durable.
     pub const FLUSH: u16 = 3;
-    /// The bytes are not needed any more.
+    /// The bytes are no longer needed.
     pub const TRIM: u16 = 4;
     /// The bytes will be needed soon.
     pub const CACHE: u16 = 5;
     /// Write zeros without sending them.
     pub const WRITE_ZEROES: u16 = 6;
-    /// What is allocated, what is zero?
+    /// Which parts are allocated, and which are zero?
     pub const BLOCK_STATUS: u16 = 7;
 }
 
@@ -46,7 +46,8 @@ pub struct RequestHeader {
     pub length: u64,
 }
 
-/// The header does not start with the magic number that was agreed on: the two ends are out of step.
+/// The header does not start with the magic number that was agreed on: the two ends are out of
+/// step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a request starts with 0x{0:08x} instead of its magic number")]
 pub struct BadMagic(pub u32);
@@ -96,8 +97,8 @@ impl RequestHeader {
 
     /// How many bytes of payload follow the header.
     ///
-    /// An extended WRITE must say so by its flag. QEMU's client (10.0 still) does not, and sends the
-    /// payload all the same, as it could not do otherwise; so a write has one in any case.
+    /// An extended WRITE must say so by its flag. QEMU's client (10.0 still) does not, and sends
+    /// the payload all the same, as it could not do otherwise; so a write has one in any case.
     pub fn payload_length(&self, framing: Framing) -> u64 {
         let extended = matches!(framing, Framing::Extended);
         let flagged = extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);

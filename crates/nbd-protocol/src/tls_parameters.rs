@@ -1,4 +1,4 @@
-//! What a client's URI says of TLS, as the NBD URI standard and libnbd spell it.
+//! The TLS parameters of a client's URI, as the NBD URI standard and libnbd spell them.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use percent_encoding::percent_decode_str;
 
-/// By what a client and its server know each other. The default: the server by a certificate of an authority that this
-/// host trusts, and the client by nothing.
+/// By what a client and its server know each other. The default: the server by a certificate of an
+/// authority that this host trusts, and the client by nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsParameters {
     user: Option<String>,
@@ -18,10 +18,11 @@ pub struct TlsParameters {
 }
 
 impl TlsParameters {
-    /// Those of a user's name and of parameters whose names begin with `tls-`, all percent-encoded.
+    /// The parameters of a user's name and of names that begin with `tls-`, all percent-encoded.
     ///
     /// # Errors
-    /// A parameter is unknown, is given twice, has no value that it can have, or contradicts another.
+    /// A parameter is unknown, is given twice, has no value that it can have, or contradicts
+    /// another.
     pub(crate) fn parse(user: &str, parameters: &[(&str, &str)]) -> Result<Self, String> {
         let mut all = Self::default();
         if !user.is_empty() {
@@ -63,7 +64,8 @@ impl TlsParameters {
         Ok(())
     }
 
-    /// A folder with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` where the client shows a certificate.
+    /// A folder with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` where the
+    /// client shows a certificate.
     pub fn certificates(&self) -> Option<&Path> {
         self.certificates.as_deref()
     }

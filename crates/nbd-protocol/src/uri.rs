@@ -1,7 +1,7 @@
 //! NBD URIs (`doc/uri.md` of the reference implementation): where an export is.
 //!
-//! `nbd://HOST:PORT/NAME` over TCP and `nbd+unix:///NAME?socket=PATH` over a Unix socket; with TLS `nbds` and
-//! `nbds+unix`. What a URI says and its user cannot keep is an error, never ignored.
+//! `nbd://HOST:PORT/NAME` over TCP and `nbd+unix:///NAME?socket=PATH` over a Unix socket; with TLS
+//! `nbds` and `nbds+unix`. What a URI says and its user cannot keep is an error, never ignored.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -15,12 +15,12 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_e
 use crate::tls_parameters::TlsParameters;
 use crate::{DEFAULT_PORT, MAX_STRING};
 
-/// What stands for itself in a path or a query value: unreserved characters (RFC 3986, section
-/// 2.3) and the slash.
+/// Characters that stand for themselves in a path or a query value: unreserved characters (RFC
+/// 3986, section 2.3) and the slash.
 const ENCODED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
 
-/// What stands for itself in a host.
+/// Characters that stand for themselves in a host.
 const ENCODED_HOST: &AsciiSet = &ENCODED.add(b'/');
 
 /// An export and the address of its server.
@@ -39,7 +39,7 @@ pub struct NbdUri {
 pub struct ClientUri {
     /// The export.
     pub export: NbdUri,
-    /// What TLS takes; nothing without TLS.
+    /// The parameters of TLS; nothing without TLS.
     pub tls: TlsParameters,
 }
 
@@ -109,7 +109,7 @@ impl From<NbdUri> for ClientUri {
     }
 }
 
-/// What a URI has beside the export, percent-encoded.
+/// The parts of a URI beside the export, percent-encoded.
 struct Beside<'a> {
     user: &'a str,
     /// Parameters whose names begin with `tls-`.

@@ -12,22 +12,23 @@ pub enum ExportBitmap {
     OfDisk(String),
     /// One that stays as it is.
     Fixed {
-        /// What clients call it.
+        /// Its name for clients.
         name: String,
-        /// What it says to have changed.
+        /// The changes that it records.
         dirty: Arc<DirtyMap>,
     },
 }
 
 impl ExportBitmap {
-    /// What clients call it.
+    /// Its name for clients.
     pub fn name(&self) -> &str {
         match self {
             Self::OfDisk(name) | Self::Fixed { name, .. } => name,
         }
     }
 
-    /// What it says of `range`: extents that follow each other, `max` at least unless there are fewer.
+    /// Its record of `range`: extents that follow each other, `max` at least unless there are
+    /// fewer.
     ///
     /// # Errors
     /// As [`DiskBitmaps::extents`](blockhouse_disk::DiskBitmaps::extents).

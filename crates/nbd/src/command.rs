@@ -1,9 +1,9 @@
 //! From a request header to a command, or to the error that the client gets.
 //!
 //! This decides what the protocol alone decides: types, flags, reserved fields, lengths beyond the
-//! announced limits. The disk checks ranges and access, at one place for all exports. Whether a payload
-//! follows the header never depends on whether the request makes sense: the next request starts after it.
-//! Only a payload beyond the announced maximum ends the connection.
+//! announced limits. The disk checks ranges and access, at one place for all exports. Whether a
+//! payload follows the header never depends on whether the request makes sense: the next request
+//! starts after it. Only a payload beyond the announced maximum ends the connection.
 
 use blockhouse_core::{ByteRange, Durability, Fallback, Unmap};
 use blockhouse_disk::Operation;
@@ -12,7 +12,7 @@ use crate::handshake::NegotiatedOptions;
 use crate::proto::request::{RequestHeader, kind};
 use crate::proto::{CommandFlags, Errno, Framing, MAX_PAYLOAD};
 
-/// What a request asks for.
+/// The command of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Return `length` bytes, at least one and at most [`MAX_PAYLOAD`].
@@ -28,7 +28,7 @@ pub enum Command {
         offset: u64,
         /// How many bytes.
         length: u32,
-        /// What must be stable before the reply.
+        /// The data that must be stable before the reply.
         durability: Durability,
     },
     /// Make the range read as zeros.
@@ -39,14 +39,14 @@ pub enum Command {
         unmap: Unmap,
         /// Whether it may be as slow as a write.
         fallback: Fallback,
-        /// What must be stable before the reply.
+        /// The data that must be stable before the reply.
         durability: Durability,
     },
-    /// The content of the range is not needed any more.
+    /// The content of the range is no longer needed.
     Trim {
         /// The bytes of the export.
         range: ByteRange,
-        /// What must be stable before the reply.
+        /// The data that must be stable before the reply.
         durability: Durability,
     },
     /// Make all writes that were replied to durable.
@@ -77,7 +77,7 @@ impl Command {
 }
 
 impl Command {
-    /// What it is measured as.
+    /// The operation that it is measured as.
     pub fn operation(&self) -> Operation {
         match self {
             Self::Write { durability: Durability::None, .. } => Operation::Write,
@@ -122,7 +122,7 @@ pub struct RequestError {
 /// A decoded request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodedRequest {
-    /// What it asks for, or why it fails.
+    /// The command, or the reason why it fails.
     pub command: Result<Command, RequestError>,
     /// How many bytes of payload follow the header; they have to be received in any case. At most
     /// [`MAX_PAYLOAD`], and for [`Command::Write`] the length of the write.
@@ -375,7 +375,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is done with the payload never depends on whether the request makes sense.
+        /// The payload's treatment never depends on whether the request makes sense.
         #[test]
         fn any_header_is_decoded_or_ends_the_connection(
             framing in prop::sample::select(ALL.to_vec()),

@@ -1,7 +1,8 @@
 //! NBD (layer 4): the protocol, and a server for disks.
 //!
-//! A [`Server`] accepts clients at any number of sockets. The clients of a socket find its [`Exports`] and no others.
-//! [`Limits`] bounds what they may take. A drain ends it in order: every request in flight gets its reply.
+//! A [`Server`] accepts clients at any number of sockets. The clients of a socket find its
+//! [`Exports`] and no others. [`Limits`] bounds what they may take. A drain ends it in order: every
+//! request in flight gets its reply.
 //!
 //! ```
 //! use std::io::Read;
@@ -45,9 +46,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`proto`], [`handshake`], [`command`] and [`uri`] turn bytes into values and back, and do no I/O. The
-//! [`Server`] and the transmission phase are built on them. Neither knows an image format or an engine: they turn
-//! the protocol into requests for a [`Disk`](blockhouse_disk::Disk).
+//! [`proto`], [`handshake`], [`command`] and [`uri`] turn bytes into values and back, and do no
+//! I/O. The [`Server`] and the transmission phase are built on them. Neither knows an image format
+//! or an engine: they turn the protocol into requests for a [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 
 mod bitmap;

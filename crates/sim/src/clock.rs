@@ -1,7 +1,7 @@
 //! Virtual time: what will happen, and when.
 //!
-//! Time stands still while tasks run and jumps from event to event. Events of the same moment happen
-//! in an order chosen by the seed.
+//! Time stands still while tasks run and jumps from event to event. Events of the same moment
+//! happen in an order chosen by the seed.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -1,4 +1,4 @@
-//! What a simulated disk can do and how long it takes.
+//! The abilities of a simulated disk, and its times.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use fastrand::Rng;
 pub struct Config {
     /// How single writes are made durable.
     pub fua: Fua,
-    /// What a durable write is said to cost.
+    /// The announced cost of a durable write.
     pub fua_cost: FuaCost,
     /// Whether completed writes may be lost in a crash.
     pub write_cache: WriteCache,
     /// When a shared flush is said to be cheaper than FUA.
     pub group_commit: GroupCommit,
-    /// What operations must be aligned to. One that is not makes the simulation panic.
+    /// The alignment of operations. One without it makes the simulation panic.
     pub alignment: Alignment,
     /// How zero writes without data go.
     pub write_zeroes: Support,
@@ -27,13 +27,13 @@ pub struct Config {
     pub free_space: Option<u64>,
     /// How discards go.
     pub discard: Support,
-    /// What discarded ranges read as.
+    /// The content of discarded ranges.
     pub read_after_discard: ReadAfterDiscard,
     /// Whether its size ever changes.
     pub size: Size,
     /// How long operations take.
     pub latency: Latency,
-    /// Whether its closing gives something back: a handle that was closed is not used any more then.
+    /// Whether its closing gives something back: a handle that was closed is no longer used then.
     pub needs_close: bool,
 }
 
@@ -82,7 +82,8 @@ impl Latency {
 }
 
 impl Default for Config {
-    /// A disk that can do everything but prepare zeros, demands no alignment and ends operations in any order.
+    /// A disk that can do everything but prepare zeros, demands no alignment and ends operations in
+    /// any order.
     fn default() -> Self {
         Self {
             fua: Fua::Native,

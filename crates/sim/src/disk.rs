@@ -1,8 +1,10 @@
 //! A disk that lives in memory and virtual time.
 //!
-//! Guarantees: those of [`Storage`] and no more. Operations end in any order. A crash keeps any part of
-//! what is not stable. The death of the process keeps all that has ended, and any part of what is in flight. A discarded range holds anything, unless the configuration says zeros. What a
-//! failed flush covered counts as clean. A misaligned operation, which a caller must not start, panics.
+//! Guarantees: those of [`Storage`] and no more. Operations end in any order. A crash keeps any
+//! part of what is not stable. The death of the process keeps all that has ended, and any part of
+//! what is in flight. A discarded range holds anything, unless the configuration says zeros. What a
+//! failed flush covered counts as clean. A misaligned operation, which a caller must not start,
+//! panics.
 
 use std::future;
 use std::io;
@@ -24,8 +26,9 @@ use crate::process::Process;
 use crate::state::State;
 use crate::{Clock, Config, Fault, Latency, Operation, Sim, Size, Support};
 
-/// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close) is the one handle, and the test
-/// fails where anything goes on by it, if the disk [needs](Config::needs_close) that.
+/// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close)
+/// is the one handle, and the test fails where anything goes on by it, if the disk
+/// [needs](Config::needs_close) that.
 pub struct SimDisk {
     shared: Arc<Shared>,
     is_closed: AtomicBool,
@@ -37,8 +40,8 @@ struct Shared {
     alignment: Alignment,
     fua: Fua,
     needs_close: bool,
-    /// The size as it is remembered: that of the file, but for what operations have made longer whose
-    /// futures were dropped.
+    /// The size as it is remembered: that of the file, but for what operations have made longer
+    /// whose futures were dropped.
     size: AtomicU64,
     state: Mutex<State>,
     /// Operations that do not end before they are released; `None`: all end by themselves.
@@ -89,8 +92,8 @@ impl SimDisk {
         (state.started, state.ended)
     }
 
-    /// Another program makes the disk longer by `bytes`, durably: a block device by its volume manager. Nobody is told: the
-    /// size stays as it is known until a write reaches past it.
+    /// Another program makes the disk longer by `bytes`, durably: a block device by its volume
+    /// manager. Nobody is told: the size stays as it is known until a write reaches past it.
     pub fn lengthen(&self, bytes: &[u8]) {
         self.shared.state.lock().media.append(bytes);
     }
@@ -119,33 +122,33 @@ impl SimDisk {
         self.shared.state.lock().faults.add(fault);
     }
 
-    /// From now on nothing fails any more.
+    /// From now on nothing fails.
     pub fn clear_faults(&self) {
         self.shared.state.lock().faults.clear();
     }
 
-    /// What a crash at this moment might leave behind, by `random`. The disk goes on.
+    /// The bytes that a crash at this moment might leave, by `random`. The disk goes on.
     pub fn crash(&self, random: &mut Rng) -> Vec<u8> {
         self.shared.state.lock().crash(random)
     }
 
-    /// The disk as the process of the simulation `next` finds it after a loss of power at this moment, by
-    /// `random`; without reasons to fail. This one goes on.
+    /// The disk as the process of the simulation `next` finds it after a loss of power at this
+    /// moment, by `random`; without reasons to fail. This one goes on.
     #[must_use]
     pub fn after_power_loss(&self, next: &Sim, random: &mut Rng) -> Self {
         let image = self.crash(random);
         Self::new(next, self.shared.state.lock().config.clone(), image)
     }
 
-    /// The disk as the process of the simulation `next` finds it when this one dies at this moment: all that has
-    /// ended is there, though not stable, and of what is in flight any part, by `random`; without reasons
-    /// to fail. This one goes on.
+    /// The disk as the process of the simulation `next` finds it when this one dies at this moment:
+    /// all that has ended is there, though not stable, and of what is in flight any part, by
+    /// `random`; without reasons to fail. This one goes on.
     #[must_use]
     pub fn after_death(&self, next: &Sim, random: &mut Rng) -> Self {
         Self::with(next, self.shared.state.lock().after_death(random))
     }
 
-    /// What a read of everything would see now.
+    /// The bytes that a read of everything would see now.
     pub fn content(&self) -> Vec<u8> {
         let state = self.shared.state.lock();
         let mut bytes = vec![0; state.media.size() as usize];

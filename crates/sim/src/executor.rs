@@ -1,8 +1,8 @@
 //! A small executor whose every choice comes from one seed.
 //!
-//! Which of the ready tasks is polled next, and whether the next event comes before it (the processor
-//! was busy so long), is chosen at random; so a run explores one interleaving and the seed alone
-//! replays it.
+//! Which of the ready tasks is polled next, and whether the next event comes before it (the
+//! processor was busy so long), is chosen at random; so a run explores one interleaving and the
+//! seed alone replays it.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -20,8 +20,8 @@ use slab::Slab;
 use crate::clock::{Clock, Oneshot};
 use crate::process::Process;
 
-/// One simulation: its tasks, its clock, its PRNG. It stands for one process, which may die. Clones are the same
-/// simulation.
+/// One simulation: its tasks, its clock, its PRNG. It stands for one process, which may die. Clones
+/// are the same simulation.
 #[derive(Clone)]
 pub struct Sim(Rc<Inner>);
 
@@ -79,9 +79,9 @@ impl Sim {
         &self.0.process
     }
 
-    /// The process dies instead of making its step of this number, counted from 0: starting or ending a
-    /// storage operation, or storing a word into [`SimMemory`](crate::SimMemory). Nothing happens in the
-    /// simulation from then on.
+    /// The process dies instead of making its step of this number, counted from 0: starting or
+    /// ending a storage operation, or storing a word into [`SimMemory`](crate::SimMemory).
+    /// Nothing happens in the simulation from then on.
     pub fn kill_at(&self, step: u64) {
         self.0.process.kill_at(step);
     }
@@ -91,7 +91,8 @@ impl Sim {
         self.0.process.kill_at(0);
     }
 
-    /// Whether the process is dead. What its tasks answered in the turn in which it died was not answered.
+    /// Whether the process is dead. What its tasks answered in the turn in which it died was not
+    /// answered.
     pub fn is_dead(&self) -> bool {
         self.0.process.is_dead()
     }
@@ -101,8 +102,8 @@ impl Sim {
         self.0.process.steps()
     }
 
-    /// Drops the futures of all tasks: the memory of a process that has ended. They may hold the simulation
-    /// itself, which would never be freed otherwise.
+    /// Drops the futures of all tasks: the memory of a process that has ended. They may hold the
+    /// simulation itself, which would never be freed otherwise.
     pub fn drop_tasks(&self) {
         let tasks = self.0.tasks.take();
         // Dropping a future runs code that may spawn or wake: not while the tasks are borrowed.
@@ -134,7 +135,8 @@ impl Sim {
         Task { sim: self.clone(), waker, output }
     }
 
-    /// Polls one ready task or lets the next event happen; `false` when there is neither, or the process is dead.
+    /// Polls one ready task or lets the next event happen; `false` when there is neither, or the
+    /// process is dead.
     pub fn step(&self) -> bool {
         if self.is_dead() {
             return false;
@@ -167,7 +169,7 @@ impl Sim {
     /// Runs until `future` is ready; other tasks and events stay where they are then.
     ///
     /// # Panics
-    /// When nothing can happen any more and the future still waits.
+    /// When nothing can happen and the future still waits.
     pub fn block_on<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> T {
         let task = self.spawn(future);
         loop {

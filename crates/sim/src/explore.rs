@@ -1,9 +1,9 @@
 //! Random requests against anything built on a simulated disk, and a crash at every point.
 //!
 //! Several tasks send reads, writes of any alignment, zero writes, discards and flushes, and cancel
-//! some of them by dropping their futures. After each step of the simulation that started or ended an
-//! operation or a request, an image of what a crash would leave behind is compared with the model; and
-//! so is every read. At the end no request may be left waiting.
+//! some of them by dropping their futures. After each step of the simulation that started or ended
+//! an operation or a request, an image of what a crash would leave behind is compared with the
+//! model; and so is every read. At the end no request may be left waiting.
 
 use std::cell::RefCell;
 use std::rc::Rc;

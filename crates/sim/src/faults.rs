@@ -51,8 +51,8 @@ impl Fault {
         Self::with(Trigger::After(n), Effect::Fails(Failure::of_range(errno)))
     }
 
-    /// The `n`-th operation from now on, counted from 0, takes `time` longer: it waits for a server that comes back then, or
-    /// never.
+    /// The `n`-th operation from now on, counted from 0, takes `time` longer: it waits for a server
+    /// that comes back then, or never.
     pub fn late(n: u64, time: Duration) -> Self {
         Self::with(Trigger::After(n), Effect::Waits(time))
     }
@@ -74,7 +74,8 @@ impl Fault {
     }
 
     /// The failure is the only report that older writes, which no flush has covered, are lost: so a
-    /// durable write fails through a page cache, with the errno with which the host could not write back.
+    /// durable write fails through a page cache, with the errno with which the host could not write
+    /// back.
     #[must_use]
     pub fn losing_older_writes(mut self) -> Self {
         if let Effect::Fails(failure) = &mut self.effect {

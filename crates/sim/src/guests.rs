@@ -1,6 +1,6 @@
 //! The guests of one process: they send random requests, and hold each answer against the model.
 //!
-//! What a dead process answered in the turn in which it died was never heard.
+//! The answers of a dead process in the turn in which it died were never heard.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, pending, poll_fn};
@@ -21,13 +21,13 @@ use crate::{Report, Sim, SystemUnderTest, Task};
 pub(crate) struct Guests<T> {
     pub(crate) system: T,
     sim: Sim,
-    /// What it has for certain.
+    /// Its certain size.
     size: Cell<u64>,
     limits: Limits,
     record: Rc<RefCell<Record>>,
 }
 
-/// What the guests of an exploration have in common.
+/// The limits of an exploration's guests.
 #[derive(Clone, Copy)]
 pub(crate) struct Limits {
     /// The block of the disk in bytes.
@@ -38,7 +38,7 @@ pub(crate) struct Limits {
     pub(crate) cancel_probability: f64,
 }
 
-/// What is known of the disk, whichever process serves it.
+/// The record of the disk, whichever process serves it.
 pub(crate) struct Record {
     pub(crate) model: Model,
     pub(crate) report: Report,

@@ -1,4 +1,4 @@
-//! What an exploration asked and what it was answered, for the words of a failure.
+//! The requests and answers of an exploration, for the words of a failure.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,9 +1,10 @@
 //! A simulated disk and the executor that runs on its virtual time (layer 1).
 //!
-//! A [`SimDisk`] implements [`Storage`](blockhouse_core::Storage) in place of a host file. It has a volatile cache,
-//! takes virtual time, completes operations in any order, fails as planned, and shows what a crash would leave.
-//! [`explore()`] runs random requests against a [`SystemUnderTest`] that is built on it, and checks every possible crash. A seed
-//! decides everything, so a seed replays a failure.
+//! A [`SimDisk`] implements [`Storage`](blockhouse_core::Storage) in place of a host file. It has a
+//! volatile cache, takes virtual time, completes operations in any order, fails as planned, and
+//! shows what a crash would leave. [`explore()`] runs random requests against a [`SystemUnderTest`]
+//! that is built on it, and checks every possible crash. A seed decides everything, so a seed
+//! replays a failure.
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Durability, Storage};

@@ -1,5 +1,5 @@
-//! What a disk with a volatile cache holds: the bytes that reads see, the bytes that are stable, and
-//! every version of a sector in between.
+//! The content of a disk with a volatile cache: the bytes that reads see, the bytes that are
+//! stable, and every version of a sector in between.
 //!
 //! A sector of 512 bytes is the unit that a crash keeps or drops as a whole. Until a flush covers
 //! them, all versions written since the last stable one may be what a crash leaves behind: devices
@@ -8,7 +8,7 @@
 use blockhouse_core::ByteRange;
 use fastrand::Rng;
 
-/// What a crash does not tear, in bytes.
+/// The unit that a crash does not tear, in bytes.
 pub(crate) const SECTOR: usize = 512;
 
 #[derive(Clone)]
@@ -18,14 +18,16 @@ pub(crate) struct Media {
     /// Version of the size, so that a flush does not bring back an older one.
     size_version: u64,
     stable_size_version: u64,
-    /// The end of what was made stable at the newest of these versions or before, and is part of the file.
+    /// The end of what was made stable at the newest of these versions or before, and is part of
+    /// the file.
     stable_end: u64,
     stable_end_version: u64,
     /// Both are whole sectors.
     visible: Vec<u8>,
     stable: Vec<u8>,
     sectors: Vec<Sector>,
-    /// Number of the newest version of any sector, so that a flush does not replace something newer.
+    /// Number of the newest version of any sector, so that a flush does not replace something
+    /// newer.
     last_version: u64,
 }
 
@@ -43,7 +45,7 @@ struct Version {
     bytes: [u8; SECTOR],
 }
 
-/// What a flush covers: the sectors that were in the cache when it began, and their newest versions.
+/// The sectors that a flush covers: those in the cache when it began, and their newest versions.
 pub(crate) struct FlushSet {
     versions: Vec<(usize, u64)>,
     size: u64,
@@ -82,7 +84,7 @@ impl Media {
         self.size
     }
 
-    /// What reads see; zeros past the end.
+    /// The bytes that reads see; zeros past the end.
     pub(crate) fn read(&self, offset: u64, into: &mut [u8]) {
         let start = (offset as usize).min(self.visible.len());
         let count = into.len().min(self.visible.len() - start);
@@ -117,8 +119,8 @@ impl Media {
         }
     }
 
-    /// The host has given new space for these sectors: where nothing makes their content stable, a crash may leave what
-    /// was there before.
+    /// The host has given new space for these sectors: where nothing makes their content stable, a
+    /// crash may leave what was there before.
     pub(crate) fn leave_anything_past_end(&mut self, range: ByteRange, random: &mut Rng) {
         for sector in self.present(range) {
             let start = sector * SECTOR;
@@ -163,7 +165,7 @@ impl Media {
         self.make_stable(ByteRange::between(start as u64, self.size));
     }
 
-    /// What a flush that begins now covers.
+    /// The sectors that a flush that begins now covers.
     pub(crate) fn flush_set(&self) -> FlushSet {
         self.flush_set_of(0..self.sectors.len())
     }
@@ -187,7 +189,7 @@ impl Media {
             }
         }
         if with_size && flush.size_version >= self.stable_size_version {
-            // What was made stable after the flush had begun has a size of its own.
+            // A size that was made stable after the flush had begun is newer.
             let is_older = flush.size_version < self.stable_end_version;
             self.stable_size = flush.size.max(if is_older { self.stable_end } else { 0 });
             self.stable_size_version = flush.size_version;
@@ -237,8 +239,8 @@ impl Media {
         }
     }
 
-    /// What a crash at this moment might leave behind: each sector is the stable one, any version
-    /// in the cache, or one that a write in flight would make.
+    /// The bytes that a crash at this moment might leave: each sector is the stable one, any
+    /// version in the cache, or one that a write in flight would make.
     pub(crate) fn crash(&self, in_flight: &[InFlightWrite<'_>], random: &mut Rng) -> Vec<u8> {
         let outcome = CrashOutcome::pick(random);
         let mut image = self.stable.clone();

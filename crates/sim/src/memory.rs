@@ -1,8 +1,8 @@
 //! Memory that outlives the process, as a file on tmpfs would be.
 //!
-//! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so it may die between any two of
-//! them. What a dead process goes on to store, the next one does not find. A store to a word that is not reserved
-//! panics.
+//! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so it may die between
+//! any two of them. What a dead process goes on to store, the next one does not find. A store to a
+//! word that is not reserved panics.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,17 +19,17 @@ pub struct SimMemory {
     /// How many words there are now, and how many the host has at most.
     reserved: AtomicUsize,
     limit: usize,
-    /// What the process had stored when it died.
+    /// The words of the process when it died.
     survivors: OnceLock<Vec<u64>>,
 }
 
 impl SimMemory {
-    /// New memory: so many zeros. As it is after a loss of power, too.
+    /// New memory: this many zeros. As it is after a loss of power, too.
     pub fn new(sim: &Sim, words: usize) -> Self {
         Self::with(sim, vec![0; words])
     }
 
-    /// The same memory on a host that has so many words and no more, at least [`RESERVED_WORDS`].
+    /// The same memory on a host that has this many words and no more, at least [`RESERVED_WORDS`].
     #[must_use]
     pub fn with_limit(self, words: usize) -> Self {
         Self { limit: words.max(RESERVED_WORDS), ..self }
@@ -45,7 +45,7 @@ impl SimMemory {
         }
     }
 
-    /// What the next process finds when this one dies now, or has died before.
+    /// The memory for the next process when this one dies now, or has died before.
     #[must_use]
     pub fn after_death(&self, next: &Sim) -> Self {
         Self::with(next, self.survivors.get().cloned().unwrap_or_else(|| self.content()))

@@ -1,34 +1,35 @@
-//! What a disk may hold: for each byte, whose values are permitted.
+//! The permitted values of each byte of a disk, by the changes that wrote them.
 //!
 //! Every change has a number and, if it stores data, a byte value of its own. A byte remembers the
 //! set of changes whose value it may show: one set for reads, one for what is found after a crash.
 //! A change enters both sets when it begins. When it has succeeded, the changes that had ended
 //! before it began leave the set for reads; they leave the set for crashes when it was durable, or
 //! when a flush that began after it has succeeded. A change that failed or was cancelled pushes out
-//! others only where a read has seen it: what was seen and then flushed is there to stay. So nothing
-//! is demanded that the interface of a disk does not guarantee.
+//! others only where a read has seen it: what was seen and then flushed is there to stay. So
+//! nothing is demanded that the interface of a disk does not guarantee.
 //!
-//! A process that ends leaves its set for reads to the next one, and nothing in flight: every answered change is
-//! in force. A loss of power leaves the set for crashes. What the next process finds decides which of the
-//! permitted changes it is; what was once found is found again.
+//! A process that ends leaves its set for reads to the next one, and nothing in flight: every
+//! answered change is in force. A loss of power leaves the set for crashes. What the next process
+//! finds decides which of the permitted changes it is; what was once found is found again.
 
 use blockhouse_core::ByteRange;
 
-/// How many changes a model can tell apart. A process that begins finds those free that left no trace.
+/// How many changes a model can tell apart. A process that begins finds those free that left no
+/// trace.
 pub(crate) const MAX_CHANGES: u32 = 63;
 
-/// What the end of a process leaves to the next one.
+/// The state that the end of a process leaves to the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Remains {
     /// Every answered change.
     Answered,
-    /// What was answered as durable, in a state that may still be lost.
+    /// The changes that were answered as durable, in a state that may still be lost.
     Durable,
-    /// What was answered as durable, on stable storage: the power was lost.
+    /// The changes that were answered as durable, on stable storage: the power was lost.
     Stable,
 }
 
-/// What a change leaves in its range.
+/// The content that a change leaves in its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WriteKind {
     /// The change's own byte value.
@@ -72,14 +73,16 @@ pub(crate) struct Model {
     undefined: u64,
     /// By the change's number: the changes that had ended when it began.
     before: [u64; u64::BITS as usize],
-    /// How short the disk may be after a crash. Writes after a growth that failed may leave any size
-    /// from here to the largest.
+    /// How short the disk may be after a crash. Writes after a growth that failed may leave any
+    /// size from here to the largest.
     min_size: usize,
     /// The same for the next process, when this one dies.
     min_visible_size: usize,
-    /// What a read has seen while no change of the byte was in flight: the next read sees it, too.
+    /// The value that a read has seen while no change of the byte was in flight: the next read
+    /// sees it, too.
     seen: Vec<Option<u8>>,
-    /// Whether all that there is is stable: the power was lost, and nobody has read or changed anything since.
+    /// Whether all that there is is stable: the power was lost, and nobody has read or changed
+    /// anything since.
     is_all_stable: bool,
 }
 
@@ -182,7 +185,7 @@ impl Model {
         self.ended |= 1 << change.number;
     }
 
-    /// The change failed: nothing of it happens any more, any part of it may have happened.
+    /// The change failed: nothing of it happens, any part of it may have happened.
     pub(crate) fn fail(&mut self, change: Change) {
         self.ended |= 1 << change.number;
         self.unsuccessful |= 1 << change.number;
@@ -229,7 +232,7 @@ impl Model {
         Ok(())
     }
 
-    /// The process has ended: nothing is in flight any more.
+    /// The process has ended: nothing is in flight.
     pub(crate) fn end_process(&mut self, remains: Remains) {
         self.ended = self.begun;
         self.unsuccessful = 0;
@@ -278,7 +281,7 @@ impl Model {
         Ok(())
     }
 
-    /// Changes that no byte can show any more are forgotten: their numbers are free.
+    /// Changes that no byte can show are forgotten: their numbers are free.
     fn recycle(&mut self) {
         let used = self.visible.iter().chain(&self.stable).fold(0, |used, set| used | set);
         self.begun = used;

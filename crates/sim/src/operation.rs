@@ -1,4 +1,4 @@
-//! What was asked of a simulated disk, for tests that count system calls.
+//! The operations of a simulated disk, for tests that count system calls.
 
 use blockhouse_core::{ByteRange, Durability, SyncMode, Unmap};
 
@@ -55,7 +55,7 @@ pub enum OperationKind {
 }
 
 impl Operation {
-    /// What kind it is.
+    /// Its kind.
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Read(_) => OperationKind::Read,

@@ -1,6 +1,6 @@
-//! What explorations count.
+//! The counts of explorations.
 
-/// What an exploration has seen.
+/// The counts of an exploration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Requests that came to their end.

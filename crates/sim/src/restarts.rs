@@ -1,9 +1,9 @@
 //! Processes that serve the same disks one after the other, and end in any way at any moment.
 //!
-//! A process dies, or the power is lost, at a chosen step: a storage operation that starts or ends, or a store into
-//! the memory that outlives processes, also while it only begins or closes. The next one begins with what is
-//! there. It has to find every answered change after a death, and every durable one after a loss of power, whatever
-//! died before. Then its guests go on.
+//! A process dies, or the power is lost, at a chosen step: a storage operation that starts or ends,
+//! or a store into the memory that outlives processes, also while it only begins or closes. The
+//! next one begins with what is there. It has to find every answered change after a death, and
+//! every durable one after a loss of power, whatever died before. Then its guests go on.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -20,9 +20,9 @@ use crate::{
     Config, Faults, ImageState, Report, Sim, SimDisk, SimMemory, SystemUnderTest, Workload,
 };
 
-/// What is started again when its process has ended.
+/// A service that is started again when its process has ended.
 pub trait Service: 'static {
-    /// What a started process serves.
+    /// The system that a started process serves.
     type System: SystemUnderTest;
 
     /// How many words of memory outlive a process.
@@ -34,8 +34,8 @@ pub trait Service: 'static {
     /// Starts a process. It gets the disks and the memory as the last one left them.
     fn start(&self, host: Host) -> impl Future<Output = Result<Self::System>> + 'static;
 
-    /// Whether the disk of a host, a device, has no room for what a start may have to write. No other start of a
-    /// process may fail for want of space.
+    /// Whether the disk of a host, a device, has no room for what a start may have to write. No
+    /// other start of a process may fail for want of space.
     fn is_full(&self, _host: &Host) -> bool {
         false
     }
@@ -48,7 +48,7 @@ pub trait Service: 'static {
     fn check(&self, images: &[Vec<u8>], state: ImageState) -> std::result::Result<(), String>;
 }
 
-/// What a process runs on: the simulation is the process, the rest outlives it.
+/// The host of a process: the simulation is the process, the rest outlives it.
 #[derive(Clone)]
 pub struct Host {
     /// The process.
@@ -57,7 +57,8 @@ pub struct Host {
     pub disk: SimDisk,
     /// Other disks that belong to it, such as a data file.
     pub others: Vec<SimDisk>,
-    /// Memory of [`Service::memory_words`] words. A loss of power and an orderly end make zeros of it.
+    /// Memory of [`Service::memory_words`] words. A loss of power and an orderly end make zeros of
+    /// it.
     pub memory: Arc<SimMemory>,
 }
 
@@ -69,9 +70,9 @@ enum End {
     Closed,
 }
 
-/// Explores processes that serve what `prepare` makes of a random disk, as `seed` decides. `prepare` gets the
-/// disk's properties and the guest's bytes, and answers what serves them and the images: the one with these bytes
-/// first.
+/// Explores processes that serve what `prepare` makes of a random disk, as `seed` decides.
+/// `prepare` gets the disk's properties and the guest's bytes, and answers what serves them and the
+/// images: the one with these bytes first.
 ///
 /// # Errors
 /// In words, the first violation of the model.
@@ -221,7 +222,8 @@ impl<T: Service> Run<'_, T> {
         self.close(host, &guests, limits)
     }
 
-    /// Starts a process; `None` when it died over it, or could not begin for a reason that it was given.
+    /// Starts a process; `None` when it died over it, or could not begin for a reason that it was
+    /// given.
     fn start(
         &mut self,
         host: &Host,
@@ -258,7 +260,7 @@ impl<T: Service> Run<'_, T> {
         self.is_device && error.kind() == ErrorKind::NoSpace && self.service.is_full(host)
     }
 
-    /// Runs until nothing happens any more, or the process dies. Looks at what a loss of power would
+    /// Runs until nothing happens, or the process dies. Looks at what a loss of power would
     /// leave of some moments.
     fn crash_sometimes(
         &mut self,
@@ -305,7 +307,7 @@ impl<T: Service> Run<'_, T> {
         let mut record = self.record.borrow_mut();
         let flushing = record.model.begin_flush();
         record.model.flushed(&flushing);
-        // Those that died before may have left leaks.
+        // Processes that died before may have left leaks.
         self.service.check(&host.contents(), ImageState::Crashed)?;
         Ok(End::Closed)
     }
@@ -316,7 +318,7 @@ impl<T: Service> Run<'_, T> {
 }
 
 impl Host {
-    /// What reads of the disks see.
+    /// The bytes that reads of the disks see.
     fn contents(&self) -> Vec<Vec<u8>> {
         [&self.disk].into_iter().chain(&self.others).map(SimDisk::content).collect()
     }

@@ -17,7 +17,8 @@ const ONE: &str = "BLOCKHOUSE_SIM_SEED";
 /// random ones.
 const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
 
-/// Of the moments that tests look at by chance, to look at one in so many, so that more seeds take the same time.
+/// Of the moments that tests look at by chance, to look at one in this many, so that more seeds
+/// take the same time.
 const FEWER: &str = "BLOCKHOUSE_SIM_ONE_MOMENT_IN";
 
 /// Which seeds a run is about.
@@ -44,8 +45,8 @@ impl SeedSelection {
     }
 }
 
-/// Whether this is one of the moments that a test looks at: by chance one in `count`, or in so many times more as
-/// `BLOCKHOUSE_SIM_ONE_MOMENT_IN` says.
+/// Whether this is one of the moments that a test looks at: by chance one in `count`, or in this
+/// many times more as `BLOCKHOUSE_SIM_ONE_MOMENT_IN` says.
 pub fn is_looked_at(random: &mut Rng, count: u32) -> bool {
     static FEWER_BY: OnceLock<u32> = OnceLock::new();
     let fewer_by = FEWER_BY.get_or_init(|| {
@@ -57,8 +58,8 @@ pub fn is_looked_at(random: &mut Rng, count: u32) -> bool {
     random.u32(..count.saturating_mul(*fewer_by)) == 0
 }
 
-/// Runs `check` for `count` random seeds on all cores and adds up what they saw. `package` and `test` name
-/// the calling test on cargo's command line.
+/// Runs `check` for `count` random seeds on all cores and adds up what they saw. `package` and
+/// `test` name the calling test on cargo's command line.
 ///
 /// # Panics
 /// At the failure with the smallest seed, with its words and the line that replays it.

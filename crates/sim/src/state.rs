@@ -14,7 +14,7 @@ use crate::{Config, Operation, OperationKind, Size, Support};
 pub(crate) struct State {
     pub(crate) media: Media,
     pub(crate) faults: FaultPlan,
-    /// What the disk can do now: less than at first where it has refused.
+    /// The disk's present abilities: fewer than at first where it has refused.
     pub(crate) config: Config,
     pub(crate) log: Vec<Operation>,
     pub(crate) started: u64,
@@ -36,7 +36,7 @@ pub(crate) struct State {
 struct InFlight {
     operation: Operation,
     vector: Option<IoVector>,
-    /// What it writes, or what it has read already.
+    /// The bytes that it writes, or has read already.
     bytes: Option<Vec<u8>>,
     covered: Option<FlushSet>,
     failure: Option<Failure>,
@@ -45,7 +45,7 @@ struct InFlight {
     outcome: Oneshot<Option<Failure>>,
 }
 
-/// What is left to do when an operation has ended, outside of any lock.
+/// The work that is left when an operation has ended, outside of any lock.
 pub(crate) struct Completion {
     vector: Option<IoVector>,
     outcome: Oneshot<Option<Failure>>,
@@ -143,7 +143,7 @@ impl State {
         }
     }
 
-    /// What to wait for while a detached durable operation is in flight.
+    /// The event to wait for while a detached durable operation is in flight.
     pub(crate) fn wait_for_detached(&mut self) -> Option<Oneshot<()>> {
         self.in_flight.values().any(|operation| operation.is_detached).then(|| {
             let ended = Oneshot::new();
@@ -157,8 +157,8 @@ impl State {
         self.media.crash(&writes, random)
     }
 
-    /// What the next process finds when this one dies now: everything that has ended, and of each operation in
-    /// flight all, a part or nothing, in any order.
+    /// The content for the next process when this one dies now: everything that has ended, and of
+    /// each operation in flight all, a part or nothing, in any order.
     pub(crate) fn after_death(&self, random: &mut Rng) -> Self {
         let mut next = Self::new(self.config.clone(), self.media.clone(), random.fork());
         // The host reports an error that no process has seen to the next one.
@@ -181,8 +181,8 @@ impl State {
         next
     }
 
-    /// What the operation stores, as far as that is decided when it starts; for reads that see the
-    /// content of the start rather than that of the end, what they see.
+    /// The bytes that the operation stores, as far as that is decided when it starts; for reads
+    /// that see the content of the start rather than that of the end, what they see.
     fn bytes_of(&mut self, operation: Operation, vector: Option<&IoVector>) -> Option<Vec<u8>> {
         let length = operation.range()?.length() as usize;
         match (operation, vector) {
@@ -251,7 +251,7 @@ impl State {
         done.vector.as_mut().expect("a read has memory").copy_from(&bytes);
     }
 
-    /// What an operation changes when it succeeds.
+    /// The change of an operation that succeeds.
     fn apply(&mut self, id: u64, done: &InFlight) {
         match done.operation {
             Operation::Write(range, durability) => {
@@ -284,7 +284,7 @@ impl State {
         }
     }
 
-    /// What an operation that was interrupted may have changed: some of the sectors of what it writes.
+    /// The change of an operation that was interrupted: some of the sectors of its write.
     fn apply_part(&mut self, id: u64, operation: &InFlight) {
         if let Some(write) = InFlight::as_write((&id, operation)) {
             let random = &mut self.random;
@@ -297,8 +297,8 @@ impl State {
         }
     }
 
-    /// Applies a failed operation. Any part of a write may have happened, and made a file longer. A sync
-    /// may have lost what it covered, unless it failed for want of space.
+    /// Applies a failed operation. Any part of a write may have happened, and made a file longer. A
+    /// sync may have lost what it covered, unless it failed for want of space.
     fn fail(&mut self, id: u64, done: &InFlight, failure: Failure) {
         let is_full = failure.errno == errno::ENOSPC && !failure.loses_older;
         if let (Some(range), Some(bytes)) = (done.operation.range(), &done.bytes)
@@ -327,7 +327,7 @@ impl State {
 impl Completion {
     /// Gives the memory back and wakes those who wait.
     pub(crate) fn notify(self) {
-        // What the vector guards is released before a waiter sees the end.
+        // The memory behind the vector is released before a waiter sees the end.
         drop(self.vector);
         self.outcome.set(self.failure);
         self.released.iter().for_each(|waiter| waiter.set(()));

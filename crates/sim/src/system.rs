@@ -1,4 +1,5 @@
-//! What is explored: anything that turns a guest's requests into operations on simulated disks.
+//! The system that is explored: anything that turns a guest's requests into operations on simulated
+//! disks.
 
 use std::future::Future;
 
@@ -21,15 +22,17 @@ pub trait SystemUnderTest: 'static {
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
     fn grow(&self, size: u64) -> impl Future<Output = Result<()>>;
 
-    /// Changes the image as people do with their tools, while guests use it, and nothing that guests can see.
+    /// Changes the image as people do with their tools, while guests use it, and nothing that
+    /// guests can see.
     fn maintain(&self, _random: Rng) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
 
-    /// Brings everything to a durable end: nothing is asked any more.
+    /// Brings everything to a durable end: nothing is asked.
     fn close(&self) -> impl Future<Output = Result<()>>;
 
-    /// The disks that it uses besides the one that it was built on, and that crash at the same moment.
+    /// The disks that it uses besides the one that it was built on, and that crash at the same
+    /// moment.
     fn others(&self) -> Vec<SimDisk>;
 
     /// The guest's bytes as found in `image`, which was left in `state`.

@@ -152,9 +152,9 @@ pub(crate) fn add_faults(disk: &SimDisk, kinds: &[OperationKind], random: &mut R
     }
 }
 
-/// In a quarter of the runs some operations of the disk take long, as those of a server that is stopped for a while: others
-/// that began later end before them. `random` is a generator of its own, so that the other runs are what they would be
-/// without them.
+/// In a quarter of the runs some operations of the disk take long, as those of a server that is
+/// stopped for a while: others that began later end before them. `random` is a generator of its
+/// own, so that the other runs are what they would be without them.
 pub(crate) fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
     if random.u8(..4) != 0 {
         return;

@@ -1,10 +1,12 @@
-//! Calls that can only be waited for: each has a thread of its own, so that it holds up nothing else.
+//! Calls that can only be waited for: each has a thread of its own, so that it holds up nothing
+//! else.
 
 use std::io;
 
 use futures_channel::oneshot;
 
-/// Makes the call on a thread of this name. If the future is dropped, the call runs to its end all the same.
+/// Makes the call on a thread of this name. If the future is dropped, the call runs to its end all
+/// the same.
 ///
 /// # Errors
 /// There is no thread for it.

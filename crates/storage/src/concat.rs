@@ -1,15 +1,16 @@
-//! Several files one after the other as one storage, for reading: the extents of an image that is in many files.
+//! Several files one after the other as one storage, for reading: the extents of an image that is
+//! in many files.
 //!
-//! Guarantees: each file has a range of its own, which starts at a multiple of [`GAP`] and follows no other without a
-//! gap, so no extent of an image goes on in the next file; the bytes of gaps read as zeros. Only a part of one file can be
-//! written, and nothing is written around it.
+//! Guarantees: each file has a range of its own, which starts at a multiple of [`GAP`] and follows
+//! no other without a gap, so no extent of an image goes on in the next file; the bytes of gaps
+//! read as zeros. Only a part of one file can be written, and nothing is written around it.
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector,
     Offload, Result, Storage, SyncMode, Unmap,
 };
 
-/// What the range of each file starts at a multiple of: more than any alignment.
+/// The unit of which each file's range starts at a multiple: more than any alignment.
 const GAP: u64 = 1 << 20;
 
 /// See the module's page.
@@ -71,7 +72,8 @@ impl<S: Storage> Concat<S> {
         (file.name(), offset - range.offset() + self.skip)
     }
 
-    /// The file that has `offset`, or the last one before it; and the bytes from `offset` on up to the next range.
+    /// The file that has `offset`, or the last one before it; and the bytes from `offset` on up to
+    /// the next range.
     fn find(&self, offset: u64) -> (ByteRange, &S, u64) {
         let next = self.files.partition_point(|(range, _)| range.offset() <= offset);
         let (range, file) = &self.files[next.saturating_sub(1)];
@@ -104,7 +106,7 @@ impl<S: Storage> Storage for Concat<S> {
         &self.name
     }
 
-    /// Those of the first file, with an alignment that suits all.
+    /// The capabilities of the first file, with an alignment that suits all.
     fn capabilities(&self) -> Capabilities {
         if self.is_part {
             let own = self.files[0].1.capabilities();

@@ -12,8 +12,8 @@ use crate::{Concat, NbdStorage, RbdStorage, ViewStorage};
 
 /// A file, or what another server or a cluster has.
 ///
-/// A file's operations are as they would be without this. Those of the others are behind a pointer, so that they do not
-/// make these longer.
+/// A file's operations are as they would be without this. Those of the others are behind a pointer,
+/// so that they do not make these longer.
 pub enum ImageStorage {
     /// A file or block device of this host.
     File(HostFile),
@@ -28,15 +28,16 @@ pub enum ImageStorage {
 }
 
 impl ImageStorage {
-    /// Ends connections to another server, when nothing is in flight; every later request fails there. A file stays open.
+    /// Ends connections to another server, when nothing is in flight; every later request fails
+    /// there. A file stays open.
     pub fn disconnect(&self) {
         if let Self::Nbd(nbd) = self {
             nbd.disconnect();
         }
     }
 
-    /// From now on a request to another server that is not answered in this time fails; with `None` it waits as long
-    /// as it takes. A file and a cluster of Ceph have limits of their own.
+    /// From now on a request to another server that is not answered in this time fails; with `None`
+    /// it waits as long as it takes. A file and a cluster of Ceph have limits of their own.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         if let Self::Nbd(nbd) = self {
             nbd.set_answer_time(time);
@@ -68,8 +69,8 @@ impl ImageStorage {
         }
     }
 
-    /// Its size as the host or the cluster says just now, which another program may have changed. `None` where it is
-    /// what it was at the opening.
+    /// Its size as the host or the cluster says just now, which another program may have changed.
+    /// `None` where it is what it was at the opening.
     ///
     /// # Errors
     /// The host's, or the cluster's.
@@ -131,7 +132,8 @@ impl Storage for ImageStorage {
     fn grows_with_zeros(&self) -> bool {
         match self {
             Self::File(file) => file.grows_with_zeros(),
-            // What has a fixed size never becomes longer; new objects of an image in Ceph are empty.
+            // A storage of fixed size never becomes longer; new objects of an image in Ceph are
+            // empty.
             Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => true,
         }
     }

@@ -1,8 +1,8 @@
 //! Storage (layer 2): where images live beside local files.
 //!
-//! A [`Location`] is what a person writes; [`ImageStorage`] is what it leads to. [`NbdStorage`] is an export of an NBD
-//! server, [`RbdStorage`] an image in Ceph. Each implements [`Storage`](blockhouse_core::Storage), so a disk, a format
-//! and every tool can stand on it.
+//! A [`Location`] is what a person writes; [`ImageStorage`] is what it leads to. [`NbdStorage`] is
+//! an export of an NBD server, [`RbdStorage`] an image in Ceph. Each implements
+//! [`Storage`](blockhouse_core::Storage), so a disk, a format and every tool can stand on it.
 //!
 //! ```no_run
 //! use std::time::Duration;

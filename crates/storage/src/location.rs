@@ -1,4 +1,5 @@
-//! Where an image is, as a person writes it: a path, the URI of an NBD server's export, or the name of an image in Ceph.
+//! Where an image is, as a person writes it: a path, the URI of an NBD server's export, or the name
+//! of an image in Ceph.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -18,7 +19,8 @@ const MAX_RECONNECT: Duration = Duration::from_secs(24 * 60 * 60);
 pub enum Location {
     /// A file or block device.
     File(PathBuf),
-    /// An export of an NBD server, and how long requests wait for the server where the connection fails.
+    /// An export of an NBD server, and how long requests wait for the server where the connection
+    /// fails.
     Nbd {
         /// The server and the export, and what TLS takes.
         uri: ClientUri,
@@ -30,8 +32,9 @@ pub enum Location {
 }
 
 impl Location {
-    /// What a name means: `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI of an export, to whose parameters `reconnect=SECONDS` may
-    /// belong; `rbd:` begins the name of an image in Ceph; everything else is a path. A file of such a name is reached by
+    /// The meaning of a name: `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI
+    /// of an export, to whose parameters `reconnect=SECONDS` may belong; `rbd:` begins the name
+    /// of an image in Ceph; everything else is a path. A file of such a name is reached by
     /// a path that begins with `./`.
     ///
     /// # Errors
@@ -56,8 +59,8 @@ impl Location {
         Ok(Self::Nbd { uri, reconnect })
     }
 
-    /// What the last part of a path, or of the name of an export or of an image in Ceph, calls an image. `None` where
-    /// there is none.
+    /// The image's name by the last part of a path, or of the name of an export or of an image in
+    /// Ceph. `None` where there is none.
     pub fn base_name(name: &Path) -> Option<OsString> {
         match Self::of(name) {
             Ok(Self::Nbd { uri, .. }) => {
@@ -68,8 +71,9 @@ impl Location {
         }
     }
 
-    /// What a disk is called whose image has no other name: the [base name](Self::base_name), or what follows the last
-    /// slash where the URI of an export names none. `None` where there is neither.
+    /// What a disk is called whose image has no other name: the [base name](Self::base_name), or
+    /// what follows the last slash where the URI of an export names none. `None` where there is
+    /// neither.
     pub fn label(name: &Path) -> Option<String> {
         let name = Self::base_name(name).or_else(|| name.file_name().map(OsStr::to_owned))?;
         Some(name.to_string_lossy().into_owned())

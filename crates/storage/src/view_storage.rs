@@ -8,7 +8,8 @@ use blockhouse_core::{
 };
 use futures_util::future::LocalBoxFuture;
 
-/// What a [`ViewStorage`] shows. Each is as the method of [`Storage`] of this name says. Any range may be asked for.
+/// The view of a [`ViewStorage`]. Each method is as that of [`Storage`] of this name says. Any
+/// range may be asked for.
 pub trait StorageView: Send + Sync + 'static {
     /// How people call it.
     fn name(&self) -> &str;
@@ -19,7 +20,7 @@ pub trait StorageView: Send + Sync + 'static {
     /// Fills `into` with the bytes from `offset` on; those past the end are zeros.
     fn read(&self, offset: u64, into: IoVector) -> LocalBoxFuture<'_, Result<()>>;
 
-    /// What is stored at the start of `range`, and for how many bytes that holds.
+    /// The status of the start of `range`, and for how many bytes that holds.
     fn block_status(&self, range: ByteRange) -> LocalBoxFuture<'_, Result<(Allocation, u64)>>;
 }
 

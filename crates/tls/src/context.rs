@@ -1,4 +1,5 @@
-//! What the contexts of servers and clients have in common: versions, ciphers, and how files come into them.
+//! The common settings of servers' and clients' contexts: versions, ciphers, and how files come
+//! into them.
 
 use std::path::Path;
 
@@ -11,11 +12,11 @@ use openssl::x509::verify::X509VerifyFlags;
 
 use crate::files::{TlsError, check_readable, unfit};
 
-/// Those of TLS 1.3, the cheapest first.
+/// The suites of TLS 1.3, the cheapest first.
 const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
-/// Those of TLS 1.2 with certificates: with forward secrecy and authenticated encryption.
+/// The suites of TLS 1.2 with certificates: with forward secrecy and authenticated encryption.
 const CERTIFICATE_CIPHERS: &str = "ECDHE+AESGCM:ECDHE+CHACHA20";
-/// Those of TLS 1.2 with pre-shared keys.
+/// The suites of TLS 1.2 with pre-shared keys.
 const PSK_CIPHERS: &str = "kECDHEPSK+CHACHA20:kPSK+AESGCM:kPSK+CHACHA20";
 
 /// By what the two sides know each other.
@@ -27,8 +28,8 @@ pub enum CipherKind {
     Psk,
 }
 
-/// A context without secrets, of `SslMethod::tls_server` or `SslMethod::tls_client`: TLS 1.2 or later, no renegotiation,
-/// no resumption, no compression.
+/// A context without secrets, of `SslMethod::tls_server` or `SslMethod::tls_client`: TLS 1.2 or
+/// later, no renegotiation, no resumption, no compression.
 ///
 /// # Errors
 /// OpenSSL cannot be set up.
@@ -52,7 +53,8 @@ pub fn context(method: SslMethod, kind: CipherKind) -> Result<SslContextBuilder,
     Ok(builder)
 }
 
-/// What this side shows: a certificate, with those between it and the authority, and its key.
+/// The credentials of this side: a certificate, with those between it and the authority, and its
+/// key.
 ///
 /// # Errors
 /// A file cannot be read, is not in PEM, or they do not fit each other.

@@ -1,4 +1,4 @@
-//! What certificates and keys are read from.
+//! The files of certificates and keys.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ pub enum TlsError {
     File {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The fault.
         why: String,
     },
     /// OpenSSL cannot be set up.
@@ -57,8 +57,8 @@ fn common_names(subject: &X509NameRef) -> Vec<String> {
     entries.filter_map(text).collect()
 }
 
-/// The pre-shared keys of a file by their identities: a line `IDENTITY:KEY` for each, the key in hexadecimal digits, as
-/// psktool writes it.
+/// The pre-shared keys of a file by their identities: a line `IDENTITY:KEY` for each, the key in
+/// hexadecimal digits, as psktool writes it.
 ///
 /// # Errors
 /// The file cannot be read, has a line of another form, or has no key.

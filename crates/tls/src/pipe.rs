@@ -1,6 +1,8 @@
-//! OpenSSL's view of a connection: encrypted bytes that were received, and encrypted bytes to be sent.
+//! OpenSSL's view of a connection: encrypted bytes that were received, and encrypted bytes to be
+//! sent.
 //!
-//! Guarantee: nothing here waits. A read without bytes is `WouldBlock`; a write always takes everything.
+//! Guarantee: nothing here waits. A read without bytes is `WouldBlock`; a write always takes
+//! everything.
 
 use std::io::{self, ErrorKind, Read, Write};
 
@@ -12,7 +14,7 @@ const RECEIVE_SIZE: usize = 128 << 10;
 /// The two directions.
 pub struct Pipe {
     pool: BufferPool,
-    /// What was received; `None` while the kernel has the memory, and before the first receive.
+    /// The received bytes; `None` while the kernel has the memory, and before the first receive.
     input: Option<Buffer>,
     /// The bytes of it that were not read yet.
     start: usize,
@@ -47,7 +49,7 @@ impl Pipe {
         }
     }
 
-    /// Gives that memory back, with so many bytes received.
+    /// Gives that memory back, with this many bytes received.
     pub fn put_input(&mut self, buffer: Buffer, count: usize) {
         (self.input, self.start, self.end) = (Some(buffer), 0, count);
     }
@@ -57,7 +59,7 @@ impl Pipe {
         self.output_end
     }
 
-    /// What is to be sent, if there is anything.
+    /// The bytes to send, if there are any.
     pub fn take_output(&mut self) -> Option<Buffer> {
         let mut buffer = self.output.take()?;
         buffer.set_len(std::mem::take(&mut self.output_end));

@@ -1,7 +1,8 @@
 //! One end of a connection under TLS: the handshake, and bytes in both directions.
 //!
-//! Guarantees: bytes are decrypted into the caller's memory, and what was decrypted and not asked for yet stays here.
-//! What is sent together is encrypted together, in records of 16 KiB where there is as much.
+//! Guarantees: bytes are decrypted into the caller's memory, and what was decrypted and not asked
+//! for yet stays here. Bytes that are sent together are encrypted together, in records of 16 KiB
+//! where there is as much.
 
 use std::io::{self, Write};
 
@@ -11,7 +12,8 @@ use openssl::ssl::{self, ErrorCode, Ssl, SslRef, SslStream, SslVersion};
 
 use crate::pipe::Pipe;
 
-/// Bytes that are encrypted and sent at once: while the kernel and the other side have them, the next are encrypted.
+/// Bytes that are encrypted and sent at once: while the kernel and the other side have them, the
+/// next are encrypted.
 pub const SEND_LIMIT: usize = 256 << 10;
 
 /// The most plain bytes of a TLS record (RFC 8446, 5.1).
@@ -20,7 +22,8 @@ const RECORD: usize = 16 << 10;
 /// Room for as many bytes encrypted: 64 more for each record.
 const OUTPUT_SIZE: usize = SEND_LIMIT + SEND_LIMIT / 256 + RECORD;
 
-/// Bytes of answers to the other side's own messages that may wait to be sent: one is 50 bytes at most.
+/// Bytes of answers to the other side's own messages that may wait to be sent: one is 50 bytes at
+/// most.
 const MAX_ANSWERS: usize = 4 << 10;
 
 /// Why nothing more can be read from the other side.
@@ -29,7 +32,8 @@ pub enum ReadError {
     /// It breaks TLS, or refuses what this side has shown.
     #[error("{0}")]
     Tls(#[from] ssl::Error),
-    /// It wants to renegotiate, which is refused, again and again. Each refusal is memory until something else is sent.
+    /// It wants to renegotiate, which is refused, again and again. Each refusal is memory until
+    /// something else is sent.
     #[error("the other side asks for renegotiation again and again")]
     Renegotiation,
 }
@@ -42,8 +46,8 @@ pub struct TlsSession {
 }
 
 impl TlsSession {
-    /// One of which no byte was sent or received. `ssl` knows by its state (`set_accept_state`, `set_connect_state`) which
-    /// end it is.
+    /// One of which no byte was sent or received. `ssl` knows by its state (`set_accept_state`,
+    /// `set_connect_state`) which end it is.
     ///
     /// # Errors
     /// OpenSSL's.
@@ -52,8 +56,9 @@ impl TlsSession {
         Ok(Self { tls, gathered: Vec::new() })
     }
 
-    /// Goes on with the handshake as far as what was received allows: whether it is done. In any case there may be
-    /// [output](Self::take_output), which belongs to the other side, also where it is an alert that tells of an error.
+    /// Goes on with the handshake as far as what was received allows: whether it is done. In any
+    /// case there may be [output](Self::take_output), which belongs to the other side, also
+    /// where it is an alert that tells of an error.
     ///
     /// # Errors
     /// There will be no TLS with the other side.
@@ -73,7 +78,8 @@ impl TlsSession {
         self.tls.ssl()
     }
 
-    /// Whether a pre-shared key was used, so that the other side has it, too. No session is resumed otherwise.
+    /// Whether a pre-shared key was used, so that the other side has it, too. No session is resumed
+    /// otherwise.
     pub fn is_by_key(&self) -> bool {
         let ssl = self.ssl();
         match ssl.version2() {
@@ -96,20 +102,20 @@ impl TlsSession {
         self.tls.get_mut().take_input()
     }
 
-    /// Gives that memory back, with so many bytes received.
+    /// Gives that memory back, with this many bytes received.
     pub fn put_input(&mut self, buffer: Buffer, count: usize) {
         self.tls.get_mut().put_input(buffer, count);
     }
 
-    /// What is to be sent to the other side, if there is anything.
+    /// The bytes to send to the other side, if there are any.
     pub fn take_output(&mut self) -> Option<Buffer> {
         self.tls.get_mut().take_output()
     }
 
-    /// Decrypts what was received: how many bytes; 0 where the other side has ended. `None` where what was received is not
-    /// a whole record.
+    /// Decrypts what was received: how many bytes; 0 where the other side has ended. `None` where
+    /// what was received is not a whole record.
     ///
-    /// What OpenSSL answers to the other side by itself is sent with the next batch, so that no record is divided.
+    /// The answers of OpenSSL itself are sent with the next batch, so that no record is divided.
     ///
     /// # Errors
     /// There will be nothing more to read.

@@ -1,4 +1,4 @@
-//! What fails, and what to do.
+//! Errors, with the cause and a hint.
 
 use std::io;
 
@@ -73,7 +73,7 @@ pub enum Error {
     NotStarted {
         /// The device.
         id: u32,
-        /// Who made it.
+        /// The process that made it.
         server: i32,
     },
     /// The device was removed, and its block device is open.
@@ -84,7 +84,7 @@ pub enum Error {
         /// The device.
         id: u32,
     },
-    /// The device cannot be taken over any more.
+    /// The device can no longer be taken over.
     #[error(
         "/dev/ublkb{id} can be taken over no more, because a server was killed while it did so, and this kernel allows that once (Linux 6.16 and later allow it again): {cause}; remove it with 'blockhouse detach /dev/ublkb{id}', and attach the image again"
     )]
@@ -147,7 +147,7 @@ pub enum Error {
     Changed {
         /// The device.
         id: u32,
-        /// What has changed.
+        /// The change.
         what: String,
     },
     /// No memory for the requests of a queue, or no loop that serves it.

@@ -1,7 +1,8 @@
-//! What holds requests back while another process takes a device over.
+//! The gate that holds requests back while another process takes a device over.
 //!
-//! Guarantee: once [`Gate::shut`] has returned, no request is being carried out, and none begins until
-//! [`Gate::open`]. Those that wait are the driver's: if this process ends meanwhile, it issues them again.
+//! Guarantee: once [`Gate::shut`] has returned, no request is being carried out, and none begins
+//! until [`Gate::open`]. Those that wait are the driver's: if this process ends meanwhile, it
+//! issues them again.
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
@@ -20,7 +21,8 @@ impl Gate {
     pub(crate) async fn enter(&self) -> WaitGuard {
         loop {
             let guard = self.in_flight.enter();
-            // Pairs with that of `shut`: either this sees that the gate is shut, or `shut` sees the request.
+            // Pairs with that of `shut`: either this sees that the gate is shut, or `shut` sees the
+            // request.
             fence(Ordering::SeqCst);
             if !self.is_shut.load(Ordering::Acquire) {
                 return guard;
@@ -31,7 +33,7 @@ impl Gate {
         }
     }
 
-    /// Lets no request begin any more, and waits for those in flight.
+    /// Lets no request begin, and waits for those in flight.
     pub(crate) async fn shut(&self) {
         self.close();
         self.in_flight.wait().await;

@@ -1,11 +1,13 @@
 //! ublk (layer 4): a disk as a block device of this host's kernel, `/dev/ublkbN`.
 //!
-//! The kernel's driver (`ublk_drv`) hands requests to this process by completions of io_uring, and copies their data from
-//! and to its memory. A [`PreparedDevice`] has been made, or is one whose server was killed or hands it over; a [`Server`]
-//! serves it until it is stopped. Each of its queues is served by one loop, whose ring carries the driver's commands and the I/O of the
+//! The kernel's driver (`ublk_drv`) hands requests to this process by completions of io_uring, and
+//! copies their data from and to its memory. A [`PreparedDevice`] has been made, or is one whose
+//! server was killed or hands it over; a [`Server`] serves it until it is stopped. Each of its
+//! queues is served by one loop, whose ring carries the driver's commands and the I/O of the
 //! image alike.
 //!
-//! Nothing here knows an image format or an engine: requests become requests for a [`Disk`](blockhouse_disk::Disk).
+//! Nothing here knows an image format or an engine: requests become requests for a
+//! [`Disk`](blockhouse_disk::Disk).
 //!
 //! From the bottom up, each uses only what is above it in this list:
 //!
@@ -13,7 +15,8 @@
 //! - `parameters`: what the block device is like, for a disk
 //! - `request`: from a descriptor to a request
 //! - `process_files`: which devices a process serves, and whether that is all
-//! - `lifecycle`: which commands follow which, until a device takes requests: a new one, or one that goes on
+//! - `lifecycle`: which commands follow which, until a device takes requests: a new one, or one
+//!   that goes on
 //! - `removal`: the end of a device from outside of its server
 //! - `gate`: what holds requests back while another process takes the device over
 //! - `queue`: the requests of a queue

@@ -10,10 +10,11 @@
 //!                 Delete                        Stop
 //! ```
 //!
-//! Guarantees: a device that another process serves, or that was made for another image, is not touched. Reason: its block
-//! device may be mounted, and another image's content beneath would destroy the file system. A device notes its image
-//! ([`note_of`]), which the driver keeps for as long as the device exists. No error names a process that does not have the
-//! device: numbers of processes are used again, and its reader may end that process.
+//! Guarantees: a device that another process serves, or that was made for another image, is not
+//! touched. Reason: its block device may be mounted, and another image's content beneath would
+//! destroy the file system. A device notes its image ([`note_of`]), which the driver keeps for as
+//! long as the device exists. No error names a process that does not have the device: numbers of
+//! processes are used again, and its reader may end that process.
 
 use std::io;
 use std::thread::sleep;
@@ -31,23 +32,25 @@ use crate::process_files;
 const ANY: u32 = u32::MAX;
 /// How often a device that is about to be released is looked at.
 const PAUSE: Duration = Duration::from_millis(2);
-/// How many pauses a killed server may take to end: ten seconds, since its I/O in flight completes first.
+/// How many pauses a killed server may take to end: ten seconds, since its I/O in flight completes
+/// first.
 const MAX_PAUSES: u32 = 5000;
-/// After how many pauses a server that exists counts as one that goes on: two seconds. A process that was killed exists
-/// until its files are closed.
+/// After how many pauses a server that exists counts as one that goes on: two seconds. A process
+/// that was killed exists until its files are closed.
 const MAX_PAUSES_OF_SERVER: u32 = 1000;
-/// How long a device that is deleted is waited for. What has its block device open may keep it for ever.
+/// How long a device that is deleted is waited for. What has its block device open may keep it for
+/// ever.
 const DELETE_LIMIT: Duration = Duration::from_secs(2);
 /// The link of a process in the first PID namespace (`PROC_PID_INIT_INO` in Linux).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
-/// What notes of this program begin with, beside the image's 48 bits.
+/// The first bits of this program's notes, beside the image's 48 bits.
 const MARK: u64 = 0xb10c << 48;
 const IMAGE_BITS: u64 = (1 << 48) - 1;
 
-/// What a device must have.
+/// The flags that a device must have.
 const NEEDED: u64 =
     ublk_flag::CMD_IOCTL_ENCODE | ublk_flag::USER_RECOVERY | ublk_flag::USER_RECOVERY_REISSUE;
-/// What a device gets where the driver has it: a driver drops flags that it does not know.
+/// The flags of a device where the driver has them: a driver drops flags that it does not know.
 const WISHED: u64 = ublk_flag::UPDATE_SIZE;
 
 /// The driver, and the host beside it.
@@ -69,13 +72,15 @@ pub(crate) trait Control {
         limit: Duration,
     ) -> io::Result<Option<()>>;
 
-    /// Whether this process is in a PID namespace other than the first: the driver knows it by another number.
+    /// Whether this process is in a PID namespace other than the first: the driver knows it by
+    /// another number.
     fn is_in_pid_namespace(&self) -> bool;
 
     /// Whether there is a process with this id.
     fn process_exists(&self, process: i32) -> bool;
 
-    /// Whether a process has the device's own file open. False also where this process may not find out.
+    /// Whether a process has the device's own file open. False also where this process may not find
+    /// out.
     fn has_open(&self, process: i32, id: u32) -> bool;
 
     /// Waits before a further look.
@@ -134,9 +139,9 @@ pub(crate) struct Wanted {
     pub(crate) max_io_bytes: u32,
     /// The server's process.
     pub(crate) server: i32,
-    /// What it is noted by.
+    /// Its note.
     pub(crate) note: u64,
-    /// What it is like.
+    /// Its parameters.
     pub(crate) parameters: Parameters,
 }
 
@@ -160,12 +165,13 @@ pub(crate) struct Acquired {
     pub(crate) parameters: Parameters,
 }
 
-/// A process by the number that the driver has: -1 for a device that was stopped, which kill(2) takes for all processes.
+/// A process by the number that the driver has: -1 for a device that was stopped, which kill(2)
+/// takes for all processes.
 pub(crate) fn pid(number: i32) -> Option<Pid> {
     if number > 0 { Pid::from_raw(number) } else { None }
 }
 
-/// What a device notes of its image (FNV-1a of its name).
+/// The note of a device about its image (FNV-1a of its name).
 pub(crate) fn note_of(image: &str) -> u64 {
     let hash = image.bytes().fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -197,7 +203,8 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
                     return Ok(recovered);
                 }
             }
-            // Its server has stopped it, and removes it at the end or died before. It is there while it is open.
+            // Its server has stopped it, and removes it at the end or died before. It is there
+            // while it is open.
             ublk_state::DEAD if pid(info.server).is_none() => match pauses {
                 0 => remove(control, id)?,
                 MAX_PAUSES_OF_SERVER.. => return Err(Error::StillOpen { id }),
@@ -326,8 +333,9 @@ fn recover(
     match control.command(UblkCommand::StartRecovery, id, 0, &mut []) {
         Ok(()) => Ok(Some(Acquired { id, origin: Origin::Recovered, parameters })),
         Err(error) if is_busy(&error) => Ok(None),
-        // Before Linux 6.16, of a device whose recovery a server began that was killed before it had fetched a queue: it
-        // waits for fetches as it is, unless that server has mapped its descriptors.
+        // Before Linux 6.16, of a device whose recovery a server began that was killed before it
+        // had fetched a queue: it waits for fetches as it is, unless that server has mapped
+        // its descriptors.
         Err(error) if error.raw_os_error() == Some(errno::EINVAL) => {
             Ok(Some(Acquired { id, origin: Origin::RecoveredAgain, parameters }))
         }
@@ -366,8 +374,9 @@ pub(crate) fn update_size(control: &mut impl Control, id: u32, sectors: u64) -> 
     updated.map_err(Error::refused("change the size of", id))
 }
 
-/// Removes the block device. Requests in flight complete first, so they must be served. Then all commands of its queues
-/// complete. Where the kernel has no process or memory to carry the command out, it is repeated for ten seconds.
+/// Removes the block device. Requests in flight complete first, so they must be served. Then all
+/// commands of its queues complete. Where the kernel has no process or memory to carry the command
+/// out, it is repeated for ten seconds.
 pub(crate) fn stop(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let mut pauses = 0;
     loop {
@@ -381,18 +390,20 @@ pub(crate) fn stop(control: &mut impl Control, id: u32) -> Result<(), Error> {
     }
 }
 
-/// Whether a command was not carried out for a lack that may pass: a ring whose worker cannot be made cancels it.
+/// Whether a command was not carried out for a lack that may pass: a ring whose worker cannot be
+/// made cancels it.
 fn is_short(error: &io::Error) -> bool {
     let short = [errno::ECANCELED, errno::EAGAIN, errno::ENOMEM, errno::EINTR];
     error.raw_os_error().is_some_and(|code| short.contains(&code))
 }
 
-/// Removes the device. Its number is free when nothing has its block device open, which is not waited for: the device
-/// vanishes then by itself.
+/// Removes the device. Its number is free when nothing has its block device open, which is not
+/// waited for: the device vanishes then by itself.
 pub(crate) fn delete(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let outcome = control.command(UblkCommand::DeleteAsync, id, 0, &mut []).or_else(|error| {
         match error.raw_os_error() {
-            // Before about Linux 6.11 there is no other way; it waits, after it has removed the device.
+            // Before about Linux 6.11 there is no other way; it waits, after it has removed the
+            // device.
             Some(errno::EOPNOTSUPP | errno::EINVAL) => {
                 control.command_within(UblkCommand::Delete, id, DELETE_LIMIT).map(drop)
             }
@@ -420,7 +431,7 @@ pub(crate) fn is_served(control: &impl Control, info: &UblkInfo) -> bool {
     }
 }
 
-/// Removes a device of this program that has no server any more.
+/// Removes a device of this program that has no server.
 pub(crate) fn remove_unserved(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let info = find_own(control, id)?.ok_or(Error::Missing { id })?;
     if is_served(control, &info) {

@@ -1,7 +1,9 @@
-//! What a block device is like (`struct ublk_params` of `<linux/ublk_cmd.h>`): block sizes, limits, its write cache.
+//! The parameters of a block device (`struct ublk_params` of `<linux/ublk_cmd.h>`): block sizes,
+//! limits, its write cache.
 //!
-//! The kernel is told the truth: where writes are stable when they complete there is no cache to flush, and otherwise there
-//! is one, with FUA. The physical block size says which requests are cheaper.
+//! The kernel is told the truth: where writes are stable when they complete there is no cache to
+//! flush, and otherwise there is one, with FUA. The physical block size says which requests are
+//! cheaper.
 
 use blockhouse_core::{Durability, Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
@@ -47,7 +49,7 @@ impl Parameters {
     /// How many bytes they have for the driver.
     pub(crate) const BYTES: usize = 60;
 
-    /// Those of a disk.
+    /// The parameters of a disk.
     pub(crate) fn of<S: Storage>(disk: &Disk<S>, max_io_bytes: u32) -> Self {
         let block = disk.physical_block_size();
         let capabilities = disk.capabilities();
@@ -64,7 +66,8 @@ impl Parameters {
         }
     }
 
-    /// How durable a write is that does not ask for more: a kernel that knows of no cache does not flush.
+    /// How durable a write is that does not ask for more: a kernel that knows of no cache does not
+    /// flush.
     pub(crate) fn durability(&self) -> Durability {
         match self.cache {
             WriteCache::Volatile => Durability::None,
@@ -115,7 +118,7 @@ impl Parameters {
     /// These, as the kernel knows the device already: with its size and its write cache.
     ///
     /// # Errors
-    /// What the device cannot be any more.
+    /// What the device can no longer be.
     pub(crate) fn as_known(self, bytes: &[u8; Self::BYTES]) -> Result<Self, String> {
         let attributes = u32::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"));
         let sectors = u64::from_ne_bytes(bytes[24..32].try_into().expect("8 bytes"));

@@ -1,15 +1,16 @@
-//! What a process has open, by `/proc`: which devices it serves, and whether that is all.
+//! The open files of a process, by `/proc`: which devices it serves, and whether that is all.
 //!
-//! Guarantee: what cannot be found out counts as not open. So a process is never ended for a device that it may not have.
+//! Guarantee: what cannot be found out counts as not open. So a process is never ended for a device
+//! that it may not have.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use rustix::process::Pid;
 
-/// What the path of a device's own file begins with, before its number.
+/// The prefix of the path of a device's own file, before its number.
 const DEVICE: &str = "/dev/ublkc";
-/// What a descriptor of a socket names, around the number of its inode.
+/// The name of a socket's descriptor, around the number of its inode.
 const SOCKET: (&str, char) = ("socket:[", ']');
 
 /// The devices whose own files it has open, in no order.
@@ -43,7 +44,8 @@ fn open_files(process: Pid) -> Vec<PathBuf> {
     files.flatten().filter_map(|file| fs::read_link(file.path()).ok()).collect()
 }
 
-/// The inode of a Unix socket that listens, by its line in `net/unix`: the fourth field has the flag `__SO_ACCEPTCON`.
+/// The inode of a Unix socket that listens, by its line in `net/unix`: the fourth field has the
+/// flag `__SO_ACCEPTCON`.
 fn unix_listener(line: &str) -> Option<u64> {
     const ACCEPTS: u32 = 1 << 16;
     let mut fields = line.split_whitespace().skip(3);
@@ -52,7 +54,8 @@ fn unix_listener(line: &str) -> Option<u64> {
     (flags & ACCEPTS != 0).then_some(inode)
 }
 
-/// The inode of a TCP socket that listens, by its line in `net/tcp`: the fourth field is `TCP_LISTEN`.
+/// The inode of a TCP socket that listens, by its line in `net/tcp`: the fourth field is
+/// `TCP_LISTEN`.
 fn tcp_listener(line: &str) -> Option<u64> {
     const LISTEN: &str = "0A";
     let mut fields = line.split_whitespace().skip(3);

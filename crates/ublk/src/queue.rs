@@ -1,8 +1,9 @@
 //! The requests of one queue, on one loop: a task for each tag, with memory of its own.
 //!
-//! Guarantees: a request that was taken is answered, once, with the bytes of its tag alone. A tag's memory belongs to the
-//! driver while it waits for a request, and to the request until that is answered. What is in flight is bounded by the
-//! tags: memory for all of them is had before the first is fetched.
+//! Guarantees: a request that was taken is answered, once, with the bytes of its tag alone. A tag's
+//! memory belongs to the driver while it waits for a request, and to the request until that is
+//! answered. What is in flight is bounded by the tags: memory for all of them is had before the
+//! first is fetched.
 
 use std::cell::Cell;
 use std::io;
@@ -18,7 +19,8 @@ use blockhouse_engine::{UblkDescriptor, UblkDevice, sleep, spawn};
 use crate::gate::Gate;
 use crate::request::decode;
 
-/// A tag that the driver refuses is refused when it is submitted, which the loop does before a timer fires.
+/// A tag that the driver refuses is refused when it is submitted, which the loop does before a
+/// timer fires.
 const SUBMITTED: Duration = Duration::from_millis(1);
 
 /// A queue of the driver.
@@ -67,7 +69,7 @@ impl Tags for DeviceQueue {
     }
 }
 
-/// What a queue needs beside its tags.
+/// The needs of a queue beside its tags.
 pub(crate) struct Served<S: Storage> {
     pub(crate) disk: Arc<Disk<S>>,
     /// How durable a change is at least.
@@ -85,7 +87,8 @@ struct Queue<T, S: Storage> {
     has_logged_failure: Cell<bool>,
 }
 
-/// Serves the queue until its device is stopped. `fetched` is told when the driver has taken each tag.
+/// Serves the queue until its device is stopped. `fetched` is told when the driver has taken each
+/// tag.
 pub(crate) async fn run<T: Tags + 'static, S: Storage>(
     tags: T,
     served: Served<S>,
@@ -106,7 +109,7 @@ pub(crate) async fn run<T: Tags + 'static, S: Storage>(
         .map(|(tag, memory)| spawn(serve_tag(Rc::clone(&queue), tag, memory)))
         .collect();
     sleep(SUBMITTED).await;
-    // Nobody may wait for it.
+    // The receiver may be gone.
     let _ = fetched.send(queue.refusal.take().map_or(Ok(()), Err));
     drop(fetched);
     for task in tasks {
@@ -133,7 +136,8 @@ async fn serve_tag<T: Tags, S: Storage>(queue: Rc<Queue<T, S>>, tag: u16, mut me
 }
 
 impl<T: Tags, S: Storage> Queue<T, S> {
-    /// Carries out the request of a tag. Gives what it is answered with: a count of bytes, or a negative errno.
+    /// Carries out the request of a tag. Gives what it is answered with: a count of bytes, or a
+    /// negative errno.
     async fn execute(&self, tag: u16, memory: &mut Buffer) -> i32 {
         let descriptor = self.tags.descriptor(tag);
         let command = match decode(descriptor, memory.len(), self.served.durability) {

@@ -1,8 +1,9 @@
 //! Removing a device from outside of its server.
 //!
-//! Guarantees: no process is told to end but one of this program that has the device open. Unless it is forced, no device
-//! is removed that something uses, and no server is ended that serves anything else. When a device that was served is
-//! removed, its server has ended: what it had is in the image, and nothing holds that any more.
+//! Guarantees: no process is told to end but one of this program that has the device open. Unless
+//! it is forced, no device is removed that something uses, and no server is ended that serves
+//! anything else. When a device that was served is removed, its server has ended: what it had is in
+//! the image, and nothing holds that.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ const END_LIMIT: Duration = Duration::from_secs(60);
 const NOTICE_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What a device that is removed may be used for.
+/// The uses of a device that is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detach {
     /// Nothing, and its server for nothing else.
@@ -33,12 +34,12 @@ pub enum Detach {
     Forced,
 }
 
-/// Removes device `id`. The process that serves it is asked to end (SIGTERM), and waited for; a device that waits for its
-/// server is removed at once, whatever uses it.
+/// Removes device `id`. The process that serves it is asked to end (SIGTERM), and waited for; a
+/// device that waits for its server is removed at once, whatever uses it.
 ///
 /// # Errors
-/// There is none, it is another program's or used, its server has other exports, cannot be found, or does not end for a
-/// minute.
+/// There is none, it is another program's or used, its server has other exports, cannot be found,
+/// or does not end for a minute.
 pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
     let mut control = UblkControl::open().map_err(Error::opening)?;
     let info = find_own(&mut control, id)?.ok_or(Error::Missing { id })?;
@@ -65,7 +66,8 @@ fn in_use(info: &UblkInfo) -> Error {
     Error::InUse { id: info.id, server: info.server }
 }
 
-/// A process that serves a device: a descriptor of it, since its number may be another process's at any time.
+/// A process that serves a device: a descriptor of it, since its number may be another process's at
+/// any time.
 struct Server {
     process: OwnedFd,
 }
@@ -103,9 +105,9 @@ impl Server {
     }
 }
 
-/// Holds a block device exclusively until the descriptor is closed, and writes back what the page cache has of it. Refuses
-/// one that is mounted, or held by another device. What merely has it open does not count: so do programs that look at
-/// every device.
+/// Holds a block device exclusively until the descriptor is closed, and writes back what the page
+/// cache has of it. Refuses one that is mounted, or held by another device. What merely has it open
+/// does not count: so do programs that look at every device.
 fn hold_unused(id: u32) -> Result<Option<OwnedFd>, Error> {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     let held = match rustix::fs::open(format!("/dev/ublkb{id}"), flags, Mode::empty()) {

@@ -1,7 +1,7 @@
 //! From a descriptor to a request for the disk.
 //!
-//! Guarantee: whatever the driver has written into a descriptor, the request asks for no more memory than the tag has. The
-//! disk checks range and access.
+//! Guarantee: whatever the driver has written into a descriptor, the request asks for no more
+//! memory than the tag has. The disk checks range and access.
 
 use blockhouse_core::{ByteRange, Durability, Fallback, IoVector, Request, Unmap, errno};
 use blockhouse_engine::UblkDescriptor;
@@ -29,17 +29,18 @@ pub(crate) enum Command {
     Write { offset: u64, length: usize, durability: Durability },
     /// A flush.
     Flush,
-    /// The range is not needed any more.
+    /// The range is no longer needed.
     Discard { range: ByteRange },
     /// The range shall read as zeros.
     WriteZeroes { range: ByteRange, unmap: Unmap, durability: Durability },
 }
 
-/// The meaning of a descriptor, for a tag with so many bytes of memory, and writes that are at least so durable.
+/// The meaning of a descriptor, for a tag with this many bytes of memory, and writes that are at
+/// least so durable.
 ///
 /// # Errors
-/// The errno to answer with: EOPNOTSUPP for an operation that the device does not offer, EINVAL for a range that no disk
-/// has.
+/// The errno to answer with: EOPNOTSUPP for an operation that the device does not offer, EINVAL for
+/// a range that no disk has.
 pub(crate) fn decode(
     descriptor: UblkDescriptor,
     memory: usize,
@@ -69,8 +70,8 @@ pub(crate) fn decode(
 }
 
 impl Command {
-    /// The request for the disk, and the answer if it succeeds: how many bytes of data there are. `lend` lends the first so
-    /// many bytes of the tag's memory.
+    /// The request for the disk, and the answer if it succeeds: how many bytes of data there are.
+    /// `lend` lends the first so many bytes of the tag's memory.
     pub(crate) fn into_request(self, lend: impl FnOnce(usize) -> IoVector) -> (Request, i32) {
         match self {
             Self::Read { offset, length } => {

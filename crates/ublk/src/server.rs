@@ -1,9 +1,10 @@
 //! A device from its start to its end.
 //!
-//! Guarantees: a device that was made and is not started is removed again. A server that stops answers every request that
-//! it has taken, and its block device is gone when that returns. One that is killed leaves the block device as it is:
-//! requests wait, those in flight among them, until a server for the same image has the same number. A device that another
-//! process removes is told of, once.
+//! Guarantees: a device that was made and is not started is removed again. A server that stops
+//! answers every request that it has taken, and its block device is gone when that returns. One
+//! that is killed leaves the block device as it is: requests wait, those in flight among them,
+//! until a server for the same image has the same number. A device that another process removes is
+//! told of, once.
 
 use std::fmt;
 use std::io;
@@ -22,20 +23,21 @@ use crate::parameters::{Parameters, SECTOR};
 use crate::queue::{self, DeviceQueue, Served};
 use crate::unexpected_end::UnexpectedEnd;
 
-/// The most bytes of a request. Each tag has as much memory, of which pages are taken when they are used.
+/// The most bytes of a request. Each tag has as much memory, of which pages are taken when they are
+/// used.
 const MAX_IO_BYTES: u32 = 512 << 10;
 
-/// What a device is to be like.
+/// The options of a device.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
-    /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number that waits for a server
-    /// of the same image goes on, with the queues that it had.
+    /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number
+    /// that waits for a server of the same image goes on, with the queues that it had.
     pub id: Option<u32>,
     /// How many queues a new one gets, at least one; no more than the machine has processors.
     pub queues: u16,
     /// How many requests each may have in flight, from 1 to 4096.
     pub depth: u16,
-    /// What the image is known by. No two images are called the same.
+    /// The identity of the image. No two images are called the same.
     pub image: String,
 }
 
@@ -75,8 +77,9 @@ impl HandedOverDevice {
         Ok(Self { control, options })
     }
 
-    /// Takes the device, as soon as the other process has ended; blocks until then, for ten seconds at most. What
-    /// waits for it goes on with [`PreparedDevice::start`]. The loops are as for [`PreparedDevice::new`].
+    /// Takes the device, as soon as the other process has ended; blocks until then, for ten seconds
+    /// at most. What waits for it goes on with [`PreparedDevice::start`]. The loops are as for
+    /// [`PreparedDevice::new`].
     ///
     /// # Errors
     /// Why it cannot be served. It goes on waiting for its server.
@@ -89,21 +92,23 @@ impl HandedOverDevice {
     }
 }
 
-/// A device that is this process's. With this it is removed, unless it is started, or was a former server's: its end would
-/// fail the requests that wait. Those go on waiting when the process ends.
+/// A device that is this process's. With this it is removed, unless it is started, or was a former
+/// server's: its end would fail the requests that wait. Those go on waiting when the process ends.
 struct Owner {
     control: UblkControl,
     acquired: Acquired,
-    /// The character device, once it is open. This is the only value that keeps it, beside the queues that run.
+    /// The character device, once it is open. This is the only value that keeps it, beside the
+    /// queues that run.
     device: Option<Arc<UblkDevice>>,
     queues: Vec<Queue>,
     is_started: bool,
 }
 
 impl Owner {
-    /// Removes the device: stops it, waits for its queues, closes its file, and deletes it. Reason for the order: while
-    /// the file is open, kernels without `DEL_DEV_ASYNC` do not complete the last command. Where the stop is refused
-    /// the queues do not end: nothing is waited for, and the device stays until this process ends.
+    /// Removes the device: stops it, waits for its queues, closes its file, and deletes it. Reason
+    /// for the order: while the file is open, kernels without `DEL_DEV_ASYNC` do not complete
+    /// the last command. Where the stop is refused the queues do not end: nothing is waited
+    /// for, and the device stays until this process ends.
     fn remove(&mut self) -> Result<(), Error> {
         let id = self.acquired.id;
         match lifecycle::stop(&mut self.control, id) {
@@ -134,9 +139,11 @@ fn own_process() -> i32 {
 }
 
 impl<S: Storage + Send + Sync> PreparedDevice<S> {
-    /// Makes the device for a disk, or takes the one that waits for its server; blocks while what is left of a killed server
-    /// ends, for ten seconds at most. Queue `i` is served by loop `i` modulo their number; there is at least one, and each
-    /// takes commands ([`DeviceCommands::Allowed`]). What this thread may do now is what it takes to stop the device later.
+    /// Makes the device for a disk, or takes the one that waits for its server; blocks while what
+    /// is left of a killed server ends, for ten seconds at most. Queue `i` is served by loop
+    /// `i` modulo their number; there is at least one, and each takes commands
+    /// ([`DeviceCommands::Allowed`]). What this thread may do now is what it takes to stop the
+    /// device later.
     ///
     /// # Errors
     /// Why there is no device: no driver, no rights, another server or image has it.
@@ -184,18 +191,19 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         self.info.id
     }
 
-    /// How many commands the driver has in flight on a loop, of so many.
+    /// How many commands the driver has in flight on a loop, of this many.
     pub fn commands(&self, loops: usize) -> usize {
         let UblkInfo { queues, depth, .. } = self.info;
         usize::from(queues).div_ceil(loops) * usize::from(depth)
     }
 
-    /// Serves it. Blocks until the block device is there, which is when the kernel has looked for partitions. `removed` is
-    /// called on one of the loops if another process removes the device.
+    /// Serves it. Blocks until the block device is there, which is when the kernel has looked for
+    /// partitions. `removed` is called on one of the loops if another process removes the
+    /// device.
     ///
     /// # Errors
-    /// Why it is not served. A new device is removed again; one that waited for its server goes on waiting, once this
-    /// process has ended.
+    /// Why it is not served. A new device is removed again; one that waited for its server goes on
+    /// waiting, once this process has ended.
     pub fn start(self, removed: impl FnOnce() + Send + 'static) -> Result<Server<S>, Error> {
         let Self { mut owner, info, disk, image, end } = self;
         end.call(removed);
@@ -245,8 +253,8 @@ fn spawn_queues<S: Storage + Send + Sync>(
     (queues.map(spawn).collect(), fetched)
 }
 
-/// Why the file of a device cannot be opened or mapped. The driver takes the descriptors of a device for those of the first
-/// process that mapped them.
+/// Why the file of a device cannot be opened or mapped. The driver takes the descriptors of a
+/// device for those of the first process that mapped them.
 fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
     let Acquired { id, origin, .. } = *acquired;
     match source.raw_os_error() {
@@ -257,7 +265,8 @@ fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
     }
 }
 
-/// Waits until the driver has taken each tag of each queue: until then it would not start the device, and wait for ever.
+/// Waits until the driver has taken each tag of each queue: until then it would not start the
+/// device, and wait for ever.
 fn wait_until_fetched(
     acquired: &Acquired,
     fetched: &Receiver<io::Result<()>>,
@@ -288,13 +297,13 @@ impl<S: Storage> Server<S> {
         self.info.id
     }
 
-    /// What the image is known by, for [`HandedOverDevice::new`].
+    /// The identity of the image, for [`HandedOverDevice::new`].
     pub fn image(&self) -> &str {
         &self.image
     }
 
-    /// Carries out no request any more, and waits for those in flight. The others wait until [`resume`](Self::resume), or
-    /// for the process that takes the device over. Needs a loop.
+    /// Carries out no request, and waits for those in flight. The others wait until
+    /// [`resume`](Self::resume), or for the process that takes the device over. Needs a loop.
     pub async fn pause(&self) {
         for gate in &self.gates {
             gate.shut().await;
@@ -319,9 +328,10 @@ impl<S: Storage> Server<S> {
         lifecycle::update_size(&mut self.owner.lock().control, id, sectors)
     }
 
-    /// Removes the block device, when the requests in flight have completed. The loops must still run. What others have in
-    /// their caches and not written yet fails: a file system should not be mounted from it any more. If the driver refuses
-    /// to stop it, no request is carried out from then on, and it waits for its next server once this process has ended.
+    /// Removes the block device, when the requests in flight have completed. The loops must still
+    /// run. What others have in their caches and not written yet fails: a file system should
+    /// not be mounted from it any more. If the driver refuses to stop it, no request is carried
+    /// out from then on, and it waits for its next server once this process has ended.
     pub fn stop(self) {
         let Self { disk, info: _, owner, gates, image: _, end, _client: _ } = self;
         end.expect();

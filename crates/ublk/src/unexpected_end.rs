@@ -1,12 +1,13 @@
 //! The end of a device that its server did not ask for: another process has removed it.
 //!
-//! Guarantee: it is told of once, however many queues end, and never after the server began to stop the device.
+//! Guarantee: it is told of once, however many queues end, and never after the server began to stop
+//! the device.
 
 use parking_lot::Mutex;
 
 type Call = Box<dyn FnOnce() + Send>;
 
-/// Who is told of it, if anybody is.
+/// The receiver of the news, if any.
 #[derive(Default)]
 pub(crate) struct UnexpectedEnd {
     call: Mutex<Option<Call>>,

@@ -16,11 +16,12 @@ use crate::protocol::BackendChannel;
 pub struct Export<S: Storage> {
     /// The disk.
     pub disk: Arc<Disk<S>>,
-    /// What guests call it: the first 20 bytes of its name.
+    /// Its name for guests: the first 20 bytes of its name.
     pub name: String,
     /// How many queues a guest may use, at least one.
     pub queues: u16,
-    /// The loops that serve them, at least one: queue `i` is served by loop `i` modulo their number.
+    /// The loops that serve them, at least one: queue `i` is served by loop `i` modulo their
+    /// number.
     pub loops: Vec<Handle>,
     /// Whether guests' memory is registered with their rings.
     pub memory: RegisteredMemory,
@@ -38,7 +39,7 @@ impl<S: Storage> Export<S> {
 /// A device for one disk. The [crate's page](crate) has a whole program.
 pub struct Device<S: Storage> {
     pub(crate) export: Export<S>,
-    /// How the front-end is told of changes, if it asked to be.
+    /// How the front-end is notified of changes, if it asked to be.
     pub(crate) backend_channel: Mutex<Option<BackendChannel>>,
     observer: Option<FrontendObserver>,
 }
@@ -52,7 +53,8 @@ pub enum FrontendEvent {
     Left,
 }
 
-/// What is told of front-ends: who it is, as far as the kernel knows, and what it did. Called on the device's thread.
+/// The observer of front-ends: which one, as far as the kernel knows, and its act. Called on the
+/// device's thread.
 pub type FrontendObserver = Box<dyn Fn(&str, FrontendEvent) + Send + Sync>;
 
 /// A front-end of a device, until it is dropped.

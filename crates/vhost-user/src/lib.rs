@@ -1,8 +1,9 @@
 //! vhost-user-blk (layer 4): a disk as a device for a guest's virtio-blk driver.
 //!
-//! A front-end (a virtual machine monitor) connects to a socket and shares the guest's memory. From then on the
-//! guest's driver and this crate talk through rings in that memory, and the data moves without a copy. A [`Device`]
-//! is a disk with the loops that serve its queues; a [`Server`] serves it to one front-end after the other.
+//! A front-end (a virtual machine monitor) connects to a socket and shares the guest's memory. From
+//! then on the guest's driver and this crate talk through rings in that memory, and the data moves
+//! without a copy. A [`Device`] is a disk with the loops that serve its queues; a [`Server`] serves
+//! it to one front-end after the other.
 //!
 //! ```
 //! use std::os::unix::net::UnixListener;
@@ -40,12 +41,13 @@
 //! Nothing here knows an image format or an engine: requests become requests for a
 //! [`Disk`](blockhouse_disk::Disk).
 //!
-//! Layers, each on those before it: [`ring`] (rings and chains), [`block`] (block requests), `queue` (one queue
-//! on one loop), `protocol` (messages as bytes), `frontend` (their effects), and [`Server`]. A program that
-//! accepts connections itself calls [`serve_frontend`] instead.
+//! Layers, each on those before it: [`ring`] (rings and chains), [`block`] (block requests),
+//! `queue` (one queue on one loop), `protocol` (messages as bytes), `frontend` (their effects), and
+//! [`Server`]. A program that accepts connections itself calls [`serve_frontend`] instead.
 //!
-//! Another process can go on with a device, and its front-end does not notice: [`Server::pause`] describes it as a
-//! [`PausedFrontend`], the other makes a [`PreparedFrontend`] of that, and calls [`Server::restore`].
+//! Another process can go on with a device, and its front-end does not notice: [`Server::pause`]
+//! describes it as a [`PausedFrontend`], the other makes a [`PreparedFrontend`] of that, and calls
+//! [`Server::restore`].
 #![forbid(unsafe_code)]
 
 pub mod block;

@@ -1,7 +1,7 @@
 //! How another thread has a device's thread pause.
 //!
-//! Guarantees: a device that has paused stays so until the thread that asked says otherwise, or is over. One that
-//! asked and did not wait for the answer holds nothing up.
+//! Guarantees: a device that has paused stays so until the thread that asked says otherwise, or is
+//! over. One that asked and did not wait for the answer holds nothing up.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::frontend::{PauseError, PausedFrontend};
 
-/// What a pause that was asked for has come to.
+/// The result of a pause.
 pub type Outcome = Result<Option<PausedFrontend>, PauseError>;
 
 /// How long after its deadline the outcome of a pause may come.
@@ -45,7 +45,8 @@ impl PendingPause {
     /// Waits for it. The front-end that has paused, if the device has one.
     ///
     /// # Errors
-    /// Why the device has not paused in time; the [`Server`](crate::Server) must be told to resume all the same.
+    /// Why the device has not paused in time; the [`Server`](crate::Server) must be told to resume
+    /// all the same.
     pub fn wait(self) -> Outcome {
         let limit = (self.deadline + MARGIN).saturating_duration_since(Instant::now());
         match self.outcome.recv_timeout(limit) {
@@ -81,7 +82,7 @@ impl Pauses {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// What becomes readable when a pause is asked for.
+    /// The descriptor that becomes readable when a pause is asked for.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }

@@ -1,9 +1,10 @@
 //! Serving a device at a socket: one front-end after the other, and the orderly end.
 //!
-//! Guarantees: a front-end that is silent, breaks the protocol, or takes its memory away delays only itself.
-//! When it ends, its requests in flight complete before the next front-end is served. A server that stops
-//! executes every request that it popped, and the guest learns of its outcome. A server that has paused touches
-//! neither the disk nor a guest's memory, accepts nobody, and closes no connection.
+//! Guarantees: a front-end that is silent, breaks the protocol, or takes its memory away delays
+//! only itself. When it ends, its requests in flight complete before the next front-end is served.
+//! A server that stops executes every request that it popped, and the guest learns of its outcome.
+//! A server that has paused touches neither the disk nor a guest's memory, accepts nobody, and
+//! closes no connection.
 
 use std::io;
 use std::net::Shutdown;
@@ -50,7 +51,8 @@ struct State {
 }
 
 impl<S: Storage + Send + Sync> Server<S> {
-    /// Serves `device` at a listening socket, on a thread of its own; its queues run on their loops.
+    /// Serves `device` at a listening socket, on a thread of its own; its queues run on their
+    /// loops.
     ///
     /// # Errors
     /// The kernel's, when there can be no further thread.
@@ -58,7 +60,8 @@ impl<S: Storage + Send + Sync> Server<S> {
         Self::restore(device, socket, None)
     }
 
-    /// As [`start`](Self::start), first with the front-end that paused in another process, if there was one.
+    /// As [`start`](Self::start), first with the front-end that paused in another process, if there
+    /// was one.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -83,8 +86,9 @@ impl<S: Storage + Send + Sync> Server<S> {
         self.shared.listener.as_fd()
     }
 
-    /// Asks the device to pause: it handles no more messages and accepts nobody; its queues pop no more requests,
-    /// and those in flight complete until the deadline. [`resume`](Self::resume) follows, whatever the outcome.
+    /// Asks the device to pause: it handles no more messages and accepts nobody; its queues pop no
+    /// more requests, and those in flight complete until the deadline. [`resume`](Self::resume)
+    /// follows, whatever the outcome.
     pub fn pause(&self, deadline: Instant) -> PendingPause {
         let (pending, hold) = self.shared.pauses.ask(deadline);
         *self.hold.lock() = Some(hold);
@@ -101,7 +105,7 @@ impl<S: Storage + Send + Sync> Server<S> {
         &self.device
     }
 
-    /// Accepts no front-end any more, and pops no more requests: the beginning of [`stop`](Self::stop).
+    /// Accepts no front-end, and pops no more requests: the beginning of [`stop`](Self::stop).
     pub fn begin_stop(&self) {
         {
             let mut state = self.shared.state.lock();
@@ -114,7 +118,7 @@ impl<S: Storage + Send + Sync> Server<S> {
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
     }
 
-    /// Accepts no front-end any more, completes what is in flight, and ends. The loops must still run.
+    /// Accepts no front-end, completes what is in flight, and ends. The loops must still run.
     pub fn stop(self) {
         self.begin_stop();
         // A thread that panicked is over as well.
@@ -143,8 +147,8 @@ fn serve<S: Storage + Send + Sync>(
         match accepted {
             Ok(None) => shared.pauses.take().into_iter().for_each(|asked| asked.answer(Ok(None))),
             Ok(Some(stream)) => {
-                // What may fail for lack of descriptors comes first: a socket left in `current` would stay
-                // open, and its front-end would wait for ever.
+                // Steps that may fail for lack of descriptors come first: a socket left in
+                // `current` would stay open, and its front-end would wait for ever.
                 let current = stream.try_clone();
                 let served = current
                     .and_then(|copy| serve_one(shared, copy, || Session::new(device, stream)));
@@ -158,8 +162,8 @@ fn serve<S: Storage + Send + Sync>(
     }
 }
 
-/// Logs that there is one front-end less; shortages at a bounded rate, since a front-end that is refused
-/// may come again at once.
+/// Logs that there is one front-end less; shortages at a bounded rate, since a front-end that is
+/// refused may come again at once.
 fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     match is_shortage(error) {
         true => shortages.warn(effect, error),
@@ -167,8 +171,8 @@ fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     }
 }
 
-/// Waits for a front-end before it is accepted: the kernel takes a descriptor before it looks for one. `None` when a pause
-/// is asked for.
+/// Waits for a front-end before it is accepted: the kernel takes a descriptor before it looks for
+/// one. `None` when a pause is asked for.
 fn accept(shared: &Shared) -> io::Result<Option<UnixStream>> {
     let wake = shared.pauses.wake();
     let mut polled =

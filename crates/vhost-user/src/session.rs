@@ -13,12 +13,13 @@ use crate::pauses::Pauses;
 use crate::protocol::{Arrival, Connection};
 use crate::queue::StopMode;
 
-/// Serves one front-end on this thread until it closes the connection or breaks the protocol; its queues run
-/// on the device's loops. For programs that accept connections themselves: one front-end at a time for each
-/// device.
+/// Serves one front-end on this thread until it closes the connection or breaks the protocol; its
+/// queues run on the device's loops. For programs that accept connections themselves: one front-end
+/// at a time for each device.
 ///
 /// # Errors
-/// The kernel's, when the connection cannot be duplicated. A front-end that breaks the protocol is logged.
+/// The kernel's, when the connection cannot be duplicated. A front-end that breaks the protocol is
+/// logged.
 pub fn serve_frontend<S: Storage + Send + Sync>(
     device: &Arc<Device<S>>,
     stream: UnixStream,
@@ -59,9 +60,10 @@ impl<S: Storage + Send + Sync> Session<S> {
         Ok(Self { device: Arc::clone(device), frontend, connection, _client: client })
     }
 
-    /// Goes on with queues that have paused, handles messages until the end, and waits for the requests in flight.
-    /// Between two messages it pauses when that is asked for by `pauses`. `is_stopping` is asked when there are no
-    /// more messages: whether the server ends, rather than the front-end.
+    /// Goes on with queues that have paused, handles messages until the end, and waits for the
+    /// requests in flight. Between two messages it pauses when that is asked for by `pauses`.
+    /// `is_stopping` is asked when there are no more messages: whether the server ends, rather
+    /// than the front-end.
     pub fn run(mut self, pauses: Option<&Pauses>, is_stopping: impl FnOnce() -> bool) {
         let device = Arc::clone(&self.device);
         let _observed = device.observe(self.connection.stream());

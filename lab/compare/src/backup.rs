@@ -1,8 +1,10 @@
-//! `cargo xtask compare --backup`: what recording changes in a bitmap, and a backup that goes on, leave of a guest's rate.
+//! `cargo xtask compare --backup`: what recording changes in a bitmap, and a backup that goes on,
+//! leave of a guest's rate.
 //!
-//! A client writes blocks of 4 KiB at random places, at depth 64. In each round the ways take turns on the same image: the disk
-//! alone, with a bitmap, and beside a checkpoint that a client reads at one block a second. Each begins with a run that is not
-//! counted, so that all extents are warm; the checkpoint is taken after that. Ratios are to the disk alone, of the same round.
+//! A client writes blocks of 4 KiB at random places, at depth 64. In each round the ways take turns
+//! on the same image: the disk alone, with a bitmap, and beside a checkpoint that a client reads at
+//! one block a second. Each begins with a run that is not counted, so that all extents are warm;
+//! the checkpoint is taken after that. Ratios are to the disk alone, of the same round.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -25,14 +27,14 @@ use crate::rows::{LIGHT, Row};
 use crate::servers::{EXPORT, Format, Image, Kind, Server, Start};
 use crate::storage::{self, Storage};
 
-/// What the checkpoint, and the bitmap, is called.
+/// The name of the checkpoint, and of the bitmap.
 const NAME: &str = "measured";
 /// How often a block of the checkpoint is read.
 const READ_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes that are read.
 const BLOCK: u64 = 4096;
 
-/// What goes on beside the guest.
+/// The work beside the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     Alone,
@@ -46,7 +48,8 @@ const WAYS: [(Way, &str); 3] = [
     (Way::Checkpoint, "beside a checkpoint"),
 ];
 
-/// The figures of a way: thousands of requests a second, and microseconds of processor time for each.
+/// The figures of a way: thousands of requests a second, and microseconds of processor time for
+/// each.
 #[derive(Default)]
 struct Figures {
     rates: Vec<f64>,
@@ -165,7 +168,7 @@ impl Config {
             ctl(&["bitmap", "remove", disk, NAME])?;
         }
         server.stop()?;
-        // What a raw image has bitmaps in would go on recording nothing.
+        // The sidecar of a raw image would go on recording nothing.
         let mut sidecar = storage.path().as_os_str().to_owned();
         sidecar.push(".bitmaps");
         let _ = std::fs::remove_file(PathBuf::from(sidecar));

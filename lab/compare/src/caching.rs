@@ -1,11 +1,11 @@
-//! What the host's page cache has to do with a measurement.
+//! The host's page cache in a measurement.
 
 /// How a server treats the host's page cache; only like is compared with like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caching {
-    /// What is read comes from the device.
+    /// Reads come from the device.
     Direct,
-    /// What was read or written before is in memory.
+    /// Bytes that were read or written before are in memory.
     Cached,
     /// There is no storage.
     Null,

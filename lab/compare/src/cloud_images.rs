@@ -1,8 +1,9 @@
-//! `cargo xtask compare --images`: images of the shapes that clouds publish, converted by `qemu-img` and by Blockhouse under
-//! that name, with the same arguments.
+//! `cargo xtask compare --images`: images of the shapes that clouds publish, converted by
+//! `qemu-img` and by Blockhouse under that name, with the same arguments.
 //!
-//! In each round both convert each image to each format in turn, and each copy is durable when its time ends. The two
-//! copies are compared by `qemu-img compare`: a difference ends the comparison. Ratios are within a round.
+//! In each round both convert each image to each format in turn, and each copy is durable when its
+//! time ends. The two copies are compared by `qemu-img compare`: a difference ends the comparison.
+//! Ratios are within a round.
 
 use std::fmt::Write;
 use std::io::{Seek, SeekFrom, Write as _};
@@ -26,7 +27,7 @@ struct Shape {
     format: &'static str,
     /// Arguments of `qemu-img convert`.
     arguments: &'static [&'static str],
-    /// What is done to it then.
+    /// The change to it then.
     wrapping: Wrapping,
 }
 
@@ -185,8 +186,8 @@ fn compare(target: &str, [theirs, ours]: &[PathBuf; 2]) -> Result<()> {
     stdout_of(content).map(drop)
 }
 
-/// A disk of `size` bytes as a fresh installation has it: a partition table, a third with data in pieces, which compresses
-/// to a half, and holes.
+/// A disk of `size` bytes as a fresh installation has it: a partition table, a third with data in
+/// pieces, which compresses to a half, and holes.
 fn make_disk(path: &Path, size: u64, wrapping: Wrapping) -> Result<()> {
     const PIECE: u64 = 4 << 20;
     let failed = || format!("cannot write {}", path.display());

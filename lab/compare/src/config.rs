@@ -1,4 +1,4 @@
-//! What to compare: the arguments of the command line, and what they come to on this machine.
+//! The arguments of the command line, and their meaning on this machine.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::rows::{Export, Row};
 use crate::servers::{self, Kind, Programs};
 use crate::storage;
 
-/// What to compare, and how long.
+/// The rows to compare, and their length.
 #[derive(Args)]
 pub struct Options {
     /// Format of the image that is compared
@@ -24,31 +24,36 @@ pub struct Options {
     /// Compare saving and loading the state of a machine of --size instead, on --dir
     #[arg(long)]
     pub vmstate: bool,
-    /// Compare what becomes of figures when queues, the disk, the chain of backing files, snapshots or the extents of a
-    /// request grow, on tmpfs
+    /// Compare what becomes of figures when queues, the disk, the chain of backing files,
+    /// snapshots or the extents of a request grow, on tmpfs
     #[arg(long)]
     pub growth: bool,
-    /// Measure what a bitmap, and a backup that goes on, leave of the rate of writes, on a disk of --format
+    /// Measure what a bitmap, and a backup that goes on, leave of the rate of writes, on a disk of
+    /// --format
     #[arg(long)]
     pub backup: bool,
-    /// Measure what a mirror to a file, to another server and to each --mirror-target leaves of the rate of writes, and for how
-    /// long nothing is answered when it completes
+    /// Measure what a mirror to a file, to another server and to each --mirror-target leaves of
+    /// the rate of writes, and for how long nothing is answered when it completes
     #[arg(long)]
     pub mirror: bool,
-    /// Mirror to this, too, as long as the image: a URI such as rbd:POOL/IMAGE. Its content is lost
+    /// Mirror to this, too, as long as the image: a URI such as rbd:POOL/IMAGE. Its content is
+    /// lost
     #[arg(long, value_name = "LOCATION", requires = "mirror")]
     pub mirror_target: Vec<String>,
     /// Whether writes wait for their copy: auto, background or write-blocking
     #[arg(long, value_name = "MODE", default_value = "auto", requires = "mirror")]
     pub mirror_mode: String,
-    /// Compare with qemu-storage-daemon where the image is on another server: on NBD servers that are started for it, or at
-    /// these locations (rbd:POOL/IMAGE?conf=FILE, nbd+unix:///NAME?socket=PATH). Their content is lost
+    /// Compare with qemu-storage-daemon where the image is on another server: on NBD servers that
+    /// are started for it, or at these locations (rbd:POOL/IMAGE?conf=FILE,
+    /// nbd+unix:///NAME?socket=PATH). Their content is lost
     #[arg(long, value_name = "LOCATION", num_args = 0..)]
     pub remote: Option<Vec<String>>,
-    /// Measure what busy-polling brings and costs where a client pauses between its requests, beside qemu-nbd
+    /// Measure what busy-polling brings and costs where a client pauses between its requests,
+    /// beside qemu-nbd
     #[arg(long)]
     pub gaps: bool,
-    /// Compare with qemu-img how images of the shapes that clouds publish are converted, in --dir; the copies have to be equal
+    /// Compare with qemu-img how images of the shapes that clouds publish are converted, in --dir;
+    /// the copies have to be equal
     #[arg(long)]
     pub images: bool,
     /// Compare reads over TLS, by nbdcopy, with qemu-nbd
@@ -87,8 +92,8 @@ pub struct Options {
     /// Our binary; without it, a build of this checkout as packages have it
     #[arg(long)]
     pub binary: Option<PathBuf>,
-    /// Another build of our binary to compare it with, as server "baseline"; without --servers, these
-    /// two alone
+    /// Another build of our binary to compare it with, as server "baseline"; without --servers,
+    /// these two alone
     #[arg(long, value_name = "BINARY")]
     pub baseline: Option<PathBuf>,
     /// Further arguments of our serve, as one string
@@ -97,9 +102,10 @@ pub struct Options {
     /// Arguments of the baseline's serve, instead of --serve-args
     #[arg(long, value_name = "ARGS", allow_hyphen_values = true, requires = "baseline")]
     pub baseline_args: Option<String>,
-    /// Start the servers of a row once and load them in turn, so that many short rounds cost little: what changes the
-    /// machine's speed for a second then meets all of them. They share the image, so rows that read, of servers that
-    /// are told to (--serve-args=--read-only)
+    /// Start the servers of a row once and load them in turn, so that many short rounds cost
+    /// little: what changes the machine's speed for a second then meets all of them. They
+    /// share the image, so rows that read, of servers that are told to
+    /// (--serve-args=--read-only)
     #[arg(long)]
     pub alternate: bool,
     /// Write the report as Markdown, too
@@ -205,7 +211,8 @@ pub fn write(file: &PathBuf, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// The rows that have one of the `wanted` names, or contain one that no row has; all where none is wanted.
+/// The rows that have one of the `wanted` names, or contain one that no row has; all where none is
+/// wanted.
 pub fn chosen<R: Copy>(
     rows: &[R],
     name: fn(&R) -> &'static str,

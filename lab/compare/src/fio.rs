@@ -1,4 +1,5 @@
-//! fio with its NBD engine as the client. It is widely known; on few processors it is the limit itself.
+//! fio with its NBD engine as the client. It is widely known; on few processors it is the limit
+//! itself.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -45,7 +46,7 @@ pub fn run(
     };
     let server_cpu = server.cpu()?.saturating_sub(before);
     let text = std::fs::read_to_string(&report).context("fio left no report")?;
-    // What fio has to say in plain words stands before its report.
+    // The plain words of fio stand before its report.
     let (said, json) = text.split_at(text.find('{').unwrap_or(text.len()));
     ensure!(status.success(), "fio failed with {status}: {}", said.trim());
     let report = serde_json::from_str(json).context("cannot read fio's report")?;

@@ -1,9 +1,10 @@
-//! `cargo xtask compare --gaps`: what busy-polling brings, and what it costs, where a client pauses between an answer and its next
-//! request.
+//! `cargo xtask compare --gaps`: what busy-polling brings, and what it costs, where a client pauses
+//! between an answer and its next request.
 //!
-//! One read of 4 KiB at a time of an image on tmpfs, from Blockhouse as it is, from Blockhouse that never polls, and from qemu-nbd.
-//! The client pauses for a fixed time, computing or asleep; client and server are free to move between processors, or kept on one
-//! each. Ratios are to the server that never polls.
+//! One read of 4 KiB at a time of an image on tmpfs, from Blockhouse as it is, from Blockhouse that
+//! never polls, and from qemu-nbd. The client pauses for a fixed time, computing or asleep; client
+//! and server are free to move between processors, or kept on one each. Ratios are to the server
+//! that never polls.
 
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -33,7 +34,7 @@ const WARM_UP: Duration = Duration::from_millis(50);
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 1_000_000_000;
 
-/// Who answers.
+/// The server that answers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contender {
     Polling,
@@ -53,7 +54,7 @@ impl Contender {
     }
 }
 
-/// What the client does between an answer and its next request.
+/// The client's pause between an answer and its next request.
 #[derive(Clone, Copy)]
 enum Pause {
     Computing,

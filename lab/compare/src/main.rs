@@ -1,9 +1,10 @@
 //! `cargo xtask compare`: Blockhouse side by side with its peers, on this machine, by anyone.
 //!
-//! In each round every server is started, loaded and stopped in turn (A B C A B C ...), so that what
-//! drifts in the machine drifts for all; or all of a row are started once and loaded in turn. Figures are medians over the rounds with their spread; ratios
-//! are taken within a round. All servers get the same image in the same place, prefilled, and a server
-//! counts against us only where it treats the page cache as we do.
+//! In each round every server is started, loaded and stopped in turn (A B C A B C ...), so that
+//! what drifts in the machine drifts for all; or all of a row are started once and loaded in turn.
+//! Figures are medians over the rounds with their spread; ratios are taken within a round. All
+//! servers get the same image in the same place, prefilled, and a server counts against us only
+//! where it treats the page cache as we do.
 //!
 //! - [`raw`], [`rows`]: raw images, and the loads
 //! - [`qcow2`]: what is special to images that map: other loads, and tools

@@ -1,4 +1,4 @@
-//! What one measurement finds.
+//! The result of one measurement.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ pub struct Latency {
     pub p99: Duration,
 }
 
-/// What one measurement found.
+/// The result of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Measurement {
     /// Requests answered.

@@ -1,10 +1,13 @@
-//! `cargo xtask compare --mirror`: what a mirror leaves of a guest's rate, and for how long the guest waits when it completes.
+//! `cargo xtask compare --mirror`: what a mirror leaves of a guest's rate, and for how long the
+//! guest waits when it completes.
 //!
-//! A guest writes blocks of 4 KiB at random places, so many at a time, without a rest. In each turn it has the disk to itself, then
-//! beside the mirror while that copies, then beside the mirror that is ready and keeps up, then while it completes, and then goes
-//! on with the target. Ratios are to the disk alone in the same turn. Then the whole disk is read from where it is now, and has
-//! to hold what was answered; and it is mirrored back, with no guest (from a target that was given, copied back with no server),
-//! so that each turn begins with the same image. Turns of all ways alternate.
+//! A guest writes blocks of 4 KiB at random places, this many at a time, without a rest. In each
+//! turn it has the disk to itself, then beside the mirror while that copies, then beside the mirror
+//! that is ready and keeps up, then while it completes, and then goes on with the target. Ratios
+//! are to the disk alone in the same turn. Then the whole disk is read from where it is now, and
+//! has to hold what was answered; and it is mirrored back, with no guest (from a target that was
+//! given, copied back with no server), so that each turn begins with the same image. Turns of all
+//! ways alternate.
 
 mod guest;
 
@@ -48,7 +51,7 @@ enum To {
     File,
     /// The same file, of another server of ours.
     Nbd,
-    /// Those that are given.
+    /// The targets that are given.
     Given,
 }
 
@@ -61,7 +64,7 @@ const ROWS: &[Row] = &[
     Row { name: "given-d64", depth: 64, to: To::Given },
 ];
 
-/// What takes turns: a row, and where to if that is given.
+/// The ways that take turns: a row, and where to if that is given.
 struct Way {
     row: Row,
     given: Option<String>,
@@ -79,7 +82,7 @@ struct Stretch {
     gap: f64,
 }
 
-/// What one turn found.
+/// The result of one turn.
 #[derive(Clone, Copy, Default)]
 struct Turn {
     alone: Stretch,
@@ -261,7 +264,8 @@ impl Place<'_> {
         Ok(turn)
     }
 
-    /// Brings the disk back by a command: one without a write cache, as in Ceph, does not move to one that has it.
+    /// Brings the disk back by a command: one without a write cache, as in Ceph, does not move to
+    /// one that has it.
     fn copy_back(&self, given: &str) -> Result<()> {
         remove_record(&self.source);
         let mut command = Command::new(&self.config.programs.blockhouse);
@@ -371,7 +375,7 @@ impl Place<'_> {
     }
 }
 
-/// What says that another image has become the disk of this one.
+/// The record that another image has become the disk of this one.
 fn remove_record(storage: &Storage) {
     let mut record = storage.path().as_os_str().to_owned();
     record.push(".moved");
@@ -385,7 +389,8 @@ fn start_mirror(control: &mut Control, target: (&str, &str), mode: &str) -> Resu
     call(control, "job.start", &start).map(drop)
 }
 
-/// Completes the mirror: for how long the server says that writes were held off, and how many bytes were copied.
+/// Completes the mirror: for how long the server says that writes were held off, and how many bytes
+/// were copied.
 fn complete(control: &mut Control) -> Result<(Duration, f64)> {
     let done = call(control, "job.complete", &json!({ "job": JOB }))?;
     let pause = done["pause-us"].as_u64().context("a pause")?;

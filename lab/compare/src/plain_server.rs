@@ -1,4 +1,5 @@
-//! A plain NBD server in C, `plain_server.c`: the limit of one thread that does nothing but receive, read or write, and answer.
+//! A plain NBD server in C, `plain_server.c`: the limit of one thread that does nothing but
+//! receive, read or write, and answer.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,8 +1,10 @@
-//! `cargo xtask compare --remote`: storage on another server, by Blockhouse and by qemu-storage-daemon.
+//! `cargo xtask compare --remote`: storage on another server, by Blockhouse and by
+//! qemu-storage-daemon.
 //!
-//! Both serve the same image over NBD, one after the other in each round: an export of an NBD server at a Unix socket, or an
-//! image in Ceph. Client, server and storage share this machine, so a rate is what they reach together, and the
-//! server's processor time for a request is what tells the servers apart.
+//! Both serve the same image over NBD, one after the other in each round: an export of an NBD
+//! server at a Unix socket, or an image in Ceph. Client, server and storage share this machine, so
+//! a rate is what they reach together, and the server's processor time for a request is what tells
+//! the servers apart.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -25,8 +27,9 @@ use crate::rows::{Client, LIGHT, Row};
 use crate::servers::{EXPORT, Kind, Server, socket_in};
 use crate::storage::{self, Storage};
 
-/// The light client asks for simple replies, as the kernel's does. fio is a client of libnbd's and asks for structured ones, as
-/// QEMU does: by those QEMU's server tells what of a range is a hole, and so looks for holes at each read.
+/// The light client asks for simple replies, as the kernel's does. fio is a client of libnbd's and
+/// asks for structured ones, as QEMU does: by those QEMU's server tells what of a range is a hole,
+/// and so looks for holes at each read.
 const READ: Row = Row { name: "randread-4k-d64", ..LIGHT };
 const WRITE: Row = Row { name: "randwrite-4k-d64", operation: Operation::Write, ..LIGHT };
 const ROWS: &[Row] = &[
@@ -157,7 +160,8 @@ fn name(kind: Kind) -> &'static str {
     if kind == Kind::QsdNative { "qemu-storage-daemon" } else { kind.name() }
 }
 
-/// An export of a server that only answers: what is measured is the server between it and the client.
+/// An export of a server that only answers: what is measured is the server between it and the
+/// client.
 fn without_storage(config: &Config, size: u64) -> Result<Place> {
     let socket = socket_in(config.folder.path(), "storage")?;
     let mut command = Command::new(&config.programs.own);

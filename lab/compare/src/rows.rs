@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::light::{Content, Load, Operation, Order};
 
-/// Who asks.
+/// The client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Client {
     /// fio with its NBD engine.
@@ -18,9 +18,9 @@ pub enum Client {
 /// One kind of load.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
-    /// What it is called in reports and on the command line.
+    /// Its name in reports and on the command line.
     pub name: &'static str,
-    /// Who asks.
+    /// The client.
     pub client: Client,
     /// Reads or writes.
     pub operation: Operation,
@@ -72,7 +72,7 @@ pub const ROWS: &[Row] = &[
     Row { name: "vu-seqwrite-128k-d8", operation: Operation::Write, ..GUEST_SEQUENTIAL },
 ];
 
-/// What is asked for data.
+/// The export that is asked for data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Export {
     /// An NBD server.
@@ -82,7 +82,7 @@ pub enum Export {
 }
 
 impl Client {
-    /// What it asks.
+    /// Its export.
     pub fn export(self) -> Export {
         match self {
             Self::Fio | Self::Light => Export::Nbd,
@@ -92,7 +92,7 @@ impl Client {
 }
 
 impl Row {
-    /// What the light client does in this row: without end, and trusting what it reads.
+    /// The light client's load in this row: without end, and trusting what it reads.
     pub fn load(&self, generation: u64) -> Load {
         Load {
             operation: self.operation,

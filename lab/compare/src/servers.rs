@@ -1,7 +1,8 @@
 //! The servers that are compared: how each is started on an image, measured and ended.
 //!
-//! A server lives for one measurement, or for a row's. It listens on a Unix socket in a private folder, in a process
-//! group of its own (so that Ctrl-C reaches only us), and is ended by its pid when it is dropped.
+//! A server lives for one measurement, or for a row's. It listens on a Unix socket in a private
+//! folder, in a process group of its own (so that Ctrl-C reaches only us), and is ended by its pid
+//! when it is dropped.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -50,12 +51,12 @@ impl Format {
     }
 }
 
-/// What a server is to serve.
+/// The image that a server serves.
 #[derive(Clone, Copy)]
 pub struct Image<'a> {
     /// Where it is.
     pub storage: &'a Storage,
-    /// What it is.
+    /// Its format.
     pub format: Format,
 }
 
@@ -77,8 +78,8 @@ pub enum Kind {
     QsdCached,
     /// nbdkit's file plugin as it is: through the page cache
     Nbdkit,
-    /// nbdkit's file plugin with cache=none: through the page cache all the same, with its read-ahead
-    /// and write-back, and dropping what it has touched
+    /// nbdkit's file plugin with cache=none: through the page cache all the same, with its
+    /// read-ahead and write-back, and dropping what it has touched
     NbdkitNocache,
     /// nbdkit's null plugin: no storage at all, the ceiling of what fio can ask for
     NbdkitNull,
@@ -91,7 +92,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Those of a comparison of raw images, in the order of reports.
+    /// The servers of a comparison of raw images, in the order of reports.
     pub const ALL: &[Self] = &[
         Self::Blockhouse,
         Self::BlockhouseWriteback,
@@ -103,7 +104,7 @@ impl Kind {
         Self::NullServer,
     ];
 
-    /// Those of a comparison of qcow2 images, in the order of reports.
+    /// The servers of a comparison of qcow2 images, in the order of reports.
     pub const QCOW2: &[Self] = &[
         Self::Blockhouse,
         Self::QsdNative,
@@ -163,12 +164,12 @@ impl Kind {
         }
     }
 
-    /// What its reads return.
+    /// The content of its reads.
     pub fn content(self) -> Content {
         if self.caching() == Caching::Null { Content::Nothing } else { Content::Image }
     }
 
-    /// What it calls its version.
+    /// Its version, in its own words.
     pub fn version(self, programs: &Programs) -> Result<String> {
         if matches!(self, Self::PlainC | Self::PlainCCached) {
             return Ok("lab/compare/src/plain_server.c".to_owned());
@@ -283,7 +284,7 @@ fn key_value(key: &str, value: &Path) -> OsString {
     pair
 }
 
-/// What is started, besides the peers of the search path.
+/// The programs that are started, besides the peers of the search path.
 pub struct Programs {
     /// Our binary.
     pub blockhouse: PathBuf,
@@ -291,7 +292,7 @@ pub struct Programs {
     pub baseline: PathBuf,
     /// Further arguments of our binary's `serve`.
     pub serve_args: Vec<String>,
-    /// Those of the other build's.
+    /// The arguments of the other build's.
     pub baseline_args: Vec<String>,
     /// This program.
     pub own: PathBuf,
@@ -299,7 +300,7 @@ pub struct Programs {
     pub plain_server: PathBuf,
 }
 
-/// What is started.
+/// The parameters of a start.
 #[derive(Clone, Copy, Debug)]
 pub struct Start {
     /// The server.
@@ -320,7 +321,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server on `image` and waits until it listens. Its socket and its log are in `folder`.
+    /// Starts a server on `image` and waits until it listens. Its socket and its log are in
+    /// `folder`.
     pub fn start(
         start: Start,
         programs: &Programs,

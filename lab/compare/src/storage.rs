@@ -1,7 +1,7 @@
 //! The places that the image lives on: tmpfs, a loop device over tmpfs, a file on disk.
 //!
-//! An image is written whole before anything is measured, so no server meets a hole. Dropping a storage
-//! removes its device and its file.
+//! An image is written whole before anything is measured, so no server meets a hole. Dropping a
+//! storage removes its device and its file.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -119,7 +119,7 @@ impl Storage {
         self.size
     }
 
-    /// What it is, for reports.
+    /// Its description, for reports.
     pub fn description(&self) -> &str {
         &self.description
     }
@@ -135,8 +135,8 @@ impl Storage {
         any || one == other
     }
 
-    /// Brings the image into the state in which a server of this way of caching finds it: nothing dirty,
-    /// and the page cache empty or full.
+    /// Brings the image into the state in which a server of this way of caching finds it: nothing
+    /// dirty, and the page cache empty or full.
     pub fn prepare_cache(&self, caching: Caching) -> Result<()> {
         if self.kind == Kind::Tmpfs {
             return Ok(());
@@ -156,8 +156,8 @@ impl Storage {
     }
 }
 
-/// Bytes that may be taken from `parent`. What is kept in memory may take half of the memory that is
-/// available: a tmpfs promises more than the machine can bear, and others live on it, too.
+/// Bytes that may be taken from `parent`. What is kept in memory may take half of the memory that
+/// is available: a tmpfs promises more than the machine can bear, and others live on it, too.
 fn room(kind: Kind, parent: &Path) -> Result<u64> {
     let system = statvfs(parent).with_context(|| format!("cannot look at {}", parent.display()))?;
     let free = system.f_bavail.saturating_mul(system.f_frsize);

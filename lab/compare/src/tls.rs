@@ -1,11 +1,12 @@
-//! `cargo xtask compare --tls`: an image that nbdcopy reads over TLS, by pre-shared keys at a Unix socket, from Blockhouse and
-//! from qemu-nbd.
+//! `cargo xtask compare --tls`: an image that nbdcopy reads over TLS, by pre-shared keys at a Unix
+//! socket, from Blockhouse and from qemu-nbd.
 //!
-//! nbdcopy decrypts with GnuTLS on one thread for each connection. Where that thread is busy all the time, the client is
-//! the limit and not the server: so its processor time is told beside the server's.
+//! nbdcopy decrypts with GnuTLS on one thread for each connection. Where that thread is busy all
+//! the time, the client is the limit and not the server: so its processor time is told beside the
+//! server's.
 //!
-//! qemu-nbd takes ChaCha20 where keys are shared before, and AES only if it is told to. It is measured both ways, and ratios are to
-//! the one that has our cipher.
+//! qemu-nbd takes ChaCha20 where keys are shared before, and AES only if it is told to. It is
+//! measured both ways, and ratios are to the one that has our cipher.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -27,7 +28,7 @@ use lab_tools::workspace::Workspace;
 
 const USER: &str = "alice";
 
-/// What nbdcopy asks for.
+/// The requests of nbdcopy.
 #[derive(Clone, Copy)]
 struct Load {
     name: &'static str,

@@ -1,9 +1,10 @@
-//! The vhost-user client: what a guest's driver would do, at less cost than any server that it loads.
+//! The vhost-user client: what a guest's driver would do, at less cost than any server that it
+//! loads.
 //!
-//! One thread drives all queues. Requests are posted and taken in batches; payloads are touched only to
-//! stamp and to check them. When nothing is done it looks for a while, as a guest whose processor waits
-//! in its hypervisor does, and then sleeps until it is notified. After a run of writes it reads some of
-//! them back.
+//! One thread drives all queues. Requests are posted and taken in batches; payloads are touched
+//! only to stamp and to check them. When nothing is done it looks for a while, as a guest whose
+//! processor waits in its hypervisor does, and then sleeps until it is notified. After a run of
+//! writes it reads some of them back.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -24,9 +25,9 @@ use lab_nbd::pattern::{self, SECTOR};
 
 /// No server takes longer for anything.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// One reply in so many is checked.
+/// One reply in this many is checked.
 const SAMPLE_EVERY: u64 = 64;
-/// So many of the last writes are read back.
+/// This many of the last writes are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
@@ -232,7 +233,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Sleeps until a queue is notified. With several, a moment at most: each has its own descriptor.
+    /// Sleeps until a queue is notified. With several, a moment at most: each has its own
+    /// descriptor.
     fn sleep(&self) -> Result<()> {
         match &self.driver.queues[..] {
             [queue] => ensure!(queue.sleep(TIMEOUT), "no answer within {TIMEOUT:?}"),

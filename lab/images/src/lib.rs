@@ -1,5 +1,5 @@
-//! The layouts of qcow2 images that tests and proofs have in common: every option of `qemu-img create`
-//! that changes what is on disk, over nothing, a raw file, or a chain.
+//! The layouts of qcow2 images that tests and proofs have in common: every option of `qemu-img
+//! create` that changes what is on disk, over nothing, a raw file, or a chain.
 #![forbid(unsafe_code)]
 
 /// The backing file of an image.
@@ -16,7 +16,8 @@ pub enum Backing {
 /// How an image is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Options of `qemu-img create` and `blockhouse create`. PATH stands for the folder of the image.
+    /// Options of `qemu-img create` and `blockhouse create`. PATH stands for the folder of the
+    /// image.
     pub options: &'static str,
     /// Its backing file.
     pub backing: Backing,

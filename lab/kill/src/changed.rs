@@ -1,5 +1,5 @@
-//! An image that QEMU changes between the death of its server and the next start: the redo log must not be
-//! replayed over the change, the server must say so, and the disk is what QEMU left.
+//! An image that QEMU changes between the death of its server and the next start: the redo log must
+//! not be replayed over the change, the server must say so, and the disk is what QEMU left.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,22 +14,22 @@ use crate::nbd_client;
 use crate::server::Serve;
 use crate::template::{self, IMAGE, Template, qemu_io, quiet};
 
-/// An image of version 2 shows only by its time of modification that it was changed. So much later than the
-/// server's last write it must be.
+/// An image of version 2 shows only by its time of modification that it was changed. So much later
+/// than the server's last write it must be.
 const LATER: Duration = Duration::from_secs(3);
 /// Cache modes in which no write is durable by itself: the redo log has what was changed.
 const CACHES: &[&str] = &["none", "writeback", "unsafe"];
 /// How many clusters each kind of request changes before the kill.
 const CLUSTERS: u64 = 4;
-/// What the server says.
+/// The words of the server.
 const REFUSED: &str = "the redo log is refused";
 /// A server writes its log beside its work.
 const LOG_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes of one read.
 const PART: u64 = 1 << 20;
 
-/// Whether each change makes records in the redo log: not where the data file is the raw disk, because then all
-/// clusters have entries that stay.
+/// Whether each change makes records in the redo log: not where the data file is the raw disk,
+/// because then all clusters have entries that stay.
 pub fn has_log(image: &Image) -> bool {
     image.layout().is_some_and(|layout| !layout.has("data_file_raw"))
 }
@@ -125,7 +125,8 @@ fn change_entries(client: &mut Client, image: Image) -> Result<()> {
     };
     request(0, command::WRITE_ZEROES)?;
     request(1, command::TRIM)?;
-    // New clusters, and last: where clusters come free there may be a writeback, after which the log is empty.
+    // New clusters, and last: where clusters come free there may be a writeback, after which the
+    // log is empty.
     request(3, command::WRITE)
 }
 

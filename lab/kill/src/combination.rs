@@ -1,4 +1,4 @@
-//! What is varied: the image's layout, the cache mode and the engine, and how they are named.
+//! The varied parts: the image's layout, the cache mode and the engine, and their names.
 
 use std::fmt;
 
@@ -73,9 +73,9 @@ impl Image {
         (32 * self.cluster_size()).clamp(2 << 20, 16 << 20) + 7 * 512
     }
 
-    /// Discards zero whole multiples of so many bytes. A raw file promises nothing. Nor does an image over a
-    /// backing file that has version 2, and so no way to say zero, or an external data file, where only
-    /// what has data is discarded.
+    /// Discards zero whole multiples of this many bytes. A raw file promises nothing. Nor does an
+    /// image over a backing file that has version 2, and so no way to say zero, or an external
+    /// data file, where only what has data is discarded.
     pub fn discard_unit(&self) -> Option<u64> {
         let layout = self.layout()?;
         let zeroes = layout.version() >= 3 && layout.option("data_file").is_none();

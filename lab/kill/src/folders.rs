@@ -1,4 +1,5 @@
-//! Where a run keeps its image, state, sockets and log, and what is left of them when it finds something.
+//! Where a run keeps its image, state, sockets and log, and what is left of them when it finds
+//! something.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use tempfile::TempDir;
 /// Lines of the servers' log in the report of a finding.
 const LOG_LINES: usize = 6;
 
-/// What all runs have in common.
+/// The common setting of all runs.
 pub struct Setting {
     /// The binary.
     pub binary: PathBuf,
@@ -33,7 +34,7 @@ pub enum State {
 
 /// Something that must not be.
 pub struct Finding {
-    /// What, with what the servers said last.
+    /// The finding, with the last words of the servers.
     pub what: String,
     /// The folders with image, state and log.
     pub kept: Vec<PathBuf>,

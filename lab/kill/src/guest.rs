@@ -1,7 +1,7 @@
 //! A guest on a vhost-user-blk device whose requests in flight outlive the server.
 //!
-//! Its rings and its in-flight memory stay when the server is killed; the next server gets them and answers
-//! what the last one did not. So a guest never loses a request.
+//! Its rings and its in-flight memory stay when the server is killed; the next server gets them and
+//! answers what the last one did not. So a guest never loses a request.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -105,7 +105,8 @@ impl Guest {
         waiting.collect::<Vec<_>>().join(", ")
     }
 
-    /// Sends requests until the server ends or the load does. Requests in flight stay in their slots.
+    /// Sends requests until the server ends or the load does. Requests in flight stay in their
+    /// slots.
     ///
     /// # Errors
     /// A request failed, or a read showed wrong bytes.

@@ -1,4 +1,5 @@
-//! Which requests a disk gets: of all kinds and sizes, aligned to anything, many on the same clusters.
+//! Which requests a disk gets: of all kinds and sizes, aligned to anything, many on the same
+//! clusters.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
@@ -27,7 +28,7 @@ pub enum Flushes {
     Sometimes,
 }
 
-/// What the clients have to know of the server.
+/// The server's state for the clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Phase {
@@ -44,7 +45,7 @@ pub enum Phase {
 /// A request that is about to be sent.
 #[derive(Debug)]
 pub struct Planned {
-    /// What it does.
+    /// Its action.
     pub action: Action,
     /// Where.
     pub range: Range<u64>,
@@ -68,7 +69,7 @@ impl Planned {
     }
 }
 
-/// What all clients of a disk share.
+/// The shared state of a disk's clients.
 pub struct Load {
     model: Mutex<Model>,
     size: u64,
@@ -104,7 +105,7 @@ impl Load {
         self.flushes == Flushes::Sometimes
     }
 
-    /// What the server does.
+    /// The server's state.
     pub fn phase(&self) -> Phase {
         let phases = [Phase::Running, Phase::Draining, Phase::Ending, Phase::Gone];
         phases[usize::from(self.phase.load(SeqCst))]
@@ -120,8 +121,8 @@ impl Load {
         if self.phase() >= Phase::Ending { Ok(()) } else { Err(error.into()) }
     }
 
-    /// A request of any kind at a place where no other is in flight; `None` where none was found. It begins
-    /// and ends at sectors unless `any_byte`.
+    /// A request of any kind at a place where no other is in flight; `None` where none was found.
+    /// It begins and ends at sectors unless `any_byte`.
     pub fn plan(&self, random: &mut Rng, any_byte: bool) -> Option<Planned> {
         let action = match random.u8(..32) {
             0..=7 => Action::Read,

@@ -1,9 +1,10 @@
 //! `cargo xtask kill`: what a server has answered is there after it is killed.
 //!
-//! Each run makes an image, puts a server's disk under load over NBD, vhost-user-blk or both, kills the
-//! server at a random moment, starts it again with the same options, and reads everything back. A model of
-//! the disk knows what was answered. Nothing is flushed in most runs, so only what outlives the process can
-//! tell the next server. Others kill servers whose disk is being mirrored to another image.
+//! Each run makes an image, puts a server's disk under load over NBD, vhost-user-blk or both, kills
+//! the server at a random moment, starts it again with the same options, and reads everything back.
+//! A model of the disk knows what was answered. Nothing is flushed in most runs, so only what
+//! outlives the process can tell the next server. Others kill servers whose disk is being mirrored
+//! to another image.
 //!
 //! A run that finds a loss prints the line that replays it, and keeps image, state and log.
 #![forbid(unsafe_code)]
@@ -44,9 +45,9 @@ use template::Template;
 
 /// Runs of mirrors, where nothing else is said: two of each kind of target.
 const MIRRORS: usize = 10;
-/// So many of them come first.
+/// This many of them come first.
 const FIRST_MIRRORS: usize = 2;
-/// The folders of so many findings are kept.
+/// The folders of this many findings are kept.
 const MAX_KEPT: u32 = 20;
 
 /// Kill servers under load, and look whether what they answered is there.
@@ -61,7 +62,7 @@ struct Cli {
     /// How many servers of each run are killed
     #[arg(long, default_value_t = 3)]
     kills: u32,
-    /// Begin no more runs after so many seconds
+    /// Begin no more runs after this many seconds
     #[arg(long)]
     seconds: Option<u64>,
     /// The random numbers of the first run; the others count up from it
@@ -76,8 +77,8 @@ struct Cli {
     /// Test this binary instead of the workspace's
     #[arg(long)]
     binary: Option<PathBuf>,
-    /// Serve without state that outlives the server: qcow2 images must lose something, or the test itself
-    /// is broken. Succeeds when it finds losses
+    /// Serve without state that outlives the server: qcow2 images must lose something, or the test
+    /// itself is broken. Succeeds when it finds losses
     #[arg(long)]
     without_state: bool,
 }
@@ -91,7 +92,8 @@ enum Scenario {
     Changed,
     /// Clients of QEMU and libnbd that reconnect see no error
     Reconnect,
-    /// After a kill while a disk is mirrored, what is beside the images says which one is the disk, and it has what was answered
+    /// After a kill while a disk is mirrored, what is beside the images says which one is the disk,
+    /// and it has what was answered
     Mirror,
 }
 
@@ -161,8 +163,8 @@ fn run_all(cli: &Cli) -> Result<()> {
     runs.finish(started.elapsed())
 }
 
-/// What is to be done: reconnects and two mirrors first, then loads and changes evenly mixed, so that a short time has some
-/// of each; the other mirrors at the end.
+/// The tasks: reconnects and two mirrors first, then loads and changes evenly mixed, so that a
+/// short time has some of each; the other mirrors at the end.
 fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     let only = cli.only.clone().unwrap_or_default();
     let is_named = |scenario| cli.scenarios.contains(&scenario);
@@ -174,7 +176,7 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
         tasks.extend([true, false].map(|is_held| Task::Reconnect { is_held }));
     }
     let mut mirrors = Vec::new();
-    // What they need of the next server is in its state.
+    // Their needs of the next server are in its state.
     if has(Scenario::Mirror)
         && (cli.only.is_none() && !cli.without_state || is_named(Scenario::Mirror))
     {

@@ -1,11 +1,13 @@
-//! Mirrors whose server is killed: while they copy, when they are ready, while they complete, and after that. Then what is
-//! beside the images says which of them is the disk, and that one holds all that was answered.
+//! Mirrors whose server is killed: while they copy, when they are ready, while they complete, and
+//! after that. Then what is beside the images says which of them is the disk, and that one holds
+//! all that was answered.
 //!
-//! What is said is read as docs/jobs.md tells people to: without a record beside the source, that is the disk. With one, the
-//! target is the disk if it opens, and the source if the target says that it is not complete.
+//! The words are read as docs/jobs.md tells people to: without a record beside the source, that is
+//! the disk. With one, the target is the disk if it opens, and the source if the target says that
+//! it is not complete.
 //!
-//! A run goes on with whichever image was the disk, again and again. Where the target is on another server, that is killed
-//! too in half of the cases, after the first one.
+//! A run goes on with whichever image was the disk, again and again. Where the target is on another
+//! server, that is killed too in half of the cases, after the first one.
 
 mod steer;
 mod target;
@@ -33,7 +35,7 @@ use crate::template::quiet;
 const SIZE: u64 = (16 << 20) + 7 * 512;
 /// Bytes of one read.
 const PART: u64 = 1 << 20;
-/// What a server says of a target that is not complete, and of a source that has a record.
+/// The server's words for a target that is not complete, and for a source that has a record.
 const INCOMPLETE: &str = "a mirror that was not completed";
 const MOVED: &str = "was moved to";
 
@@ -115,7 +117,7 @@ impl Run<'_> {
                 Counts { rows: rows.into(), kills: 1, requests: requests - before, replays: 0 };
             self.counts.push(counts);
         }
-        // What other programs read is the same.
+        // Other programs read the same.
         let server = self.start()?;
         self.read_back(&server)?;
         server.stop()?;
@@ -253,7 +255,7 @@ impl Run<'_> {
         }
     }
 
-    /// What is served now holds zeros alone, as a target does before it gets its mark.
+    /// The served image holds zeros alone, as a target does before it gets its mark.
     fn check_untouched(&mut self) -> Result<()> {
         let mut client = nbd_client::connect(&self.folders.in_memory("nbd"), &mut self.random);
         for start in (0..SIZE).step_by(PART as usize) {

@@ -1,9 +1,9 @@
-//! What a disk may hold, byte by byte, given what its server has answered.
+//! The permitted content of a disk, byte by byte, given its server's answers.
 //!
-//! A change that was answered is in force. One whose connection ended before its answer may have happened or
-//! not, in each byte. A discard without a defined result leaves the old byte or zero. A read that shows which
-//! of them it is settles the question: every later read must show the same. Changes and reads in flight never
-//! overlap, so the order of answers decides nothing.
+//! A change that was answered is in force. One whose connection ended before its answer may have
+//! happened or not, in each byte. A discard without a defined result leaves the old byte or zero. A
+//! read that shows which of them it is settles the question: every later read must show the same.
+//! Changes and reads in flight never overlap, so the order of answers decides nothing.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use anyhow::{Result, bail};
 
-/// What a change leaves in its range.
+/// The content that a change leaves in its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// Zeros.
@@ -20,7 +20,7 @@ pub enum Content {
     Data,
 }
 
-/// What a request does with its range.
+/// The work of a request on its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Nothing.
@@ -104,8 +104,8 @@ fn overlap(one: &Range<u64>, other: &Range<u64>) -> Range<u64> {
 }
 
 impl Model {
-    /// A disk with this content. Its discards zero whole multiples of `discard_unit` bytes, the disk's end
-    /// counting as a multiple, and elsewhere leave the old bytes or zeros.
+    /// A disk with this content. Its discards zero whole multiples of `discard_unit` bytes, the
+    /// disk's end counting as a multiple, and elsewhere leave the old bytes or zeros.
     pub fn new(content: Vec<u8>, discard_unit: Option<u64>) -> Self {
         Self {
             base: content,
@@ -276,7 +276,7 @@ impl Model {
         );
     }
 
-    /// What is wrong at a byte: which change the bytes found are of, and what was answered last.
+    /// The fault at a byte: which change the bytes found are of, and which was answered last.
     fn describe(&self, at: u64, found: &[u8]) -> String {
         let found = &found[..found.len().min(16)];
         let mut expected = vec![0; found.len()];

@@ -25,7 +25,8 @@ pub fn connect(socket: &Path, random: &mut Rng) -> Client {
     Client::open_with(&Address::Unix(socket.to_owned()), framing)
 }
 
-/// Connects while the server is being started: a client that finds a listening socket waits in its backlog.
+/// Connects while the server is being started: a client that finds a listening socket waits in its
+/// backlog.
 ///
 /// # Errors
 /// There is no server after a long time.
@@ -55,7 +56,7 @@ pub fn read_back(client: &mut Client, load: &Load) -> Result<()> {
     Ok(())
 }
 
-/// What is in flight on a connection.
+/// The request in flight on a connection.
 enum InFlight {
     Range(Planned),
     /// Nothing that changes the disk.
@@ -65,7 +66,8 @@ enum InFlight {
 /// Sends requests, up to `depth` at a time, until the server ends or the load does.
 ///
 /// # Errors
-/// A request failed, a read showed wrong bytes, or the connection ended although the server did not.
+/// A request failed, a read showed wrong bytes, or the connection ended although the server did
+/// not.
 pub fn run(mut client: Client, load: &Load, depth: usize, mut random: Rng) -> Result<()> {
     let mut in_flight = HashMap::new();
     let outcome = exchange(&mut client, load, depth, &mut random, &mut in_flight);

@@ -1,5 +1,6 @@
-//! NBD clients that reconnect: QEMU's with `reconnect-delay`, and one made with libnbd. While both write,
-//! their server is killed and started again; neither may see an error, or anything but what it wrote.
+//! NBD clients that reconnect: QEMU's with `reconnect-delay`, and one made with libnbd. While both
+//! write, their server is killed and started again; neither may see an error, or anything but what
+//! it wrote.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -35,8 +36,8 @@ const RECONNECT_DELAY: u32 = 30;
 /// The client with libnbd.
 const LIBNBD_CLIENT: &str = include_str!("libnbd_client.py");
 
-/// Runs both clients through some kills. The listening socket is held from one server to the next, or is each
-/// server's own. Returns how many kills that were.
+/// Runs both clients through some kills. The listening socket is held from one server to the next,
+/// or is each server's own. Returns how many kills that were.
 pub fn run(setting: &Setting, is_held: bool, seed: u64) -> Result<(u32, Option<Finding>)> {
     let mut random = Rng::with_seed(seed);
     let folders = Folders::new(setting, false)?;

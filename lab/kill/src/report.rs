@@ -1,8 +1,8 @@
-//! What all runs found, as a table.
+//! The findings of all runs, as a table.
 
 use std::collections::BTreeMap;
 
-/// What a run did.
+/// The counts of a run.
 #[derive(Clone, Debug)]
 pub struct Counts {
     /// In which rows of the table it counts: the kind of row and its name.

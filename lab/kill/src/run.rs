@@ -1,4 +1,5 @@
-//! One run: an image is served by several servers, one after the other, of which most are killed under load.
+//! One run: an image is served by several servers, one after the other, of which most are killed
+//! under load.
 
 use std::path::Path;
 use std::process::Command;
@@ -35,7 +36,7 @@ pub enum Export {
     Both,
 }
 
-/// What a server says that has replayed a redo log.
+/// The words of a server that has replayed a redo log.
 const REPLAYED: &str = "changes are in the image now";
 
 /// How a server's time ends.
@@ -223,7 +224,8 @@ impl Run<'_> {
         self.counts.replays += u32::from(server.said().contains(REPLAYED));
     }
 
-    /// Connects all clients, has the guest's requests in flight done again, and reads everything back.
+    /// Connects all clients, has the guest's requests in flight done again, and reads everything
+    /// back.
     fn connect(&mut self, server: &Server) -> Result<Vec<lab_nbd::Client>> {
         if let Some(socket) = &self.serve.vhost_user {
             match &mut self.guest {
@@ -311,7 +313,7 @@ impl Run<'_> {
     }
 }
 
-/// What a client's thread ended with.
+/// The outcome of a client's thread.
 pub fn outcome_of(worker: ScopedJoinHandle<'_, Result<()>>) -> Result<()> {
     worker.join().unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -320,7 +322,7 @@ pub fn outcome_of(worker: ScopedJoinHandle<'_, Result<()>>) -> Result<()> {
     })
 }
 
-/// Runs a program on an image once no process that has ended holds its lock any more; exit code and output.
+/// Runs a program on an image once no process that has ended holds its lock; exit code and output.
 pub fn when_unlocked(command: &mut Command) -> Result<(Option<i32>, String)> {
     let end = Instant::now() + LOCK_LIMIT;
     loop {

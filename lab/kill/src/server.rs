@@ -17,7 +17,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_micros(500);
 
-/// What a server is started with, again and again.
+/// The parameters that a server is started with, again and again.
 pub struct Serve {
     /// The binary.
     pub binary: PathBuf,
@@ -27,7 +27,8 @@ pub struct Serve {
     pub options: Vec<String>,
     /// Where NBD clients are served.
     pub nbd: Option<PathBuf>,
-    /// The listening socket for them, which is passed on as by systemd; without it the server makes its own.
+    /// The listening socket for them, which is passed on as by systemd; without it the server
+    /// makes its own.
     pub listener: Option<UnixListener>,
     /// Where the guest is served.
     pub vhost_user: Option<PathBuf>,
@@ -107,7 +108,7 @@ impl Server {
         Ok(())
     }
 
-    /// What this one has said on standard error.
+    /// The words of this one on standard error.
     pub fn said(&self) -> String {
         let bytes = std::fs::read(&self.log).unwrap_or_default();
         let own = bytes.get(self.log_start as usize..).unwrap_or_default();

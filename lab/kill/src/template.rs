@@ -41,7 +41,7 @@ impl Template {
         Ok(Self { folder, content })
     }
 
-    /// What the disk holds.
+    /// The content of the disk.
     pub fn content(&self) -> &[u8] {
         &self.content
     }

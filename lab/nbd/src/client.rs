@@ -1,5 +1,5 @@
-//! A client for what honest clients do not do: it sends requests as it is told, and takes the replies apart.
-//! It panics where the server breaks the protocol.
+//! A client for what honest clients do not do: it sends requests as it is told, and takes the
+//! replies apart. It panics where the server breaks the protocol.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -32,9 +32,9 @@ pub type Extent = (u64, u64);
 pub struct Reply {
     /// 0 for success.
     pub error: u32,
-    /// What was read.
+    /// The bytes that were read.
     pub data: Vec<u8>,
-    /// What was told about blocks.
+    /// The extents of blocks.
     pub extents: Vec<Extent>,
     /// How many chunks it had; none in a simple reply.
     pub chunks: usize,
@@ -98,7 +98,8 @@ impl<S: Read + Write> Client<S> {
         Ok(self.cookie)
     }
 
-    /// The header of a request with the next cookie, exactly as it is told. The reply to it is expected.
+    /// The header of a request with the next cookie, exactly as it is told. The reply to it is
+    /// expected.
     ///
     /// # Panics
     /// When compact headers have no room for its length.

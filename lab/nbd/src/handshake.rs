@@ -24,7 +24,7 @@ const MAX_REPLY: u32 = 16 << 20;
 /// A server that is silent for this long has hung.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What a server says of an export.
+/// The server's description of an export.
 #[derive(Clone, Copy, Debug)]
 pub struct Export {
     /// Size in bytes.
@@ -59,7 +59,7 @@ impl Export {
 pub struct OptionReply {
     /// One of [`reply`].
     pub kind: u32,
-    /// What comes with it.
+    /// The bytes that come with it.
     pub data: Vec<u8>,
 }
 
@@ -113,8 +113,8 @@ pub fn allocation_query(name: &str) -> Vec<u8> {
     [string(name), 1u32.to_be_bytes().to_vec(), string("base:allocation")].concat()
 }
 
-/// Connects to the export `name` behind `socket`, for simple replies: the fewer bytes a reply has, the less
-/// the client costs.
+/// Connects to the export `name` behind `socket`, for simple replies: the fewer bytes a reply has,
+/// the less the client costs.
 pub fn open(socket: &Path, name: &str) -> Result<(UnixStream, Export)> {
     let mut stream = UnixStream::connect(socket)
         .with_context(|| format!("cannot connect to {}", socket.display()))?;
@@ -145,7 +145,8 @@ fn negotiate<S: Read + Write>(stream: &mut S, name: &str) -> Result<Export> {
     }
 }
 
-/// The server's side of [`open`]: offers one export, whatever name is asked for, and refuses all other options.
+/// The server's side of [`open`]: offers one export, whatever name is asked for, and refuses all
+/// other options.
 pub fn accept<S: Read + Write>(stream: &mut S, export: Export) -> Result<()> {
     let mut greeting = MAGIC.to_be_bytes().to_vec();
     greeting.extend(OPTION_MAGIC.to_be_bytes());

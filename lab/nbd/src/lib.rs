@@ -1,6 +1,7 @@
 //! One NBD client for tests, proofs and measurements, and image content that identifies itself.
 //!
-//! It shares no code with the server under test: the bytes are written from the specification alone.
+//! It shares no code with the server under test: the bytes are written from the specification
+//! alone.
 //!
 //! - [`Greeted`], [`Client`]: a client that sends what it is told, right or wrong
 //! - [`handshake`], [`wire`]: the bytes, for clients that are made for one thing

@@ -1,8 +1,8 @@
-//! What the image holds, so that any sector read back tells whether it is the right one.
+//! The content of the image, by which any sector read back tells whether it is the right one.
 //!
 //! A sector begins with its own byte offset and the generation of its writer (little-endian
-//! words); the rest depends on the place within the sector. So a whole block of writes is kept up to
-//! date by stamping two words a sector, which costs the light client next to nothing.
+//! words); the rest depends on the place within the sector. So a whole block of writes is kept up
+//! to date by stamping two words a sector, which costs the light client next to nothing.
 
 /// Bytes in the unit that identifies itself.
 pub const SECTOR: usize = 512;

@@ -1,4 +1,5 @@
-//! The numbers of the NBD protocol (doc/proto.md of the reference implementation), by its own names.
+//! The numbers of the NBD protocol (doc/proto.md of the reference implementation), by its own
+//! names.
 
 /// Options of clients.
 #[expect(missing_docs, reason = "the names are the protocol\'s own")]

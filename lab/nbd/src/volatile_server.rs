@@ -3,7 +3,8 @@
 //! Guarantees:
 //! - Loss of power breaks all connections. What neither a flush nor FUA covered is gone afterwards.
 //! - An export without `SEND_FLUSH` has no cache: what is answered is stable.
-//! - A request that the server is told to hold is received, counted, and neither executed nor answered.
+//! - A request that the server is told to hold is received, counted, and neither executed nor
+//!   answered.
 //!
 //! It trusts its client.
 
@@ -34,9 +35,9 @@ struct Shared {
 }
 
 struct State {
-    /// What reads see.
+    /// The bytes that reads see.
     content: Vec<u8>,
-    /// What a loss of power leaves.
+    /// The bytes that a loss of power leaves.
     stable: Vec<u8>,
     /// How often power was lost; connections of earlier times are over.
     losses: u64,
@@ -79,7 +80,8 @@ impl VolatileServer {
         server
     }
 
-    /// Power is lost, and is there again: connections break, the cache is empty, clients may connect.
+    /// Power is lost, and is there again: connections break, the cache is empty, clients may
+    /// connect.
     pub fn lose_power(&mut self) {
         self.end();
         let mut state = self.shared.state();
@@ -89,8 +91,8 @@ impl VolatileServer {
         self.listen();
     }
 
-    /// Receives requests of this command, one of [`command`], from now on, and does nothing else with them. Until power
-    /// is lost.
+    /// Receives requests of this command, one of [`command`], from now on, and does nothing else
+    /// with them. Until power is lost.
     pub fn hold(&self, command: u16) {
         self.shared.state().held = Some(command);
     }
@@ -100,12 +102,12 @@ impl VolatileServer {
         self.shared.state().received.get(&command).copied().unwrap_or_default()
     }
 
-    /// What reads see.
+    /// The bytes that reads see.
     pub fn content(&self) -> Vec<u8> {
         self.shared.state().content.clone()
     }
 
-    /// What a loss of power would leave.
+    /// The bytes that a loss of power would leave.
     pub fn stable(&self) -> Vec<u8> {
         self.shared.state().stable.clone()
     }
@@ -130,7 +132,7 @@ impl VolatileServer {
         if let Some(listening) = self.listening.take() {
             listening.join().expect("the server does not panic");
         }
-        // Nobody else removes it.
+        // The server alone removes it.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -163,7 +165,8 @@ impl Shared {
     fn serve(&self, mut client: UnixStream, losses: u64) -> Result<()> {
         handshake::accept(&mut client, self.export)?;
         while let Some(request) = Request::receive(&mut client)? {
-            // The answer is sent under the lock: when power is lost, it has left the server or never will.
+            // The answer is sent under the lock: when power is lost, it has left the server or
+            // never will.
             let mut state = self.state();
             ensure!(state.losses == losses, "power was lost");
             *state.received.entry(request.command).or_default() += 1;

@@ -1,7 +1,9 @@
-//! The headers of the NBD transmission phase, and requests that are prepared once and sent again and again.
+//! The headers of the NBD transmission phase, and requests that are prepared once and sent again
+//! and again.
 //!
-//! A request frame is built once per slot; only its offset (and, for a write, the stamps of its data)
-//! change from one use to the next. Layouts: NBD protocol specification, "Transmission phase".
+//! A request frame is built once per slot; only its offset (and, for a write, the stamps of its
+//! data) change from one use to the next. Layouts: NBD protocol specification, "Transmission
+//! phase".
 
 use anyhow::{Result, bail, ensure};
 
@@ -22,7 +24,7 @@ const OFFSET_FIELD: std::ops::Range<usize> = 16..24;
 /// Bytes in the header of a simple reply.
 pub const REPLY: usize = 16;
 
-/// What a request asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Read and sometimes check the data.
@@ -70,7 +72,7 @@ impl Frame {
         u64::from_be_bytes(field(&self.bytes, OFFSET_FIELD.start))
     }
 
-    /// What goes to the server.
+    /// The bytes that go to the server.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }

@@ -1,7 +1,7 @@
 //! The Debian packages that the tests and the comparison need, and their installation.
 //!
-//! A package counts as present when what we use of it works, so hand-built tools are as good. Nothing is
-//! installed unless the user is root; other users get the exact command to run.
+//! A package counts as present when what we use of it works, so hand-built tools are as good.
+//! Nothing is installed unless the user is root; other users get the exact command to run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -47,7 +47,7 @@ const GNUTLS: Package =
 const OPENSSL: Package = Package { name: "openssl", probe: Probe::Programs(&["openssl"]) };
 const FIO: Package = Package { name: "fio", probe: Probe::Programs(&["fio"]) };
 
-/// What `cargo xtask test` needs, the build of the binary included.
+/// The needs of `cargo xtask test`, the build of the binary included.
 pub const FOR_TESTS: &[Package] = &[
     Package { name: "pkg-config", probe: Probe::Programs(&["pkg-config"]) },
     Package { name: "libssl-dev", probe: Probe::Library("openssl") },
@@ -78,51 +78,53 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "fish", probe: Probe::Programs(&["fish"]) },
 ];
 
-/// What tests of images in Ceph need beside it: a cluster on this machine. [`crate::qemu_driver`] has QEMU's client.
+/// The needs of tests of images in Ceph beside it: a cluster on this machine.
+/// [`crate::qemu_driver`] has QEMU's client.
 pub const FOR_CEPH: &[Package] = &[
     Package { name: "ceph-mon", probe: Probe::Programs(&["ceph-mon", "monmaptool"]) },
     Package { name: "ceph-osd", probe: Probe::Programs(&["ceph-osd"]) },
     Package { name: "ceph-common", probe: Probe::Programs(&["ceph", "rbd", "ceph-authtool"]) },
 ];
 
-/// What `cargo xtask compare --remote` needs: both servers have another one as their storage.
+/// The needs of `cargo xtask compare --remote`: both servers have another one as their storage.
 pub const FOR_REMOTE: &[Package] = &[QEMU_UTILS, FIO];
 
-/// What the static binary of `cargo xtask dist` needs: OpenSSL is built from source for it.
+/// The needs of the static binary of `cargo xtask dist`: OpenSSL is built from source for it.
 pub const FOR_STATIC_BINARY: &[Package] = &[
     Package { name: "perl", probe: Probe::PerlModule("IPC::Cmd") },
     Package { name: "make", probe: Probe::Programs(&["make"]) },
     Package { name: "gcc", probe: Probe::Programs(&["cc"]) },
 ];
 
-/// What `cargo xtask dist --test` needs: the other side of TLS.
+/// The needs of `cargo xtask dist --test`: the other side of TLS.
 pub const FOR_TLS_TESTS: &[Package] =
     &[QEMU_UTILS, LIBNBD, PYTHON_LIBNBD, NBDKIT, FIO, GNUTLS, OPENSSL];
 
-/// What `cargo xtask compare` needs.
+/// The needs of `cargo xtask compare`.
 pub const FOR_COMPARISON: &[Package] = &[QEMU_UTILS, NBDKIT, FIO];
 
-/// What `cargo xtask compare --tls` needs.
+/// The needs of `cargo xtask compare --tls`.
 pub const FOR_TLS: &[Package] = &[QEMU_UTILS, LIBNBD];
 
-/// What `cargo xtask compare --vmstate` needs.
+/// The needs of `cargo xtask compare --vmstate`.
 pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
 
-/// What `cargo xtask vm` needs on the host; what is in the guest, it fetches itself.
+/// The needs of `cargo xtask vm` on the host; the guest's content it fetches itself.
 pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
 
-/// What `cargo xtask vm services` needs beside that.
+/// The needs of `cargo xtask vm services` beside that.
 pub const FOR_SYSTEMS: &[Package] =
     &[Package { name: "mmdebstrap", probe: Probe::Programs(&["mmdebstrap"]) }];
 
-/// What `cargo xtask kill` needs.
+/// The needs of `cargo xtask kill`.
 pub const FOR_KILLS: &[Package] = &[QEMU_UTILS, PYTHON_LIBNBD];
 
-/// What `cargo xtask fuzz` needs: libFuzzer is compiled from C++.
+/// The needs of `cargo xtask fuzz`: libFuzzer is compiled from C++.
 pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];
 
-/// A program out of a package that is not to be installed as a whole, because that would start a service. It is
-/// unpacked into `folder`, unless it is there already or on the search path. `path` is where the package has it.
+/// A program out of a package that is not to be installed as a whole, because that would start a
+/// service. It is unpacked into `folder`, unless it is there already or on the search path. `path`
+/// is where the package has it.
 ///
 /// # Errors
 /// When there is no such package, or it has no such program.
@@ -143,7 +145,8 @@ pub fn unpack(package: &str, path: &str, folder: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Runs `download`, which fetches packages into its working folder, and extracts what it has fetched into `folder`.
+/// Runs `download`, which fetches packages into its working folder, and extracts what it has
+/// fetched into `folder`.
 pub(crate) fn extract(mut download: Command, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder)?;
     download.current_dir(folder);
@@ -178,8 +181,9 @@ pub fn require(packages: &[Package]) -> Result<()> {
         bail!("missing: {names}; install with: {by_hand}");
     }
     run(apt_get(&["update"]))?;
-    // Packages of one source must be of one version: to install one may remove another that came from
-    // elsewhere, which is then missing. So QEMU's are taken from one place, and looked for twice.
+    // Packages of one source must be of one version: to install one may remove another that came
+    // from elsewhere, which is then missing. So QEMU's are taken from one place, and looked for
+    // twice.
     for _ in 0..2 {
         let missing = self::missing(packages);
         if missing.is_empty() {

@@ -1,7 +1,8 @@
-//! Packages of Debian's backports, beside those of the system's own sources, which stay as they are.
+//! Packages of Debian's backports, beside those of the system's own sources, which stay as they
+//! are.
 //!
-//! All of QEMU's packages must have one version: where `qemu-utils` came from backports, the system's sources offer an
-//! emulator that could be installed only in place of it.
+//! All of QEMU's packages must have one version: where `qemu-utils` came from backports, the
+//! system's sources offer an emulator that could be installed only in place of it.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ const RELEASE_WITH_QEMU: u32 = 13;
 
 /// Lists of packages that have those of Debian's backports, too.
 pub struct Backports {
-    /// What `apt-get install --target-release` calls them.
+    /// The name for `apt-get install --target-release`.
     suite: String,
     folder: PathBuf,
 }

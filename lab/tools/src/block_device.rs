@@ -1,12 +1,12 @@
-//! What the kernel says of the block device that a folder is on, read without the engine: tests compare the
-//! engine with it.
+//! The kernel's answers about the block device that a folder is on, read without the engine: tests
+//! compare the engine with it.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Whether a durable write to a file in `folder` may need a flush: the kernel does not say that its device has
-/// FUA, nor that it has no volatile cache (Documentation/ABI/stable/sysfs-block).
+/// Whether a durable write to a file in `folder` may need a flush: the kernel does not say that its
+/// device has FUA, nor that it has no volatile cache (Documentation/ABI/stable/sysfs-block).
 ///
 /// # Errors
 /// `folder` cannot be looked up.

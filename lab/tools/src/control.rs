@@ -1,4 +1,5 @@
-//! A client of a server's control socket, which may be gone at any moment: JSON-RPC, a message a line.
+//! A client of a server's control socket, which may be gone at any moment: JSON-RPC, a message a
+//! line.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -11,7 +12,7 @@ use serde_json::{Value, json};
 /// Longer than anything takes on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What a method comes to: its result, or why it is refused.
+/// The outcome of a method: its result, or the reason why it is refused.
 pub type Answer = Result<Value, String>;
 
 /// A connection.

@@ -1,4 +1,4 @@
-//! What the programs of this workspace share: they are started by cargo, and start others.
+//! The shared parts of this workspace's programs: they are started by cargo, and start others.
 //!
 //! - [`process`]: other programs
 //! - [`workspace`]: where the workspace and its build products are

@@ -1,8 +1,10 @@
-//! A driver of QEMU's block layer that Debian has as a loadable module, in its package `qemu-block-extra`.
+//! A driver of QEMU's block layer that Debian has as a loadable module, in its package
+//! `qemu-block-extra`.
 //!
-//! QEMU loads only modules of its own build, so the package must have exactly QEMU's version. Where that came from
-//! Debian's backports, apt of a plain Debian would offer another one. So the package is fetched by version, unpacked into a
-//! folder, and QEMU is told to look there. Nothing is installed, and QEMU stays as it is.
+//! QEMU loads only modules of its own build, so the package must have exactly QEMU's version. Where
+//! that came from Debian's backports, apt of a plain Debian would offer another one. So the package
+//! is fetched by version, unpacked into a folder, and QEMU is told to look there. Nothing is
+//! installed, and QEMU stays as it is.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -16,11 +18,12 @@ use crate::process::{apt_get, stdout_of};
 /// The environment variable by which QEMU's programs find modules in one more folder.
 pub const MODULE_FOLDER: &str = "QEMU_MODULE_DIR";
 
-/// Finds the driver `driver`, or fetches it into `folder`: what [`MODULE_FOLDER`] has to be for QEMU's programs, or `None`
-/// where they have the driver already.
+/// Finds the driver `driver`, or fetches it into `folder`: what [`MODULE_FOLDER`] has to be for
+/// QEMU's programs, or `None` where they have the driver already.
 ///
 /// # Errors
-/// The driver is not to be had here: no Debian, no network, or QEMU is of a version that Debian has no longer.
+/// The driver is not to be had here: no Debian, no network, or QEMU is of a version that Debian has
+/// no longer.
 pub fn find(driver: &str, folder: &Path) -> Result<Option<PathBuf>> {
     if has(driver, None)? {
         return Ok(None);

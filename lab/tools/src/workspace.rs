@@ -43,7 +43,8 @@ impl Workspace {
     }
 }
 
-/// The output of `cargo metadata --no-deps` for the workspace of `manifest`, or of the current folder.
+/// The output of `cargo metadata --no-deps` for the workspace of `manifest`, or of the current
+/// folder.
 pub fn metadata(manifest: Option<&Path>) -> Result<Value> {
     let mut command = cargo(["metadata", "--format-version", "1", "--no-deps"]);
     if let Some(manifest) = manifest {

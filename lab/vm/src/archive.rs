@@ -1,4 +1,5 @@
-//! An initramfs in the making: an uncompressed cpio archive ("newc") that the kernel unpacks at boot.
+//! An initramfs in the making: an uncompressed cpio archive ("newc") that the kernel unpacks at
+//! boot.
 //!
 //! The kernel takes several archives one behind the other, each padded to four bytes; so what never
 //! changes is made once and what belongs to one run is put behind it. Format: the kernel's

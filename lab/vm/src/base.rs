@@ -22,8 +22,9 @@ const VERSION: &str = "6";
 const MODULES_FILE: &str = "modules.cpio";
 
 /// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
-/// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100. A job that leaves /next behind has
-/// prepared a system at /mnt that is started instead, and tells the status itself (`in_guest::debian`).
+/// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100. A job that
+/// leaves /next behind has prepared a system at /mnt that is started instead, and tells the status
+/// itself (`in_guest::debian`).
 const INIT: &str = r#"#!/bin/sh
 export PATH=/bin DM_DISABLE_UDEV=1 RUST_BACKTRACE=0
 mount -t proc proc /proc
@@ -42,13 +43,13 @@ printf "\\$(printf %o $((status + 1)))" | dd of=/dev/port bs=1 seek=244 2>/dev/n
 "#;
 /// The port in [`INIT`].
 pub const EXIT_PORT: &str = "0xf4";
-/// What [`INIT`] says before it runs the job.
+/// The words of [`INIT`] before it runs the job.
 pub const IS_UP: &str = "guest is up";
 
 /// Which tools a guest has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tools {
-    /// Those for file systems and block devices.
+    /// The modules for file systems and block devices.
     Usual,
     /// fio as well, whose libraries are three times as large as everything else.
     WithFio,
@@ -59,12 +60,12 @@ pub enum Tools {
 pub enum KernelChoice {
     /// That of the release which the tools are of.
     Usual,
-    /// The newest one of the next release: what the scenarios show with the usual one holds, and interfaces that are
-    /// newer are there.
+    /// The newest one of the next release: what the scenarios show with the usual one holds, and
+    /// interfaces that are newer are there.
     Newer,
 }
 
-/// What all guests are made of.
+/// The parts of all guests.
 pub struct Base {
     cache: PathBuf,
     packages: Packages,
@@ -104,7 +105,7 @@ impl Base {
         Ok(archive.finish())
     }
 
-    /// What the guest is made of.
+    /// The packages of the guest.
     pub fn packages(&self) -> &Packages {
         &self.packages
     }
@@ -121,8 +122,8 @@ impl Base {
         }
     }
 
-    /// The kernels that there are. Where the newer one cannot be fetched, that is said; machines that are meant to have
-    /// everything fail then.
+    /// The kernels that there are. Where the newer one cannot be fetched, that is said; machines
+    /// that are meant to have everything fail then.
     pub fn kernels(&self) -> Result<Vec<KernelChoice>> {
         let folder = self.folder_of(KernelChoice::Newer);
         match Kernel::fetch_newer(&folder) {

@@ -1,7 +1,8 @@
 //! A Debian system with systemd, for guests that install our package.
 //!
-//! Guarantee: it is what mmdebstrap makes of a release's packages, nothing of this project is in it, and no guest changes it:
-//! each unpacks it anew. It is made once and kept in the cache; removing it there fetches the newest packages.
+//! Guarantee: it is what mmdebstrap makes of a release's packages, nothing of this project is in
+//! it, and no guest changes it: each unpacks it anew. It is made once and kept in the cache;
+//! removing it there fetches the newest packages.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +15,7 @@ use lab_tools::process::{cargo, run};
 /// The release whose service manager keeps descriptors of services (systemd 254 and later).
 const SUITE: &str = "trixie";
 const MIRROR: &str = "http://deb.debian.org/debian";
-/// What is in it beside the packages that every system has.
+/// The packages in it beside those that every system has.
 const PACKAGES: &str = "systemd-sysv,qemu-utils,libnbd-bin";
 
 /// The archive of the system's files, made first where it is not in `cache` yet.

@@ -48,8 +48,8 @@ struct GuestScenario<'a> {
     file_system: FileSystem,
 }
 
-/// An image of the host with a server of its own. The guest finds the disk by its serial number, which over
-/// vhost-user is the server's to tell: the name of the image.
+/// An image of the host with a server of its own. The guest finds the disk by its serial number,
+/// which over vhost-user is the server's to tell: the name of the image.
 struct ServedImage {
     name: &'static str,
     format: &'static str,
@@ -93,8 +93,8 @@ impl Changes {
     }
 }
 
-/// Runs the whole scenario: the first boot, in which a server is killed and upgraded so often, and a second one that
-/// finds everything as it was.
+/// Runs the whole scenario: the first boot, in which a server is killed and upgraded so often, and
+/// a second one that finds everything as it was.
 pub fn run(base: &Base, export: Export, file_system: FileSystem, changes: Changes) -> Result<()> {
     let disks = Disks::new(base)?;
     let plain = ServedImage::new(&disks, "plain", "raw");
@@ -175,8 +175,8 @@ impl GuestScenario<'_> {
         Ok(())
     }
 
-    /// The same disk after a reboot. Then it grows under the guest, which switches the write cache off
-    /// and on; what the server makes durable meanwhile is counted.
+    /// The same disk after a reboot. Then it grows under the guest, which switches the write cache
+    /// off and on; what the server makes durable meanwhile is counted.
     fn second_boot(&self) -> Result<()> {
         let strace = Strace::new(self.disks.path("calls"));
         let traced = ["--engine", "threads"];
@@ -225,8 +225,8 @@ impl GuestScenario<'_> {
                 "{WRITES} direct writes, {kind}: {} plain, {} with RWF_DSYNC, {} flushes",
                 calls.plain, calls.durable, calls.flushes
             ));
-            // Behind a part with a volatile cache there may be one flush: when it is switched off, and
-            // the guest's own at the end.
+            // Behind a part with a volatile cache there may be one flush: when it is switched off,
+            // and the guest's own at the end.
             is_good &= calls.plain + calls.durable == WRITES
                 && match *kind {
                     "write through" => calls.durable + calls.flushes >= WRITES,

@@ -18,7 +18,7 @@ use lab_tools::process::{line, run};
 /// Where the guest finds the modules, and beside each the list of what to load before it.
 pub const MODULES: &str = "lib/modules";
 
-/// What the scenarios load.
+/// The modules that the scenarios load.
 const USED: &[&str] = &[
     "dm-log-writes",
     "dm-snapshot",

@@ -1,9 +1,10 @@
-//! A virtual machine that runs one job: started by QEMU's software emulation, ended by its own exit.
+//! A virtual machine that runs one job: started by QEMU's software emulation, ended by its own
+//! exit.
 //!
-//! The job's output comes back as text, its exit status as a number. A guest that dies, hangs or exits
-//! in another way is an error that shows what its kernel said last; only one whose kernel dies before
-//! the job begins is started again, because emulated processors trip now and then over code that the
-//! kernel changes on its way up. Counts taken in such a guest mean
+//! The job's output comes back as text, its exit status as a number. A guest that dies, hangs or
+//! exits in another way is an error that shows what its kernel said last; only one whose kernel
+//! dies before the job begins is started again, because emulated processors trip now and then over
+//! code that the kernel changes on its way up. Counts taken in such a guest mean
 //! something, times do not.
 
 use std::fs::File;
@@ -54,7 +55,7 @@ pub struct Machine<'a> {
     disks: usize,
 }
 
-/// What a job left.
+/// The result of a job.
 pub struct Outcome {
     /// The job's exit status, 0 to 100.
     pub status: u8,
@@ -63,7 +64,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// What the job said.
+    /// The output of the job.
     ///
     /// # Errors
     /// Its exit status was not 0; the error shows the end of what it said.
@@ -128,7 +129,8 @@ impl<'a> Machine<'a> {
         self
     }
 
-    /// Attaches the raw image `file` of the host. The guest knows it by `serial`, of up to 20 letters.
+    /// Attaches the raw image `file` of the host. The guest knows it by `serial`, of up to 20
+    /// letters.
     pub fn disk(&mut self, bus: Bus, serial: &str, file: &Path) -> &mut Self {
         let drive = format!("format=raw,cache=unsafe,discard=unmap,file={}", file.display());
         self.drive(bus, serial, &drive)

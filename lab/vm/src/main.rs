@@ -1,9 +1,10 @@
 //! `cargo xtask vm`: what is promised about durability, shown on a real kernel.
 //!
-//! A virtual machine runs Debian's kernel with our binary beside a few tools, on disks that have what
-//! the build machine's disk has not: FUA, a write cache, a log of all that they were asked for. Each
-//! scenario prints what it found and fails when that breaks a promise, or when a server that is made
-//! wrong on purpose does not. Needs QEMU, Debian's package tools and, the first time, Debian's mirror.
+//! A virtual machine runs Debian's kernel with our binary beside a few tools, on disks that have
+//! what the build machine's disk has not: FUA, a write cache, a log of all that they were asked
+//! for. Each scenario prints what it found and fails when that breaks a promise, or when a server
+//! that is made wrong on purpose does not. Needs QEMU, Debian's package tools and, the first time,
+//! Debian's mirror.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
 
@@ -61,17 +62,18 @@ enum Hidden {
     InGuest(in_guest::Task),
 }
 
-/// What is shown.
+/// The scenarios.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Scenario {
     /// Requests to the disk for each durable write, beside the bare kernel's
     Fua,
-    /// Requests to the disk for first durable writes to space that was prepared as written zeros, on two kernels
+    /// Requests to the disk for first durable writes to space that was prepared as written zeros,
+    /// on two kernels
     FirstWrites,
     /// What is left of acknowledged writes after a loss of power
     Power,
-    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills and upgrades of the server, reboot,
-    /// a disk that grows, a write cache that is switched
+    /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills and upgrades of the
+    /// server, reboot, a disk that grows, a write cache that is switched
     Guest,
     /// The same with XFS over vhost-user-blk
     GuestVhostUser,
@@ -79,7 +81,8 @@ pub enum Scenario {
     Nbd,
     /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
-    /// What that costs in an optimized build, on two kernels: system calls for each request, the time until the first read
+    /// What that costs in an optimized build, on two kernels: system calls for each request, the
+    /// time until the first read
     UblkCosts,
     /// A ublk device that the kernel serves by NVMe/TCP, on two kernels
     UblkNvme,
@@ -161,7 +164,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
     Ok(())
 }
 
-/// What a guest is made of, or why none can be run here.
+/// The packages of a guest, or the reason why none can be run here.
 fn get_ready(cache: &Path) -> Result<Packages, String> {
     if std::env::consts::ARCH != "x86_64" {
         return Err("the guest is an x86-64 machine".into());

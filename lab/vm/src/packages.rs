@@ -1,9 +1,9 @@
-//! What the guest is made of: Debian packages, fetched by a private apt and unpacked into a cache.
+//! The packages of the guest: from Debian, fetched by a private apt and unpacked into a cache.
 //!
-//! Nothing is installed, and the host's own apt configuration is neither read nor changed: the kernel
-//! comes from backports whatever the host runs. A cache that was filled for the same list of packages
-//! is used as it is, without asking the network; removing it fetches the newest ones. A second kernel, of the next
-//! release's backports, is fetched when a scenario needs it.
+//! Nothing is installed, and the host's own apt configuration is neither read nor changed: the
+//! kernel comes from backports whatever the host runs. A cache that was filled for the same list of
+//! packages is used as it is, without asking the network; removing it fetches the newest ones. A
+//! second kernel, of the next release's backports, is fetched when a scenario needs it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,8 +18,8 @@ const SUITE: &str = "bookworm";
 const KERNEL_SUITE: &str = "bookworm-backports";
 /// The release after that, and where its newest kernel is.
 const NEWER_SUITE: &str = "trixie-backports";
-/// Its files, by what the packages' names begin with: the image, the modules, and lists of what is built in. The package
-/// that [`KERNEL`] names there is empty.
+/// Its files, by what the packages' names begin with: the image, the modules, and lists of what is
+/// built in. The package that [`KERNEL`] names there is empty.
 const NEWER_PARTS: [&str; 3] = ["linux-binary", "linux-modules", "linux-base"];
 /// Signs all; part of every Debian, and a package of that name elsewhere.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -96,7 +96,7 @@ pub struct Packages {
 }
 
 impl Packages {
-    /// What is missing on this host to fetch them, if anything.
+    /// The packages that are missing on this host to fetch them, if any.
     pub fn unavailable() -> Option<String> {
         let programs = ["apt-get", "apt-cache", "dpkg-deb"];
         if let Some(program) =
@@ -174,7 +174,8 @@ struct Apt {
 }
 
 impl Apt {
-    /// A world for packages of these suites below `cache`, beside an empty folder to unpack them in.
+    /// A world for packages of these suites below `cache`, beside an empty folder to unpack them
+    /// in.
     fn prepare(cache: &Path, suites: &[&str]) -> Result<Self> {
         for folder in [
             "root",

@@ -23,8 +23,8 @@ const SYSTEM_DISK: u64 = 2 << 30;
 const SECTOR: u64 = 512;
 /// Room for a file system of either kind.
 const DISK: u64 = 320 << 20;
-/// The disks of each of the guests that count side by side: those that take longest are in different
-/// ones.
+/// The disks of each of the guests that count side by side: those that take longest are in
+/// different ones.
 const SHARES: [[Kind; 3]; 2] =
     [[Kind::Nvme, Kind::ScsiDebug, Kind::NullBlk], [Kind::Virtio, Kind::Scsi, Kind::NullBlkFua]];
 
@@ -61,7 +61,8 @@ fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
     machine.run(&job, TIMEOUT)
 }
 
-/// First durable writes to prepared space, on both kernels: one with the kernel's call for that, one without.
+/// First durable writes to prepared space, on both kernels: one with the kernel's call for that,
+/// one without.
 pub fn first_writes(base: &Base) -> Result<()> {
     for kernel in base.kernels()? {
         println!("  {kernel:?} kernel:");
@@ -80,7 +81,8 @@ pub fn nbd(base: &Base) -> Result<()> {
     passed(machine.run("lab-vm in-guest nbd disk", TIMEOUT)?)
 }
 
-/// The kernel's ublk driver on our server, which is killed and upgraded so often, and what reaches the disk below.
+/// The kernel's ublk driver on our server, which is killed and upgraded so often, and what reaches
+/// the disk below.
 pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     let Changes { kills, upgrades } = changes;
     for format in ["raw", "qcow2"] {
@@ -94,7 +96,7 @@ pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     Ok(())
 }
 
-/// What a ublk device costs in an optimized build, on both kernels.
+/// The cost of a ublk device in an optimized build, on both kernels.
 pub fn ublk_costs(base: &Base, workspace: &Workspace) -> Result<()> {
     let optimized = base.optimized(workspace)?;
     for kernel in base.kernels()? {
@@ -122,7 +124,8 @@ pub fn ublk_nvme(base: &Base) -> Result<()> {
     Ok(())
 }
 
-/// Devices of the kernel's ublk driver in the hands of users who do what they should not, on both kernels.
+/// Devices of the kernel's ublk driver in the hands of users who do what they should not, on both
+/// kernels.
 pub fn ublk_hostile(base: &Base) -> Result<()> {
     for kernel in base.kernels()? {
         println!("  {kernel:?} kernel:");

@@ -1,4 +1,5 @@
-//! `blockhouse serve` on a Unix socket, on the host or in a guest: started, killed, upgraded, or stopped in order.
+//! `blockhouse serve` on a Unix socket, on the host or in a guest: started, killed, upgraded, or
+//! stopped in order.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -47,8 +48,8 @@ impl Export {
 }
 
 impl Server {
-    /// Starts `program serve`, with all its other words in place, and waits until it says that it is
-    /// ready at `socket`.
+    /// Starts `program serve`, with all its other words in place, and waits until it says that it
+    /// is ready at `socket`.
     pub fn start(mut serve: Command, export: Export, socket: &Path) -> Result<Self> {
         // One that was killed leaves its socket behind.
         let _ = std::fs::remove_file(socket);
@@ -97,8 +98,8 @@ impl Server {
         self.signal(Signal::HUP)
     }
 
-    /// Has another process go on with what it serves, by `blockhouse upgrade` of this program. For how long requests
-    /// waited, in milliseconds.
+    /// Has another process go on with what it serves, by `blockhouse upgrade` of this program. For
+    /// how long requests waited, in milliseconds.
     pub fn upgrade(&mut self, program: &Path) -> Result<f64> {
         let mut upgrade = Command::new(program);
         upgrade.arg("upgrade").arg("--control").arg(control(&self.socket));
@@ -160,7 +161,8 @@ fn wait_for_end(process: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
-/// Where the control socket of a server that listens at `socket`, or serves that device, is, if it is to be upgraded.
+/// Where the control socket of a server that listens at `socket`, or serves that device, is, if it
+/// is to be upgraded.
 pub fn control(socket: &Path) -> PathBuf {
     let is_device = socket.starts_with("/dev");
     let folder = if is_device { Some(Path::new("/tmp")) } else { socket.parent() };

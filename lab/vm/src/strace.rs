@@ -1,4 +1,4 @@
-//! What a server on the host makes durable, counted by strace.
+//! The durable operations of a server on the host, counted by strace.
 //!
 //! The engine of the traced server must be `threads`: what io_uring does is no system call.
 
@@ -40,7 +40,7 @@ impl Strace {
         command
     }
 
-    /// What happened in each of these parts, which begin at these offsets; the last has no end.
+    /// The calls in each of these parts, which begin at these offsets; the last has no end.
     pub fn calls(&self, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
         let log = std::fs::read_to_string(&self.log)
             .with_context(|| format!("cannot read {}", self.log.display()))?;
@@ -74,8 +74,8 @@ fn sort(log: &str, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
     Ok(calls)
 }
 
-/// The name and arguments of the call that begins in this line, behind the thread's number. The second
-/// line of one that others interrupt repeats neither.
+/// The name and arguments of the call that begins in this line, behind the thread's number. The
+/// second line of one that others interrupt repeats neither.
 fn beginning(line: &str) -> Option<(&str, &str)> {
     let text = line.split_once(char::is_whitespace)?.1.trim_start();
     let (name, rest) = text.split_once('(').filter(|(name, _)| !name.contains(' '))?;

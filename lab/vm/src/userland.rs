@@ -1,4 +1,4 @@
-//! What runs in the guest beside the kernel: tools from the packages, and our own binaries.
+//! The programs in the guest beside the kernel: tools from the packages, and our own binaries.
 //!
 //! Both kinds are linked dynamically, and against different C libraries: the packages' and this
 //! host's. So each kind brings its own loader and libraries, and ours start through wrappers.
@@ -72,8 +72,8 @@ pub fn add_fio(packages: &Packages, archive: &mut Archive) -> Result<()> {
 pub enum Starts {
     /// It starts tools of the packages, so only its own loader is told.
     Tools,
-    /// It starts itself, by `/proc/self/exe`, which must not be the loader: the file names its loader, and the libraries are
-    /// in the environment.
+    /// It starts itself, by `/proc/self/exe`, which must not be the loader: the file names its
+    /// loader, and the libraries are in the environment.
     Itself,
 }
 
@@ -103,7 +103,8 @@ pub fn add_binary(
     Ok(())
 }
 
-/// Has a program name this loader in place of the host's: elf(5), `PT_INTERP`, whose text ends with a zero.
+/// Has a program name this loader in place of the host's: elf(5), `PT_INTERP`, whose text ends with
+/// a zero.
 fn name_loader(program: &mut [u8], loader: &str) -> Result<()> {
     let known = format!("/{LOADER}\0");
     let place = program.windows(known.len()).position(|bytes| bytes == known.as_bytes());

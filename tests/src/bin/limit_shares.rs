@@ -1,5 +1,6 @@
-//! Measures limits: four disks, two over NBD and two over vhost-user-blk, in a group of 2000 operations a second for five
-//! seconds. Prints for each run the sum a second, Jain's index and the server's processor time.
+//! Measures limits: four disks, two over NBD and two over vhost-user-blk, in a group of 2000
+//! operations a second for five seconds. Prints for each run the sum a second, Jain's index and the
+//! server's processor time.
 //!
 //!     cargo run --release -p blockhouse-tests --bin limit_shares -- [RUNS]
 #![forbid(unsafe_code)]

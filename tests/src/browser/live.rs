@@ -1,6 +1,8 @@
-//! A page of a server in a real browser, driven by the DevTools protocol: it goes on while it is looked at.
+//! A page of a server in a real browser, driven by the DevTools protocol: it goes on while it is
+//! looked at.
 //!
-//! The protocol goes over two pipes (`--remote-debugging-pipe`): messages are JSON, each ended by a zero byte.
+//! The protocol goes over two pipes (`--remote-debugging-pipe`): messages are JSON, each ended by a
+//! zero byte.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -75,7 +77,7 @@ impl LivePage {
         Ok(page)
     }
 
-    /// Makes the window so many pixels wide, for a reader who prefers a theme.
+    /// Makes the window this many pixels wide, for a reader who prefers a theme.
     pub fn resize(&mut self, width: u32, theme: Theme) {
         let size =
             json!({ "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": false });
@@ -85,7 +87,7 @@ impl LivePage {
         self.call("Emulation.setEmulatedMedia", json!({ "features": features }));
     }
 
-    /// What an expression is in the page; what it awaits is awaited.
+    /// The value of an expression in the page; a promise is awaited.
     #[track_caller]
     pub fn evaluate(&mut self, expression: &str) -> Value {
         let what = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
@@ -101,7 +103,8 @@ impl LivePage {
         assert!(crate::eventually(LIMIT, is_true), "not so in the page: {expression}");
     }
 
-    /// What the page's own browser finds out about it: the contrast and size of its texts, its width, its plots.
+    /// The findings of the page's own browser: the contrast and size of its texts, its width, its
+    /// plots.
     pub fn examine(&mut self) -> Value {
         self.evaluate(&format!("(() => {{ {EXAMINE} return examine(); }})()"))
     }
@@ -138,7 +141,7 @@ impl LivePage {
 
     /// The messages in the console, and exceptions that nothing caught, since the last call.
     pub fn complaints(&mut self) -> Vec<String> {
-        // What has come by then, is there.
+        // Messages that have come by then are there.
         self.evaluate("0");
         std::mem::take(&mut self.complaints)
     }

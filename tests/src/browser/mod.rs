@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 pub use self::live::LivePage;
 
-/// What the reader prefers.
+/// The preference of the reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Theme {
     /// Dark text on a light ground.
@@ -37,8 +37,8 @@ pub fn pictures() -> Option<PathBuf> {
     std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from)
 }
 
-/// A function that asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3) and its size, and returns
-/// the worst of all, and how wide the page is.
+/// A function that asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3)
+/// and its size, and returns the worst of all, and how wide the page is.
 const EXAMINE: &str = r#"
 const channels = colour => colour.match(/[\d.]+/g).map(Number);
 const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)
@@ -85,7 +85,7 @@ function examine() {
 "#;
 
 impl Picture {
-    /// What a PNG has.
+    /// The measures of a PNG.
     ///
     /// # Panics
     /// When it is no whole PNG in colours.

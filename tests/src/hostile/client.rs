@@ -1,5 +1,5 @@
-//! An NBD client that says anything: garbage for a handshake, requests that make no sense, payloads that
-//! never come, replies that are never read.
+//! An NBD client that says anything: garbage for a handshake, requests that make no sense, payloads
+//! that never come, replies that are never read.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
 //! A guest that shares memory and then does anything with it: chains that make no sense, rings that
-//! change while they are read, memory that shrinks, in-flight tracking that was tampered with, messages
-//! with numbers by chance.
+//! change while they are read, memory that shrinks, in-flight tracking that was tampered with,
+//! messages with numbers by chance.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -28,11 +28,13 @@ struct Guest {
     generation: u64,
 }
 
-/// Writes and reads blocks at depth 64 in two queues, from byte `start` of the disk, until told to stop; with in-flight
-/// tracking or without. Every block that is read must hold what was written last.
+/// Writes and reads blocks at depth 64 in two queues, from byte `start` of the disk, until told to
+/// stop; with in-flight tracking or without. Every block that is read must hold what was written
+/// last.
 ///
 /// # Panics
-/// At the first error, wrong byte, or end of the connection, and where a request stays without an answer.
+/// At the first error, wrong byte, or end of the connection, and where a request stays without an
+/// answer.
 pub fn verify_guest(socket: &Path, start: u64, is_tracked: bool, random: Rng, load: &Load) -> Seen {
     let memory = DEPTH * 2 * BLOCK as usize;
     let options = Options { queues: QUEUES as u16, entries: 128, memory, ..Options::default() };
@@ -116,7 +118,8 @@ impl Guest {
         self.slots[slot].check(&data);
     }
 
-    /// Waits for a notification of the first queue, for a moment at most: the second one may have one, too.
+    /// Waits for a notification of the first queue, for a moment at most: the second one may have
+    /// one, too.
     fn sleep(&self) {
         let armed = self.driver.queues.iter().map(|queue| queue.arm());
         if !armed.fold(false, |any, has_used| any | has_used) {

@@ -1,4 +1,4 @@
-//! What an image may name: images of strangers, whose names lead all over the host.
+//! The names in images of strangers, which lead all over the host.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -77,7 +77,7 @@ fn commands(image: &str, target: &str) -> Vec<Vec<String>> {
     words.iter().map(|words| words.split(' ').map(str::to_owned).collect()).collect()
 }
 
-/// Those that open a data file only.
+/// The commands that open a data file only.
 fn commands_of_data(image: &str) -> Vec<Vec<String>> {
     let words = [
         format!("snapshot list {image}"),
@@ -232,8 +232,8 @@ fn whoever_makes_an_image_that_needs_the_option_is_told() {
     assert!(told.stderr.contains(REASON), "{}", told.stderr);
     let told = command(&["rebase", "-u", "-b", "base.raw", "-F", "raw", image]).success();
     assert_eq!(told.stderr, "");
-    // A data file elsewhere that the user named, made and converted to, needs no option while only that user can write
-    // to the image.
+    // A data file elsewhere that the user named, made and converted to, needs no option while only
+    // that user can write to the image.
     for (verb, target) in [("create", "new.qcow2"), ("convert", "copy.qcow2")] {
         let data = format!("data_file=../other/{verb}.data");
         let target = host.scratch.path("own").join(target);

@@ -1,5 +1,6 @@
-//! What people's automation types for qemu-img and qemu-nbd, run by both programs' tools and by ours under their names:
-//! the same exit statuses, keys and images, but for differences that docs/from-qemu.md gives a reason for.
+//! The calls of people's automation for qemu-img and qemu-nbd, run by both programs' tools and by
+//! ours under their names: the same exit statuses, keys and images, but for differences that
+//! docs/from-qemu.md gives a reason for.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ const PAGE: &str = include_str!("../../../docs/from-qemu.md");
 /// Longer than any line takes on a busy machine.
 const LONG: Duration = Duration::from_secs(120);
 
-/// What else than its exit status must be so of a line.
+/// The demand on a line besides its exit status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind<'a> {
     Plain,
@@ -92,7 +93,7 @@ impl Place {
         run_within(LONG, &mut self.shell(line))
     }
 
-    /// What a client of the server that the line starts is told of its export.
+    /// The answer to a client of the server that the line starts, about its export.
     fn ask_server(&self, line: &str) -> Value {
         let server = self.shell(&format!("exec {line}")).stdout(Stdio::null()).spawn();
         let mut server = Server(server.expect("a shell"));
@@ -156,7 +157,8 @@ fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
             if ours.is_empty() {
                 return vec![format!("{path}[]")];
             }
-            // Which element is like which is not told: a map's extents are others where a copy's parts ended in another order.
+            // Which element is like which is not told: a map's extents are others where a copy's
+            // parts ended in another order.
             let path = format!("{path}[]");
             let nearest = |one| {
                 let missing = ours.iter().map(|other| missing_keys(one, other, &path));
@@ -168,7 +170,7 @@ fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
     }
 }
 
-/// What is wrong with how our line ended, beside theirs.
+/// The fault in our line's end, beside theirs.
 fn difference(kind: Kind<'_>, theirs: &Outcome, ours: &Outcome) -> Option<String> {
     let codes = [theirs.status.code(), ours.status.code()];
     match kind {

@@ -1,5 +1,5 @@
-//! `serve --fork`: a server in the background. Each command below is read to the end of its output: it would have none while a
-//! server had it, too.
+//! `serve --fork`: a server in the background. Each command below is read to the end of its output:
+//! it would have none while a server had it, too.
 
 use std::path::Path;
 use std::time::Duration;

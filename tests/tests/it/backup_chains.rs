@@ -1,6 +1,6 @@
-//! Chains of increments of a disk that a guest and fio write to all the time, whose server is killed between backups
-//! and during them: each point that is restored is what another program read of that moment, and increments have little
-//! more than what has changed.
+//! Chains of increments of a disk that a guest and fio write to all the time, whose server is
+//! killed between backups and during them: each point that is restored is what another program read
+//! of that moment, and increments have little more than what has changed.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -22,7 +22,7 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 128 * MIB;
 /// Parts of the disk that are written in a round, each as a whole.
 const ZONE: u64 = 4 * MIB;
-/// What a bit of a bitmap stands for.
+/// The bytes that a bit of a bitmap stands for.
 const GRANULE: usize = 64 << 10;
 const INCREMENTS: usize = 20;
 const LONG: Duration = Duration::from_secs(120);
@@ -105,7 +105,8 @@ impl Bench {
     }
 }
 
-/// Writes to each granule of a zone, over vhost-user, and goes on until `stop`, or until the server is gone.
+/// Writes to each granule of a zone, over vhost-user, and goes on until `stop`, or until the server
+/// is gone.
 fn write_as_guest(socket: &Path, (zone, salt): (u64, u64), passes: &AtomicU64, stop: &AtomicBool) {
     let mut guest = Guest::connect(socket, Options::default());
     let in_granule = GRANULE as u64 / 4096;
@@ -138,8 +139,8 @@ fn own_data(image: &Path) -> u64 {
     own.filter(|one| one["data"] == true).map(|one| one["length"].as_u64().expect("a number")).sum()
 }
 
-/// One backup, with the server killed while it is copied, or before, where that is asked for. What another program
-/// has read of the moment.
+/// One backup, with the server killed while it is copied, or before, where that is asked for. What
+/// another program has read of the moment.
 fn back_up(bench: &mut Bench, number: usize, kills_during: bool) -> Vec<u8> {
     let (bitmap, before) = (format!("b{number}"), format!("b{}", number.max(1) - 1));
     let since = (number > 0).then_some(&*before);
@@ -202,7 +203,7 @@ fn twenty_increments_restore_each_point_whatever_was_killed() {
         let mut beside = bench.fio(second);
         copies.push(back_up(&mut bench, number, number % 4 == 3));
         assert!(wait_for_exit(&mut beside, LONG).is_some(), "fio waits");
-        // What a kill has cut off is written as a whole in the end.
+        // Fio's writes that a kill has cut off are made whole in the end.
         bench.run_fio(second);
     }
     bench.server.take().expect("it runs").stop();

@@ -1,4 +1,5 @@
-//! Backups as files: those that are cut go on, and `restore` makes disks of them again, without touching what is there.
+//! Backups as files: those that are cut go on, and `restore` makes disks of them again, without
+//! touching what is there.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,7 +16,8 @@ use rustix::fs::{Mode, OFlags};
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(120);
 
-/// A disk with a bitmap, its whole backup, and what the disk holds after changes that the bitmap has.
+/// A disk with a bitmap, its whole backup, and what the disk holds after changes that the bitmap
+/// has.
 struct Bench {
     scratch: Scratch,
     disk: PathBuf,
@@ -60,7 +62,7 @@ impl Bench {
         words.into_iter().map(str::to_owned).collect()
     }
 
-    /// What QEMU reads.
+    /// The bytes that QEMU reads.
     fn read(&self, image: &Path) -> Vec<u8> {
         let raw = self.scratch.path("read.img");
         qemu_img(&["check", str(image)]).success();
@@ -103,7 +105,7 @@ fn a_backup_that_was_cut_goes_on() {
     }
 }
 
-/// What of the host's page cache a file takes, in bytes.
+/// The bytes of a file in the host's page cache.
 fn cached(file: &Path) -> u64 {
     let words = ["--bytes", "--noheadings", "--output", "RES", str(file)];
     let found = blockhouse_tests::run(blockhouse_tests::tool("fincore").args(words));
@@ -191,7 +193,7 @@ fn a_chain_is_restored_and_what_exists_is_left_alone() {
     assert!(bench.read(&qcow2) == bench.bytes);
     let info = qemu_img(&["info", str(&qcow2)]).success();
     assert!(!info.stdout.contains("backing file"), "it stands alone: {}", info.stdout);
-    // What is there stays, until it is meant.
+    // An existing file stays, until it is meant.
     std::fs::write(&raw, b"precious").expect("it can be written");
     command(&["restore", str(&day), str(&raw)]).failure("exists and is left alone");
     assert_eq!(std::fs::read(&raw).expect("it is there"), b"precious");

@@ -1,5 +1,5 @@
-//! Backups of disks that clients write to: each is the disk as it was at one moment, chains of increments restore each of
-//! them, and what goes wrong with a backup is not the client's.
+//! Backups of disks that clients write to: each is the disk as it was at one moment, chains of
+//! increments restore each of them, and what goes wrong with a backup is not the client's.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -69,7 +69,7 @@ impl Writer {
         self.bytes[offset as usize..][..bytes.len()].copy_from_slice(bytes);
     }
 
-    /// What the disk holds, as the client reads it.
+    /// The content of the disk, as the client reads it.
     fn moment(&mut self) -> Vec<u8> {
         let parts = (0..SIZE / MIB).map(|at| self.client.read(at * MIB, MIB).expect("a read"));
         let found = parts.collect::<Vec<_>>().concat();
@@ -103,7 +103,8 @@ impl Bench {
         self.writer = Some(Writer::new(&address, self.random.fork(), bytes));
     }
 
-    /// Kills the server, and starts another one: the client has had an answer to all that it has written.
+    /// Kills the server, and starts another one: the client has had an answer to all that it has
+    /// written.
     fn kill(&mut self) {
         let mut server = self.server.take().expect("it runs");
         server.signal(Signal::KILL);

@@ -1,5 +1,5 @@
-//! What a server refuses to start with: one line that names the file and helps, exit code 1 (2 for
-//! a wrong command line), and nothing is changed.
+//! The inputs that a server refuses to start with: one line that names the file and helps, exit
+//! code 1 (2 for a wrong command line), and nothing is changed.
 
 use std::fs::Permissions;
 use std::io::Read;
@@ -86,7 +86,7 @@ fn an_image_that_looks_like_qcow2() {
     serve().refused().failed(&["disk.img", "--format qcow2"]);
     serve().flag("--read-only").refused().failed(&["disk.img", "--format qcow2"]);
     assert_eq!(image.state(), before);
-    // Whoever says raw gets raw: a guest may keep a qcow2 image on its raw disk.
+    // A user who says raw gets raw: a guest may keep a qcow2 image on its raw disk.
     let server = serve().option("--format", "raw").start();
     let mut client = Client::open(&server.address());
     assert_eq!(client.read(0, 4), Ok(b"QFI\xfb".to_vec()));
@@ -153,7 +153,8 @@ fn a_socket_that_somebody_listens_on() {
     assert!(scratch.socket("nbd").exists(), "the other one's socket is gone");
 }
 
-/// It accepts nothing and its queue is full: a connection to it would wait, the new server must not.
+/// It accepts nothing and its queue is full: a connection to it would wait, the new server must
+/// not.
 #[test]
 fn a_socket_whose_server_hangs() {
     let scratch = Scratch::new();
@@ -166,7 +167,7 @@ fn a_socket_whose_server_hangs() {
         .map(|_| {
             let client = socket().expect("a socket");
             client.set_nonblocking(true).expect("a mode");
-            // Those that find no room are refused; enough have found some then.
+            // Clients that find no room are refused; enough have found some then.
             let _ = client.connect(&address);
             client
         })

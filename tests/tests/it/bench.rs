@@ -36,7 +36,8 @@ fn measure_all(scratch: &Scratch, seconds: u64) -> Value {
     let elapsed = begin.elapsed();
     let outcome = outcome.success();
     assert!(outcome.stderr.contains(&format!("{seconds} s at most")), "{}", outcome.stderr);
-    // One round of the last case is finished and the files are removed, beside whatever else runs on the machine.
+    // One round of the last case is finished and the files are removed, beside whatever else runs
+    // on the machine.
     let most = Duration::from_secs(seconds + 40);
     assert!(elapsed < most, "announced {seconds} s, took {elapsed:?}");
     assert_eq!(names_in(&folder), [""; 0], "nothing is left");
@@ -72,7 +73,7 @@ fn check(results: &Value) {
     }
 }
 
-/// What the schema in docs/ says of the results.
+/// The schema's verdict on the results.
 fn validate(scratch: &Scratch) -> String {
     let program = "import json, sys\n\
         from jsonschema import Draft202012Validator as Validator\n\
@@ -194,7 +195,7 @@ fn a_second_interrupt_waits_for_nothing_and_leaves_nothing() {
     let scratch = Scratch::new();
     let folder = scratch.path("here");
     std::fs::create_dir(&folder).expect("a folder");
-    // What it has to say about its plan finds no room, and it waits for some.
+    // Its words about its plan find no room, and it waits for some.
     let (_reader, full) = full_pipe();
     let mut child = bench(&["fua"], &folder).stderr(full).spawn().expect("it starts");
     let has_begun = eventually(Duration::from_secs(20), || !names_in(&folder).is_empty());

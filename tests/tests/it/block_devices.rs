@@ -129,8 +129,8 @@ fn zeros_and_discards_of_parts_of_sectors_are_carried_out_in_every_cache_mode() 
     }
 }
 
-/// `RWF_DSYNC` on a device would cost a FUA write and a flush where a thread waits for it: a write and a
-/// sync, which several writes can share, cost less.
+/// `RWF_DSYNC` on a device would cost a FUA write and a flush where a thread waits for it: a write
+/// and a sync, which several writes can share, cost less.
 #[test]
 fn a_durable_write_to_a_device_by_threads_is_a_write_and_a_sync() {
     require!(need::strace());

@@ -1,4 +1,4 @@
-//! Who may connect where, and what clients see of each other.
+//! Clients: where they may connect, and their view of each other.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -241,7 +241,7 @@ fn a_client_is_not_told_where_the_image_lies() {
     let image = scratch.image("disk.img", MIB);
     let server = Serve::new(&scratch, image.path()).start();
     let folder = image.path().parent().expect("a folder").to_str().expect("a plain name");
-    // What an export is said to be goes over the socket whether a client asks for it or not.
+    // The description of an export goes over the socket whether a client asks for it or not.
     let asked = [&0u32.to_be_bytes()[..], &[0, 3, 0, 1, 0, 2, 0, 3]].concat();
     let mut greeted = Greeted::new(&server.address());
     let mut told = greeted.option(option::INFO, &asked);
@@ -478,7 +478,7 @@ fn a_socket_from_systemd_is_served() {
     // A client may come before the server does.
     let early = Address::Unix(socket.clone());
     let early = std::thread::spawn(move || Client::open(&early).read(0, 16));
-    // What systemd does: the socket is descriptor 3, and the process is told its own id.
+    // The way of systemd: the socket is descriptor 3, and the process is told its own id.
     let script = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
     let serve = Serve::bare(&scratch, image.path()).under(["sh", "-c", script, "sh"]);
     let server = serve.stdin(std::os::fd::OwnedFd::from(listener)).start();

@@ -293,7 +293,7 @@ fn a_commit_into_a_deeper_base_leaves_the_disk_as_it_is() {
         let mut whole = content(&scratch, base);
         whole.truncate(before.len());
         assert_same(&whole, &before, base_size);
-        // Nothing above is needed any more.
+        // Nothing above is needed.
         command(&["rebase", "-b", "base.qcow2", "-F", "qcow2", str(top)]).success();
         assert_same(&content(&scratch, top), &before, base_size);
     }

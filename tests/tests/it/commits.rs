@@ -1,5 +1,5 @@
-//! Commits of disks that clients write to: the clients notice nothing, the backing file is equal to the byte when it is
-//! complete, and whatever is killed or fails, what is served again is the disk.
+//! Commits of disks that clients write to: the clients notice nothing, the backing file is equal to
+//! the byte when it is complete, and whatever is killed or fails, what is served again is the disk.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -94,7 +94,7 @@ fn a_client_goes_on_with_the_base_that_is_equal_to_the_byte() {
         chain.make_overlay(&other, "compat=1.1");
         beside(&mut writer, || {
             ctl(&scratch, &["commit", "over.qcow2", "--mode", mode, "--job", "c"]).success();
-            // Nobody else may use the base, nor other images over it.
+            // No other program may use the base, nor other images over it.
             command(&["serve", str(&other), "--nbd", "nbd://127.0.0.1:0"]).failure("locked");
             command(&["convert", str(&chain.base), str(&scratch.path("c"))]).failure("locked");
             wait_for(&mut control, "c", "ready");

@@ -58,7 +58,7 @@ fn a_reload_adds_and_removes_without_touching_the_rest() {
     let mut control = Control::connect(&scratch.socket("control"));
     let (mut stays, mut leaves) = (open(&scratch, "a.img"), open(&scratch, "b.qcow2"));
     assert_eq!(leaves.write(0, &[7; 512], 0), 0);
-    // What a request opened is no business of the file.
+    // A disk that a request opened is no business of the file.
     let extra = scratch.image("extra", MIB);
     control.get("disk.open", json!({ "path": extra.path() }));
     write(&config, &[table.clone(), c, a.clone()]);
@@ -106,7 +106,7 @@ fn a_reload_changes_limits_and_moves_exports() {
     assert_eq!(done["limited"], json!(["a.img", "b.img"]), "{done}");
     assert_eq!(limits(&mut control, 0), json!({ "bps": MIB }));
     assert_eq!(limits(&mut control, 1), json!({ "group": "slow", "iops": 200 }));
-    // What a request has changed stays, as long as the file does not say something else.
+    // A change by a request stays, as long as the file does not say something else.
     control.get("limit.set", json!({ "disk": "b.img" }));
     let done = control.get("server.reload", json!({}));
     assert_eq!((&done["limited"], &done["failed"]), (&json!([]), &json!([])));

@@ -1,5 +1,6 @@
-//! Disks and exports that come and go while a server runs, by `blockhouse ctl` and by JSON-RPC: what else is served
-//! notices nothing, what fails leaves all as it was, and what is listed is what there is.
+//! Disks and exports that come and go while a server runs, by `blockhouse ctl` and by JSON-RPC:
+//! what else is served notices nothing, what fails leaves all as it was, and what is listed is what
+//! there is.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -89,7 +90,7 @@ fn disks_and_exports_come_and_go_beside_one_that_notices_nothing() {
             guest.write(0, 2, round);
             control.get("disk.close", json!({ "disk": "second.qcow2", "force": true }));
             assert!(!vu.exists() && !guest.is_connected());
-            // Nobody has it open, and what was written is there.
+            // The image is closed, and the written bytes are there.
             qemu_img(&["check", str(&path)]).success();
         }
         stop.store(true, Ordering::SeqCst);
@@ -172,7 +173,7 @@ fn what_fails_leaves_all_as_it_was() {
     let after = control.get("disk.list", json!({}));
     assert_eq!(without_room(after), without_room(before));
     server.assert_serves();
-    // What was opened and closed again is nobody's.
+    // A disk that was opened and closed again is free.
     control.get("disk.open", open(json!({ "exports": [uri("a", &free)] })));
     server.stop();
     assert!(!free.exists() && !taken.exists());

@@ -1,6 +1,7 @@
-//! Random requests at the control socket, beside clients that verify what they read: by a fuzzer that knows the schema,
-//! and one that does not. No client sees an error, nothing leaks, and what is listed is what there is. With
-//! `BLOCKHOUSE_CONTROL_SECONDS` it goes on for as long as one likes.
+//! Random requests at the control socket, beside clients that verify what they read: by a fuzzer
+//! that knows the schema, and one that does not. No client sees an error, nothing leaks, and what
+//! is listed is what there is. With `BLOCKHOUSE_CONTROL_SECONDS` it goes on for as long as one
+//! likes.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 
-/// What random requests are made of: images and sockets that are theirs alone.
+/// The names in random requests: images and sockets that are theirs alone.
 struct World {
     images: Vec<PathBuf>,
     exports: Vec<String>,
@@ -127,7 +128,7 @@ fn damaged(world: &World, random: &mut Rng) -> Vec<u8> {
     line
 }
 
-/// What is listed is what there is: sockets that listen, and no others.
+/// The lists are true: sockets that listen, and no others.
 fn check(control: &mut Control, world: &World) {
     let exports = control.get("export.list", json!({}));
     let disks = control.get("disk.list", json!({}));
@@ -180,7 +181,7 @@ fn random_requests_disturb_nobody_and_leave_nothing_behind() {
                         } else {
                             let line = damaged(world, &mut random);
                             control.send(&line).expect("it listens");
-                            // What is right has an answer; what has lost its id, none.
+                            // A right request has an answer; one that has lost its id, none.
                             control.get("server.version", json!({}));
                         }
                     }

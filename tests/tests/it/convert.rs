@@ -1,5 +1,5 @@
-//! `convert` and `compare` beside qemu-img: what one makes the other finds equal and without errors,
-//! and no image is lost when something goes wrong.
+//! `convert` and `compare` beside qemu-img: what one makes the other finds equal and without
+//! errors, and no image is lost when something goes wrong.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -49,7 +49,7 @@ fn expect_equal(one: &Path, other: &Path, what: &str) {
     }
 }
 
-/// What targets are made with.
+/// The options that targets are made with.
 const OPTIONS: [&str; 16] = [
     "cluster_size=512",
     "cluster_size=1k",

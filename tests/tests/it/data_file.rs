@@ -156,7 +156,7 @@ fn qemu_goes_on_where_we_stopped_and_the_reverse() {
             let data = fs::read(folder.join("disk.data")).expect("the data file");
             assert!(data == content, "the data file is not the raw disk");
         }
-        // What was cut off does not come back.
+        // Bytes that were cut off do not come back.
         command(folder, &["resize", "disk.qcow2", "4M"]).success();
         content.resize(longer, 0);
         fs::write(folder.join("source.raw"), &content).expect("a file");
@@ -257,7 +257,8 @@ fn the_space_of_a_data_file_is_taken_at_once() {
     }
 }
 
-/// An overlay whose data is in `disk.data`, over an image whose data is in `base.data`; both by QEMU.
+/// An overlay whose data is in `disk.data`, over an image whose data is in `base.data`; both by
+/// QEMU.
 fn overlay(folder: &Path, options: &str) {
     let create = |image: &str, options: &str| {
         qemu_img(folder, &["create", "-f", "qcow2", "-o", options, image, "3M"]).success();

@@ -1,4 +1,4 @@
-//! What durability costs and what it is worth, seen from outside by strace: FUA is part of the
+//! The cost and the worth of durability, seen from outside by strace: FUA is part of the
 //! write, a flush with nothing to flush is free, and a failure is not forgotten.
 
 use std::path::Path;
@@ -69,7 +69,8 @@ fn a_flush_after_nothing_but_fua_writes_makes_no_system_call() {
     server.stop();
 }
 
-/// A client that comes back after its server was killed asks the next one to flush what the first one answered.
+/// A client that comes back after its server was killed asks the next one to flush what the first
+/// one answered.
 #[test]
 fn a_flush_before_the_first_write_is_one_fdatasync_and_the_next_is_nothing() {
     require!(need::strace());
@@ -386,8 +387,8 @@ fn a_failing_write_fails_alone_and_with_its_errno() {
     }
 }
 
-/// What the host could not make stable may have taken older bytes of the same pages with it, and
-/// tells nobody a second time.
+/// A write that the host could not make stable may have taken older bytes of the same pages with
+/// it, and tells nobody a second time.
 #[test]
 fn a_durable_write_that_fails_is_a_failed_flush() {
     require!(need::strace());

@@ -1,5 +1,5 @@
-//! What subscribers of the control socket are told when a disk fails: by a disk on a server of nbdkit, which fails what it
-//! is told to.
+//! The events for subscribers of the control socket when a disk fails: one on a server of nbdkit,
+//! which fails what it is told to.
 
 use std::fs;
 use std::process::{Child, Stdio};
@@ -40,7 +40,7 @@ impl<'a> Failing<'a> {
         nbdkit.args(["-f", "-U", str(&socket), "eval", "get_size=echo 1048576"]);
         nbdkit.args(["can_write=exit 0", "can_flush=exit 0"]);
         nbdkit.arg(fails("pread", "EIO", "head -c $3 /dev/zero"));
-        // What is written is read before, or nbdkit itself fails.
+        // Written blocks are read before, or nbdkit itself fails.
         nbdkit.arg(
             fails("pwrite", "ENOSPC", "exit 0").replace("pwrite=", "pwrite=cat > /dev/null; "),
         );

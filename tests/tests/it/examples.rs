@@ -6,7 +6,7 @@ use blockhouse_tests::{Outcome, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use std::time::Duration;
 
-/// What the examples of a command take for granted.
+/// The things that the examples of a command take for granted.
 const IMAGES: &[&str] = &[
     "blockhouse create disk.img 64M",
     "blockhouse create disk.qcow2 64M",
@@ -75,9 +75,9 @@ fn each_example_works_as_typed() {
     for (path, text) in sections() {
         let examples = commands(text, "blockhouse ");
         assert!(!examples.is_empty(), "blockhouse {path}: no example");
-        // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job, or another host:
-        // jobs.rs and commits.rs; a backup: backups.rs; or go on until Ctrl-C; or say nothing when they are ready:
-        // storage_daemon.rs.
+        // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job,
+        // or another host: jobs.rs and commits.rs; a backup: backups.rs; or go on until
+        // Ctrl-C; or say nothing when they are ready: storage_daemon.rs.
         let is_elsewhere = ["attach", "detach", "qemu-storage-daemon"].contains(&path)
             || path.starts_with("vmstate")
             || path.starts_with("ctl job ")

@@ -1,4 +1,5 @@
-//! Bitmaps as NBD clients see them, beside QEMU's server; and changed by the control socket while a disk is served.
+//! Bitmaps as NBD clients see them, beside QEMU's server; and changed by the control socket while a
+//! disk is served.
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
@@ -24,7 +25,7 @@ fn change(image: &str, format: &str, changes: &[&str]) {
     run(qemu_io.arg(image)).success();
 }
 
-/// What nbdinfo says of a bitmap or another context of an export.
+/// The map by nbdinfo of a bitmap or another context of an export.
 fn map(context: &str, server: &[&str]) -> Value {
     let context = format!("--map={context}");
     json(&run(tool("nbdinfo").args(["--json", &context, "--"]).args(server)).success())

@@ -1,5 +1,5 @@
-//! What newcomers try: words, names and folders that are wrong get a line that says what to do, and what is cut short
-//! leaves nothing that looks finished.
+//! The attempts of newcomers: words, names and folders that are wrong get a line that says what to
+//! do, and work that is cut short leaves nothing that looks finished.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,5 +1,5 @@
-//! Images of other programs, all kinds that qemu-img makes: served, converted, compared, mapped and checked here,
-//! they are what qemu-img says they are. None of them is ever written.
+//! Images of other programs, all kinds that qemu-img makes: served, converted, compared, mapped and
+//! checked here, they are what qemu-img says they are. None of them is ever written.
 
 use std::path::{Path, PathBuf};
 

@@ -1,5 +1,5 @@
-//! Servers of the real world as storage: what they grant is used, what they lack is done without, and no command waits for
-//! what they never answer.
+//! Servers of the real world as storage: what they grant is used, what they lack is done without,
+//! and no command waits for what they never answer.
 
 use std::fs;
 use std::path::PathBuf;

@@ -71,7 +71,8 @@ fn nbdinfo_lists_the_export_under_its_name() {
     server.stop();
 }
 
-/// One half of a session with a disk of 16 MiB: its changes, or a look at what they left, after the server was killed.
+/// One half of a session with a disk of 16 MiB: its changes, or a look at what they left, after the
+/// server was killed.
 const LIBNBD: &str = r#"
 import nbd, sys
 uri, half = sys.argv[1:]

@@ -1,5 +1,5 @@
-//! Forks of disks that clients write to: the clients notice nothing, each child is what its disk was at the moment, and whatever is
-//! killed, what is served again is the disk.
+//! Forks of disks that clients write to: the clients notice nothing, each child is what its disk
+//! was at the moment, and whatever is killed, what is served again is the disk.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -36,7 +36,7 @@ pub(crate) fn check_file(scratch: &Scratch, path: &Path, blocks: &[u64]) {
     qemu_img(&["check", "-f", "qcow2", str(path)]).success();
 }
 
-/// What a chain says of itself to QEMU: the paths from the top, with their formats.
+/// The description of a chain by QEMU: the paths from the top, with their formats.
 fn chain(path: &Path) -> Vec<(String, String)> {
     let info = qemu_img(&["info", "--backing-chain", "--output=json", str(path)]).success();
     let info: Value = serde_json::from_str(&info.stdout).expect("JSON");
@@ -101,7 +101,7 @@ fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
         let format = if name == "disk.img" { "raw" } else { "qcow2" };
         let formats: Vec<_> = chain(&second).into_iter().map(|(_, format)| format).collect();
         assert_eq!(formats, ["qcow2", "qcow2", format]);
-        // The old command line does not serve what is not the disk any more.
+        // The old command line does not serve what is no longer the disk.
         command(&["serve", str(&path)]).failure("goes on in");
         command(&["serve", str(&over)]).failure("over.1.qcow2");
         let server = Serve::new(&scratch, &second).start();

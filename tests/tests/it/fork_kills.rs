@@ -1,5 +1,6 @@
-//! Servers that are killed (SIGKILL) while a disk is forked, rolled back or merged into its layer, under writes that nothing flushes: what is
-//! served again is one whole disk, the one that the records name, its children are moments of it, and no bitmap lacks a change.
+//! Servers that are killed (SIGKILL) while a disk is forked, rolled back or merged into its layer,
+//! under writes that nothing flushes: what is served again is one whole disk, the one that the
+//! records name, its children are moments of it, and no bitmap lacks a change.
 //!
 //! `BLOCKHOUSE_FORK_KILLS` says how often.
 
@@ -60,8 +61,8 @@ fn is_recorded(path: &Path) -> bool {
     with_suffix(path, ".moved").exists()
 }
 
-/// What the disk is after a change of `before` by some of these writes, the last ones if `are_last`, else the first: as it was
-/// `found`.
+/// What the disk is after a change of `before` by some of these writes, the last ones if
+/// `are_last`, else the first: as it was `found`.
 fn is_between(found: &[u64], before: &[u64], writes: &[(usize, u64)], are_last: bool) -> bool {
     let mut expected = before.to_vec();
     let mut wrong = found.iter().zip(before).filter(|(found, one)| found != one).count();

@@ -1,4 +1,5 @@
-//! Bitmaps over forks: an increment is what it would be without them, beside a disk that gets the same changes and is not forked.
+//! Bitmaps over forks: an increment is what it would be without them, beside a disk that gets the
+//! same changes and is not forked.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,6 @@
-//! Servers whose disks share layers since a fork, handed over to another process under load: each disk goes on with its bytes, a layer is
-//! open once there as well, and its lock stays as long as any disk stands on it.
+//! Servers whose disks share layers since a fork, handed over to another process under load: each
+//! disk goes on with its bytes, a layer is open once there as well, and its lock stays as long as
+//! any disk stands on it.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};

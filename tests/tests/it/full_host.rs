@@ -1,5 +1,5 @@
-//! A host that runs out of space, memory or descriptors: the client learns it by its errno or waits,
-//! loses nothing else, and goes on when there is more again.
+//! A host that runs out of space, memory or descriptors: the client learns it by its errno or
+//! waits, loses nothing else, and goes on when there is more again.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use blockhouse_tests::{Cache, Engine, Scratch, Serve, eventually, need, on_every
 use rustix::process::Resource;
 
 const MIB: u64 = 1 << 20;
-/// What the file system has, and what the image claims.
+/// The space of the file system, and that of the image.
 const ROOM: u64 = 8 * MIB;
 const SIZE: u64 = 64 * MIB;
 

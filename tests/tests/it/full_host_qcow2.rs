@@ -16,9 +16,9 @@ use rustix::process::Signal;
 use serde_json::json;
 
 const MIB: u64 = 1 << 20;
-/// What the file system has.
+/// The space of the file system.
 const ROOM: u64 = 16 * MIB;
-/// What somebody else has of it at first.
+/// The part of it that others have at first.
 const BALLAST: u64 = 4 * MIB;
 const SIZE: u64 = 64 << 30;
 
@@ -160,7 +160,7 @@ on_every_engine! {
     on_ext4_with_a_table_for_each_piece
 }
 
-/// Who removes a bitmap there may do so to get space.
+/// A removal of a bitmap may be a way to get space.
 #[test]
 fn bitmaps_are_removed_where_there_is_no_room() {
     require!(need::tools(&["qemu-img"]));
@@ -261,7 +261,8 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
 }
 
-/// What a killed server leaves to the next one (refcounts, a bitmap that was in use) takes no room that is not there.
+/// What a killed server leaves to the next one (refcounts, a bitmap that was in use) takes no room
+/// that is not there.
 #[test]
 fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
     require!(need::tools(&["qemu-img"]));

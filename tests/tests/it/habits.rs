@@ -1,4 +1,4 @@
-//! What users of `qemu-img` and `qemu-nbd` type by habit works, or is answered by the right spelling.
+//! The habits of `qemu-img`'s and `qemu-nbd`'s users work, or are answered by the right spelling.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -101,8 +101,8 @@ fn snapshots_are_managed_with_the_flags_of_qemu_img() {
     }
     let ours = command(&["snapshot", "-U", "-l", image]).success().stdout;
     let theirs = run(tool("qemu-img").args(["snapshot", "-l", image]).env("TZ", "UTC")).success();
-    // The machine's instructions are not counted; QEMU's older versions tell 0 then. Newer ones have other gaps between the
-    // columns, and hours of four digits.
+    // The machine's instructions are not counted; QEMU's older versions tell 0 then. Newer ones
+    // have other gaps between the columns, and hours of four digits.
     let cut = |text: &str| -> Vec<String> {
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
         let words = |line: &str| words(line).replace('_', " ").replace(" 0000:", " 00:");
@@ -168,7 +168,7 @@ fn a_copy_becomes_an_overlay() {
     }
     command(&["commit", "-d", "-b", base.str(), str(&over)]).success();
     qemu_img(&["compare", source.str(), base.str()]).success();
-    // What it had is still in it.
+    // Its content is still in it.
     let map = json(&command(&["map", "--json", str(&over)]).success());
     assert!(map.as_array().expect("extents").iter().any(|extent| extent["depth"] == 0), "{map}");
     let other = command(&["commit", "-b", source.str(), str(&over)]).failure("base.img");

@@ -1,5 +1,6 @@
-//! `serve --on-full hold`: writes wait for room, on the device under a qcow2 image and on the host of a raw one, while
-//! everything else goes on; and they go on when it is there, or fail when their time is over or the server ends.
+//! `serve --on-full hold`: writes wait for room, on the device under a qcow2 image and on the host
+//! of a raw one, while everything else goes on; and they go on when it is there, or fail when their
+//! time is over or the server ends.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -63,7 +64,8 @@ impl Held {
         held(&mut self.control)
     }
 
-    /// Writes MiBs, each to a place of its own, until one is held; its number. It is sent, and not answered.
+    /// Writes MiBs, each to a place of its own, until one is held; its number. It is sent, and not
+    /// answered.
     fn fill(&mut self, client: &mut Client, flags: u16) -> u64 {
         for number in 0.. {
             assert!(number <= ROOM / MIB, "more was taken than there is room for");
@@ -120,7 +122,7 @@ fn send(client: &mut Client, command: u16, flags: u16, offset: u64, bytes: &[u8]
     client.send_with(Request { command, flags, offset, length }, bytes).expect("it is taken");
 }
 
-/// What is told of holding: the event's name and, of its end, how many requests failed.
+/// The events of holding: the event's name and, of its end, how many requests failed.
 fn next_crossing(events: &mut Control) -> (String, Option<u64>) {
     let event = events.event();
     let name = event["event"].as_str().expect("a name").to_owned();
@@ -165,7 +167,7 @@ fn writes_wait_for_a_device_that_becomes_longer_and_nothing_else_does() {
     assert_eq!(other.receive().expect("an answer").1.error, 0);
     assert_eq!(next_crossing(&mut events), ("disk.released".into(), Some(0)));
     assert_eq!(other.read(number * MIB, MIB), Ok(piece(number)));
-    // What the device got had been somebody else's.
+    // The device's clusters had been somebody else's.
     let cluster = other.read(40 << 30, CLUSTER).expect("it can be read");
     assert!(cluster[..512] == [7; 512] && cluster[512..].iter().all(|&byte| byte == 0));
     for at in 0..32 {
@@ -330,7 +332,8 @@ fn a_guest_of_vhost_user_waits_for_room() {
     server.stop();
 }
 
-/// Writes blocks, each in a cluster of its own, until a write is held: which block, whose content is one more.
+/// Writes blocks, each in a cluster of its own, until a write is held: which block, whose content
+/// is one more.
 fn fill(guest: &mut Guest, control: &mut Control) -> u64 {
     let mut block = 0;
     loop {
@@ -445,7 +448,7 @@ fn a_kill_beside_a_held_write_loses_nothing_that_was_answered() {
     for written in 0..number {
         assert_eq!(client.read(written * MIB, MIB), Ok(piece(written)), "{written}");
     }
-    // What was not answered is there in part, or not.
+    // A write without an answer is there in part, or not.
     let bytes = client.read(number * MIB, MIB).expect("it can be read");
     let is_either = |byte: &u8| *byte == 0 || *byte == number as u8 + 1;
     assert!(bytes.iter().all(is_either));

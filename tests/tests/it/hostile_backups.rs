@@ -1,4 +1,5 @@
-//! Backups that are asked for at the same time, that find what a killed server left, and whose clients receive nothing.
+//! Backups that are asked for at the same time, that find what a killed server left, and whose
+//! clients receive nothing.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

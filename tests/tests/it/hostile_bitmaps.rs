@@ -1,5 +1,5 @@
-//! Bitmaps of damaged images, and more of them, or larger ones, than there can be: guests' data stays what it is, and what
-//! is refused leaves an image that all programs open.
+//! Bitmaps of damaged images, and more of them, or larger ones, than there can be: guests' data
+//! stays what it is, and what is refused leaves an image that all programs open.
 
 use std::path::Path;
 
@@ -148,7 +148,7 @@ fn a_repair_that_changes_what_is_read_is_in_the_bitmaps() {
         if has_bits {
             run(tool("qemu-io").args(["-f", "qcow2", "-c", "write -P 7 1M 64K", image])).success();
         }
-        // What a repair of refcounts alone leaves as it is.
+        // A repair of refcounts alone leaves it as it is.
         let before = dirty(image, "changes");
         let mut bytes = std::fs::read(&path).expect("it is there");
         let refcounts = be(&bytes, be(&bytes, 48, 8) as usize, 8) as usize;

@@ -1,8 +1,8 @@
-//! A hostile guest and a hostile client beside neighbours that keep the rules: the neighbours read what
-//! they wrote, at once, whatever the others do, and the server ends in order.
+//! A hostile guest and a hostile client beside neighbours that keep the rules: the neighbours read
+//! what they wrote, at once, whatever the others do, and the server ends in order.
 //!
-//! In every test run for a moment, by another seed each time; `cargo xtask soak` goes on for as long as
-//! one likes (`BLOCKHOUSE_HOSTILE_SECONDS`).
+//! In every test run for a moment, by another seed each time; `cargo xtask soak` goes on for as
+//! long as one likes (`BLOCKHOUSE_HOSTILE_SECONDS`).
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -19,7 +19,7 @@ const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
 /// No request of a neighbour takes longer, on a busy machine with a debug build.
 const AT_MOST: Duration = Duration::from_secs(5);
-/// What all the misbehaviour may cost, beyond what the server's own limits add up to.
+/// The cost of all the misbehaviour, beyond what the server's own limits add up to.
 const MEMORY: u64 = 1 << 30;
 
 /// A server of one image that hostile parties have and one that its neighbours have.
@@ -62,7 +62,8 @@ fn party(words: &[&str], seed: u64, seconds: f64) -> Child {
     command.stderr(Stdio::null()).spawn().expect("the party starts")
 }
 
-/// Has hostile parties misbehave until the time is over: each begins again when it has killed itself.
+/// Has hostile parties misbehave until the time is over: each begins again when it has killed
+/// itself.
 fn misbehave(words: &[&str], random: &mut Rng, until: Instant) {
     while Instant::now() < until {
         let left = until.saturating_duration_since(Instant::now());

@@ -14,7 +14,8 @@ fn hostile_clients_take_bounded_memory_and_time() {
     let (server, mut honest) = serve(&scratch);
     let socket = scratch.socket("qmp");
     let before = server.resident_memory();
-    // One string, one list, one nest without an end; a client that reads nothing of what it asks for.
+    // One string, one list, one nest without an end; a client that reads nothing of what it asks
+    // for.
     let piece = |text: &[u8]| text.repeat((1 << 20) / text.len());
     for (begin, text) in
         [(&b"'"[..], &b"x"[..]), (b"[", b"1,"), (b"", b"["), (b"", b"\xff"), (b"", b"{'a':")]

@@ -1,5 +1,5 @@
-//! `create`, `info` and `resize`, the commands beside the server; and standard output that fails, for all
-//! commands that print.
+//! `create`, `info` and `resize`, the commands beside the server; and standard output that fails,
+//! for all commands that print.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -161,7 +161,7 @@ fn an_image_of_another_format_is_called_by_its_name() {
     for words in [&["info", str(&qcow2)][..], &["resize", str(&qcow2), "8M"]] {
         assert_failed(&command(words), &["--format qcow2"]);
     }
-    // Those that are told by their end.
+    // Formats that are known by their end.
     for (name, end) in [("a.dmg", &b"koly"[..]), ("a.vhd", b"conectix"), ("a.img", b"koly")] {
         let mut content = vec![0; 8192];
         content[8192 - 512..][..end.len()].copy_from_slice(end);
@@ -312,7 +312,8 @@ fn a_device_cannot_be_resized() {
     assert_failed(&outcome, &[str(device.path())]);
 }
 
-/// Commands that print, each as text and where it can as JSON, with the status for an output that fails.
+/// Commands that print, each as text and where it can as JSON, with the status for an output that
+/// fails.
 fn printing(image: &str) -> Vec<(Vec<&str>, i32)> {
     let mut lines = Vec::new();
     for (words, status) in [

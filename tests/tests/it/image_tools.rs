@@ -139,8 +139,8 @@ fn fill(image: &Path, options: &str) {
     }
 }
 
-/// Compressed clusters share host clusters, so they need refcounts above 1; and QEMU writes them only
-/// where nothing is allocated.
+/// Compressed clusters share host clusters, so they need refcounts above 1; and QEMU writes them
+/// only where nothing is allocated.
 fn takes_compressed(options: &str) -> bool {
     !options.contains("refcount_bits=1,") && !options.contains("preallocation=metadata")
 }
@@ -230,7 +230,8 @@ fn an_image_without_errors_is_said_to_be_one() {
     assert!(text.contains("No errors were found"), "{text}");
 }
 
-/// All that qemu-img says of an image, and we say, too; of the file under it, what does not depend on the file system.
+/// All that qemu-img says of an image, and we say, too; of the file under it, what does not depend
+/// on the file system.
 #[track_caller]
 fn assert_same_info(image: &Path, what: &str) -> Value {
     let theirs = qemu_img(&["info", "--output=json", "-f", "qcow2", str(image)]);

@@ -1,4 +1,5 @@
-//! Targets of mirrors that misbehave, or are not what they seem: the disk and its clients notice nothing.
+//! Targets of mirrors that misbehave, or are not what they seem: the disk and its clients notice
+//! nothing.
 
 use std::path::Path;
 use std::process::{Child, Stdio};

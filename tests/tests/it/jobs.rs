@@ -1,5 +1,5 @@
-//! Mirrors of disks that clients write to: the clients notice nothing, the target is equal to the byte when it is
-//! complete, and whatever is killed or fails, what can be opened is the disk.
+//! Mirrors of disks that clients write to: the clients notice nothing, the target is equal to the
+//! byte when it is complete, and whatever is killed or fails, what can be opened is the disk.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
@@ -164,7 +164,8 @@ impl Foreign {
     }
 }
 
-/// Whether a server listens at this socket, without connecting to it: its file is there a little earlier.
+/// Whether a server listens at this socket, without connecting to it: its file is there a little
+/// earlier.
 pub(crate) fn listens(socket: &Path) -> bool {
     /// `__SO_ACCEPTCON` in `<linux/net.h>`, as proc_net(5) has it.
     const LISTENS: &str = "00010000";
@@ -219,7 +220,7 @@ fn a_client_goes_on_with_a_mirror_that_is_equal_to_the_byte() {
         writer.check();
         let expected = scratch.image_of("expected", &writer.bytes());
         drop(writer);
-        // The old image is free, but is not the disk any more.
+        // The old image is free, but is no longer the disk.
         command(&["serve", str(&source)]).failure("was moved to");
         server.stop();
         let format = if to.ends_with("img") { "raw" } else { "qcow2" };
@@ -376,8 +377,8 @@ fn after_a_kill_what_can_be_opened_is_the_disk() {
     }
 }
 
-/// The disk went to another image and is on its way back to the first, which has a record of its own by then: a kill leaves
-/// one answer to which of the two is the disk.
+/// The disk went to another image and is on its way back to the first, which has a record of its
+/// own by then: a kill leaves one answer to which of the two is the disk.
 #[test]
 fn a_kill_on_the_way_back_leaves_no_two_records() {
     const MARK: &[u8] = b"blockhouse: mirror not complete\n";

@@ -1,4 +1,5 @@
-//! Listening sockets in the service manager's descriptor store: clients wait for the next server, whatever ended the last one.
+//! Listening sockets in the service manager's descriptor store: clients wait for the next server,
+//! whatever ended the last one.
 
 use std::collections::BTreeMap;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -22,8 +23,8 @@ use rustix::process::Signal;
 use serde_json::json;
 
 const LONG: Duration = Duration::from_secs(60);
-/// What a service manager does: sockets are descriptors from 3 on, and the process is told its own id. They come by standard
-/// input.
+/// The way of a service manager: sockets are descriptors from 3 on, and the process is told its own
+/// id. They come by standard input.
 const PASS: &str = r#"
 import fcntl, os, socket, sys
 channel = socket.socket(fileno=0)
@@ -143,7 +144,7 @@ fn clients_that_come_between_two_servers_are_served_by_the_second() {
     server.stop();
 }
 
-/// Who asks for control or metrics between two servers is answered by the second one.
+/// A request for control or metrics between two servers is answered by the second one.
 #[test]
 fn control_and_metrics_go_on_after_the_server_is_killed() {
     require!(need::tools(&["python3"]));
@@ -179,7 +180,8 @@ fn control_and_metrics_go_on_after_the_server_is_killed() {
     server.stop();
 }
 
-/// The server that goes on makes a socket of its own for metrics, as soon as the one before is kept no more.
+/// The server that goes on makes a socket of its own for metrics, as soon as the one before is kept
+/// no more.
 #[test]
 fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     let scratch = Scratch::new();
@@ -205,7 +207,8 @@ fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     drop(server);
 }
 
-/// What is not wanted any more is given up, with its file, and so is a socket whose path has another server's.
+/// A socket that is no longer wanted is given up, with its file, and so is one whose path has
+/// another server's.
 #[test]
 fn sockets_that_are_not_listened_at_any_more_are_given_up() {
     require!(need::tools(&["python3"]));

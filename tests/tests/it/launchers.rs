@@ -1,6 +1,6 @@
-//! What a launcher starts for a server that may have been taken over: the program that runs, or one
-//! that the operator has named where the server cannot write, whatever path leads there, and never
-//! more where the kernel restricts no files.
+//! The programs that a launcher starts for a server that may have been taken over: the one that
+//! runs, or one that the operator has named where the server cannot write, whatever path leads
+//! there, and never more where the kernel restricts no files.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};

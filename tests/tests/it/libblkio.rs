@@ -1,5 +1,5 @@
-//! libblkio as a front-end: what QEMU, nbdkit and others reach vhost-user-blk with. It has memory and a layout of rings of its
-//! own, and regions that are not of whole pages.
+//! libblkio as a front-end: what QEMU, nbdkit and others reach vhost-user-blk with. It has memory
+//! and a layout of rings of its own, and regions that are not of whole pages.
 
 use std::fs::{File, OpenOptions};
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use blockhouse_tests::{Scratch, Serve, eventually};
 
 const SIZE: u64 = 8 << 20;
 const MEMORY: usize = 2 << 20;
-/// What one request transfers; a slot of the front-end's memory has as much.
+/// The length of one request; a slot of the front-end's memory has as much.
 const LENGTH: usize = 64 << 10;
 const LIMIT: Duration = Duration::from_secs(20);
 

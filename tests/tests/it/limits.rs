@@ -1,4 +1,5 @@
-//! `--limit` of rates: what is served within a time, to whom, what never waits, and ends that do not wait.
+//! `--limit` of rates: what is served within a time, to whom, what never waits, and ends that do
+//! not wait.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,8 @@ fn request(command: u16) -> Request {
     Request { command, flags: 0, offset: 0, length }
 }
 
-/// A server whose disk may move a block in a hundred seconds, and a client that has 64 reads waiting.
+/// A server whose disk may move a block in a hundred seconds, and a client that has 64 reads
+/// waiting.
 fn exhausted(serve: Serve) -> (Server, Client) {
     let server = serve.option("--limit", "bps=5").start();
     let mut client = Client::open(&server.address());
@@ -39,7 +41,8 @@ fn disks_of_a_group_share_a_limit_whatever_their_exports() {
     let scratch = Scratch::new();
     let disks = FourDisks::serve(&scratch, 2, Some("iops=400,group=all"));
     let done = disks.read(16, |done| done.sum() >= 1200);
-    // A machine that is busy makes it slower, never faster. A twentieth of a second's worth may have been saved.
+    // A machine that is busy makes it slower, never faster. A twentieth of a second's worth may
+    // have been saved.
     let most = 400.0 * done.time.as_secs_f64() + 20.0;
     assert!(done.sum() as f64 <= most + 16.0, "{done:?}");
     assert!(done.jain() > 0.9, "{done:?}");
@@ -63,7 +66,8 @@ fn without_a_group_each_disk_has_its_limit() {
 #[test]
 fn operations_and_bytes_and_bursts_hold_at_once() {
     let scratch = Scratch::new();
-    // 64 blocks a second by bytes, four times as many for a second: bytes bind before operations do.
+    // 64 blocks a second by bytes, four times as many for a second: bytes bind before operations
+    // do.
     let limit = "iops=1000,bps=256K,burst=4,burst-seconds=1,group=all";
     let disks = FourDisks::serve(&scratch, 1, Some(limit));
     let done = disks.read(4, |done| done.sum() >= 400);

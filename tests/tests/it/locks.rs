@@ -1,5 +1,5 @@
-//! Who keeps whom away from an image: QEMU and Blockhouse by the same byte-range locks, servers and
-//! servers by them and by their sockets.
+//! The locks that keep programs away from an image: QEMU and Blockhouse by the same byte-range
+//! locks, servers and servers by them and by their sockets.
 
 use std::io::Write;
 use std::process::{Child, Command, Stdio};

@@ -1,5 +1,5 @@
-//! Chains of many images: what QEMU has made is read as QEMU reads it, the first time and later, while the disk changes
-//! and while its image is copied into its backing file.
+//! Chains of many images: what QEMU has made is read as QEMU reads it, the first time and later,
+//! while the disk changes and while its image is copied into its backing file.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -58,14 +58,14 @@ fn step(number: usize, size: u64, is_old: bool, random: &mut Rng) -> String {
     }
 }
 
-/// What QEMU reads.
+/// The bytes that QEMU reads.
 fn expected(scratch: &Scratch, image: &Path) -> Vec<u8> {
     let flat = scratch.path("expected");
     qemu_img(&["convert", "-f", "qcow2", "-O", "raw", str(image), str(&flat)]).success();
     std::fs::read(flat).expect("a file")
 }
 
-/// What a client reads.
+/// The bytes that a client reads.
 fn served(scratch: &Scratch, server: &Server) -> Vec<u8> {
     let copy = scratch.path("copy");
     run(tool("nbdcopy").args([server.uri(), str(&copy)])).success();

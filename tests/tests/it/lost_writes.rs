@@ -1,9 +1,10 @@
-//! A host that cannot write back what its page cache took: no flush and no durable write ever succeeds
-//! over an acknowledged write that was lost.
+//! A host that cannot write back what its page cache took: no flush and no durable write ever
+//! succeeds over an acknowledged write that was lost.
 //!
-//! The disk is a loop device over a sparse file on a small tmpfs, served through the page cache. The
-//! kernel takes every write to the device, finds out that the tmpfs is full when it writes back, drops
-//! the data, and reports that once. What has really arrived is read from the file on the tmpfs.
+//! The disk is a loop device over a sparse file on a small tmpfs, served through the page cache.
+//! The kernel takes every write to the device, finds out that the tmpfs is full when it writes
+//! back, drops the data, and reports that once. What has really arrived is read from the file on
+//! the tmpfs.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,7 +23,7 @@ const PIECE: u64 = 64 << 10;
 /// Pieces of the disk, of which the host has room for about a third.
 const PIECES: u64 = 96;
 const ROOM: u64 = 32 * PIECE;
-/// What is set aside at first and given up in the middle, so that there is room again.
+/// The space that is set aside at first and given up in the middle, so that there is room again.
 const RESERVE: u64 = 8 * PIECE;
 
 /// A full host under a loop device.
@@ -55,14 +56,14 @@ impl FullHost {
         std::fs::remove_file(&self.reserve).expect("the reserve");
     }
 
-    /// Has the kernel write back what is in the page cache, as it does by itself after some time. What
-    /// it reports here it still reports to the server, which has an open file of its own.
+    /// Has the kernel write back what is in the page cache, as it does by itself after some time.
+    /// What it reports here it still reports to the server, which has an open file of its own.
     fn write_back(&self) {
         let device = File::open(self.device.path()).expect("the device");
         let _ = device.sync_data();
     }
 
-    /// What is stored in a piece, if all its bytes say the same.
+    /// The byte of a piece, if all its bytes say the same.
     fn stored(&self, piece: u64) -> Option<u8> {
         let mut bytes = vec![0; PIECE as usize];
         self.backing.read_exact_at(&mut bytes, piece * PIECE).expect("the file is that long");
@@ -70,12 +71,12 @@ impl FullHost {
     }
 }
 
-/// What the client knows.
+/// The client's knowledge.
 #[derive(Default)]
 struct Model {
     /// The pieces that were written with success since the last failure there, and what they hold.
     acknowledged: BTreeMap<u64, u8>,
-    /// Those of them that must be stable.
+    /// The pieces that must be stable.
     durable: BTreeMap<u64, u8>,
 }
 
@@ -127,7 +128,7 @@ impl Model {
                 }
             }
         }
-        // What was overwritten since may be there in its old or its new state.
+        // A piece that was overwritten since may be there in its old or its new state.
         for &(step, _) in outcomes {
             if let Step::Write { piece, .. } = step
                 && self.durable.get(&piece) != self.acknowledged.get(&piece)
@@ -138,8 +139,8 @@ impl Model {
     }
 }
 
-/// One server from its start until well after the host is full; the answer says whether a flush or a
-/// durable write failed.
+/// One server from its start until well after the host is full; the answer says whether a flush or
+/// a durable write failed.
 fn run(host: &FullHost, scratch: &Scratch, engine: Engine, random: &mut Rng) -> bool {
     host.reset();
     let serve = Serve::new(scratch, host.device.path()).engine(engine).cache(Cache::Writeback);

@@ -1,5 +1,6 @@
-//! LUKS containers that qemu-img and cryptsetup have made: converted, served and written, they hold what these programs
-//! put there and read back. What cannot be opened is one line, soon and in little memory.
+//! LUKS containers that qemu-img and cryptsetup have made: converted, served and written, they hold
+//! what these programs put there and read back. What cannot be opened is one line, soon and in
+//! little memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -71,8 +72,8 @@ impl Fixture {
     }
 }
 
-/// Has qemu-img make an encrypted image. It measures how fast the machine derives keys, and fails where a busy machine
-/// keeps it from that: then it tries again.
+/// Has qemu-img make an encrypted image. It measures how fast the machine derives keys, and fails
+/// where a busy machine keeps it from that: then it tries again.
 #[track_caller]
 fn make_by_qemu(words: &[&str]) {
     const TRIES: usize = 30;
@@ -318,7 +319,7 @@ with open(path, 'r+b') as file:
     }
 }
 
-/// What encrypts a new qcow2 image of ours.
+/// The encryption of a new qcow2 image of ours.
 const ENCRYPTED: [&str; 3] = ["-o", "encrypt.format=luks,encrypt.iter-time=10", "--key-file"];
 
 /// An image of this format as a node of QEMU's, with its key.
@@ -477,7 +478,7 @@ fn new_containers_open_in_qemu_and_cryptsetup() {
             json(&command(&["info", "--json", str(&image)]).success())["virtual-size"],
             SIZE
         );
-        // What QEMU writes there is what we read.
+        // Bytes that QEMU writes there are read by ours.
         let node = format!("driver=luks,key-secret=key,file.filename={}", image.display());
         let convert = ["convert", "-n", "-f", "raw", "--object", &object, "--target-image-opts"];
         qemu_img(&[&convert[..], &[fixture.disk.str(), &node]].concat()).success();

@@ -1,4 +1,5 @@
-//! What `blockhouse __generate` makes for packages: man pages, completions, the option reference.
+//! The output of `blockhouse __generate` for packages: man pages, completions, the option
+//! reference.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -64,7 +65,7 @@ fn every_command_has_a_man_page_that_formatters_accept() {
     for section in options().split("\n## ").skip(1) {
         let name = section.lines().next().expect("a title").replace(' ', "-");
         let path = pages.join(format!("{name}.1"));
-        // What it warns about beside that are breaks between paragraphs, and that there is no date.
+        // Its other warnings are about breaks between paragraphs, and that there is no date.
         let linted = run(tool("mandoc").args(["-Tlint", "-W", "error"]).arg(&path)).success();
         assert_eq!(linted.stdout, "", "{name}");
         let mut man = tool("man");
@@ -82,7 +83,7 @@ fn every_command_has_a_man_page_that_formatters_accept() {
     assert!(serve.contains("vhost") && !serve.contains("hand\\-over"), "hidden options are shown");
 }
 
-/// What bash offers for the last word.
+/// The words that bash offers for the last one.
 fn bash_completes(script: &Path, words: &[&str]) -> Vec<String> {
     let list = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
     let last = words.len() - 1;

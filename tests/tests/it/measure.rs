@@ -15,7 +15,8 @@ fn same(words: &[&str]) -> serde_json::Value {
     ours
 }
 
-/// As [`same`], where parts of clusters were never written: they are zeros, which qemu-img does not look for.
+/// As [`same`], where parts of clusters were never written: they are zeros, which qemu-img does not
+/// look for.
 #[track_caller]
 fn no_more(words: &[&str]) -> serde_json::Value {
     let words = [&["measure", "--output=json"], words].concat();

@@ -1,5 +1,5 @@
-//! `serve --metrics`: numbers equal those of fio, strace and the requests that were made; other tools read the
-//! text; and no client of it is trouble.
+//! `serve --metrics`: numbers equal those of fio, strace and the requests that were made; other
+//! tools read the text; and no client of it is trouble.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -70,8 +70,8 @@ fn fio_and_the_histograms_count_the_same_requests() {
     server.stop();
 }
 
-/// Each write takes 22 ms at the host at least, the middle of a bucket, so that what the machine is busy with is small
-/// against it.
+/// Each write takes 22 ms at the host at least, the middle of a bucket, so that what the machine is
+/// busy with is small against it.
 #[test]
 fn the_median_is_in_the_bucket_of_fio_s() {
     require!(need::tools(&["fio"]));

@@ -1,4 +1,5 @@
-//! The page on the metrics address: what it is made of, the stream that feeds it, and who cannot read it.
+//! The page on the metrics address: what it is made of, the stream that feeds it, and who cannot
+//! read it.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -172,7 +173,7 @@ fn clients_that_send_nothing_keep_out_no_scrape() {
         assert!(get(&socket, "/metrics", "").contains("blockhouse_build_info"));
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     }
-    // Who has said what it wants, keeps its place.
+    // A client that has sent its request keeps its place.
     stream.figures();
     server.stop();
 }

@@ -144,7 +144,7 @@ fn the_server_of_the_pod_serves_with_its_rights() {
     command(&["create", str(&image), "64M"]).success();
     let binary = scratch.path("blockhouse");
     std::fs::copy(blockhouse(), &binary).expect("room");
-    // What Kubernetes makes of fsGroup: folders that the group may write.
+    // The effect of fsGroup in Kubernetes: folders that the group may write.
     let shared = scratch.path("memory");
     std::fs::create_dir(&shared).expect("a folder");
     run(tool("chown").arg(format!("0:{user}")).arg(&shared)).success();

@@ -1,4 +1,5 @@
-//! The units of contrib/systemd, and the Debian package: installed into a copy of this system, used, removed.
+//! The units of contrib/systemd, and the Debian package: installed into a copy of this system,
+//! used, removed.
 
 use std::collections::BTreeSet;
 use std::fs::Permissions;
@@ -56,7 +57,8 @@ fn the_service_manager_accepts_the_units() {
     }
 }
 
-/// Two instances have nothing in common: no user, no folder that either may write to, and no control socket.
+/// Two instances have nothing in common: no user, no folder that either may write to, and no
+/// control socket.
 #[test]
 fn each_instance_has_walls_of_its_own() {
     for (unit, keys) in [
@@ -104,7 +106,7 @@ fn group(name: &str) -> BTreeSet<String> {
     names.flat_map(calls_of).collect()
 }
 
-/// What a word of a filter means.
+/// The meaning of a word of a filter.
 fn calls_of(word: &str) -> BTreeSet<String> {
     match word.starts_with('@') {
         true => group(word),
@@ -112,7 +114,7 @@ fn calls_of(word: &str) -> BTreeSet<String> {
     }
 }
 
-/// What a unit lets a server call (`SystemCallFilter=`, systemd.exec(5)).
+/// The system calls that a unit allows (`SystemCallFilter=`, systemd.exec(5)).
 fn allowed(unit: &str) -> BTreeSet<String> {
     let mut allowed = group("@default");
     let filters = unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter="));
@@ -129,8 +131,9 @@ fn allowed(unit: &str) -> BTreeSet<String> {
     allowed
 }
 
-/// A server without capabilities, as the units start it, with its own sandbox, from its start over changes and an upgrade to its end, calls nothing that the units forbid:
-/// otherwise its sandbox would not be put on.
+/// A server without capabilities, as the units start it, with its own sandbox, from its start over
+/// changes and an upgrade to its end, calls nothing that the units forbid: otherwise its sandbox
+/// would not be put on.
 #[test]
 fn the_units_allow_what_a_server_and_its_sandbox_call() {
     require!(need::tools(&["systemd-analyze", "strace", "setpriv"]));
@@ -207,7 +210,7 @@ fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     command(&["create", str(&image), "64M"]).success();
-    // What RuntimeDirectory= makes, on a tmpfs as /run is.
+    // The effect of RuntimeDirectory=, on a tmpfs as /run is.
     let memory = Scratch::in_memory();
     let runtime = memory.path("run");
     let folder = runtime.join("blockhouse-images/disk");
@@ -234,8 +237,9 @@ fn as_user(user: u32) -> Vec<String> {
     words.split(' ').map(str::to_owned).collect()
 }
 
-/// One that takes over an instance can do what its user can. Of the folders and processes of another instance, as the units make
-/// them, that is nothing; what the units forbid beside, and the sandbox, come on top.
+/// One that takes over an instance can do what its user can. Of the folders and processes of
+/// another instance, as the units make them, that is nothing; what the units forbid beside, and the
+/// sandbox, come on top.
 #[test]
 fn the_user_of_one_instance_reaches_nothing_of_another() {
     const USERS: [u32; 2] = [64_992, 64_993];
@@ -288,7 +292,8 @@ fn the_user_of_one_instance_reaches_nothing_of_another() {
     server.stop();
 }
 
-/// What a shell in the copy of this system does: one function for each step, so that a failure names it.
+/// The steps of a shell in the copy of this system: one function for each, so that a failure names
+/// it.
 const SCRIPT: &str = r#"
 set -e
 base=$1 deb=$2
@@ -345,7 +350,8 @@ for file in $(as_files); do
 done
 "#;
 
-/// Files of the sources that the package has below its folder of documentation: where they are there.
+/// Files of the sources that the package has below its folder of documentation: where they are
+/// there.
 fn packed_documents(root: &Path) -> BTreeSet<PathBuf> {
     let description = std::fs::read_to_string(root.join("crates/cli/Cargo.toml")).expect("a file");
     let mut packed = BTreeSet::new();

@@ -1,4 +1,5 @@
-//! The page on the metrics address in a real browser: under load, with a job, while the server is gone and back.
+//! The page on the metrics address in a real browser: under load, with a job, while the server is
+//! gone and back.
 //!
 //! With `BLOCKHOUSE_PICTURES=FOLDER` in the environment its pictures are written there.
 

@@ -223,7 +223,8 @@ fn a_rate_is_not_exceeded() {
     let scratch = Scratch::new();
     let disk = scratch.image_of("disk.img", &random_bytes(&mut seeded(), 3 << 20));
     let [copy, over] = ["copy.qcow2", "over.qcow2"].map(|name| scratch.path(name));
-    // However slow the machine is, it is slower than without a limit: 2 MiB after the first second's take that long.
+    // However slow the machine is, it is slower than without a limit: 2 MiB after the first
+    // second's take that long.
     let limit = Duration::from_millis(500);
     for words in [
         &["convert", "-r", "1M", disk.str(), str(&copy)][..],

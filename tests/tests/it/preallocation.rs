@@ -1,5 +1,5 @@
-//! `blockhouse create -o preallocation=...`: the space is taken, the image is as QEMU's, and one that
-//! does not fit leaves nothing behind.
+//! `blockhouse create -o preallocation=...`: the space is taken, the image is as QEMU's, and one
+//! that does not fit leaves nothing behind.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

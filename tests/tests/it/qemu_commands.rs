@@ -1,4 +1,5 @@
-//! Commands and names of images that are qemu-img's: dd, amend, --image-opts, json:, info --backing-chain.
+//! Commands and names of images that are qemu-img's: dd, amend, --image-opts, json:, info
+//! --backing-chain.
 
 use std::path::Path;
 
@@ -9,7 +10,7 @@ use blockhouse_tests::{
 };
 use serde_json::Value;
 
-/// What `info` says of an image as JSON.
+/// The JSON of `info` for an image.
 fn info(image: &Path) -> Value {
     json(&command(&["info", "--output=json", str(image)]).success())
 }
@@ -40,8 +41,8 @@ fn dd_copies_what_qemu_imgs_copies() {
             command(&[&head[..], &[&to], words].concat()).success();
             qemu_img(&[&head[..], &[&to_theirs], words].concat()).success();
             let [ours, theirs] = [&to, &to_theirs].map(|word| &word["of=".len()..]);
-            // Not strictly: that asks whether the whole disk lies in one piece in the file, and copies in parallel
-            // take clusters in any order.
+            // Not strictly: that asks whether the whole disk lies in one piece in the file, and
+            // copies in parallel take clusters in any order.
             qemu_img(&["compare", "-f", format, "-F", format, ours, theirs]).success();
             let size = |image: &str| info(Path::new(image))["virtual-size"].clone();
             assert_eq!(size(ours), size(theirs), "{words:?}");
@@ -108,7 +109,7 @@ fn options_are_changed_in_place_as_qemu_img_changes_them() {
     assert!(command(&["amend", "-o", "help"]).success().stdout.contains("lazy_refcounts"));
 }
 
-/// What is in an image: the disk, and that of its snapshot.
+/// The content of an image: the disk, and that of its snapshot.
 fn contents(scratch: &Scratch, image: &Path, snapshot: Option<&str>) -> Vec<Vec<u8>> {
     let raw = scratch.path("contents.raw");
     let read = |words: &[&str]| {
@@ -253,7 +254,7 @@ fn a_chain_is_told_as_qemu_img_tells_it() {
     }
     let text = command(&["info", "--backing-chain", str(&top)]).success().stdout;
     assert_eq!(text.matches("\nfile format: ").count(), 3, "{text}");
-    // What the policy refuses is not looked at.
+    // A file that the policy refuses is not looked at.
     let elsewhere = scratch.path("elsewhere");
     std::fs::create_dir(&elsewhere).expect("a folder");
     let outside = elsewhere.join("outside.qcow2");

@@ -1,7 +1,7 @@
 //! Every option of a qcow2 image, both ways: images that QEMU's tools made and wrote to are served
-//! and written to by `qemu-io` through NBD; images that `blockhouse create` made, and a server wrote
-//! to, are written to by `qemu-io` directly. After each `qemu-img check` finds neither errors nor
-//! leaks, and the disk equals a flat model.
+//! and written to by `qemu-io` through NBD; images that `blockhouse create` made, and a server
+//! wrote to, are written to by `qemu-io` directly. After each `qemu-img check` finds neither errors
+//! nor leaks, and the disk equals a flat model.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,7 +18,7 @@ const SIZE: u64 = (3 << 20) + 512 * 7;
 const BACKING_SIZE: u64 = 2 << 20;
 const REQUESTS: usize = 40;
 
-/// Who makes the image.
+/// The maker of the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Maker {
     Qemu,

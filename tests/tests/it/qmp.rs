@@ -391,7 +391,7 @@ impl Both {
         Ok(Self { scratch, _server: server, _peer: peer, ours, theirs, folders })
     }
 
-    /// What both answer to a message.
+    /// The answers of both to a message.
     fn ask(&mut self, message: &str) -> [Value; 2] {
         let sockets = ["ours", "theirs"].map(|name| self.scratch.socket(name));
         let of = |index: usize| {
@@ -406,7 +406,7 @@ impl Both {
         })
     }
 
-    /// What both answer to a message, which is the same.
+    /// The answer of both to a message, which is the same.
     fn ask_same(&mut self, message: &str) -> Value {
         let [ours, theirs] = self.ask(message);
         assert_eq!(ours, theirs, "{message}");
@@ -479,7 +479,8 @@ fn nodes_have_the_keys_of_qemu() {
         let [ours, theirs] = both.ask(&message);
         for name in ["p", "pf"] {
             let (mut ours, mut theirs) = (find(&ours, name), find(&theirs, name));
-            // QEMU puts the default of the header's cluster size and of backing files there, which are no nodes here.
+            // QEMU puts the default of the header's cluster size and of backing files there, which
+            // are no nodes here.
             [&mut ours, &mut theirs].into_iter().for_each(|node| {
                 if let Some(image) =
                     node["image"].get_mut("backing-image").and_then(Value::as_object_mut)

@@ -1,4 +1,5 @@
-//! QMP: what happens to several disks at one moment (overlays, bitmaps, backups), and disks that are copied to other nodes.
+//! QMP: what happens to several disks at one moment (overlays, bitmaps, backups), and disks that
+//! are copied to other nodes.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +20,8 @@ struct Rig {
 }
 
 impl Rig {
-    /// With qcow2 images of 1 MiB of these names, whose first 64 KiB hold 7, as disks that NBD clients may write to.
+    /// With qcow2 images of 1 MiB of these names, whose first 64 KiB hold 7, as disks that NBD
+    /// clients may write to.
     fn start(names: &[&str]) -> Result<Self, String> {
         need::tools(&["qemu-img", "qemu-io"])?;
         let scratch = Scratch::new();

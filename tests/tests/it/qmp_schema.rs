@@ -10,7 +10,7 @@ use serde_json::Value;
 struct Schema(BTreeMap<String, Value>);
 
 impl Schema {
-    /// What a program answers.
+    /// The answers of a program.
     fn of(mut program: Command) -> Self {
         let mut child = program
             .args(["--chardev", "stdio,id=c", "--monitor", "c"])
@@ -56,7 +56,8 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Refuses a type that is no part of QEMU's; `is_given`: what a client gives has all that QEMU needs.
+    /// Refuses a type that is no part of QEMU's; `is_given`: what a client gives has all that QEMU
+    /// needs.
     fn compare(&mut self, ours: &str, theirs: &str, is_given: bool, path: &str) {
         if !self.seen.insert((ours.to_owned(), theirs.to_owned())) {
             return;
@@ -104,7 +105,8 @@ impl Comparison<'_> {
             let path = format!("{path}.{name}");
             let mut others = list_of(theirs, "members").iter();
             let other = others.find(|other| other["name"] == name).expect(&path);
-            // What is told here may be what QEMU may leave out, and what a client gives the other way round.
+            // A member that is always given here may be optional for QEMU, and one from a client
+            // the other way round.
             assert!(!is_given || is_needed(member) == is_needed(other), "{path}");
             assert!(is_given || !is_needed(other) || is_needed(member), "{path}");
             self.compare(text_of(member, "type"), text_of(other, "type"), is_given, &path);

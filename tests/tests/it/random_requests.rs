@@ -12,7 +12,7 @@ const SIZE: usize = 1 << 20;
 const ROUNDS: usize = 60;
 const IN_FLIGHT: usize = 24;
 
-/// What the image holds: `None` where a discard left it open.
+/// The content of the image: `None` where a discard left it open.
 struct Model(Vec<Option<u8>>);
 
 impl Model {
@@ -103,7 +103,7 @@ fn round(clients: &mut [Client], random: &mut Rng, model: &mut Model) {
     }
 }
 
-/// What is said about blocks is true of their bytes, and covers the range without a gap.
+/// The block status is true of its bytes, and covers the range without a gap.
 fn check_status(client: &mut Client, model: &Model) {
     let mut offset = 0;
     while offset < SIZE {

@@ -1,5 +1,5 @@
-//! Bitmaps of raw images, in the sidecar beside them: recorded while they are served, kept through kills and upgrades, and
-//! refused where the image was changed without them.
+//! Bitmaps of raw images, in the sidecar beside them: recorded while they are served, kept through
+//! kills and upgrades, and refused where the image was changed without them.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,7 +42,7 @@ fn list(image: &Path) -> Value {
     json(&command(&["bitmap", "list", "--json", str(image)]).success())
 }
 
-/// What has changed, as NBD clients are told.
+/// The changes, as NBD clients are told.
 fn served_dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> {
     let serve = Serve::new(scratch, image).flag("--read-only").option("--bitmap", name);
     let server = serve.start();
@@ -52,7 +52,8 @@ fn served_dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> 
     dirty_extents(&told)
 }
 
-/// The same, as QEMU is told by the sidecar. It looks for the data file in the folder that it runs in.
+/// The same, as QEMU is told by the sidecar. It looks for the data file in the folder that it runs
+/// in.
 fn qemu_dirty(image: &Path, name: &str) -> Vec<(u64, u64)> {
     let map = format!("--map=qemu:dirty-bitmap:{name}");
     let server = ["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, "disk.img.bitmaps", "]"];
@@ -296,7 +297,8 @@ fn covers(found: &[(u64, u64)], at: u64, length: u64) -> bool {
     found.iter().any(|(start, dirty)| *start <= at && start + dirty >= at + length)
 }
 
-/// A guest writes all the time: what it begins after the answer is in the bitmap, what it did long before is not.
+/// A guest writes all the time: what it begins after the answer is in the bitmap, what it did long
+/// before is not.
 #[test]
 fn a_raw_image_gets_its_first_bitmap_while_a_guest_writes() {
     require!(need::tools(&["nbdinfo"]));
@@ -349,7 +351,8 @@ fn place(number: u64) -> u64 {
     2 * MIB + number * 65_536 % (60 * MIB)
 }
 
-/// The bitmap lives through a kill and an upgrade of the server that has begun it, and the image stays locked.
+/// The bitmap lives through a kill and an upgrade of the server that has begun it, and the image
+/// stays locked.
 #[test]
 fn a_bitmap_that_was_begun_beside_a_guest_outlives_the_server() {
     require!(need::tools(&["nbdinfo"]));
@@ -432,7 +435,7 @@ fn a_served_image_that_cannot_have_a_sidecar_goes_on_without() {
     };
     refuse(&link, &["named by its own path"]);
     refuse(&image, &["another file"]);
-    // What has bitmaps already is not taken for one that was made just now.
+    // An image with bitmaps is not taken for one that was made just now.
     let server = serve(&scratch, &image);
     let other = scratch.path("other");
     std::fs::create_dir(&other).expect("a folder");

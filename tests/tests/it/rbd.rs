@@ -1,4 +1,5 @@
-//! Images in Ceph, on a cluster of one machine: what commands read and write there, and what is served from there.
+//! Images in Ceph, on a cluster of one machine: what commands read and write there, and what is
+//! served from there.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +20,8 @@ use crate::jobs::{self, Writer};
 
 const MIB: usize = 1 << 20;
 
-/// The lock of a killed client is free when its watch has expired: 30 seconds, on a cluster that is not busy.
+/// The lock of a killed client is free when its watch has expired: 30 seconds, on a cluster that is
+/// not busy.
 const LOCK_EXPIRES: Duration = Duration::from_secs(180);
 
 /// A name that no other test has.
@@ -208,7 +210,7 @@ fn changes_since_a_snapshot_are_told(ceph: &Ceph, name: &str) {
     assert_eq!(told(&two, "one", &[]), [(32 << 10, 4 << 10, true)]);
     let text = command(&["map", &location, "--since", "two"]).success().stdout;
     assert!(text.contains("0x1400000       0x200           data"), "{text}");
-    // What the same question to Ceph's own tool says.
+    // The answer of Ceph's own tool to the same question.
     let theirs = ceph.rbd(&["diff", "--from-snap", "one", name]).success().stdout;
     assert!(theirs.contains("20971520"), "{theirs}");
     command(&["map", &location, "--since", "none"]).failure("has no snapshot 'none'");
@@ -250,7 +252,7 @@ fn snapshots_of_a_raw_image_are_those_of_ceph() {
     command(&["snapshot", "delete", &location, "zwei"]).failure("has no snapshot 'zwei'");
 }
 
-/// What a write answers, over a connection of its own.
+/// The answer to a write, over a connection of its own.
 fn write(server: &Server, offset: u64) -> u32 {
     let mut client = Client::open_with(&server.address(), Framing::Structured);
     let error = client.write(offset, &[5; 4096], 0);
@@ -353,7 +355,8 @@ fn a_guest_writes_what_clients_and_ceph_read() {
         assert_eq!(client.write(offset, &content(number + 1000), 0), 0);
         assert_eq!(guest.read(0, number), content(number + 1000));
     }
-    // Another client of Ceph changes the size, which the server carries out as the owner of the lock.
+    // Another client of Ceph changes the size, which the server carries out as the owner of the
+    // lock.
     ceph.rbd(&["resize", "--size", "32M", &name]).success();
     server.signal(Signal::HUP);
     let size = || run(tool("nbdinfo").args(["--size", server.uri()])).success().stdout;

@@ -44,7 +44,7 @@ fn writes_are_refused_until_it_is_writable_again() {
         assert_eq!(client.write(0, &[7; 4096], 0), 0);
         set(&mut control, name, true);
         set(&mut control, name, true);
-        // What was written is in the image, for everybody who reads it.
+        // Written bytes are in the image, for everybody who reads it.
         let copy = scratch.path("copy.raw");
         qemu_img(&["convert", "-U", "-O", "raw", str(&scratch.path(name)), str(&copy)]).success();
         assert_eq!(std::fs::read(&copy).expect("a copy")[..4096], [7; 4096]);
@@ -202,7 +202,8 @@ fn a_disk_that_was_handed_over_stays_read_only() {
     server.stop();
 }
 
-/// A front-end that comes again with what its driver negotiated before is served, whatever the disk has become.
+/// A front-end that comes again with what its driver negotiated before is served, whatever the disk
+/// has become.
 #[test]
 fn a_driver_that_goes_on_keeps_its_features() {
     let scratch = Scratch::new();

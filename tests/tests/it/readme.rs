@@ -1,4 +1,5 @@
-//! The pages that teach: their commands work as they are typed, one after the other in an empty folder.
+//! The pages that teach: their commands work as they are typed, one after the other in an empty
+//! folder.
 
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{need, require, run, tool};
@@ -8,7 +9,8 @@ const COMMANDS: &str = include_str!("../../../docs/commands.md");
 const FIRST_MACHINE: &str = include_str!("../../../docs/first-machine.md");
 const FROM_QEMU: &str = include_str!("../../../docs/from-qemu.md");
 
-/// Runs the commands of a page. A server runs until the next command that is not for its control socket.
+/// Runs the commands of a page. A server runs until the next command that is not for its control
+/// socket.
 fn type_all(page: &str, folder: &Folder, least: usize) {
     let commands = commands(page, "blockhouse ");
     assert!(commands.len() >= least, "{commands:?}");

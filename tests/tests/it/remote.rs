@@ -1,4 +1,5 @@
-//! Images on other servers: exports of NBD as what commands read and write, as what is served, and as backing files.
+//! Images on other servers: exports of NBD as what commands read and write, as what is served, and
+//! as backing files.
 
 use std::fs;
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,5 @@
-//! Overlays of a base on another server, which are filled while they are used: each block is fetched once, an outage is waited
-//! for, and in the end the base is not needed.
+//! Overlays of a base on another server, which are filled while they are used: each block is
+//! fetched once, an outage is waited for, and in the end the base is not needed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -75,7 +75,7 @@ impl Remote {
         Writer::on(&server.address(), self.blocks.clone(), seeded())
     }
 
-    /// What was read from the base: offsets and lengths, in order.
+    /// The reads of the base: offsets and lengths, in order.
     fn fetched(&self) -> Vec<(u64, u64)> {
         let log = fs::read_to_string(self.log()).expect("nbdkit's log");
         let number = |line: &str, name: &str| {
@@ -132,7 +132,7 @@ fn each_block_is_fetched_once() {
     remote.assert_fetched_once(true);
     drop((writer, control));
     server.stop();
-    // What was fetched is there after a restart.
+    // Fetched clusters are there after a restart.
     let (server, _control) = remote.serve(&[]);
     let mut client = blockhouse_tests::nbd::Client::open(&server.address());
     assert_eq!(client.read(BLOCK, BLOCK), Ok(content(remote.blocks[1])));
@@ -178,7 +178,7 @@ fn an_outage_of_the_base_is_waited_for() {
     };
     read(&mut writer, 5000);
     remote.stop_base();
-    // What is there needs no base.
+    // A read of clusters that are there needs no base.
     read(&mut writer, 5000);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| read(&mut writer, 7000));

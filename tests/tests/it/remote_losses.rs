@@ -1,4 +1,5 @@
-//! Images on a server that comes back without what it had answered: who relies on it is told, or loses nothing.
+//! Images on a server that comes back without what it had answered: who relies on it is told, or
+//! loses nothing.
 
 use std::time::Duration;
 
@@ -97,7 +98,7 @@ fn a_mirror_to_a_server_that_lost_its_cache_fails() {
     assert_eq!(client.write(0, &[8; 4096], 0), 0, "the disk is where it was");
     drop(client);
     server.stop();
-    // What the target has is no disk.
+    // The target's content is no disk.
     let bytes = origin.content();
     assert!(bytes.starts_with(b"blockhouse: mirror not complete\n"), "{:?}", &bytes[..64]);
 }

@@ -1,5 +1,6 @@
-//! Images on servers with TLS, of other projects and of our own: read, written, served again, as the target of a mirror and as
-//! a base; and each way in which a client and a server do not trust each other, with one line.
+//! Images on servers with TLS, of other projects and of our own: read, written, served again, as
+//! the target of a mirror and as a base; and each way in which a client and a server do not trust
+//! each other, with one line.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -88,7 +89,7 @@ fn read_and_write(host: &mut Host, uri: &str) {
     fs::remove_file(copy).unwrap();
 }
 
-/// What a command says of this URI: one line, with these words.
+/// The refusal of this URI: one line, with these words.
 #[track_caller]
 fn refused(uri: &str, words: &[&str]) -> Outcome {
     failed(command(&["info", uri]), words)
@@ -238,8 +239,8 @@ fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     drop(server);
 }
 
-/// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name, one that was built from source
-/// in the file that has all.
+/// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name,
+/// one that was built from source in the file that has all.
 #[test]
 fn authorities_of_the_environment_or_else_of_the_system_are_trusted() {
     require!(need::tools(&[&TOOLS[..], &["openssl"]].concat()));
@@ -350,7 +351,7 @@ fn an_overlay_has_its_base_on_a_server_with_tls_that_comes_back() {
     let words = ["create", "-b", &backing, "-F", "raw", "--allow-remote", "--allow-path"];
     let folder = host.keys.parent().unwrap();
     command(&[&words[..], &[str(folder), str(&overlay)]].concat()).success();
-    // Whoever made the image has not the right to use this host's keys.
+    // The maker of the image has not the right to use this host's keys.
     let outcome = command(&["map", "--allow-remote", str(&overlay)]).failure("--allow-path");
     assert!(outcome.stderr.contains("files of TLS"), "{}", outcome.stderr);
     let front = format!("nbd+unix:///?socket={}", str(&scratch.socket("front")));

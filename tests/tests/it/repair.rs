@@ -1,5 +1,5 @@
-//! `blockhouse check --repair` on images that were damaged byte by byte, beside `qemu-img check` on the
-//! same images: afterwards both find nothing, and the guest's data is still there.
+//! `blockhouse check --repair` on images that were damaged byte by byte, beside `qemu-img check` on
+//! the same images: afterwards both find nothing, and the guest's data is still there.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -84,7 +84,7 @@ impl Patient {
         command(&["check", "--json", "--repair", what, "-f", "qcow2", str(&self.path)])
     }
 
-    /// Repairs all, and lets QEMU find nothing any more and the data where it was.
+    /// Repairs all, and lets QEMU find nothing and the data where it was.
     #[track_caller]
     fn recovers(&self, steps: &[&str]) -> Value {
         let outcome = self.repair("all").success();
@@ -215,7 +215,8 @@ fn clusters_with_two_owners_are_copied_when_one_is_written() {
     patient.recovers(&["read -P 1 0 1M", "read -P 1 1280k 64k", "read -P 1 512M 1M"]);
     patient.qemu_io(&["write -P 7 1280k 64k", "read -P 1 0 1M", "read -P 7 1280k 64k"]);
     patient.qemu_io(&["write -P 8 512M 64k", "read -P 1 0 1M", "read -P 8 512M 64k"]);
-    // What is left to one owner is not marked so; that costs a copy, until the next repair.
+    // Clusters that are left to one owner are not marked so; that costs a copy, until the next
+    // repair.
     patient.recovers(&["read -P 1 0 1M", "read -P 7 1280k 64k", "read -P 8 512M 64k"]);
 }
 
@@ -399,7 +400,8 @@ fn what_a_cut_off_file_has_lost_is_no_zeros() {
     patient.must_recover(&["read -P 1 0 1M", "read -P 2 2M 448k", "read -P 0 2560k 512k"]);
 }
 
-/// The active disk has lost nothing, but what the server would write goes where the snapshot's data belongs.
+/// The active disk has lost nothing, but what the server would write goes where the snapshot's data
+/// belongs.
 #[test]
 fn an_image_is_not_written_to_when_a_snapshot_of_it_is_cut_off() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -480,8 +482,8 @@ fn with_snapshots(scratch: &Scratch, name: &str) -> Patient {
     patient
 }
 
-/// Damages the snapshots, repairs the image, and expects exactly these to be left. What is lost is told
-/// with these words.
+/// Damages the snapshots, repairs the image, and expects exactly these to be left. What is lost is
+/// reported with these words.
 #[track_caller]
 fn must_keep(damage: impl FnOnce(&Patient, u64), left: &[&str], told: &[&str]) {
     let scratch = Scratch::new();

@@ -1,4 +1,5 @@
-//! Rollbacks: a disk is what it was when it was forked, its overlay is gone, and what others stand on is left alone.
+//! Rollbacks: a disk is what it was when it was forked, its overlay is gone, and what others stand
+//! on is left alone.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -218,7 +219,8 @@ fn bitmaps_of_the_layer_say_what_the_overlay_had_changed() {
     }
 }
 
-/// The record of a device is no part of a test's folder: the next device of its name is another one.
+/// The record of a device is no part of a test's folder: the next device of its name is another
+/// one.
 struct RemovedAtTheEnd(PathBuf);
 
 impl Drop for RemovedAtTheEnd {

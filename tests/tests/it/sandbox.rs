@@ -1,5 +1,5 @@
-//! The sandbox from inside: a build with debug assertions tries what an attacker would, on a loop of the server. All
-//! other tests show that a server does in it what users ask for.
+//! The sandbox from inside: a build with debug assertions tries what an attacker would, on a loop
+//! of the server. All other tests show that a server does in it what users ask for.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -204,7 +204,8 @@ fn without_landlock_a_server_that_opens_nothing_later_opens_nothing() {
     server.stop();
 }
 
-/// A configuration may be read again, and names disks of the folders that it has named at the start.
+/// A configuration may be read again, and names disks of the folders that it has named at the
+/// start.
 #[test]
 fn a_configuration_reaches_its_folders_and_no_others() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
@@ -358,7 +359,7 @@ fn root_opens_and_another_user_serves() {
     }
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[8; 4096], 0), 0);
-    // What was answered is there after a kill, for the next server that root starts.
+    // Answered writes are there after a kill, for the next server that root starts.
     server.signal(Signal::KILL);
     drop(server);
     let server = serve().start();
@@ -376,8 +377,9 @@ fn root_opens_and_another_user_serves() {
     refusal.wrong_usage(&["--group needs --user"]);
 }
 
-/// Asserts that all threads of a process are NOBODY's, without any other right. The kernel's workers of io_uring are
-/// none of these: they run no code of the process, and do what a thread asks by that thread's rights.
+/// Asserts that all threads of a process are NOBODY's, without any other right. The kernel's
+/// workers of io_uring are none of these: they run no code of the process, and do what a thread
+/// asks by that thread's rights.
 #[track_caller]
 fn is_nobody(process: Pid) {
     let tasks = format!("/proc/{}/task", process.as_raw_nonzero());
@@ -428,7 +430,8 @@ fn a_server_of_root_keeps_few_capabilities() {
 /// No thread of a server has a capability of root that goes beyond files, memory and ports.
 #[track_caller]
 pub(crate) fn assert_few_capabilities(server: &Server) {
-    // Of `<linux/capability.h>`: `NET_RAW`, `SYS_MODULE`, `SYS_PTRACE`, `SYS_ADMIN`, `SYSLOG`, `PERFMON`, `BPF`.
+    // Of `<linux/capability.h>`: `NET_RAW`, `SYS_MODULE`, `SYS_PTRACE`, `SYS_ADMIN`, `SYSLOG`,
+    // `PERFMON`, `BPF`.
     let dangerous = [13, 16, 19, 21, 34, 38, 39].iter().fold(0_u64, |all, bit| all | 1 << bit);
     let threads = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("a process");
     let mut seen = 0;

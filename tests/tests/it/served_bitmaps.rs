@@ -1,4 +1,5 @@
-//! Bitmaps of images that change: served and killed, resized, put back to a snapshot; beside QEMU's tools.
+//! Bitmaps of images that change: served and killed, resized, put back to a snapshot; beside QEMU's
+//! tools.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Snapshots of an image while it is served, asked for at the control socket: each holds one moment of every
-//! client, the guests' data stays right, and no nonsense on the socket harms anybody.
+//! Snapshots of an image while it is served, asked for at the control socket: each holds one moment
+//! of every client, the guests' data stays right, and no nonsense on the socket harms anybody.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -58,7 +58,8 @@ fn write_until(stop: &AtomicBool, address: &Address, region: usize, seed: u64, d
     client.disconnect();
 }
 
-/// What a client had done before a snapshot was asked for, and had begun when it was there.
+/// The writes that a client had done before a snapshot was asked for, and had begun when it was
+/// there.
 #[derive(Clone, Copy)]
 struct Bounds {
     least: u64,
@@ -354,7 +355,7 @@ fn nonsense_on_the_socket_harms_nobody() {
     let mut endless = connect(&socket);
     while endless.write_all(&[b'x'; 4096]).is_ok() {}
     let mut rest = Vec::new();
-    // The answer may be lost behind what nobody reads any more.
+    // The answer may be lost behind what nobody reads.
     let _ = endless.read_to_end(&mut rest);
     assert!(rest.is_empty() || String::from_utf8_lossy(&rest).contains("65536 bytes"));
 

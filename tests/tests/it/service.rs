@@ -1,4 +1,5 @@
-//! What a server tells those who run it: the pid file, the service manager and its watchdog, warnings, what to try.
+//! The words of a server for those who run it: the pid file, the service manager and its watchdog,
+//! warnings, hints.
 
 use std::os::unix::net::UnixDatagram;
 use std::process::{Command, Stdio};
@@ -125,7 +126,7 @@ fn the_watchdog_misses_a_loop_that_hangs() {
     hang.args(["-qq", "-o", "/dev/null", "-e", "inject=all:delay_enter=100s", "-p", &thread[0]]);
     let mut hang = hang.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("strace starts");
     let is_held = || {
-        // What came before it was held is read away.
+        // Messages from before it was held are read away.
         while manager.next_within(Duration::from_millis(1)).is_some() {}
         manager.next_within(4 * WATCHDOG).is_none()
     };

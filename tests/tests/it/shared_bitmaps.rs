@@ -1,4 +1,5 @@
-//! A history of bitmaps, step by step by QEMU's tools or by ours: whoever takes a step, the outcome is the same.
+//! A history of bitmaps, step by step by QEMU's tools or by ours: whoever takes a step, the outcome
+//! is the same.
 
 use std::path::Path;
 
@@ -9,7 +10,7 @@ use blockhouse_tests::{
 };
 use serde_json::Value;
 
-/// Who takes which step: bit N is set where step N is ours.
+/// The steps of each: bit N is set where step N is ours.
 struct Turns<'a> {
     ours: u32,
     step: u32,
@@ -30,7 +31,7 @@ impl Turns<'_> {
         };
     }
 
-    /// What both refuse.
+    /// A call that both refuse.
     fn refused(&mut self, arguments: &[&str]) {
         let outcome = match self.is_ours() {
             true => command(arguments),
@@ -51,8 +52,9 @@ impl Turns<'_> {
     }
 }
 
-/// Bitmaps are begun, cleared, switched off and on between writes, copied with a disk, merged from its backing file and into
-/// it, and removed. What the bitmaps of the disk and of its backing file are at the end, and what those have recorded.
+/// Bitmaps are begun, cleared, switched off and on between writes, copied with a disk, merged from
+/// its backing file and into it, and removed. What the bitmaps of the disk and of its backing file
+/// are at the end, and what those have recorded.
 fn history(turns: &mut Turns<'_>) -> Vec<Value> {
     let names = ["base", "overlay", "copy", "raw"];
     let paths = names.map(|name| turns.scratch.path(&format!("{name}.qcow2")));

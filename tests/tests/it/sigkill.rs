@@ -27,7 +27,8 @@ const WRITERS: u64 = 4;
 const BLOCK: u64 = 4096;
 const KILLS: u64 = 3;
 
-/// What blocks of the disk may hold: what was acknowledged last, and what was sent after it.
+/// The content that blocks of the disk may have: the last acknowledged one, and those sent after
+/// it.
 #[derive(Default)]
 struct Promises(HashMap<u64, Promise>);
 
@@ -64,7 +65,7 @@ fn write_durably(address: &Address, part: u64, first: u64, mut random: Rng) -> P
 }
 
 impl Promises {
-    /// What is new replaces what is old, where it was acknowledged.
+    /// A newer value replaces an older one, where it was acknowledged.
     fn learn(&mut self, newer: Self) {
         for (offset, promise) in newer.0 {
             let known = self.0.entry(offset).or_default();
@@ -146,7 +147,7 @@ fn kill_under_load(
     for writer in writers {
         promises.learn(writer.join().expect("no durable write failed"));
     }
-    // It notices by itself that nobody answers any more.
+    // It notices by itself that nobody answers.
     if wait_for_exit(&mut busy, limit).is_none() {
         let _ = busy.kill();
         let _ = busy.wait();

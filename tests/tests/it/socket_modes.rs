@@ -1,5 +1,6 @@
-//! `--socket-mode` and `--socket-group`: who may connect to the Unix sockets of guests, at each moment; the sockets of control
-//! and metrics have options of their own, and a control socket answers what it is for.
+//! `--socket-mode` and `--socket-group`: who may connect to the Unix sockets of guests, at each
+//! moment; the sockets of control and metrics have options of their own, and a control socket
+//! answers what it is for.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -19,7 +20,8 @@ const GROUP_ID: u32 = 1;
 
 const NAMES: [&str; 6] = ["nbd", "vu", "control", "metrics", "more", "more.vu"];
 
-/// A server with a socket of each kind; two are added while it runs. `private`: the options of control and metrics.
+/// A server with a socket of each kind; two are added while it runs. `private`: the options of
+/// control and metrics.
 fn serve(
     scratch: &Scratch,
     options: &[&str],

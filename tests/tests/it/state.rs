@@ -1,5 +1,5 @@
-//! Servers that are killed, and what the next program finds: every answered change of a qcow2 image, or a word about
-//! what is missing.
+//! Servers that are killed, and what the next program finds: every answered change of a qcow2
+//! image, or a word about what is missing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -232,7 +232,7 @@ fn a_directory_that_cannot_be_used_is_refused() {
     refused(Path::new("/proc/state"), &["/proc/state", "--state off"]);
     refused(&scratch.path("state"), &["tmpfs", "--state off"]);
     fs::set_permissions(memory.path(), Permissions::from_mode(0o700)).expect("it is ours");
-    // What has the name of a state file and is none is set aside.
+    // A file of a state file's name that is none is set aside.
     let about = fs::metadata(image.path()).expect("the image");
     let name = format!("{:x}-{:x}", about.dev(), about.ino());
     fs::create_dir(memory.path().join(&name)).expect("a directory");
@@ -409,8 +409,8 @@ fn an_image_over_one_that_lacks_answered_changes_is_not_opened_for_writing() {
     server.stop();
 }
 
-/// The byte of the header with the lowest incompatible bits (docs/interop/qcow2.txt of QEMU), and the bit of an image
-/// that was found to contradict itself.
+/// The byte of the header with the lowest incompatible bits (docs/interop/qcow2.txt of QEMU), and
+/// the bit of an image that was found to contradict itself.
 const INCOMPATIBLE_BYTE: u64 = 79;
 const CORRUPT_BIT: u8 = 2;
 

@@ -75,7 +75,7 @@ fn folder(scratch: &Scratch, name: &str) -> PathBuf {
     folder
 }
 
-/// What a program says that ends by itself, and its exit status.
+/// The output of a program that ends by itself, and its exit status.
 fn told(mut command: Command, words: &[String]) -> (Option<i32>, String) {
     let output = command.args(words).stdin(Stdio::null()).output().expect("it is there");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -121,7 +121,7 @@ fn wrong_options_are_refused_with_the_words_of_qemu() {
         assert_eq!(own, theirs, "{line:?}");
         assert_eq!(own.0, Some(1));
     }
-    // What is not possible here has an error of its own.
+    // An option that is not possible here has an error of its own.
     for (line, said) in [
         (&["--chardev", "pty,id=c"][..], "'pty' are not possible"),
         (
@@ -189,7 +189,7 @@ fn an_image_is_served_in_the_background_until_a_signal() {
     qemu_io("qcow2", &folder.join("d"), &["read -P 7 0 512"]);
 }
 
-/// What a program answers to lines at its standard input.
+/// The answers of a program to lines at its standard input.
 fn at_stdio(mut command: Command, words: &[String], lines: &[&str]) -> Vec<Value> {
     command.args(["--chardev", "stdio,id=c", "--monitor", "chardev=c"]).args(words);
     let mut child =
@@ -201,7 +201,7 @@ fn at_stdio(mut command: Command, words: &[String], lines: &[&str]) -> Vec<Value
     drop(input);
     let text = String::from_utf8(output.stdout).expect("text");
     let answers = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
-    // What tells versions and moments.
+    // Values that tell versions and moments.
     answers
         .filter(|answer| answer["QMP"].is_null())
         .map(|mut answer| {

@@ -1,5 +1,5 @@
-//! Streams of disks that clients write to: the clients notice nothing, the overlay needs no base in the end, and whatever is
-//! killed, what is served again is the disk.
+//! Streams of disks that clients write to: the clients notice nothing, the overlay needs no base in
+//! the end, and whatever is killed, what is served again is the disk.
 
 use std::fs;
 use std::path::Path;
@@ -41,7 +41,7 @@ fn a_client_goes_on_with_an_overlay_that_needs_no_base() {
             ctl(&scratch, &["job", "s", "complete"]).success();
             wait_for(&mut control, "s", "completed");
         });
-        // The base is free, and is not read any more.
+        // The base is free, and is no longer read.
         let bytes = vec![0xee; size as usize];
         std::fs::write(&chain.base, bytes).expect("the base");
         writer.check();
@@ -166,7 +166,7 @@ fn a_stream_without_space_fails_and_the_client_goes_on() {
     ctl(&scratch, &["stream", "over.qcow2", "--job", "s"]).success();
     let failed = wait_for(&mut control, "s", "failed")["error"].to_string();
     assert!(failed.contains("No space left"), "{failed}");
-    // What the image has is overwritten where it is.
+    // Clusters of the image are overwritten where they are.
     (0..16).for_each(|index| writer.write(index));
     writer.check();
     drop((writer, control));

@@ -301,7 +301,7 @@ fn bytes_in_plain_behind_starttls_end_the_connection() {
     client.0.read_to_end(&mut rest).expect("the connection ends");
     assert_eq!(rest.len(), 20, "the reply to STARTTLS and nothing more: {rest:?}");
     wait_until(|| server.log().contains("in plain after STARTTLS"), "a line in the log");
-    // What was agreed on before TLS is forgotten: a second STRUCTURED_REPLY is the first one then.
+    // Options from before TLS are forgotten: a second STRUCTURED_REPLY is the first one then.
     let python = "import nbd, sys\n\
         h = nbd.NBD()\n\
         h.set_tls(nbd.TLS_REQUIRE)\n\
@@ -360,7 +360,8 @@ fn hostile_handshakes_hold_their_seats_only_and_only_for_a_while() {
 fn fio_writes_and_verifies_by_tls() {
     require!(need::tools(&[&TOOLS[..], &["fio"]].concat()));
     let host = Host::new();
-    // libnbd takes no files from fio's URI. It finds those of an ordinary user in its home, which others may enter.
+    // libnbd takes no files from fio's URI. It finds those of an ordinary user in its home, which
+    // others may enter.
     let home = tempfile::tempdir().unwrap();
     let folder = home.path().join(".config/pki/libnbd");
     fs::create_dir_all(&folder).unwrap();
@@ -444,7 +445,7 @@ fn a_client_that_renegotiates_without_end_is_disconnected() {
     let mut answers = std::iter::from_fn(|| client.next_record());
     assert_eq!(answers.by_ref().take(10).collect::<Vec<_>>(), [21; 10], "alerts");
     assert_eq!(answers.next(), Some(23), "the list");
-    // What is refused without end costs no memory without end.
+    // Refusals without end cost no memory without end.
     let mut client = by_hand(&server, &host, "bob");
     let is_over = (0..100_000).any(|_| client.ask_to_renegotiate().is_err());
     assert!(is_over, "it goes on for ever");

@@ -171,7 +171,8 @@ fn in_small_terminals_columns_go_and_names_and_digits_stay() {
     let wide = rows(&tmux.screen()).expect("two disks");
     for columns in [120, 80, 60] {
         tmux.resize(columns);
-        // The terminal cuts what it shows already, until it is drawn anew: each figure is one of the wide screen then.
+        // The terminal cuts what it shows already, until it is drawn anew: each figure is one of
+        // the wide screen then.
         let is_whole = |(row, wide): (&Vec<String>, &Vec<String>)| {
             row.len() > 4 && row.iter().all(|word| wide.contains(word))
         };

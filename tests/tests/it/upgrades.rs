@@ -1,5 +1,5 @@
-//! Servers that hand over to another process under load: no client sees an end of file or a wrong byte, no other program
-//! gets the image's lock, and a death at any step leaves one owner or none.
+//! Servers that hand over to another process under load: no client sees an end of file or a wrong
+//! byte, no other program gets the image's lock, and a death at any step leaves one owner or none.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -108,7 +108,7 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
     }
 }
 
-/// What remains of the two processes when one dies at a step.
+/// The rest of the two processes when one dies at a step.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Remains {
     Source,
@@ -221,7 +221,8 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     server.stop();
 }
 
-/// Each of several upgrades at once is carried out or told that it was not, and no replaced server stays for them.
+/// Each of several upgrades at once is carried out or told that it was not, and no replaced server
+/// stays for them.
 #[test]
 fn upgrades_at_once_leave_one_server_and_an_answer_for_each() {
     let scratch = Scratch::new();
@@ -255,7 +256,7 @@ fn upgrades_at_once_leave_one_server_and_an_answer_for_each() {
     drop(server);
 }
 
-/// What remains of a half-open handshake, a half-sent request, and a client that does not read.
+/// A half-open handshake, a half-sent request, and a client that does not read.
 #[test]
 fn who_is_in_the_middle_of_something_is_served_or_told() {
     let scratch = Scratch::new();

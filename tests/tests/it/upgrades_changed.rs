@@ -1,4 +1,5 @@
-//! Upgrades of servers whose disks, exports and limits were changed while they ran: the new server has what the old one had.
+//! Upgrades of servers whose disks, exports and limits were changed while they ran: the new server
+//! has what the old one had.
 
 use std::path::Path;
 use std::time::Duration;
@@ -26,7 +27,8 @@ fn open(socket: &Path, name: &str) -> Client {
     Greeted::new(&Address::Unix(socket.into())).go(name, Framing::Simple)
 }
 
-/// All that is listed of disks, exports and limits, but for counts of clients, and room that others take.
+/// All that is listed of disks, exports and limits, but for counts of clients, and room that others
+/// take.
 fn listed(control: &mut Control) -> Vec<Value> {
     let mut all: Vec<Value> = ["disk.list", "export.list", "limit.get"]
         .into_iter()
@@ -49,7 +51,8 @@ fn upgraded(scratch: &Scratch, servers: &Servers<'_>) -> Control {
     Control::connect(&socket)
 }
 
-/// Sockets are counted in the order of their lives: the first one is gone here, so that no number is that of its place.
+/// Sockets are counted in the order of their lives: the first one is gone here, so that no number
+/// is that of its place.
 #[test]
 fn disks_exports_and_limits_are_handed_over_as_they_are() {
     let scratch = Scratch::new();
@@ -77,7 +80,7 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     control.get("export.add", json!({ "disk": "second.qcow2", "export": str(&vu) }));
     add_read_only(&mut control, str(&vu_ro));
     let mut reader = open(&nbd, "ro");
-    // What the command line asks for is gone.
+    // The disk of the command line is gone.
     control.get("disk.close", json!({ "disk": "first", "force": true }));
     let mut client = open(&nbd, "s");
     assert_eq!(client.write(0, &[7; 4096], 0), 0);
@@ -97,13 +100,13 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         assert_ne!(later.driver.features() & VIRTIO_BLK_RO, 0);
         assert_eq!(open(&nbd, "s").read(0, 4096), Ok(vec![7; 4096]), "a new one");
     }
-    // What is read-only can be made writable, and a group has all its members.
+    // A read-only disk can be made writable, and a group has all its members.
     control.get("disk.set", json!({ "disk": "third.qcow2", "read-only": false }));
     control.get("limit.set", json!({ "group": "g", "limits": { "iops": 5_000 } }));
     let limits = control.get("limit.get", json!({}));
     let of_group = json!({ "group": "g", "iops": 5000 });
     assert_eq!([&limits[0]["limits"], &limits[1]["limits"]], [&of_group, &of_group]);
-    // What was closed can be opened again, and what was opened closed.
+    // A closed disk can be opened again, and an opened one closed.
     control.get("disk.open", json!({ "path": first.path() }));
     drop((client, reader));
     for export in [uri("s", &nbd), only] {
@@ -133,7 +136,8 @@ fn a_disk_that_is_read_only_refuses_writes_in_the_new_server() {
     drop(server);
 }
 
-/// The image that the disk has moved to is handed over, more than once, and what the old path has is left alone.
+/// The image that the disk has moved to is handed over, more than once, and what the old path has
+/// is left alone.
 #[test]
 fn a_disk_that_a_mirror_has_moved_is_handed_over_at_its_new_place() {
     let scratch = Scratch::new();

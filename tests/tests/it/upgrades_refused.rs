@@ -1,5 +1,6 @@
-//! Servers that are not upgraded, because what they have cannot leave the process: disks on other servers, and keys. One line
-//! says so, nobody is disconnected, and what the line asks for is enough.
+//! Servers that are not upgraded, because what they have cannot leave the process: disks on other
+//! servers, and keys. One line says so, nobody is disconnected, and what the line asks for is
+//! enough.
 
 use std::path::Path;
 

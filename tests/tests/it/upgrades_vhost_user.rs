@@ -1,5 +1,6 @@
-//! Servers that hand over vhost-user-blk devices to another process under load: no front-end sees an end of its
-//! connection, no guest a wrong byte or a request without an answer, and a death at any step leaves one owner or none.
+//! Servers that hand over vhost-user-blk devices to another process under load: no front-end sees
+//! an end of its connection, no guest a wrong byte or a request without an answer, and a death at
+//! any step leaves one owner or none.
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! VHDX images whose log was not replayed: what is read here is what QEMU reads after it has replayed the log.
+//! VHDX images whose log was not replayed: what is read here is what QEMU reads after it has
+//! replayed the log.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! `blockhouse serve --vhost-user-blk` with a driver of our own: beside NBD on the same disk, killed
-//! and started again under load, resized while it serves.
+//! `blockhouse serve --vhost-user-blk` with a driver of our own: beside NBD on the same disk,
+//! killed and started again under load, resized while it serves.
 
 use std::cell::RefCell;
 use std::os::unix::process::ExitStatusExt;
@@ -64,7 +64,7 @@ fn a_guest_and_an_nbd_client_see_one_disk() {
     server.stop();
 }
 
-/// What all threads of a process have used of the processors.
+/// The processor time of all threads of a process.
 fn processor_time(pid: u32) -> Duration {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs");
     let nanoseconds = tasks.map(|task| {
@@ -103,8 +103,8 @@ fn peak_memory(server: &Server) -> u64 {
     line.split_whitespace().nth(1).expect("a number").parse::<u64>().expect("a number") << 10
 }
 
-/// Posts up to seven reads of `count` buffers of `length` bytes, all of them the same memory, each in an
-/// indirect table.
+/// Posts up to seven reads of `count` buffers of `length` bytes, all of them the same memory, each
+/// in an indirect table.
 fn post_aliasing(guest: &mut Guest, heads: u16, count: usize, length: u32) {
     const DATA: usize = 512 << 10;
     let (memory, base) = (guest.driver.memory.clone(), guest.driver.requests());
@@ -177,7 +177,7 @@ fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
 struct Load {
     /// The block and its new content, while it is under way.
     under_way: [[Option<(u64, u64)>; 16]; 2],
-    /// What each block must hold.
+    /// The number that each block must hold.
     expected: Vec<u64>,
     answered: u64,
     posted: u64,
@@ -247,8 +247,8 @@ fn a_guest_survives_servers_that_are_killed_under_load() {
     server.stop();
 }
 
-/// Writes and reads blocks from `first` on, again and again, until `stop`; every byte must be right. Gives
-/// how many rounds that were.
+/// Writes and reads blocks from `first` on, again and again, until `stop`; every byte must be
+/// right. Gives how many rounds that were.
 fn verify(
     stop: &AtomicBool,
     first: u64,
@@ -328,7 +328,7 @@ fn a_front_end_whose_memory_vanishes_disturbs_nobody() {
     });
     assert!(rounds.iter().all(|&rounds| rounds > 10), "{rounds:?}");
     let log = server.log();
-    // What is repeated is counted after some lines.
+    // A repeated warning is counted after some lines.
     assert!(log.contains("vanished: its file was cut short"), "{log}");
     assert!(!log.contains("is broken") && !log.contains("request failed"), "one line each: {log}");
     let mut guest = Guest::connect(&sockets[0], Options::default());

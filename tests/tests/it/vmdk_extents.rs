@@ -1,4 +1,5 @@
-//! VMDK images of many files: they are one disk, and their files are no others than a stranger may name.
+//! VMDK images of many files: they are one disk, and their files are no others than a stranger may
+//! name.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

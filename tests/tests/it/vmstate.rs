@@ -1,5 +1,5 @@
-//! `vmstate` against a real QEMU: a paused machine of 512 MiB, by software emulation, whose memory holds a
-//! random pattern; what one program stores, the other gets back.
+//! `vmstate` against a real QEMU: a paused machine of 512 MiB, by software emulation, whose memory
+//! holds a random pattern; what one program stores, the other gets back.
 
 use std::fs::File;
 use std::io::Write;
@@ -83,7 +83,7 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     let memory = memory_file(&scratch, "memory");
     let blockhouse = str(blockhouse());
 
-    // What QEMU streams, we store, and QEMU starts from it.
+    // A state that QEMU streams is stored by ours, and QEMU starts from it.
     let ours = new_image(&scratch, "ours.qcow2");
     let migrate = format!(
         "migrate_set_parameter max-bandwidth 100G\n\
@@ -99,17 +99,17 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     machine(&restored, &["-drive", &drive(&ours), "-loadvm", "one"], "");
     same_memory(&memory, &restored);
 
-    // What we give, QEMU takes.
+    // QEMU takes our stream.
     let sent = scratch.path("sent");
     let incoming =
         format!("exec:{blockhouse} vmstate load {} one && touch {}", str(&ours), str(&sent));
     let received = empty_memory(&scratch, "restored");
-    // What is still in the pipe when all is sent is soon taken.
+    // The rest in the pipe when all is sent is soon taken.
     let teller = format!("until [ -e {} ]; do sleep 0.1; done; sleep 3; echo quit", str(&sent));
     machine_told_by(&teller, &received, &["-incoming", &incoming]);
     same_memory(&memory, &received);
 
-    // What QEMU stores, we read byte for byte: stored by us again, QEMU starts from it.
+    // A state that QEMU stores is read byte for byte: stored by us again, QEMU starts from it.
     let theirs = new_image(&scratch, "theirs.qcow2");
     machine(&memory, &["-drive", &drive(&theirs)], "savevm two\n");
     let listed = command(&["snapshot", "list", str(&theirs)]).success().stdout;

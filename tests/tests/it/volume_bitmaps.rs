@@ -1,5 +1,6 @@
-//! Bitmaps of block devices, images in Ceph and exports of NBD servers, in a file that the user names (`--bitmaps`): kept
-//! through kills and upgrades, and refused where the volume is another one or somebody else may have written to it.
+//! Bitmaps of block devices, images in Ceph and exports of NBD servers, in a file that the user
+//! names (`--bitmaps`): kept through kills and upgrades, and refused where the volume is another
+//! one or somebody else may have written to it.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -28,7 +29,7 @@ struct Volume {
     scratch: Scratch,
     /// As commands name it.
     name: String,
-    /// What a user has to say where nothing tells of other programs' changes.
+    /// The user's word where nothing tells of other programs' changes.
     is_trusted: bool,
     /// Keeps it there.
     _held: Vec<Box<dyn std::any::Any>>,
@@ -204,7 +205,7 @@ fn bitmaps_belong_to_one_volume_of_one_size() {
     OpenOptions::new().write(true).open(&file).expect("a file").set_len(2 * SIZE).expect("longer");
     device.attach_again(&file);
     command(&trusted).failure("is of a disk of 67108864 bytes");
-    // What has bitmaps of its own has no use for such a file.
+    // An image with bitmaps of its own has no use for such a file.
     let own = volume.scratch.path("own.qcow2");
     command(&["create", str(&own), "1M"]).success();
     Serve::new(&volume.scratch, &own)
@@ -332,7 +333,8 @@ fn nothing_tells_of_an_export_unless_the_user_does() {
     untold.bitmap(&["list"], &[]).failure("--trust-bitmaps says that nobody else writes");
 }
 
-/// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, and what a bitmap lacks is told.
+/// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, and what a bitmap
+/// lacks is told.
 #[test]
 fn a_full_place_for_bitmaps_costs_no_guest_a_write() {
     let scratch = Scratch::new();

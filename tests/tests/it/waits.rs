@@ -1,5 +1,5 @@
-//! Disks whose backing file is at a server that stops: what waits for it is told, holds up nothing else, and keeps no server
-//! from its end.
+//! Disks whose backing file is at a server that stops: what waits for it is told, holds up nothing
+//! else, and keeps no server from its end.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -54,7 +54,8 @@ impl Stopped {
         (server, Control::connect(&socket))
     }
 
-    /// Clusters of the image's own, then the base stops, and a read and a write wait for it. The clients that wait.
+    /// Clusters of the image's own, then the base stops, and a read and a write wait for it. The
+    /// clients that wait.
     fn stop_base(&self, server: &Server) -> [Client; 2] {
         let mut client = Client::open(&server.address());
         assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);

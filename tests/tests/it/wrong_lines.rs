@@ -1,5 +1,5 @@
-//! Wrong command lines of each command, as people type them: the first line of what is said names the file or word, the
-//! cause, and what to do.
+//! Wrong command lines of each command, as people type them: the first line of what is said names
+//! the file or word, the cause, and what to do.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -10,7 +10,8 @@ use blockhouse_tests::{Outcome, run_within};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What is typed after `blockhouse`, and what the first line has: the file or word, the cause, what to do.
+/// What is typed after `blockhouse`, and what the first line has: the file or word, the cause, what
+/// to do.
 type Line = (&'static str, [&'static str; 3]);
 
 /// The operation failed: exit status 1, and one line.
@@ -132,7 +133,8 @@ const WRONG_USAGE: &[Line] = &[
     ("detach text.txt", ["text.txt", "a block device", "/dev/ublkb0 or /dev/nbd0"]),
 ];
 
-/// Of a running server: its NBD socket is nbd.sock, its control socket is control, its metrics are at metrics.
+/// Of a running server: its NBD socket is nbd.sock, its control socket is control, its metrics are
+/// at metrics.
 const AT_A_SERVER: &[Line] = &[
     ("ctl nbd.sock disks", ["nbd.sock", "serves a disk by NBD", "name the socket of --control"]),
     ("ctl metrics disks", ["metrics", "serves metrics", "name the socket of --control"]),

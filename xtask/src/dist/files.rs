@@ -32,7 +32,8 @@ pub(super) fn copy(file: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies a program without what only debuggers need. Names of functions stay, for the report of a panic.
+/// Copies a program without what only debuggers need. Names of functions stay, for the report of a
+/// panic.
 pub(super) fn copy_stripped(program: &Path, folder: &Path) -> Result<()> {
     copy(program, folder)?;
     let name = program.file_name().unwrap_or_default();

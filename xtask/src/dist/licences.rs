@@ -1,8 +1,8 @@
 //! THIRD-PARTY.txt: the licences of all that is linked into the binary.
 //!
-//! Guarantee: each crate that the binary depends on (not those that only build scripts, tests or other platforms need)
-//! is listed with its version and licence, and with each text of a licence or notice that its package contains. Which
-//! licences may be in it, deny.toml says.
+//! Guarantee: each crate that the binary depends on (not those that only build scripts, tests or
+//! other platforms need) is listed with its version and licence, and with each text of a licence or
+//! notice that its package contains. Which licences may be in it, deny.toml says.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,8 @@ use lab_tools::workspace::Workspace;
 use super::files;
 use super::static_binary;
 
-/// Texts of the licences of such crates are in the packages at most this many folders deep: zstd-sys has C sources.
+/// Texts of the licences of such crates are in the packages at most this many folders deep:
+/// zstd-sys has C sources.
 const DEPTH: usize = 2;
 
 /// Whether one of the packages contains OpenSSL.
@@ -62,7 +63,7 @@ pub(super) fn write(workspace: &Workspace, openssl: OpenSsl, path: &Path) -> Res
     files::write(path, page)
 }
 
-/// What cargo says about all packages of this platform, with their dependencies resolved.
+/// Cargo's answer about all packages of this platform, with their dependencies resolved.
 fn metadata(workspace: &Workspace, openssl: OpenSsl) -> Result<Value> {
     let mut version = std::process::Command::new("rustc");
     version.arg("-vV");
@@ -97,7 +98,7 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
             let Some(id) = dependency["pkg"].as_str() else { continue };
             let is_linked = kinds.any(|kind| kind["kind"].is_null());
             if is_openssl(id) {
-                // What it depends on is for building.
+                // Its dependencies are for building.
                 seen.insert(id);
             } else if is_linked && seen.insert(id) {
                 rest.push(id);
@@ -113,7 +114,8 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
     Ok(linked)
 }
 
-/// Whether a package has the sources of OpenSSL. It is one that builds, and what it builds is linked.
+/// Whether a package has the sources of OpenSSL. It is one that builds, and what it builds is
+/// linked.
 fn is_openssl(id: &str) -> bool {
     id.contains("#openssl-src@")
 }

@@ -1,9 +1,10 @@
-//! `cargo xtask dist`: what is handed to users: a Debian package, a static binary, and the file tree of an OCI image.
+//! `cargo xtask dist`: what is handed to users: a Debian package, a static binary, and the file
+//! tree of an OCI image.
 //!
-//! Guarantees: all of them contain the same version of the binary with its own man pages, completions and the licences
-//! of all that is linked into it. Times in archives are that of the commit (`SOURCE_DATE_EPOCH` if set), so what is built
-//! twice from one commit with one toolchain is packed alike. Nothing is written outside of the target folder and
-//! `--output`.
+//! Guarantees: all of them contain the same version of the binary with its own man pages,
+//! completions and the licences of all that is linked into it. Times in archives are that of the
+//! commit (`SOURCE_DATE_EPOCH` if set), so what is built twice from one commit with one toolchain
+//! is packed alike. Nothing is written outside of the target folder and `--output`.
 
 mod archive;
 mod deb;
@@ -25,13 +26,14 @@ use self::licences::OpenSsl;
 use self::parts::{Parts, commit_time};
 pub use self::release::{Options as ReleaseOptions, run_release};
 
-/// What to make.
+/// The products.
 #[derive(Default, clap::Args)]
 pub struct Options {
     /// Where to put it; left out, target/dist-packages
     #[arg(long, value_name = "FOLDER")]
     output: Option<PathBuf>,
-    /// Pack binaries that are not optimized, soon rather than small: to try the packages themselves
+    /// Pack binaries that are not optimized, soon rather than small: to try the packages
+    /// themselves
     #[arg(long)]
     quick: bool,
     /// Make the Debian package alone, of this binary, which is not built

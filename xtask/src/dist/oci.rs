@@ -1,7 +1,8 @@
-//! The file tree of an OCI image (image-spec 1.1, image layout): the static binary and nothing else.
+//! The file tree of an OCI image (image-spec 1.1, image layout): the static binary and nothing
+//! else.
 //!
-//! Invariants: it runs as a user without rights (65532), as tools that copy images (skopeo, podman load oci:FOLDER,
-//! crane) take it, and it has one layer.
+//! Invariants: it runs as a user without rights (65532), as tools that copy images (skopeo, podman
+//! load oci:FOLDER, crane) take it, and it has one layer.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What all packages of one `cargo xtask dist` have in common.
+//! The common parts of all packages of one `cargo xtask dist`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,10 +8,11 @@ use anyhow::{Context, Result};
 use lab_tools::process;
 use lab_tools::workspace::Workspace;
 
-/// What all packages are made of.
+/// The parts of all packages.
 pub(super) struct Parts<'a> {
     pub(super) workspace: &'a Workspace,
-    /// Man pages, completions, option reference, schema, licences: a folder that is made anew each time.
+    /// Man pages, completions, option reference, schema, licences: a folder that is made anew each
+    /// time.
     pub(super) staging: PathBuf,
     /// Where packages go.
     pub(super) output: PathBuf,

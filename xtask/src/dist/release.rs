@@ -1,8 +1,9 @@
 //! `cargo xtask release`: all that is published of a version, in one folder.
 //!
-//! Guarantees: it is made of a commit, never of a work tree with changes; the notes are the changelog's section of the
-//! version; each file has its checksum in `SHA256SUMS`. Whoever makes it again from the commit, with the same toolchain in
-//! the same folder, gets the same files: `--expect` compares them.
+//! Guarantees: it is made of a commit, never of a work tree with changes; the notes are the
+//! changelog's section of the version; each file has its checksum in `SHA256SUMS`. Whoever makes it
+//! again from the commit, with the same toolchain in the same folder, gets the same files:
+//! `--expect` compares them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,10 +21,11 @@ use super::parts::Parts;
 /// The checksums' file, as `sha256sum --check` reads it.
 const SUMS: &str = "SHA256SUMS";
 
-/// What to release.
+/// The parts of a release.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Make it although the changelog says that the version is not released, or the work tree has changes
+    /// Make it although the changelog says that the version is not released, or the work tree has
+    /// changes
     #[arg(long)]
     draft: bool,
     /// Pack binaries that are not optimized: to try the task itself

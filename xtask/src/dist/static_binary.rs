@@ -1,12 +1,14 @@
 //! The binary for every Linux of its architecture: it needs no library of the host.
 //!
-//! Guarantee: it has TLS as the Debian package's has. OpenSSL is built from source and linked in (feature `vendored`),
-//! whatever this machine has of it, so that there is one version of it, and it is there for musl, too.
+//! Guarantee: it has TLS as the Debian package's has. OpenSSL is built from source and linked in
+//! (feature `vendored`), whatever this machine has of it, so that there is one version of it, and
+//! it is there for musl, too.
 //!
-//! With the target of musl installed (`rustup target add x86_64-unknown-linux-musl`) and its C compiler (`musl-gcc`, for
-//! zstd) it is linked with musl, else statically with the C library of this machine. Then names of hosts in `nbd://`
-//! URIs and of groups need that machine's version of the C library where it runs, because it loads modules (NSS) for them;
-//! addresses in numbers need nothing.
+//! With the target of musl installed (`rustup target add x86_64-unknown-linux-musl`) and its C
+//! compiler (`musl-gcc`, for zstd) it is linked with musl, else statically with the C library of
+//! this machine. Then names of hosts in `nbd://` URIs and of groups need that machine's version of
+//! the C library where it runs, because it loads modules (NSS) for them; addresses in numbers need
+//! nothing.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,7 +20,8 @@ use lab_tools::process::{cargo, executables, find_program, run, stdout_of};
 
 use super::parts::Parts;
 
-/// Tests of what OpenSSL does, by their names: servers with certificates and keys for nbdinfo and qemu-img, and clients.
+/// Tests of what OpenSSL does, by their names: servers with certificates and keys for nbdinfo and
+/// qemu-img, and clients.
 const TESTS: &str = "tls::";
 
 /// OpenSSL from source.

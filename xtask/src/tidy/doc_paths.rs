@@ -1,9 +1,9 @@
 //! Rule: the files and types that the documentation names exist, and so do the pages that it links.
 //!
-//! A code span of a Markdown file is checked when it looks like a path into the workspace: its first part
-//! is a crate (`disk/path` is `crates/disk/src/path.rs` or a folder of that name) or a folder at the top
-//! (`xtask/tidy` is `xtask/src/tidy`). A code span that is one name in CamelCase must be a word
-//! of some Rust file. The changelog is left out: it tells of files that were.
+//! A code span of a Markdown file is checked when it looks like a path into the workspace: its
+//! first part is a crate (`disk/path` is `crates/disk/src/path.rs` or a folder of that name) or a
+//! folder at the top (`xtask/tidy` is `xtask/src/tidy`). A code span that is one name in CamelCase
+//! must be a word of some Rust file. The changelog is left out: it tells of files that were.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -56,8 +56,8 @@ fn links(text: &str) -> impl Iterator<Item = (usize, &str)> {
     files.filter(|(_, file)| !file.is_empty() && !file.contains("://"))
 }
 
-/// The code spans of a Markdown text that end on their line, with the line's number from 1. Fenced and
-/// indented blocks have none.
+/// The code spans of a Markdown text that end on their line, with the line's number from 1. Fenced
+/// and indented blocks have none.
 fn code_spans(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut is_fenced = false;
     let lines = (1..).zip(text.lines()).filter(move |(_, line)| {

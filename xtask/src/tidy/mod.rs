@@ -1,11 +1,14 @@
 //! `cargo xtask tidy`: the rules that no compiler checks.
 //!
-//! - No file has more than [`MAX_LINES`] lines, and every Rust file begins by saying what it is for.
+//! - No file has more than [`MAX_LINES`] lines, and every Rust file begins by saying what it is
+//!   for.
 //! - The words of unfinished work are absent ([`banned_words`]).
 //! - Unsafe code lives where [`unsafety`] says, and every other crate forbids it.
+//! - Comments are no wider than code ([`comment_width`]).
 //! - A crate depends on lower layers only ([`layers`]).
 //! - The modules of a crate depend on each other without circles ([`circles`]).
-//! - The files and types that the documentation names exist, and so do the pages that it links ([`doc_paths`]).
+//! - The files and types that the documentation names exist, and so do the pages that it links
+//!   ([`doc_paths`]).
 //! - Each dependency has its reason ([`reasons`]).
 //! - ARCHITECTURE.md is a page and docs/ a book for users: [`MAX_ARCHITECTURE`] and [`MAX_DOCS`].
 //!
@@ -13,6 +16,7 @@
 
 mod banned_words;
 mod circles;
+mod comment_width;
 mod doc_paths;
 mod layers;
 mod reasons;
@@ -50,6 +54,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     for file in files.iter().filter(|file| file.is_rust()) {
         violations.extend(header(file));
         violations.extend(banned_words::check(file));
+        violations.extend(comment_width::check(file));
         violations.extend(unsafety::check_file(file)?);
     }
     violations.extend(unsafety::check_roots(workspace.root(), &packages, &files)?);

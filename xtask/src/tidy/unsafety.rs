@@ -1,9 +1,10 @@
-//! Where unsafe code may be: in the engine, which talks to the kernel, in core's buffers, and in the calls of librbd.
+//! Where unsafe code may be: in the engine, which talks to the kernel, in core's buffers, and in
+//! the calls of librbd.
 //!
 //! Every other crate says `#![forbid(unsafe_code)]` in each of its roots (library, binaries, tests,
 //! benchmarks, build script), so the compiler enforces the rule there; and as a root is easily
-//! forgotten, the word itself is looked for in all code. The library with the calls of librbd cannot
-//! forbid it, and denies it everywhere else.
+//! forgotten, the word itself is looked for in all code. The library with the calls of librbd
+//! cannot forbid it, and denies it everywhere else.
 
 use std::path::Path;
 

@@ -1,7 +1,8 @@
 //! The kernel's block statistics of the device that a file lies on.
 //!
-//! They count the requests of all programs. Flushes are counted for the whole disk only, never for a partition.
-//! Durable writes (FUA) are not counted: the kernel tells only whether the device takes them.
+//! They count the requests of all programs. Flushes are counted for the whole disk only, never for
+//! a partition. Durable writes (FUA) are not counted: the kernel tells only whether the device
+//! takes them.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -25,7 +26,7 @@ pub struct DeviceCounts {
 }
 
 impl DeviceCounts {
-    /// What was added since.
+    /// The difference to `before`.
     pub fn since(self, before: Self) -> Self {
         Self {
             reads: self.reads.wrapping_sub(before.reads),
@@ -45,7 +46,8 @@ impl DeviceCounts {
 }
 
 impl Device {
-    /// The disk under a path; `None` where there is none to be seen (tmpfs, a network, several disks).
+    /// The disk under a path; `None` where there is none to be seen (tmpfs, a network, several
+    /// disks).
     pub fn under(path: &Path) -> Option<Self> {
         let metadata = fs::metadata(path).ok()?;
         let number =

@@ -30,7 +30,7 @@ pub fn machine_clock() -> Duration {
     time_of(ClockId::Monotonic)
 }
 
-/// What is done to an event loop.
+/// A change to an event loop.
 pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
 
 /// How requests get to the disk.
@@ -38,7 +38,7 @@ pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
 pub struct LoopSetup<'a> {
     /// The engine of each job's event loop.
     pub engine: Engine,
-    /// What is done to each job's event loop before the sample begins.
+    /// The change to each job's event loop before the sample begins.
     pub prepare: Option<&'a Prepare<'a>>,
 }
 
@@ -49,10 +49,10 @@ impl LoopSetup<'_> {
     }
 }
 
-/// What is asked of the disk.
+/// The requests that the disk gets.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    /// What each request does.
+    /// The work of each request.
     pub work: Work,
     /// In which order the blocks are visited.
     pub pattern: Pattern,
@@ -67,8 +67,8 @@ pub struct Load {
 }
 
 impl Load {
-    /// How many requests a sample has at most: as many as may be written, and one pass where blocks are
-    /// visited one after the other.
+    /// How many requests a sample has at most: as many as may be written, and one pass where blocks
+    /// are visited one after the other.
     pub fn most_requests(&self) -> u64 {
         let bytes = match (self.work, self.pattern) {
             (Work::Read, _) => return u64::MAX,
@@ -87,7 +87,7 @@ impl Load {
     }
 }
 
-/// What a request does.
+/// The work of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// A read.
@@ -118,7 +118,7 @@ pub struct Limits {
     pub requests: u64,
 }
 
-/// What one sample measured.
+/// The measurement of one sample.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// Requests that were completed.
@@ -131,9 +131,9 @@ pub struct Sample {
     pub processor: Duration,
     /// Nanoseconds from the begin of each request to its end.
     pub latency: Histogram<u64>,
-    /// What the kernel counted at the device meanwhile, by whomever.
+    /// The device's counters of the kernel meanwhile, of requests by anybody.
     pub device: Option<DeviceCounts>,
-    /// What else was found out.
+    /// A further finding.
     pub note: Option<String>,
 }
 
@@ -149,7 +149,7 @@ pub fn new_histogram() -> Histogram<u64> {
     Histogram::new(3).expect("three digits are possible")
 }
 
-/// What is read before and after a sample.
+/// The clocks that are read before and after a sample.
 pub struct Clocks<'a> {
     device: Option<(&'a Device, DeviceCounts)>,
     processor: Duration,
@@ -163,8 +163,8 @@ impl<'a> Clocks<'a> {
         Self { device, processor: processor_time(), begin: clock() }
     }
 
-    /// What went by until then. To give an engine back to the kernel, which takes longer than many
-    /// requests, is not a part of it.
+    /// The time that went by until then. To give an engine back to the kernel, which takes longer
+    /// than many requests, is not a part of it.
     pub fn end(self, end: End, bytes: u64, latency: Histogram<u64>) -> Sample {
         let elapsed = end.at.saturating_sub(self.begin);
         let processor = end.processor.saturating_sub(self.processor);
@@ -196,7 +196,7 @@ fn time_of(clock: ClockId) -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// What all jobs of a sample share.
+/// The state that all jobs of a sample share.
 pub struct Shared<'a, S: Storage> {
     /// Where the requests go.
     pub disk: &'a Disk<S>,
@@ -206,7 +206,7 @@ pub struct Shared<'a, S: Storage> {
     pub limits: Limits,
     /// How many have begun.
     pub begun: AtomicU64,
-    /// What time it is for all of them.
+    /// The time for all of them.
     pub clock: &'a Clock<'a>,
     /// Whether to stop before that.
     pub stop: &'a Stop,

@@ -1,7 +1,7 @@
 //! `blockhouse bench`: what the fast ways bring on this machine, measured on the production path.
 //!
-//! It says beforehand how long it takes and how much it writes, and keeps to both; works in a new file
-//! unless told otherwise, and leaves nothing behind.
+//! It says beforehand how long it takes and how much it writes, and keeps to both; works in a new
+//! file unless told otherwise, and leaves nothing behind.
 
 mod device;
 mod load;

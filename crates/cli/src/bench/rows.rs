@@ -1,7 +1,8 @@
 //! Cases, their variants taking turns, and what is made of the samples.
 //!
-//! The first variant of a case is its baseline. A ratio is taken within each round, where both ran one
-//! right after the other, and is told with its spread; where that is not clear of 1, so is that.
+//! The first variant of a case is its baseline. A ratio is taken within each round, where both ran
+//! one right after the other, and is told with its spread; where that is not clear of 1, so is
+//! that.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +13,8 @@ use hdrhistogram::Histogram;
 use super::device::DeviceCounts;
 use super::load::{Load, Sample, new_histogram};
 
-/// How often each variant is measured, if there is time. That seven rounds agree by chance on which is
-/// faster happens once in 64 cases.
+/// How often each variant is measured, if there is time. That seven rounds agree by chance on which
+/// is faster happens once in 64 cases.
 pub const ROUNDS: usize = 7;
 /// A difference smaller than this says nothing about any machine.
 const MIN_DIFFERENCE: f64 = 0.03;
@@ -22,13 +23,13 @@ const MIN_ROUNDS: usize = 5;
 
 /// One line of a question: the same work done in several ways.
 pub struct Case<'a> {
-    /// What is done: "16x1, io_uring".
+    /// The work: "16x1, io_uring".
     pub name: String,
     /// The ways, of which the first is what the others are compared with.
     pub variants: Vec<Variant<'a>>,
 }
 
-/// What can be measured of a question.
+/// The cases of a question.
 pub struct Cases<'a> {
     /// The cases.
     pub cases: Vec<Case<'a>>,
@@ -54,13 +55,13 @@ pub struct Variant<'a> {
     pub name: String,
     /// Measures one sample.
     pub run: Box<dyn FnMut() -> Result<Sample> + 'a>,
-    /// What others measured.
+    /// The measurement of others.
     pub published: Option<Published>,
-    /// What each round of it takes.
+    /// The cost of each of its rounds.
     pub cost: Cost,
 }
 
-/// What a sample takes in addition to the sample time.
+/// The cost of a sample in addition to the sample time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cost {
     /// How much longer it takes.
@@ -92,7 +93,7 @@ impl Published {
     }
 }
 
-/// What one way of one case came to.
+/// The result of one way of one case.
 #[derive(Debug)]
 pub struct Row {
     /// Which question it answers.
@@ -111,15 +112,15 @@ pub struct Row {
     pub latency: Histogram<u64>,
     /// Nanoseconds of processor time per request.
     pub processor: f64,
-    /// What the device saw in all rounds.
+    /// The device's counters in all rounds.
     pub device: Option<DeviceCounts>,
     /// Against the baseline; `None` for the baseline itself.
     pub ratio: Option<Ratio>,
-    /// What others measured.
+    /// The measurement of others.
     pub published: Option<Published>,
     /// Their ratio to their baseline.
     pub published_ratio: Option<f64>,
-    /// What else was found out.
+    /// A further finding.
     pub note: Option<String>,
 }
 
@@ -221,7 +222,7 @@ fn rows_of(
     rows.collect()
 }
 
-/// What was found out, each once: rounds may differ.
+/// The findings, each once: rounds may differ.
 fn notes(samples: &[Sample]) -> Option<String> {
     let mut notes: Vec<&str> = samples.iter().filter_map(|sample| sample.note.as_deref()).collect();
     notes.dedup();

@@ -1,7 +1,7 @@
 //! How the time is shared out, and how much is written at most.
 //!
-//! Guarantees: no case begins after the time is up, and none begins a round that would, as far as its
-//! rounds so far tell, not end within the case's share. So only a single round can run over.
+//! Guarantees: no case begins after the time is up, and none begins a round that would, as far as
+//! its rounds so far tell, not end within the case's share. So only a single round can run over.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ const FILLING: Duration = Duration::from_secs(4);
 const MIN_SAMPLE_TIME: Duration = Duration::from_millis(20);
 /// A longer one tells nothing more than another round does.
 const MAX_SAMPLE_TIME: Duration = Duration::from_millis(1500);
-/// What goes by between samples and after their ends, as a part of their time.
+/// The time between samples and after their ends, as a part of their time.
 const BETWEEN: f64 = 0.2;
 
 /// The plan of all cases.
@@ -22,9 +22,9 @@ pub struct Schedule {
     pub begin: Instant,
     /// How long one sample lasts.
     pub sample_time: Duration,
-    /// What it should come to.
+    /// The expected use.
     pub expected: Duration,
-    /// What it must not exceed.
+    /// The upper bound.
     pub most: Duration,
     /// Bytes that are written at most.
     pub written: u64,

@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM end a measurement between two requests, so that its files are removed. A second
-//! one ends it at once, whatever it waits for, and they are removed all the same.
+//! Ctrl-C and SIGTERM end a measurement between two requests, so that its files are removed. A
+//! second one ends it at once, whatever it waits for, and they are removed all the same.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -22,7 +22,7 @@ pub struct Stop(Arc<State>);
 #[derive(Default)]
 struct State {
     asked: OnceLock<StopRequest>,
-    /// What must not stay.
+    /// The folder that must not stay.
     folder: OnceLock<PathBuf>,
 }
 

@@ -1,8 +1,8 @@
 //! Where a measurement may write, and that nothing of it stays.
 //!
-//! The place is a new folder, with a name of its own, next to the path that the user gave; it goes when
-//! the value does. An existing file or block device is written to only when the user says that its
-//! data may be destroyed, and it is locked meanwhile.
+//! The place is a new folder, with a name of its own, next to the path that the user gave; it goes
+//! when the value does. An existing file or block device is written to only when the user says that
+//! its data may be destroyed, and it is locked meanwhile.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use blockhouse_daemon::size;
 /// How much is written at once while the file is filled.
 const CHUNK_SIZE: usize = 1 << 20;
 
-/// What becomes of data that is there already.
+/// The treatment of data that is there already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExistingData {
     /// It stays.
@@ -43,7 +43,8 @@ pub struct Target {
 #[derive(Debug)]
 enum TargetKind {
     Folder(TempDir),
-    /// A file or a block device. The disk that is measured opens a device exclusively, so it is not mounted meanwhile.
+    /// A file or a block device. The disk that is measured opens a device exclusively, so it is not
+    /// mounted meanwhile.
     Existing(PathBuf),
 }
 
@@ -127,7 +128,7 @@ impl Target {
         }
     }
 
-    /// What device statistics and messages are about.
+    /// The path of device statistics and messages.
     pub fn path(&self) -> &Path {
         match &self.kind {
             TargetKind::Folder(folder) => folder.path(),
@@ -135,8 +136,8 @@ impl Target {
         }
     }
 
-    /// A raw disk of `size` bytes, or what an existing file has of them, filled and flushed. The cache
-    /// mode is `None` (direct I/O) where the file system has it.
+    /// A raw disk of `size` bytes, or what an existing file has of them, filled and flushed. The
+    /// cache mode is `None` (direct I/O) where the file system has it.
     ///
     /// # Errors
     /// What the host answers, or that it is time to stop.

@@ -1,4 +1,5 @@
-//! What every question works with: the disk that is measured, the engines, and how long a sample lasts.
+//! The common surroundings of every question: the disk that is measured, the engines, and how long
+//! a sample lasts.
 
 use std::cell::{Cell, OnceCell};
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! The command line of `convert`: what may be asked for, what contradicts itself, which images are opened.
+//! The command line of `convert`: what may be asked for, what contradicts itself, which images are
+//! opened.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,7 +26,8 @@ use crate::rate::RateArgs;
 pub struct Arguments {
     #[command(flatten)]
     pub(super) formats: CopyFormats,
-    /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's state.
+    /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's
+    /// state.
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     pub(super) snapshot: Option<String>,
     /// Copy the source's bitmaps of changes, too (qcow2 only). One that lacks changes is an error.
@@ -37,12 +39,13 @@ pub struct Arguments {
     /// Write compressed clusters (qcow2 only).
     #[arg(long, short)]
     pub(super) compress: bool,
-    /// Options of a qcow2 target, as those of 'create'. Without a backing file the target stands alone, whatever
-    /// is behind the source.
+    /// Options of a qcow2 target, as those of 'create'. Without a backing file the target stands
+    /// alone, whatever is behind the source.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", conflicts_with = "resume")]
     #[arg(value_parser = create_options::parse)]
     pub(super) options: Vec<create_options::Settings>,
-    /// Make the target an overlay of this file, found from the target's folder: what differs from it is stored.
+    /// Make the target an overlay of this file, found from the target's folder: what differs from
+    /// it is stored.
     #[arg(long, short = 'B', value_name = "FILE")]
     #[arg(value_parser = create_options::parse_backing_file, conflicts_with_all = ["resume", "no_create"])]
     pub(super) backing: Option<Setting>,
@@ -57,8 +60,8 @@ pub struct Arguments {
     /// differs.
     #[arg(long)]
     pub(super) resume: bool,
-    /// Make no target: write the copy into the one that is there, which keeps its options and may be larger. A copy
-    /// that fails leaves a part of it.
+    /// Make no target: write the copy into the one that is there, which keeps its options and may
+    /// be larger. A copy that fails leaves a part of it.
     #[arg(long, short, conflicts_with_all = ["force", "resume", "options"])]
     pub(super) no_create: bool,
     /// The target that is there reads as zeros, so that these need not be written.
@@ -68,16 +71,17 @@ pub struct Arguments {
     /// way it is durable in the end.
     #[arg(long, short = 't', value_name = "MODE", value_parser = parse_cache)]
     pub(super) cache: Option<CacheMode>,
-    /// Do not lock the source: also copy it while another program writes to it. The copy may be of no moment in
-    /// time.
+    /// Do not lock the source: also copy it while another program writes to it. The copy may be of
+    /// no moment in time.
     #[arg(long, short = 'U')]
     pub(super) force_share: bool,
     #[command(flatten)]
     pub(super) source_cache: SourceCacheArgs,
-    /// Zeros of so many bytes take no space. 0: all is written, also where the source has holes.
+    /// Zeros of this many bytes take no space. 0: all is written, also where the source has holes.
     #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", value_parser = size::parse)]
     pub(super) sparse: Option<u64>,
-    /// Go on where the source cannot be read: what is lost becomes zeros, and a warning says where.
+    /// Go on where the source cannot be read: what is lost becomes zeros, and a warning says
+    /// where.
     #[arg(long, conflicts_with = "bitmaps")]
     pub(super) salvage: bool,
     #[command(flatten)]
@@ -93,16 +97,17 @@ pub struct Arguments {
     pub(super) open: OpenArgs,
     #[command(flatten)]
     pub(super) rate: RateArgs,
-    /// SOURCE, the image to copy; several are copied one after the other into one disk. They are only read, with all files
-    /// behind them. '-' is a raw disk on standard input. TARGET, the last, the new image. One that exists is left alone.
-    /// '-' is standard output, which gets a raw disk.
+    /// SOURCE, the image to copy; several are copied one after the other into one disk. They are
+    /// only read, with all files behind them. '-' is a raw disk on standard input. TARGET, the
+    /// last, the new image. One that exists is left alone. '-' is standard output, which gets
+    /// a raw disk.
     #[arg(num_args = 1.., value_name = "IMAGE")]
     pub(super) sources: Vec<PathBuf>,
     #[arg(skip)]
     pub(super) target: PathBuf,
 }
 
-/// What qemu-img needs to be told, and is always so here.
+/// The options of qemu-img that are always in force here.
 #[derive(clap::Args)]
 struct Habits {
     /// Several requests are in flight.
@@ -142,7 +147,7 @@ impl Habits {
 fn parse_cache(name: &str) -> Result<CacheMode, String> {
     Ok(match name.parse()? {
         mode @ (CacheMode::None | CacheMode::Writeback) => mode,
-        // What they say about flushes does not matter: there is one, at the end.
+        // Their flushes do not matter: there is one, at the end.
         CacheMode::Directsync => CacheMode::None,
         CacheMode::Writethrough | CacheMode::Unsafe => CacheMode::Writeback,
     })
@@ -210,7 +215,7 @@ impl Arguments {
         }
     }
 
-    /// What becomes of a target that exists.
+    /// The treatment of a target that exists.
     pub(super) fn if_there(&self) -> IfThere {
         match () {
             () if self.target_is_zero => IfThere::OverwriteZeros,

@@ -1,8 +1,9 @@
 //! `blockhouse convert - TARGET`: a raw disk from standard input.
 //!
-//! Guarantees: a new target is as long as what came, in whole sectors; one that is there keeps its size. A stream without a
-//! byte is an error, because it is what a failed command before the pipe leaves. Bytes that look like an image of
-//! another format are copied only where `-f raw` says that they are meant.
+//! Guarantees: a new target is as long as what came, in whole sectors; one that is there keeps its
+//! size. A stream without a byte is an error, because it is what a failed command before the pipe
+//! leaves. Bytes that look like an image of another format are copied only where `-f raw` says that
+//! they are meant.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -1,10 +1,11 @@
 //! `blockhouse convert`: a copy of an image in another format.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in `TARGET.part`, and `--resume` goes
-//! on with it: what is there is compared with the source, and what differs is copied.
+//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in
+//! `TARGET.part`, and `--resume` goes on with it: what is there is compared with the source, and
+//! what differs is copied.
 //!
-//! Pipes: `-` as the source is a raw disk on standard input (`from_input`), `-` as the target one on standard output
-//! (`to_output`).
+//! Pipes: `-` as the source is a raw disk on standard input (`from_input`), `-` as the target one
+//! on standard output (`to_output`).
 
 mod arguments;
 mod from_input;
@@ -84,7 +85,7 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// The bitmaps of the source that are to be copied.
+/// The bitmaps of the source to be copied.
 ///
 /// # Errors
 /// One of them lacks changes.
@@ -120,8 +121,8 @@ async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]
     Ok(())
 }
 
-/// Copies parts of disks, one after the other, to the start of the target, which is to be [finished](Target::finish) with
-/// the outcome.
+/// Copies parts of disks, one after the other, to the start of the target, which is to be
+/// [finished](Target::finish) with the outcome.
 ///
 /// # Errors
 /// What a storage answers.

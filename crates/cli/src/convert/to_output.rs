@@ -1,7 +1,7 @@
 //! `blockhouse convert SOURCE... -`: a disk as raw bytes on standard output.
 //!
-//! Guarantees: all bytes of the disk are written, in order, holes as zeros, and the exit status is 0 only if a reader took
-//! all of them. Progress goes to standard error.
+//! Guarantees: all bytes of the disk are written, in order, holes as zeros, and the exit status is
+//! 0 only if a reader took all of them. Progress goes to standard error.
 
 use std::io::IsTerminal;
 use std::sync::Arc;

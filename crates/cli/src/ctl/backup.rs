@@ -17,7 +17,8 @@ pub(super) enum BackupAction {
         /// The backup's name, as `backup list` shows it.
         backup: String,
     },
-    /// Tell which backups have begun, where their disks are served, and what their scratch files take.
+    /// Tell which backups have begun, where their disks are served, and what their scratch files
+    /// take.
     List,
 }
 
@@ -38,11 +39,12 @@ pub(super) struct Begin {
     /// full.
     #[arg(long, value_name = "NAME")]
     since: Option<String>,
-    /// The folder of the scratch files, which take what guests overwrite meanwhile. Left out: that of each disk's image.
+    /// The folder of the scratch files, which take what guests overwrite meanwhile. Left out: that
+    /// of each disk's image.
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
-    /// How many bytes each scratch file may take (64M, 20G); with more the backup fails, and the guest goes on. Left out: as
-    /// many as its disk has.
+    /// How many bytes each scratch file may take (64M, 20G); with more the backup fails, and the
+    /// guest goes on. Left out: as many as its disk has.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     scratch_size: Option<u64>,
     /// The new backup's name, unlike all others. Left out: any name.

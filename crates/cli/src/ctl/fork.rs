@@ -13,12 +13,12 @@ pub(super) struct Fork {
     /// The names of the disks: all at the same moment.
     #[arg(required = true)]
     disks: Vec<String>,
-    /// The new qcow2 file in which the disk goes on. Left out: a name beside its image. With several disks DISK=FILE, once for
-    /// each.
+    /// The new qcow2 file in which the disk goes on. Left out: a name beside its image. With
+    /// several disks DISK=FILE, once for each.
     #[arg(long = "overlay", value_name = "FILE")]
     overlays: Vec<String>,
-    /// Another new qcow2 file over what the disk is at the moment, and the disk of this server that it becomes at once. May be
-    /// repeated. With several disks DISK:NAME=FILE.
+    /// Another new qcow2 file over what the disk is at the moment, and the disk of this server
+    /// that it becomes at once. May be repeated. With several disks DISK:NAME=FILE.
     #[arg(long = "child", value_name = "NAME=FILE")]
     children: Vec<String>,
     /// The same, but it stays a file, for any program. With several disks DISK=FILE.
@@ -47,7 +47,7 @@ impl Fork {
         Ok(json!({ "disks": disks }))
     }
 
-    /// What is made of one disk.
+    /// The request for one disk.
     fn of(&self, disk: &str) -> Result<Value> {
         let is_one = self.disks.len() == 1;
         let of = |text: &str, separator: char| {

@@ -1,7 +1,7 @@
 //! `blockhouse ctl SOCKET`: what a person asks of a running server, in short commands.
 //!
-//! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or with `--json` what the
-//! server answered.
+//! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or
+//! with `--json` what the server answered.
 
 mod backup;
 mod bitmap;
@@ -73,7 +73,8 @@ enum Action {
     ReadOnly {
         /// The disk's name.
         disk: String,
-        /// on: changes are refused, once those in flight are done and durable; off: they are allowed again.
+        /// on: changes are refused, once those in flight are done and durable; off: they are
+        /// allowed again.
         #[arg(default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
         switch: bool,
     },
@@ -95,8 +96,8 @@ enum Action {
         #[arg(long)]
         shrink: bool,
     },
-    /// Look whether there is more room: a raw image or device that became longer is taken in, and held writes are tried
-    /// again (serve --on-full hold).
+    /// Look whether there is more room: a raw image or device that became longer is taken in, and
+    /// held writes are tried again (serve --on-full hold).
     Refresh {
         /// The disk's name.
         disk: String,
@@ -110,8 +111,8 @@ enum Action {
     Limit {
         /// The disk's name.
         disk: String,
-        /// All that is limited from now on. group=NAME: it shares the limits of a group; with rates, these are the group's
-        /// from now on.
+        /// All that is limited from now on. group=NAME: it shares the limits of a group; with
+        /// rates, these are the group's from now on.
         #[arg(value_name = "KEY=VALUE,...|off")]
         limits: LimitOptions,
     },
@@ -128,9 +129,11 @@ enum Action {
         #[command(subcommand)]
         action: SnapshotAction,
     },
-    /// Have disks go on in new qcow2 files over what they are at one moment, and make other disks over that.
+    /// Have disks go on in new qcow2 files over what they are at one moment, and make other disks
+    /// over that.
     Fork(Fork),
-    /// Have a disk go back to the layer that its last fork left: what was written since is lost, and its overlay is removed.
+    /// Have a disk go back to the layer that its last fork left: what was written since is lost,
+    /// and its overlay is removed.
     Rollback {
         /// The disk's name.
         disk: String,
@@ -138,7 +141,8 @@ enum Action {
         #[arg(long)]
         force: bool,
     },
-    /// List, add, remove and change the persistent bitmaps of a disk, which tell what has changed since.
+    /// List, add, remove and change the persistent bitmaps of a disk, which tell what has changed
+    /// since.
     Bitmap {
         #[command(subcommand)]
         action: BitmapAction,
@@ -155,13 +159,15 @@ enum Action {
     },
     /// Tell which jobs there are, and how far they are.
     Jobs,
-    /// Copy a disk to another image while its guest runs: a job, which `job NAME complete` completes.
+    /// Copy a disk to another image while its guest runs: a job, which `job NAME complete`
+    /// completes.
     Mirror(Mirror),
-    /// Copy the data of a disk's image into its backing file while its guest runs: a job, which `job NAME complete`
-    /// completes. Then the guest continues on the backing file. Other images over the same backing file are spoilt.
+    /// Copy the data of a disk's image into its backing file while its guest runs: a job, which
+    /// `job NAME complete` completes. Then the guest continues on the backing file. Other
+    /// images over the same backing file are spoilt.
     Commit(Commit),
-    /// Copy what a disk's image leaves to its backing file into the image while its guest runs, and detach the backing file:
-    /// the image stands alone then.
+    /// Copy what a disk's image leaves to its backing file into the image while its guest runs, and
+    /// detach the backing file: the image stands alone then.
     Stream(Stream),
     /// Tell a job what to do.
     Job {
@@ -221,8 +227,8 @@ struct Open {
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (20M; 0: no limit), and
-    /// detach the backing file.
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a
+    /// second (20M; 0: no limit), and detach the backing file.
     #[arg(long, value_name = "RATE", value_parser = size::parse)]
     prefetch: Option<u64>,
     /// Serve the disk as it was when this snapshot was taken, for reading only.
@@ -231,10 +237,12 @@ struct Open {
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
-    /// Let NBD clients ask what this persistent bitmap of the image says to have changed. May be repeated.
+    /// Let NBD clients ask what this persistent bitmap of the image says to have changed. May be
+    /// repeated.
     #[arg(id = "bitmap", long = "bitmap", short = 'B', value_name = "NAME")]
     bitmaps: Vec<String>,
-    /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of serve --limit.
+    /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of
+    /// serve --limit.
     #[arg(long, value_name = "KEY=VALUE,...")]
     limit: Option<LimitOptions>,
     /// Serve it here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
@@ -247,7 +255,8 @@ struct Open {
 struct Mirror {
     /// The disk's name.
     disk: String,
-    /// Where to: a path, or the URI of an export of another server. A file that is missing is made.
+    /// Where to: a path, or the URI of an export of another server. A file that is missing is
+    /// made.
     target: PathBuf,
     /// The target's format; left out, a file's name decides (.qcow2, otherwise raw).
     #[arg(long, short)]
@@ -262,8 +271,8 @@ struct Mirror {
 /// How a job that copies a disk does it, and what it is called.
 #[derive(clap::Args)]
 struct Copying {
-    /// Whether the guest's writes wait for their copy: auto (where it does not converge otherwise), background (never) or
-    /// write-blocking (from the start).
+    /// Whether the guest's writes wait for their copy: auto (where it does not converge
+    /// otherwise), background (never) or write-blocking (from the start).
     #[arg(long)]
     mode: Option<String>,
     #[command(flatten)]
@@ -309,7 +318,8 @@ enum JobAction {
         /// The guest continues on another host: the disk refuses all changes from then on.
         #[arg(long)]
         hand_over: bool,
-        /// The guest continues with the disk: the target of the mirror is a copy of it at this moment.
+        /// The guest continues with the disk: the target of the mirror is a copy of it at this
+        /// moment.
         #[arg(long, conflicts_with = "hand_over")]
         copy: bool,
     },

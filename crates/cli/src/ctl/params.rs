@@ -21,7 +21,8 @@ pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).with_context(|| format!("{}", path.display()))
 }
 
-/// As [`absolute`], of an image wherever it is: the address of one on another server stays as it is.
+/// As [`absolute`], of an image wherever it is: the address of one on another server stays as it
+/// is.
 pub(super) fn absolute_image(name: &Path) -> Result<PathBuf> {
     match is_address(name.as_os_str().as_bytes()) {
         true => Ok(name.to_owned()),

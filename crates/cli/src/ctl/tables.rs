@@ -148,7 +148,7 @@ fn jobs(result: &Value) -> String {
     table(heading, result, row)
 }
 
-/// What was forked: a line for each disk, then the pause.
+/// The result of a fork: a line for each disk, then the pause.
 fn forked(result: &Value) -> String {
     let disks = result["disks"].as_array().into_iter().flatten();
     let line = |disk: &Value| {

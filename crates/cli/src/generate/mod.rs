@@ -1,8 +1,10 @@
-//! `blockhouse __generate FOLDER`: what is made from the definition of the command line, for packages.
+//! `blockhouse __generate FOLDER`: what is made from the definition of the command line, for
+//! packages.
 //!
-//! Guarantee: what is made tells the options that this program has, because it is made from the definition by which
-//! this program parses. It depends on nothing else, so it is the same on each machine. The command is in no help:
-//! it is for those who make packages, and for `cargo xtask dist`.
+//! Guarantee: what is made tells the options that this program has, because it is made from the
+//! definition by which this program parses. It depends on nothing else, so it is the same on each
+//! machine. The command is in no help: it is for those who make packages, and for `cargo xtask
+//! dist`.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -65,8 +67,8 @@ pub fn run(folder: &Path, mut command: Command) -> Result<()> {
     write(&folder.join("options.md"), options::reference(&command).as_bytes())
 }
 
-/// The command without hidden options, which completions would offer. Names live as long as the process, because
-/// `Command` asks for that.
+/// The command without hidden options, which completions would offer. Names live as long as the
+/// process, because `Command` asks for that.
 fn without_hidden(command: &Command) -> Command {
     let name: &'static str = command.get_name().to_owned().leak();
     // Each command gets these two anew.

@@ -1,4 +1,5 @@
-//! The option reference in Markdown: every command with its arguments, options, defaults and examples.
+//! The option reference in Markdown: every command with its arguments, options, defaults and
+//! examples.
 
 use clap::{Arg, Command};
 

@@ -1,7 +1,7 @@
 //! The values that completions offer for an option, and where they offer files.
 //!
-//! Guarantee: each word that is offered is accepted, because the parser of the option itself is asked. A word that some
-//! option takes need only be in [`WORDS`].
+//! Guarantee: each word that is offered is accepted, because the parser of the option itself is
+//! asked. A word that some option takes need only be in [`WORDS`].
 
 use std::any::TypeId;
 use std::path::PathBuf;
@@ -45,7 +45,8 @@ const WORDS: &[&str] = &[
 /// A word that is no value of anything: an option that accepts it takes any text.
 const NO_WORD: &str = "no.such.word";
 
-/// The option of `command` as completions need it: with the words that it accepts, or a hint where it has none.
+/// The option of `command` as completions need it: with the words that it accepts, or a hint where
+/// it has none.
 pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
     let argument = argument.clone();
     let is_plain =

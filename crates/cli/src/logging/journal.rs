@@ -1,7 +1,8 @@
 //! Lines on their way to systemd's journal, with their fields (systemd.io/JOURNAL_NATIVE_PROTOCOL).
 //!
-//! The thread that writes the log gets lines of JSON and sends each as a datagram. What the journal does not take is
-//! written to standard error, which it reads as well: with a priority in front, as sd-daemon(3) has it.
+//! The thread that writes the log gets lines of JSON and sends each as a datagram. What the journal
+//! does not take is written to standard error, which it reads as well: with a priority in front, as
+//! sd-daemon(3) has it.
 
 use std::os::linux::fs::MetadataExt;
 use std::os::unix::net::UnixDatagram;
@@ -27,7 +28,7 @@ impl Journal {
     }
 
     fn at(path: &Path) -> Option<Self> {
-        // What is there could be anything but for the journal.
+        // Any file could be there but for the journal.
         std::fs::metadata(path).ok().filter(|file| file.st_mode() & 0o170_000 == 0o140_000)?;
         let socket = UnixDatagram::unbound().ok()?;
         socket.connect(path).ok()?;

@@ -19,7 +19,7 @@ pub enum LineFormat {
     Json,
 }
 
-/// What a line says.
+/// The content of a line.
 #[derive(Debug)]
 pub struct Line {
     pub level: Level,
@@ -35,7 +35,7 @@ impl Line {
         Self { level, target: "blockhouse", message, fields: Vec::new() }
     }
 
-    /// What an event says.
+    /// The line of an event.
     pub fn of_event(event: &Event<'_>) -> Self {
         let metadata = event.metadata();
         let (level, target) = (*metadata.level(), metadata.target());
@@ -79,9 +79,10 @@ impl Line {
     }
 }
 
-/// A text as one line that shows all of it: names that others chose neither begin a line nor control the terminal.
+/// A text as one line that shows all of it: names that others chose neither begin a line nor
+/// control the terminal.
 fn visible(text: &str) -> String {
-    // Those that change the order in which a line is shown.
+    // Characters that change the order in which a line is shown.
     let reorders = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut line = String::with_capacity(text.len() + 1);
     for c in text.chars() {

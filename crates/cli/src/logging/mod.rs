@@ -1,13 +1,15 @@
 //! The log on standard error: warnings, and with `--verbose` what a person debugging wants to know.
 //!
-//! A server's lines begin with the time, unless standard error is a stream to systemd's journal: that gets them with
-//! their fields (`journal`). With `--log-format json` every line is a JSON object, also in the journal (`line`).
+//! A server's lines begin with the time, unless standard error is a stream to systemd's journal:
+//! that gets them with their fields (`journal`). With `--log-format json` every line is a JSON
+//! object, also in the journal (`line`).
 //!
-//! A server's event loops write to the log as well, and standard error may be a pipe that no process reads.
-//! So `serve` has its lines written by a thread of their own (`queue`): a line costs a loop a copy, never a
-//! wait, and lines beyond the queue's bound are dropped and counted. What one place in the code repeats is
-//! limited in rate (`rate`), so that clients cannot flood the log. Lines that are waiting are written before
-//! the process ends, for at most [`EXIT_LIMIT`], also when it ends by a panic.
+//! A server's event loops write to the log as well, and standard error may be a pipe that no
+//! process reads. So `serve` has its lines written by a thread of their own (`queue`): a line costs
+//! a loop a copy, never a wait, and lines beyond the queue's bound are dropped and counted. What
+//! one place in the code repeats is limited in rate (`rate`), so that clients cannot flood the log.
+//! Lines that are waiting are written before the process ends, for at most [`EXIT_LIMIT`], also
+//! when it ends by a panic.
 
 mod journal;
 mod line;
@@ -74,7 +76,8 @@ pub fn start(verbose: bool, format: LogFormat, delivery: Delivery) {
         .init();
 }
 
-/// Starts the thread that writes. The form of lines that it writes, or, without a thread, that are written directly.
+/// Starts the thread that writes. The form of lines that it writes, or, without a thread, that are
+/// written directly.
 fn start_queue(format: LineFormat, limit: &'static RateLimit) -> LineFormat {
     let summaries = |now| limit.take_summaries(now);
     let journal = (format == LineFormat::Timed).then(Journal::of_standard_error).flatten();
@@ -96,8 +99,8 @@ fn start_queue(format: LineFormat, limit: &'static RateLimit) -> LineFormat {
     }
 }
 
-/// Says something to the person at standard error, in order with the log: as it is, or as a line of the log where that is
-/// of JSON.
+/// Says something to the person at standard error, in order with the log: as it is, or as a line of
+/// the log where that is of JSON.
 pub fn tell(text: &str, level: Level) {
     match FORMAT.get() {
         Some(LineFormat::Json) => {
@@ -123,8 +126,8 @@ pub fn flush() {
     }
 }
 
-/// Writes what waits and counts of what was left out, for at most [`EXIT_LIMIT`]: to be called before the
-/// process ends.
+/// Writes what waits and counts of what was left out, for at most [`EXIT_LIMIT`]: to be called
+/// before the process ends.
 pub fn finish() {
     let format = FORMAT.get().copied().unwrap_or(LineFormat::Plain);
     for line in RateLimit::shared().take_all_summaries(Instant::now()) {
@@ -133,8 +136,8 @@ pub fn finish() {
     flush();
 }
 
-/// Has panics told in the log, and the log written before the process aborts. The usual report would wait for
-/// a standard error that takes nothing.
+/// Has panics told in the log, and the log written before the process aborts. The usual report
+/// would wait for a standard error that takes nothing.
 fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();

@@ -1,7 +1,8 @@
 //! Lines on their way to standard error, by a thread of their own.
 //!
-//! Guarantees: [`Queue::push`] waits for no system call, so that it may be called by event loops; memory is
-//! bounded; lines keep their order; how many were dropped is written where they are missing.
+//! Guarantees: [`Queue::push`] waits for no system call, so that it may be called by event loops;
+//! memory is bounded; lines keep their order; how many were dropped is written where they are
+//! missing.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,7 +19,8 @@ use super::line::{Line, LineFormat};
 
 /// Bytes of lines that may wait.
 const CAPACITY: usize = 256 << 10;
-/// How long after the last line, and how often while lines come, summaries of repeated lines are written.
+/// How long after the last line, and how often while lines come, summaries of repeated lines are
+/// written.
 const SUMMARY_PERIOD: Duration = Duration::from_secs(10);
 
 /// See the module's page. Lives as long as the process.
@@ -46,7 +48,8 @@ struct State {
 }
 
 impl Queue {
-    /// Starts the thread, which writes by `write`. It asks `summaries` for lines of its own from time to time.
+    /// Starts the thread, which writes by `write`. It asks `summaries` for lines of its own from
+    /// time to time.
     ///
     /// # Errors
     /// When there can be no further thread.
@@ -107,8 +110,8 @@ impl State {
     }
 }
 
-/// When the next summaries are written: a period after the last lines, because a flood begins with lines
-/// that are written; and once a period while lines keep coming.
+/// When the next summaries are written: a period after the last lines, because a flood begins with
+/// lines that are written; and once a period while lines keep coming.
 struct SummarySchedule {
     last: Instant,
     deadline: Option<Instant>,
@@ -168,8 +171,8 @@ impl Shared {
     }
 }
 
-/// Writes all bytes to standard error, past the runtime's lock of it, which a thread that waits here would
-/// hold. What fails is dropped.
+/// Writes all bytes to standard error, past the runtime's lock of it, which a thread that waits
+/// here would hold. What fails is dropped.
 pub fn write_to_standard_error(bytes: &[u8]) {
     write_all(rustix::stdio::stderr(), bytes);
 }

@@ -1,7 +1,8 @@
 //! How often one place in the code may write to the log.
 //!
-//! Each call site has [`BURST`] lines in [`PERIOD`]; what it repeats beyond that is counted, and one line says
-//! how many they were and what one of them said. Lines that only `--verbose` shows are not limited.
+//! Each call site has [`BURST`] lines in [`PERIOD`]; what it repeats beyond that is counted, and
+//! one line says how many they were and what one of them said. Lines that only `--verbose` shows
+//! are not limited.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -41,8 +42,8 @@ impl RateLimit {
         LIMIT.get_or_init(Self::default)
     }
 
-    /// What the call site may write at `now`: its line, which `line` makes, after one about the period's lines that
-    /// were left out.
+    /// The lines that the call site may write at `now`: its line, which `line` makes, after one
+    /// about the period's lines that were left out.
     fn admit(&self, site: Identifier, now: Instant, line: impl FnOnce() -> Line) -> Vec<Line> {
         let mut sites = self.0.lock();
         let fresh = || Site { start: now, written: 0, left_out: 0, example: String::new() };

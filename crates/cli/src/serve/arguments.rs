@@ -38,7 +38,7 @@ use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 use crate::side_file_args::SideFileArgs;
 
-/// What the configuration says in place of the command line.
+/// The options that the configuration has in place of the command line.
 const OTHER_OPTIONS: [&str; 52] = [
     "images",
     "format",
@@ -97,8 +97,8 @@ const OTHER_OPTIONS: [&str; 52] = [
 /// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side, each named
-    /// after its file unless --name says otherwise.
+    /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side,
+    /// each named after its file unless --name says otherwise.
     #[arg(required_unless_present = "config", value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// Whether the backing file is read: options of the image say it.
@@ -107,13 +107,15 @@ pub struct Arguments {
     /// The part of its file that the image is: options of the image say it.
     #[arg(skip)]
     part: Option<FilePart>,
-    /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or nbds+unix://. May be
-    /// repeated. Left out, a Unix socket named after the image, in a folder of this user.
+    /// Listen here: nbd://HOST:PORT/NAME or nbd+unix:///NAME?socket=PATH; with TLS, nbds:// or
+    /// nbds+unix://. May be repeated. Left out, a Unix socket named after the image, in a
+    /// folder of this user.
     ///
-    /// Clients of a socket find the exports that its URIs name and no others. Of several images NAME says
-    /// which one is served: the file's name, with or without its extension, or the image's --name. A URI
-    /// without NAME serves all images under their names. Under socket activation each URI stands for the
-    /// passed socket with its address; without any URI all passed sockets serve all images.
+    /// Clients of a socket find the exports that its URIs name and no others. Of several images
+    /// NAME says which one is served: the file's name, with or without its extension, or the
+    /// image's --name. A URI without NAME serves all images under their names. Under socket
+    /// activation each URI stands for the passed socket with its address; without any URI all
+    /// passed sockets serve all images.
     #[arg(long, value_name = "URI", value_parser = ValueParser::new(str::parse::<NbdUri>))]
     pub(super) nbd: Vec<NbdUri>,
     #[command(flatten)]
@@ -122,21 +124,22 @@ pub struct Arguments {
     /// repeated; several images need one socket each, in their order, whatever their names.
     ///
     /// The machine's memory must be shared, and be a memfd or on tmpfs or hugetlbfs (QEMU: -object
-    /// memory-backend-memfd,share=on). A raw image or block device that became longer is served with its
-    /// new size after SIGHUP, and the guest sees it.
+    /// memory-backend-memfd,share=on). A raw image or block device that became longer is served
+    /// with its new size after SIGHUP, and the guest sees it.
     #[arg(long, value_name = "SOCKET")]
     pub(super) vhost_user_blk: Vec<PathBuf>,
-    /// Serve the image to this host, as the block device /dev/ublkbN: N is ID, or the lowest free number. May be repeated;
-    /// several images need one each, in their order.
+    /// Serve the image to this host, as the block device /dev/ublkbN: N is ID, or the lowest free
+    /// number. May be repeated; several images need one each, in their order.
     ///
-    /// Needs the kernel's driver (modprobe ublk_drv, Linux 6.5 or later), root's rights and io_uring. The device goes when
-    /// the server ends, so unmount what is on it first. If the server is killed, the device stays, and whatever uses it
-    /// waits: start the server again with the same image and ID, and it continues, requests in flight included.
-    /// docs/ublk.md has the details.
+    /// Needs the kernel's driver (modprobe ublk_drv, Linux 6.5 or later), root's rights and
+    /// io_uring. The device goes when the server ends, so unmount what is on it first. If the
+    /// server is killed, the device stays, and whatever uses it waits: start the server again
+    /// with the same image and ID, and it continues, requests in flight included. docs/ublk.md
+    /// has the details.
     #[arg(long, value_name = "ID", num_args = 0..=1, default_missing_value = "any", value_parser = ValueParser::new(str::parse::<UblkId>))]
     pub(super) ublk: Vec<UblkId>,
-    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md, which are
-    /// only read; otherwise raw).
+    /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
+    /// which are only read; otherwise raw).
     #[arg(long, short, value_parser = ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Refuse all writes.
@@ -148,50 +151,57 @@ pub struct Arguments {
     /// The host's cache: none, writeback, writethrough, directsync or unsafe.
     #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
     cache: CacheMode,
-    /// Take requests of this user at this Unix socket while the images are served: blockhouse ctl SOCKET, blockhouse
-    /// snapshot --control SOCKET, blockhouse upgrade --control SOCKET.
+    /// Take requests of this user at this Unix socket while the images are served: blockhouse ctl
+    /// SOCKET, blockhouse snapshot --control SOCKET, blockhouse upgrade --control SOCKET.
     ///
-    /// Options follow the path: mode=0660 and group=GROUP let others connect, read-only answers only what changes nothing,
-    /// and methods=disk.list+snapshot.* answers these methods only (docs/control.md). A comma in the path is written twice.
+    /// Options follow the path: mode=0660 and group=GROUP let others connect, read-only answers
+    /// only what changes nothing, and methods=disk.list+snapshot.* answers these methods only
+    /// (docs/control.md). A comma in the path is written twice.
     #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
     control: Option<ControlSocket>,
-    /// Take commands of QEMU's monitor protocol, QMP, at this Unix socket while the images are served: those of
-    /// qemu-storage-daemon that docs/qmp.md lists. Each disk is a node of its name.
+    /// Take commands of QEMU's monitor protocol, QMP, at this Unix socket while the images are
+    /// served: those of qemu-storage-daemon that docs/qmp.md lists. Each disk is a node of its
+    /// name.
     ///
-    /// Options follow the path as for --control: a command is there if the socket answers all methods of ours that it calls. An
-    /// upgrade disconnects its clients.
+    /// Options follow the path as for --control: a command is there if the socket answers all
+    /// methods of ours that it calls. An upgrade disconnects its clients.
     #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
     qmp: Option<ControlSocket>,
-    /// Serve in the background: return when everything listens, with the lines that say where, and leave the server
-    /// running. Its later warnings go nowhere: a service (docs/operations.md) keeps them. See --pid-file.
+    /// Serve in the background: return when everything listens, with the lines that say where, and
+    /// leave the server running. Its later warnings go nowhere: a service (docs/operations.md)
+    /// keeps them. See --pid-file.
     #[arg(long)]
     pub(super) fork: bool,
-    /// The export's name, where the URI has none. Left out, clients need none. For several images, give
-    /// one for each, in their order.
+    /// The export's name, where the URI has none. Left out, clients need none. For several images,
+    /// give one for each, in their order.
     #[arg(long)]
     name: Vec<String>,
-    /// Limits on NBD clients, and on what disks do in a second, as KEY=VALUE,... May be repeated. Times are in
-    /// seconds or have a unit (500ms, 5m, 2h).
+    /// Limits on NBD clients, and on what disks do in a second, as KEY=VALUE,... May be repeated.
+    /// Times are in seconds or have a unit (500ms, 5m, 2h).
     ///
-    /// Clients: clients=256: connections at once; when all are taken, clients that hold many make room for those that
-    /// hold few. memory=512M: bytes of data in flight, for all together. handshake=30: the time to choose an
-    /// export. stall=30: how long a client may stand still while it receives replies or sends a request; off
-    /// for ever. idle=off: how long it may ask for nothing. keepalive=60: over TCP, after how much silence the
-    /// kernel asks whether the client is still there. stop=5: how long clients may go on receiving replies
+    /// Clients: clients=256: connections at once; when all are taken, clients that hold many make
+    /// room for those that hold few. memory=512M: bytes of data in flight, for all together.
+    /// handshake=30: the time to choose an export. stall=30: how long a client may stand still
+    /// while it receives replies or sends a request; off for ever. idle=off: how long it may
+    /// ask for nothing. keepalive=60: over TCP, after how much silence the kernel asks whether
+    /// the client is still there. stop=5: how long clients may go on receiving replies
     /// when the server stops; those that stand still are cut off after two seconds.
     ///
-    /// Disks, over all exports: iops=N, iops-read=N, iops-write=N: operations a second. bps=SIZE, bps-read=SIZE,
-    /// bps-write=SIZE: bytes a second (100M). burst=FACTOR: how many times these rates for burst-seconds=1 after a
-    /// rest. disk=NAME: the image that the limits are for, by its --name or its file; may be repeated; left out, all
-    /// images that no other --limit names. group=NAME: these images share the limits fairly; left out, each has
-    /// them for itself. All that is given holds at once. Flushes are not limited. docs/limits.md has the details.
+    /// Disks, over all exports: iops=N, iops-read=N, iops-write=N: operations a second. bps=SIZE,
+    /// bps-read=SIZE, bps-write=SIZE: bytes a second (100M). burst=FACTOR: how many times
+    /// these rates for burst-seconds=1 after a rest. disk=NAME: the image that the limits are
+    /// for, by its --name or its file; may be repeated; left out, all images that no other
+    /// --limit names. group=NAME: these images share the limits fairly; left out, each has
+    /// them for itself. All that is given holds at once. Flushes are not limited. docs/limits.md
+    /// has the details.
     #[arg(long = "limit", value_name = "KEY=VALUE,...", value_parser = ValueParser::new(limits::parse))]
     limits: Vec<LimitArgument>,
-    /// Let NBD clients ask what has changed since this persistent bitmap of the image was added or cleared: the metadata
-    /// context qemu:dirty-bitmap:NAME. May be repeated; of several images each must have all of them.
+    /// Let NBD clients ask what has changed since this persistent bitmap of the image was added or
+    /// cleared: the metadata context qemu:dirty-bitmap:NAME. May be repeated; of several
+    /// images each must have all of them.
     ///
-    /// An enabled bitmap changes while the image is written: a client sees all changes that were acknowledged before it
-    /// asked. docs/backup.md says how a backup gets a point in time.
+    /// An enabled bitmap changes while the image is written: a client sees all changes that were
+    /// acknowledged before it asked. docs/backup.md says how a backup gets a point in time.
     #[arg(long, short = 'B', value_name = "NAME")]
     bitmap: Vec<String>,
     #[command(flatten)]
@@ -201,7 +211,8 @@ pub struct Arguments {
     /// Serve the disk as it was when this snapshot was taken (its name or id), for reading only.
     #[arg(long, value_name = "NAME")]
     snapshot: Option<String>,
-    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does nothing.
+    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does
+    /// nothing.
     #[arg(long, default_value = "unmap", value_parser = parse_discard)]
     discard: Discard,
     /// Writes of nothing but zeros: off writes them, on stores that the range is zero,
@@ -212,56 +223,60 @@ pub struct Arguments {
     block_sizes: BlockSizeArgs,
     #[command(flatten)]
     hold: HoldArgs,
-    /// Store what is read from the image's backing file in the image, so that each cluster is fetched once: for a backing file
-    /// that is far away (docs/jobs.md).
+    /// Store what is read from the image's backing file in the image, so that each cluster is
+    /// fetched once: for a backing file that is far away (docs/jobs.md).
     #[arg(long)]
     copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (20M; 0: no limit), and
-    /// detach the backing file when the image has all of it.
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a
+    /// second (20M; 0: no limit), and detach the backing file when the image has all of it.
     #[arg(long, value_name = "RATE", value_parser = size::parse)]
     prefetch: Option<u64>,
-    /// Where the server keeps what outlives its process: a directory in memory (tmpfs) of this user alone, made
-    /// if it is missing. off keeps nothing.
+    /// Where the server keeps what outlives its process: a directory in memory (tmpfs) of this
+    /// user alone, made if it is missing. off keeps nothing.
     ///
-    /// Each image has a file there while it is served. If the server is killed, the next one with the same
-    /// directory knows every change of a qcow2 image that was answered, also what no flush has covered, and
-    /// that a flush has failed. A restart of the host voids it. Left out: /run/blockhouse for root,
-    /// $XDG_RUNTIME_DIR/blockhouse for others; where that is not in memory, /dev/shm/blockhouse-UID. The
-    /// commands that read and change images look there, too.
+    /// Each image has a file there while it is served. If the server is killed, the next one with
+    /// the same directory knows every change of a qcow2 image that was answered, also what no
+    /// flush has covered, and that a flush has failed. A restart of the host voids it. Left
+    /// out: /run/blockhouse for root, $XDG_RUNTIME_DIR/blockhouse for others; where that is
+    /// not in memory, /dev/shm/blockhouse-UID. The commands that read and change images look
+    /// there, too.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
     #[command(flatten)]
     references: ReferenceArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and options. SIGHUP and
-    /// 'blockhouse ctl SOCKET reload' read it again: removed disks are closed, new ones are opened, and the rest
-    /// is not touched.
+    /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and
+    /// options. SIGHUP and 'blockhouse ctl SOCKET reload' read it again: removed disks are
+    /// closed, new ones are opened, and the rest is not touched.
     #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
     config: Option<PathBuf>,
-    /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here: 127.0.0.1:PORT, or unix:PATH for
-    /// this user alone, or for more by unix:PATH,mode=0660,group=GROUP.
+    /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here:
+    /// 127.0.0.1:PORT, or unix:PATH for this user alone, or for more by
+    /// unix:PATH,mode=0660,group=GROUP.
     ///
-    /// They are at /metrics, as JSON at /metrics.json, and on a page for a browser at /. docs/metrics.md says what each
-    /// one means.
+    /// They are at /metrics, as JSON at /metrics.json, and on a page for a browser at /.
+    /// docs/metrics.md says what each one means.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH", value_parser = ValueParser::new(str::parse::<MetricsAddress>))]
     metrics: Option<MetricsAddress>,
     /// Write the process id to this file when everything listens; it is removed at the end.
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
-    /// The mode of the Unix sockets of guests, octal like 0660: of NBD and vhost-user-blk. At no moment is one open to
-    /// others. Left out, as the umask says. The sockets of --control and --metrics have modes of their own.
+    /// The mode of the Unix sockets of guests, octal like 0660: of NBD and vhost-user-blk. At no
+    /// moment is one open to others. Left out, as the umask says. The sockets of --control and
+    /// --metrics have modes of their own.
     #[arg(long, value_name = "MODE")]
     socket_mode: Option<SocketMode>,
-    /// The group of these sockets, by its name or number; this user must be a member. Without --socket-mode the mode is
-    /// 0660.
+    /// The group of these sockets, by its name or number; this user must be a member. Without
+    /// --socket-mode the mode is 0660.
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<GroupName>,
-    /// Become this user, by name or number, once everything is open: images and sockets are opened by the user who starts
-    /// the server, mostly root. It leaves its supplementary groups.
+    /// Become this user, by name or number, once everything is open: images and sockets are opened
+    /// by the user who starts the server, mostly root. It leaves its supplementary groups.
     ///
-    /// Unix sockets are this user's then, and so is the state directory: /dev/shm/blockhouse-UID if --state is left out.
-    /// Files that are read again (TLS), opened later, or removed at the end need this user's rights.
+    /// Unix sockets are this user's then, and so is the state directory: /dev/shm/blockhouse-UID
+    /// if --state is left out. Files that are read again (TLS), opened later, or removed at
+    /// the end need this user's rights.
     #[arg(long, value_name = "NAME|UID", value_parser = ValueParser::new(str::parse::<UserName>))]
     user: Option<UserName>,
     /// With --user, become this group; left out, the user's.
@@ -269,14 +284,15 @@ pub struct Arguments {
     group: Option<GroupName>,
     /// Whether the server confines itself once everything is open: on or off.
     ///
-    /// In its sandbox it makes only the system calls that serving takes, executes nothing, makes no new rings, and reaches
-    /// no files but those that it needs. With --control it can still open disks and sockets: in the folders of those
-    /// on the command line, and below --sandbox-allow. Off is for finding faults. docs/security.md has the
-    /// limits of the sandbox.
+    /// In its sandbox it makes only the system calls that serving takes, executes nothing, makes
+    /// no new rings, and reaches no files but those that it needs. With --control it can still
+    /// open disks and sockets: in the folders of those on the command line, and below
+    /// --sandbox-allow. Off is for finding faults. docs/security.md has the limits of the
+    /// sandbox.
     #[arg(long, default_value = "on", value_parser = parse_sandbox)]
     sandbox: SandboxUse,
-    /// Let requests at the control socket open disks and sockets below this folder, too, or this block device. May be
-    /// repeated.
+    /// Let requests at the control socket open disks and sockets below this folder, too, or this
+    /// block device. May be repeated.
     #[arg(long, value_name = "DIR")]
     sandbox_allow: Vec<PathBuf>,
     /// Let upgrades start the program at this path, as it is there by then: /usr/bin/blockhouse,
@@ -293,32 +309,34 @@ pub struct Arguments {
     /// How many threads serve; each connection, and each queue of a guest, stays on one.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     workers: u16,
-    /// How many queues a guest may use on a vhost-user-blk device; they are spread over the workers.
-    /// Left out, one for each processor.
+    /// How many queues a guest may use on a vhost-user-blk device; they are spread over the
+    /// workers. Left out, one for each processor.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
-    /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 = never.
+    /// Busy-poll for up to N microseconds before sleeping, if a request is expected that soon; 0 =
+    /// never.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     poll_max_us: u32,
-    /// Whether the memory of vhost-user-blk guests is registered with io_uring, so that the kernel need not
-    /// look its pages up for each request: on or off. Other engines cannot do that.
+    /// Whether the memory of vhost-user-blk guests is registered with io_uring, so that the kernel
+    /// need not look its pages up for each request: on or off. Other engines cannot do that.
     ///
-    /// Registered memory is pinned: memory that a balloon, free page reporting or virtio-mem takes from the guest
-    /// does not go back to the host, and requests use its old pages if the guest gets it again. It counts against
-    /// RLIMIT_MEMLOCK once for each worker; beyond that the guest is served without, and so are requests
-    /// that --io-poll polls for.
+    /// Registered memory is pinned: memory that a balloon, free page reporting or virtio-mem takes
+    /// from the guest does not go back to the host, and requests use its old pages if the
+    /// guest gets it again. It counts against RLIMIT_MEMLOCK once for each worker; beyond that
+    /// the guest is served without, and so are requests that --io-poll polls for.
     #[arg(long, default_value = "off", value_parser = parse_register_memory)]
     register_memory: RegisteredMemory,
-    /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up for
-    /// each request: on or off. Other engines have no such table.
+    /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up
+    /// for each request: on or off. Other engines have no such table.
     #[arg(long, default_value = "off", value_parser = parse_fixed_files)]
     fixed_files: FixedFiles,
-    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price of a
-    /// busy processor while requests are in flight: on or off.
+    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price
+    /// of a busy processor while requests are in flight: on or off.
     ///
     /// Needs io_uring, --cache none or directsync, and images on disks with queues for it (nvme or
-    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for; writes only
-    /// where the image is a block device itself, durable ones only if that has FUA or no write cache.
+    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for;
+    /// writes only where the image is a block device itself, durable ones only if that has FUA
+    /// or no write cache.
     #[arg(long, default_value = "off", value_parser = parse_io_poll)]
     io_poll: IoPoll,
     /// Say with an empty line that everything listens.
@@ -398,7 +416,8 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
 }
 
 impl Arguments {
-    /// Puts what was said as qemu-nbd's users say it where it belongs. Wrong usage ends the program.
+    /// Puts what was said as qemu-nbd's users say it where it belongs. Wrong usage ends the
+    /// program.
     pub(super) fn obey_habits(&mut self) {
         self.nbd.extend(self.habits.uri().unwrap_or_else(|why| refuse(&why)));
         self.name.extend(self.habits.name().map(str::to_owned));
@@ -447,8 +466,8 @@ impl Arguments {
         called_as::is_qemu_nbd() && !self.habits.persistent && !has_others && self.ublk.is_empty()
     }
 
-    /// Has an overlay without a name, which lasts as long as the process, served in the place of the image where writes are
-    /// not to change it (qemu-nbd -s).
+    /// Has an overlay without a name, which lasts as long as the process, served in the place of
+    /// the image where writes are not to change it (qemu-nbd -s).
     ///
     /// # Errors
     /// The overlay cannot be made.
@@ -516,7 +535,7 @@ impl Arguments {
         self.nbd.is_empty() && self.config.is_none()
     }
 
-    /// What is to run. Wrong usage ends the program.
+    /// The setup of the server. Wrong usage ends the program.
     ///
     /// # Errors
     /// The configuration cannot be read, or is wrong.
@@ -573,7 +592,8 @@ impl Arguments {
         devices.map(|(index, UblkId(id))| UblkSetup { id: *id, disk: index.min(last) }).collect()
     }
 
-    /// The disks, each under a name of its own: `--name` or the file's, and its path where that is not enough.
+    /// The disks, each under a name of its own: `--name` or the file's, and its path where that is
+    /// not enough.
     fn disks(&self, offers: &Offers, throttles: Vec<Option<DiskThrottle>>) -> Vec<DiskSetup> {
         let labels: Vec<_> = (0..self.images.len()).map(|image| offers.label(image)).collect();
         let is_unique = |label: &String| labels.iter().filter(|other| *other == label).count() == 1;
@@ -587,7 +607,7 @@ impl Arguments {
     }
 
     fn disk(&self, image: &Path, name: String, throttle: Option<DiskThrottle>) -> DiskSetup {
-        // What is taken over is there.
+        // An image that is taken over exists.
         let create = self.create.filter(|_| !self.hand_over);
         DiskSetup {
             name,

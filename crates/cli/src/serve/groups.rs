@@ -1,7 +1,7 @@
 //! The options of `serve` in groups, as its help, its man page and its completions have them.
 //!
-//! Invariant, which a test checks: each option that help shows is in one group. The first group has those that people
-//! need first, under no heading of its own.
+//! Invariant, which a test checks: each option that help shows is in one group. The first group has
+//! those that people need first, under no heading of its own.
 
 use clap::{Arg, Command};
 

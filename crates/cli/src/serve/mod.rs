@@ -72,9 +72,11 @@ fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
     }
 }
 
-/// Prints that everything listens, and tells the service manager. It serves also where these lines cannot be printed.
+/// Prints that everything listens, and tells the service manager. It serves also where these lines
+/// cannot be printed.
 fn announce(service: &Service, verbose: bool, in_background: bool) {
-    // What was found in the images is told before anything is served, also by a server that is killed at once.
+    // The findings in the images are logged before anything is served, also by a server that is
+    // killed at once.
     logging::flush();
     let mut lines = service.ready_lines(verbose);
     if called_as::is_qemu_nbd() && !in_background {
@@ -108,7 +110,8 @@ fn print_hint(service: &Service) {
     }
 }
 
-/// A machine that has the disk at a vhost-user-blk socket. A comma in an option of QEMU is written twice.
+/// A machine that has the disk at a vhost-user-blk socket. A comma in an option of QEMU is written
+/// twice.
 fn device_hint(socket: &Path, queues: u16) -> String {
     let path = socket.display().to_string().replace(',', ",,");
     format!(

@@ -1,5 +1,5 @@
-//! The options of qemu-nbd that mean something here: all but `-k` hidden, since `--nbd`, `--snapshot` and `--limit` say
-//! the same.
+//! The options of qemu-nbd that mean something here: all but `-k` hidden, since `--nbd`,
+//! `--snapshot` and `--limit` say the same.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use blockhouse_engine::{Engine, EngineChoice};
 
 use crate::image_opts::{ImageOptsArgs, escape};
 
-/// What qemu-nbd's users type.
+/// The options of qemu-nbd's users.
 #[derive(clap::Args)]
 pub struct NbdHabits {
     /// Listen at this Unix socket: short for --nbd 'nbd+unix:///?socket=PATH', as qemu-nbd has it.

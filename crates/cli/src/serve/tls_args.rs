@@ -9,21 +9,24 @@ use blockhouse_nbd::uri::NbdUri;
 /// TLS for NBD clients (docs/security.md).
 #[derive(clap::Args)]
 pub struct TlsArgs {
-    /// Whether NBD clients use TLS: off, optional, or required. Left out: required with --tls-certificates or
-    /// --tls-psk, otherwise off. A socket of an nbds:// URI requires it in any case.
+    /// Whether NBD clients use TLS: off, optional, or required. Left out: required with
+    /// --tls-certificates or --tls-psk, otherwise off. A socket of an nbds:// URI requires it
+    /// in any case.
     #[arg(long, value_name = "MODE")]
     tls: Option<Mode>,
-    /// A folder with server-cert.pem and server-key.pem. With ca-cert.pem clients must show a certificate that it has
-    /// signed, and with ca-crl.pem one that is not revoked. The names are those of QEMU and nbdkit. SIGHUP reads the
-    /// files again.
+    /// A folder with server-cert.pem and server-key.pem. With ca-cert.pem clients must show a
+    /// certificate that it has signed, and with ca-crl.pem one that is not revoked. The names
+    /// are those of QEMU and nbdkit. SIGHUP reads the files again.
     #[arg(long, value_name = "DIR", conflicts_with = "tls_psk")]
     tls_certificates: Option<PathBuf>,
-    /// A file of pre-shared keys, with a line IDENTITY:HEXKEY for each client; psktool makes it. SIGHUP reads it again.
+    /// A file of pre-shared keys, with a line IDENTITY:HEXKEY for each client; psktool makes it.
+    /// SIGHUP reads it again.
     #[arg(long, value_name = "FILE")]
     tls_psk: Option<PathBuf>,
-    /// Let only this client use an export: by a name in its certificate (the common name, or a DNS name), or by its
-    /// PSK identity. May be repeated, for more clients and exports. An export without any such line is for all
-    /// clients. Clients without TLS do not find one with such a line.
+    /// Let only this client use an export: by a name in its certificate (the common name, or a DNS
+    /// name), or by its PSK identity. May be repeated, for more clients and exports. An export
+    /// without any such line is for all clients. Clients without TLS do not find one with such
+    /// a line.
     #[arg(long, value_name = "EXPORT=NAME", value_parser = parse_allowed)]
     tls_allow: Vec<(String, String)>,
 }
@@ -36,7 +39,7 @@ enum Mode {
 }
 
 impl TlsArgs {
-    /// What is set up, for sockets of these URIs.
+    /// The TLS setup for sockets of these URIs.
     ///
     /// # Errors
     /// What makes no sense together.

@@ -13,19 +13,21 @@ use super::keyval::{self, Parsed};
 /// Arguments of `qemu-storage-daemon`.
 #[derive(clap::Args)]
 struct Options {
-    /// Open a node: [driver=]DRIVER,node-name=NAME,... or the same as JSON. Drivers are those of 'blockdev-add'.
+    /// Open a node: [driver=]DRIVER,node-name=NAME,... or the same as JSON. Drivers are those of
+    /// 'blockdev-add'.
     #[arg(long, value_name = "OPTIONS")]
     blockdev: Vec<String>,
-    /// Serve NBD clients here: addr.type=unix with addr.path=SOCKET, or addr.type=inet with addr.host=HOST and
-    /// addr.port=PORT; tls-creds=ID for TLS.
+    /// Serve NBD clients here: addr.type=unix with addr.path=SOCKET, or addr.type=inet with
+    /// addr.host=HOST and addr.port=PORT; tls-creds=ID for TLS.
     #[arg(long, value_name = "OPTIONS")]
     nbd_server: Vec<String>,
-    /// Export a node: nbd or vhost-user-blk, with id=ID and node-name=NAME; writable=on lets clients write. Of nbd
-    /// name=EXPORT is what clients call it; of vhost-user-blk addr.type=unix and addr.path=SOCKET say where.
+    /// Export a node: nbd or vhost-user-blk, with id=ID and node-name=NAME; writable=on lets
+    /// clients write. Of nbd name=EXPORT is what clients call it; of vhost-user-blk
+    /// addr.type=unix and addr.path=SOCKET say where.
     #[arg(long, value_name = "OPTIONS")]
     export: Vec<String>,
-    /// Make an object: [qom-type=]KIND,id=ID,... of the kind iothread, secret, throttle-group, tls-creds-x509 or
-    /// tls-creds-psk.
+    /// Make an object: [qom-type=]KIND,id=ID,... of the kind iothread, secret, throttle-group,
+    /// tls-creds-x509 or tls-creds-psk.
     #[arg(long, value_name = "OPTIONS")]
     object: Vec<String>,
     /// Make a character device: socket,id=ID,path=SOCKET[,server=on] or stdio,id=ID.
@@ -37,7 +39,8 @@ struct Options {
     /// Go on in the background, once everything listens.
     #[arg(long)]
     daemonize: bool,
-    /// Write the number of the process to this file, once everything listens. It is removed at the end.
+    /// Write the number of the process to this file, once everything listens. It is removed at the
+    /// end.
     #[arg(long, value_name = "FILE")]
     pidfile: Option<PathBuf>,
     /// As QEMU has it: what is traced there has no counterpart.

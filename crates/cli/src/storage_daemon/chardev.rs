@@ -1,7 +1,7 @@
 //! Character devices: where clients of QMP are.
 //!
-//! A listening socket serves clients side by side, where QEMU has one after the other, and waits for none of them. One that
-//! connects, and standard input and output, are one client.
+//! A listening socket serves clients side by side, where QEMU has one after the other, and waits
+//! for none of them. One that connects, and standard input and output, are one client.
 
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -20,13 +20,13 @@ const EXIT_LIMIT: Duration = Duration::from_secs(1);
 /// A character device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chardev {
-    /// What monitors call it.
+    /// Its name for monitors.
     pub id: String,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
 }
 
-/// What a character device is.
+/// The kinds of character devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A socket that clients connect to.
@@ -110,7 +110,8 @@ impl Stdio {
         Ok((given.into(), Self(written)))
     }
 
-    /// Waits until all is written, where standard output takes it. Every other copy of the socket is closed by then.
+    /// Waits until all is written, where standard output takes it. Every other copy of the socket
+    /// is closed by then.
     pub fn finish(self) {
         let _ = self.0.recv_timeout(EXIT_LIMIT);
     }

@@ -1,7 +1,8 @@
-//! QEMU's `KEY=VALUE,...` with dotted keys: `driver=qcow2,file.driver=file,file.filename=disk.qcow2`, or the same as JSON.
+//! QEMU's `KEY=VALUE,...` with dotted keys:
+//! `driver=qcow2,file.driver=file,file.filename=disk.qcow2`, or the same as JSON.
 //!
-//! Guarantee: what is parsed is one object whose values are text, as QEMU's `keyval_parse`: keys with dots are objects in it,
-//! and objects whose keys are 0, 1 and so on are lists.
+//! Guarantee: what is parsed is one object whose values are text, as QEMU's `keyval_parse`: keys
+//! with dots are objects in it, and objects whose keys are 0, 1 and so on are lists.
 
 use serde_json::{Map, Value};
 
@@ -41,7 +42,8 @@ pub fn parse(text: &str, implied: Option<&str>) -> Result<Parsed, String> {
     Ok(Parsed { arguments, are_words: true })
 }
 
-/// The parts between commas. Two commas are one that belongs to a value; a comma at the end begins no part.
+/// The parts between commas. Two commas are one that belongs to a value; a comma at the end begins
+/// no part.
 pub fn split(text: &str) -> Vec<String> {
     let mut parts = crate::create_options::split(text);
     parts.pop_if(|last| last.is_empty());

@@ -1,8 +1,10 @@
-//! `blockhouse qemu-storage-daemon`, and the program under that name: QEMU's command line, as commands of QMP that a server
-//! without disks carries out in their order before it is ready. So nothing is done here that a client of QMP could not ask for,
-//! but what has to be there before: sockets, threads and TLS.
+//! `blockhouse qemu-storage-daemon`, and the program under that name: QEMU's command line, as
+//! commands of QMP that a server without disks carries out in their order before it is ready. So
+//! nothing is done here that a client of QMP could not ask for, but what has to be there before:
+//! sockets, threads and TLS.
 //!
-//! - `arguments`: the options, and what they ask for; `keyval`: their arguments; `chardev`: where clients of QMP are
+//! - `arguments`: the options, and what they ask for; `keyval`: their arguments; `chardev`: where
+//!   clients of QMP are
 
 mod arguments;
 mod chardev;
@@ -75,7 +77,7 @@ fn daemonize() -> Result<ExitCode> {
     }
 }
 
-/// What is to run.
+/// The setup of the daemon.
 fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
     let Plan { commands, monitors, tls, threads } = plan;
     let mut daemon = StorageDaemon { commands, ..Default::default() };

@@ -50,7 +50,7 @@ impl SortBy {
     }
 }
 
-/// What comes after a key.
+/// The next step after a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     /// The view goes on.
@@ -59,7 +59,7 @@ pub enum Next {
     Quit,
 }
 
-/// What a disk did in the past, the latest last.
+/// The past figures of a disk, the latest last.
 #[derive(Default)]
 pub struct History {
     /// Requests a second.
@@ -158,8 +158,8 @@ impl App {
         self.failure.as_ref().map(|_| self.snapshot.at.elapsed())
     }
 
-    /// Selects the disk with most requests, if that has twice as many as the selected one: two that are equally busy do
-    /// not take turns.
+    /// Selects the disk with most requests, if that has twice as many as the selected one: two that
+    /// are equally busy do not take turns.
     fn select_busiest(&mut self) {
         let rate = |row: &Row| row.all.rate;
         let busiest = self.rows.iter().max_by(|one, other| rate(one).total_cmp(&rate(other)));

@@ -1,4 +1,5 @@
-//! Reading a server's metrics as JSON: by HTTP from its metrics address, or from its control socket.
+//! Reading a server's metrics as JSON: by HTTP from its metrics address, or from its control
+//! socket.
 
 use std::fmt;
 use std::io::{Read, Write};
@@ -13,7 +14,7 @@ use serde_json::Value;
 
 use super::model::Snapshot;
 
-/// What is said of a socket of another kind, mostly that of an NBD export.
+/// The message for a socket of another kind, mostly that of an NBD export.
 const NO_JSON: &str = "the answer is not JSON; start the server with --metrics unix:PATH or --control PATH, and \
                        name that path here";
 /// How long the server may take for an answer, and to take the request.

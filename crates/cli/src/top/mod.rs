@@ -1,7 +1,7 @@
 //! `blockhouse top`: what a running server does, live in the terminal.
 //!
-//! It reads the server's metrics again and again, and shows what has changed: rates, and latencies of the requests of
-//! the last interval. Without a terminal it prints one table.
+//! It reads the server's metrics again and again, and shows what has changed: rates, and latencies
+//! of the requests of the last interval. Without a terminal it prints one table.
 
 mod app;
 mod client;
@@ -25,7 +25,8 @@ use crate::output;
 /// Arguments of `top`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The server: its --metrics address (127.0.0.1:PORT or the path of a Unix socket), or its --control socket.
+    /// The server: its --metrics address (127.0.0.1:PORT or the path of a Unix socket), or its
+    /// --control socket.
     #[arg(value_name = "SOCKET|ADDRESS")]
     server: Source,
     /// Seconds between two readings.
@@ -55,7 +56,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
 }
 
-/// Shows the server until a key ends it. The terminal is as before afterwards, also where that fails.
+/// Shows the server until a key ends it. The terminal is as before afterwards, also where that
+/// fails.
 fn run_live(server: &Source, interval: Duration, first: Snapshot) -> Result<()> {
     let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
     let shown = show(server, interval, first, &mut terminal);

@@ -41,7 +41,7 @@ pub struct DiskReading {
     pub stages: BTreeMap<(String, String), Series>,
 }
 
-/// What was done of one kind.
+/// The counters of one kind of request.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
     /// How often, of what has ended.
@@ -73,7 +73,8 @@ impl Sample {
 }
 
 impl Snapshot {
-    /// Reads what the server answered. Metrics that are not known are left out: the server may be newer.
+    /// Reads what the server answered. Metrics that are not known are left out: the server may be
+    /// newer.
     ///
     /// # Errors
     /// When it is something else.

@@ -1,11 +1,11 @@
-//! What has changed between two readings: rates, and latencies of what was done in between.
+//! The changes between two readings: rates, and latencies of the requests in between.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::model::{DiskReading, Series, Snapshot};
 
-/// What one disk did.
+/// The activity of one disk.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Row {
     /// Its name.
@@ -40,20 +40,20 @@ pub struct Row {
     pub stages: Vec<Detail>,
 }
 
-/// What was done of one kind, apart.
+/// The activity of one kind, apart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Detail {
     /// The kind of export, or the stage.
     pub origin: String,
     /// The operation.
     pub operation: String,
-    /// What was done of it.
+    /// Its activity.
     pub activity: Activity,
     /// Errors since the server's start.
     pub errors: u64,
 }
 
-/// What was done in an interval.
+/// The activity in an interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Activity {
     /// How often, a second.
@@ -116,7 +116,7 @@ fn details(before: &AllSeries, after: &AllSeries, seconds: f64) -> Vec<Detail> {
     after.iter().map(detail).collect()
 }
 
-/// What was done since. A server that was started anew counts from 0.
+/// The activity since `before`. A server that was started anew counts from 0.
 fn since(before: Option<&Series>, after: &Series) -> Series {
     let Some(before) = before.filter(|before| before.count <= after.count) else {
         return after.clone();

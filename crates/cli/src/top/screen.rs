@@ -1,4 +1,4 @@
-//! What the live view looks like.
+//! The drawing of the live view.
 
 use std::collections::VecDeque;
 
@@ -16,7 +16,7 @@ use super::table;
 
 /// A screen with fewer columns has the tables of details below one another.
 const MIN_BESIDE: u16 = 100;
-/// Two tables below one another need so many lines.
+/// Two tables below one another need this many lines.
 const MIN_BELOW: u16 = 12;
 /// Lines of the cause why there are no new figures.
 const MAX_FAILURE_LINES: u16 = 4;

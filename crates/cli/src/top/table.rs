@@ -23,13 +23,14 @@ pub const HEADINGS: [&str; 12] = [
 /// The columns of the table of disks that go first where a screen is narrow.
 pub const FIRST_TO_GO: [usize; 11] = [11, 1, 5, 2, 6, 7, 8, 10, 4, 3, 9];
 
-/// A name has so many columns at least where numbers compete with it.
+/// A name has this many columns at least where numbers compete with it.
 const MIN_NAME: usize = 16;
 
 /// The columns of a table that `width` has room for, one space apart, and their widths.
 ///
-/// Columns go as a whole, in the order of `first_to_go`, so no digit and no heading is cut off. The first column is a
-/// name and stays: it has two fifths of the width at least, if it needs them, and all that the others leave.
+/// Columns go as a whole, in the order of `first_to_go`, so no digit and no heading is cut off. The
+/// first column is a name and stays: it has two fifths of the width at least, if it needs them, and
+/// all that the others leave.
 pub fn fit<const N: usize>(
     lines: &[[String; N]],
     first_to_go: &[usize],
@@ -55,7 +56,8 @@ pub fn fit<const N: usize>(
     columns
 }
 
-/// A name in at most `width` columns: what is left out is in its middle, since names of disks differ at either end.
+/// A name in at most `width` columns: what is left out is in its middle, since names of disks
+/// differ at either end.
 pub fn shorten(name: &str, width: usize) -> String {
     let length = name.chars().count();
     if length <= width {

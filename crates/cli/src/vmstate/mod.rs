@@ -39,8 +39,8 @@ enum Action {
         #[arg(long, value_name = "KIND", value_parser = ValueParser::new(parse_compression))]
         compress: Option<Compression>,
     },
-    /// Write the state of a snapshot to standard output: -incoming "exec:blockhouse vmstate load IMAGE
-    /// NAME".
+    /// Write the state of a snapshot to standard output: -incoming "exec:blockhouse vmstate load
+    /// IMAGE NAME".
     Load {
         #[command(flatten)]
         image: Image,
@@ -126,7 +126,8 @@ async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
     } else {
         drop(writer);
     }
-    // What was given back is counted down on the disk, too. The first failure is the one to tell.
+    // The space that was given back is subtracted on the disk, too. The first failure is the one to
+    // report.
     let closed = disk.close().await;
     stored?;
     Ok(closed?)

@@ -16,14 +16,14 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of so many bytes, if that is known.
+    /// Of this many bytes, if that is known.
     pub fn new(total: Option<u64>) -> Self {
         let now = Instant::now();
         let is_seen = std::io::stderr().is_terminal();
         Self { is_seen, total, done: 0, began: now, told: now }
     }
 
-    /// So many more bytes are done.
+    /// This many more bytes are done.
     pub fn add(&mut self, bytes: usize) {
         self.done += bytes as u64;
         if self.is_seen && self.told.elapsed() >= PERIOD {

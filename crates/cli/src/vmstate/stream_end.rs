@@ -1,8 +1,9 @@
-//! Whether a machine's state came to its end. A pipe looks the same whether its writer was through or died.
+//! Whether a machine's state came to its end. A pipe looks the same whether its writer was through
+//! or died.
 //!
-//! QEMU's stream begins with "QEVM" and ends with a byte 0, then a byte 6, the length of a description of
-//! its devices (32 bits, big-endian), and the description, a JSON object. Other programs' streams are
-//! taken as they come.
+//! QEMU's stream begins with "QEVM" and ends with a byte 0, then a byte 6, the length of a
+//! description of its devices (32 bits, big-endian), and the description, a JSON object. Other
+//! programs' streams are taken as they come.
 
 const MAGIC: &[u8] = b"QEVM";
 const BEFORE: [u8; 2] = [0, 6];

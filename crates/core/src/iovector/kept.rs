@@ -1,7 +1,8 @@
 //! Memory of a request that may have to be carried out again.
 //!
-//! Guarantee: two vectors never have the same bytes at the same time. A [`KeptVector`] touches no byte: it lends all of
-//! them once more, when the vector that it lent before is gone with all parts of it.
+//! Guarantee: two vectors never have the same bytes at the same time. A [`KeptVector`] touches no
+//! byte: it lends all of them once more, when the vector that it lent before is gone with all parts
+//! of it.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -15,7 +16,8 @@ use super::{IoVector, Segment};
 /// The bytes of an [`IoVector`] beyond its end. See [`IoVector::keep`].
 pub struct KeptVector(Arc<Kept>);
 
-/// The owner of each vector that was lent: while one of its parts exists, it has more than one owner.
+/// The owner of each vector that was lent: while one of its parts exists, it has more than one
+/// owner.
 struct Kept {
     /// Keeps the bytes alive.
     _owner: Arc<dyn Any + Send + Sync>,
@@ -24,15 +26,15 @@ struct Kept {
     lost: Option<NonNull<AtomicBool>>,
 }
 
-// SAFETY: as for `IoVector`: the owner is `Send + Sync`, and `lost` is an atomic that the owner keeps. The bytes are
-// accessed by the one vector that is lent, never through this.
+// SAFETY: as for `IoVector`: the owner is `Send + Sync`, and `lost` is an atomic that the owner
+// keeps. The bytes are accessed by the one vector that is lent, never through this.
 unsafe impl Send for Kept {}
 // SAFETY: as above; a shared `Kept` gives no access to the bytes.
 unsafe impl Sync for Kept {}
 
 impl IoVector {
-    /// The same bytes, which can be lent once more when this vector is gone. The lender of the memory gets it back when
-    /// the kept vector is gone, too.
+    /// The same bytes, which can be lent once more when this vector is gone. The lender of the
+    /// memory gets it back when the kept vector is gone, too.
     #[must_use]
     pub fn keep(self) -> (Self, KeptVector) {
         let Self { owner, segments, length, lost } = self;
@@ -42,10 +44,11 @@ impl IoVector {
 }
 
 impl KeptVector {
-    /// All bytes of the vector that was kept; `None` while a part of the one that was lent last exists: an operation may
-    /// use it.
+    /// All bytes of the vector that was kept; `None` while a part of the one that was lent last
+    /// exists: an operation may use it.
     pub fn lend(&mut self) -> Option<IoVector> {
-        // Sees all other owners, also those on other threads, and all that they did before they let go.
+        // Sees all other owners, also those on other threads, and all that they did before they let
+        // go.
         Arc::get_mut(&mut self.0)?;
         Some(self.vector())
     }

@@ -1,14 +1,16 @@
 //! The monotonic clock of a thread, read as seldom as measuring allows.
 //!
-//! Reading the clock costs about as much as everything else that is recorded of a request, although it is no system call
-//! (vDSO). So on a thread with an event loop one reading serves several uses: the loop calls [`renew`] when the kernel
-//! has returned, and after an operation that it did inline, and [`MAX_USES`] uses at most share a reading. What a
-//! use gets is then late by what the thread computed since the reading, some microseconds at most, and only
-//! while the loop has several requests at a time; a lone request gets two readings of its own. On other threads
+//! Reading the clock costs about as much as everything else that is recorded of a request, although
+//! it is no system call (vDSO). So on a thread with an event loop one reading serves several uses:
+//! the loop calls [`renew`] when the kernel has returned, and after an operation that it did
+//! inline, and [`MAX_USES`] uses at most share a reading. What a use gets is then late by what the
+//! thread computed since the reading, some microseconds at most, and only while the loop has
+//! several requests at a time; a lone request gets two readings of its own. On other threads
 //! each use is a reading.
 //!
-//! The loop's own timers, waits and turns of tasks use the same readings. So requests that are carried out inline, one after
-//! the other, take one reading each: the end of one, by which the loop also sees how late it is, is the begin of the next.
+//! The loop's own timers, waits and turns of tasks use the same readings. So requests that are
+//! carried out inline, one after the other, take one reading each: the end of one, by which the
+//! loop also sees how late it is, is the begin of the next.
 
 use std::cell::Cell;
 use std::ops::Add;
@@ -68,8 +70,8 @@ thread_local! {
     };
 }
 
-/// The time, or on a thread that [shares](set_shared) its readings that of the last reading, see the module's page. Never
-/// earlier than what this thread got before.
+/// The time, or on a thread that [shares](set_shared) its readings that of the last reading, see
+/// the module's page. Never earlier than what this thread got before.
 pub fn now() -> Timestamp {
     READING.with(|reading| {
         let uses = reading.uses.get();
@@ -83,9 +85,9 @@ pub fn now() -> Timestamp {
     })
 }
 
-/// A time later than `earlier`: that of the last reading if this thread has read the clock since, else a reading. For a loop
-/// that asks how late it is after each step: where a step has measured itself, asking is free, and what it computed
-/// after that counts to the next step.
+/// A time later than `earlier`: that of the last reading if this thread has read the clock since,
+/// else a reading. For a loop that asks how late it is after each step: where a step has measured
+/// itself, asking is free, and what it computed after that counts to the next step.
 pub fn later_than(earlier: Timestamp) -> Timestamp {
     READING.with(|reading| match Timestamp(reading.time.get()) {
         // Without further uses it is out of date.
@@ -99,7 +101,8 @@ pub fn read_now() -> Timestamp {
     READING.with(SharedReading::renew)
 }
 
-/// Says whether this thread calls [`renew`] whenever time has passed, so that several uses may share a reading.
+/// Says whether this thread calls [`renew`] whenever time has passed, so that several uses may
+/// share a reading.
 pub fn set_shared(is_shared: bool) {
     READING.with(|reading| {
         reading.is_shared.set(is_shared);

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A counter of one thread's block, see [`PerThread`](super::PerThread). Advancing it is a load and a store: two threads
-/// that advance one counter lose counts.
+/// A counter of one thread's block, see [`PerThread`](super::PerThread). Advancing it is a load and
+/// a store: two threads that advance one counter lose counts.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 

@@ -1,8 +1,9 @@
 //! A histogram of durations with logarithmic buckets, four for each power of two.
 //!
-//! Bucket 0 has all durations up to 1 microsecond. Then each power of two is divided into four buckets of equal width,
-//! up to 2^27 microseconds (134 s). The last bucket has everything longer. A bucket includes its upper bound, as
-//! those of OpenMetrics do (`le`). So a quantile is known to within a quarter.
+//! Bucket 0 has all durations up to 1 microsecond. Then each power of two is divided into four
+//! buckets of equal width, up to 2^27 microseconds (134 s). The last bucket has everything longer.
+//! A bucket includes its upper bound, as those of OpenMetrics do (`le`). So a quantile is known to
+//! within a quarter.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -46,12 +47,13 @@ pub const fn upper_bound(bucket: usize) -> Option<u64> {
     }
 }
 
-/// A histogram of one thread's block, see [`PerThread`](super::PerThread). As a [`Counter`](super::Counter), it is for one
-/// thread to record into, and for all to read.
+/// A histogram of one thread's block, see [`PerThread`](super::PerThread). As a
+/// [`Counter`](super::Counter), it is for one thread to record into, and for all to read.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Histogram {
-    /// Nanoseconds. Before the buckets, of which the first ones are used most: one cache line less.
+    /// Nanoseconds. Before the buckets, of which the first ones are used most: one cache line
+    /// less.
     sum: AtomicU64,
     buckets: [AtomicU64; BUCKETS],
 }
@@ -72,7 +74,7 @@ impl Histogram {
         increase(&self.sum, nanoseconds);
     }
 
-    /// What was recorded so far.
+    /// The recorded values so far.
     pub fn read(&self) -> HistogramReading {
         let bucket = |index: usize| self.buckets[index].load(Ordering::Relaxed);
         HistogramReading {
@@ -82,7 +84,7 @@ impl Histogram {
     }
 }
 
-/// What a histogram held, or several together.
+/// The values of a histogram, or of several together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramReading {
     buckets: [u64; BUCKETS],
@@ -97,7 +99,8 @@ impl Default for HistogramReading {
 }
 
 impl HistogramReading {
-    /// A reading of which each bucket and the sum are known, as [`buckets`](Self::buckets) and [`sum`](Self::sum) tell them.
+    /// A reading of which each bucket and the sum are known, as [`buckets`](Self::buckets) and
+    /// [`sum`](Self::sum) tell them.
     pub fn new(buckets: [u64; BUCKETS], sum: Duration) -> Self {
         Self { buckets, sum: u64::try_from(sum.as_nanos()).unwrap_or(u64::MAX) }
     }
@@ -125,8 +128,9 @@ impl HistogramReading {
         &self.buckets
     }
 
-    /// The upper bound of the bucket that has the quantile (0.99 is the 99th percentile): at most a quarter more than the
-    /// quantile itself. `None` where nothing was recorded, or where it is longer than all bounds.
+    /// The upper bound of the bucket that has the quantile (0.99 is the 99th percentile): at most a
+    /// quarter more than the quantile itself. `None` where nothing was recorded, or where it is
+    /// longer than all bounds.
     pub fn quantile(&self, quantile: f64) -> Option<Duration> {
         let rank = ((self.count() as f64 * quantile).ceil() as u64).max(1);
         let mut seen = 0;
@@ -137,7 +141,8 @@ impl HistogramReading {
         upper_bound(bucket).map(Duration::from_nanos)
     }
 
-    /// The powers of two of a microsecond from 1 on, and how many durations were no longer than each.
+    /// The powers of two of a microsecond from 1 on, and how many durations were no longer than
+    /// each.
     pub fn powers_of_two(&self) -> impl Iterator<Item = (Duration, u64)> {
         let mut seen = 0;
         let bounded = self.buckets[..BUCKETS - 1].iter().enumerate();

@@ -1,8 +1,9 @@
-//! What a running server is measured with: a clock, counters, and histograms of durations.
+//! The measurement of a running server: a clock, counters, and histograms of durations.
 //!
-//! Guarantees: recording takes no lock, writes to no cache line that another thread writes to, and makes no
-//! system call. Each thread records into a block of its own ([`PerThread`]) with plain loads and stores; a
-//! reading adds the blocks of all threads up. A reading is exact when nothing is recorded meanwhile.
+//! Guarantees: recording takes no lock, writes to no cache line that another thread writes to, and
+//! makes no system call. Each thread records into a block of its own ([`PerThread`]) with plain
+//! loads and stores; a reading adds the blocks of all threads up. A reading is exact when nothing
+//! is recorded meanwhile.
 
 pub mod clock;
 mod counter;

@@ -1,13 +1,13 @@
 //! Flushes that callers share: one runs, the others wait for it or are covered by it.
 //!
-//! A flush covers everything that completed before it began. So of many callers that need one at the same time, one
-//! runs it. Those whose work it covers return when it has succeeded. One that came too late for it runs the next
-//! flush, again for all that wait by then.
+//! A flush covers everything that completed before it began. So of many callers that need one at
+//! the same time, one runs it. Those whose work it covers return when it has succeeded. One that
+//! came too late for it runs the next flush, again for all that wait by then.
 //!
-//! What "covered" means is the caller's: `P` is the progress so far (a generation, a version, one for each kind of
-//! flush), and each caller brings a predicate on it. [`Coalescer`] guarantees that at most one flush runs at a time,
-//! that the progress is what flushes that succeeded have noted, and that a flush whose future is dropped lets the next
-//! one run.
+//! The meaning of "covered" is the caller's: `P` is the progress so far (a generation, a version,
+//! one for each kind of flush), and each caller brings a predicate on it. [`Coalescer`] guarantees
+//! that at most one flush runs at a time, that the progress is what flushes that succeeded have
+//! noted, and that a flush whose future is dropped lets the next one run.
 
 use super::Condvar;
 use super::parts::{EventListener, Mutex};
@@ -25,7 +25,7 @@ struct State<P> {
     progress: P,
 }
 
-/// What a caller does next.
+/// The next step of a caller.
 #[derive(Debug)]
 pub enum Turn<'a, P> {
     /// Nothing: what it needs is done.
@@ -46,8 +46,9 @@ impl<P> Coalescer<P> {
         Self { state: Mutex::new(State { is_running: false, progress }), ended: Condvar::new() }
     }
 
-    /// What a caller does next that needs `is_covered`. To be asked again after each wait, with whatever else can end
-    /// the caller's waiting (a failure that is remembered) checked in between.
+    /// The next step of a caller that needs `is_covered`. To be asked again after each wait, with
+    /// whatever else can end the caller's waiting (a failure that is remembered) checked in
+    /// between.
     pub fn turn(&self, is_covered: impl FnOnce(&P) -> bool) -> Turn<'_, P> {
         let mut state = self.state.lock();
         if is_covered(&state.progress) {

@@ -4,8 +4,9 @@ use super::parts::{Event, EventListener};
 
 /// Lets tasks wait until a predicate holds that other tasks, on any thread, make true.
 ///
-/// The predicate reads state that the caller keeps: an atomic, or something under a lock. A task that changes it calls
-/// [`notify_all`](Self::notify_all) afterwards. To notify costs one fence and one load while no task waits.
+/// The predicate reads state that the caller keeps: an atomic, or something under a lock. A task
+/// that changes it calls [`notify_all`](Self::notify_all) afterwards. To notify costs one fence and
+/// one load while no task waits.
 #[derive(Debug)]
 pub struct Condvar {
     changed: Event,
@@ -19,7 +20,8 @@ impl Condvar {
 
     /// Waits until `check` gives a value. It is called at once, and again after each notification.
     ///
-    /// A change that precedes its notification is never missed, however it falls between check and wait.
+    /// A change that precedes its notification is never missed, however it falls between check and
+    /// wait.
     pub async fn wait_until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         loop {
             if let Some(value) = check() {
@@ -34,8 +36,9 @@ impl Condvar {
         }
     }
 
-    /// Resolves with the next [`notify_all`](Self::notify_all) after this call. For a caller that has to check its
-    /// predicate under a lock of its own: listen under the lock, unlock, then wait.
+    /// Resolves with the next [`notify_all`](Self::notify_all) after this call. For a caller that
+    /// has to check its predicate under a lock of its own: listen under the lock, unlock, then
+    /// wait.
     pub fn listen(&self) -> EventListener {
         self.changed.listen()
     }

@@ -1,20 +1,21 @@
 //! Waiting for the operations that are in flight now, and not for those that begin later.
 //!
-//! Each operation holds an [`EpochGuard`]. [`Epochs::synchronize`] waits until every guard that existed when it was
-//! called is dropped. Guards taken meanwhile do not delay it, so it ends however busy the system is. Linux has the
-//! same as SRCU (`srcu_read_lock`, `synchronize_srcu`).
+//! Each operation holds an [`EpochGuard`]. [`Epochs::synchronize`] waits until every guard that
+//! existed when it was called is dropped. Guards taken meanwhile do not delay it, so it ends
+//! however busy the system is. Linux has the same as SRCU (`srcu_read_lock`, `synchronize_srcu`).
 //!
 //! How it works:
 //!
-//! 1. There are two epochs, one of which is current. `entered` holds which one, and how many guards it has issued.
-//!    Both are one word, so a new guard takes one addition and knows its epoch.
-//! 2. A dropped guard subtracts one from the balance of its epoch. While the epoch is current its balance is zero or
-//!    negative.
-//! 3. `synchronize` makes the other epoch current and learns from the same exchange how many guards the old epoch has
-//!    issued. It adds that number to the old epoch's balance, which says from then on how many of them still exist.
-//!    The guard that brings it to zero wakes the waiter.
-//! 4. If the future of `synchronize` is dropped in between, guards of the old epoch are left. The next call waits for
-//!    them before it makes that epoch current again, so no balance ever mixes two generations of guards.
+//! 1. There are two epochs, one of which is current. `entered` holds which one, and how many guards
+//!    it has issued. Both are one word, so a new guard takes one addition and knows its epoch.
+//! 2. A dropped guard subtracts one from the balance of its epoch. While the epoch is current its
+//!    balance is zero or negative.
+//! 3. `synchronize` makes the other epoch current and learns from the same exchange how many guards
+//!    the old epoch has issued. It adds that number to the old epoch's balance, which says from
+//!    then on how many of them still exist. The guard that brings it to zero wakes the waiter.
+//! 4. If the future of `synchronize` is dropped in between, guards of the old epoch are left. The
+//!    next call waits for them before it makes that epoch current again, so no balance ever mixes
+//!    two generations of guards.
 
 use super::Condvar;
 use super::parts::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -22,7 +23,8 @@ use super::parts::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 /// The bit of `entered` that says which epoch is current; the bits below count its guards.
 const EPOCH_SHIFT: u32 = 63;
 
-/// Waits for the operations in flight now, not for later ones: counts them in two epochs (as Linux SRCU).
+/// Waits for the operations in flight now, not for later ones: counts them in two epochs (as Linux
+/// SRCU).
 ///
 /// A guard costs two atomic additions and no lock, and keeps no memory.
 #[derive(Debug, Default)]
@@ -50,15 +52,15 @@ impl Epochs {
 
     /// Begins an operation, in the current epoch.
     ///
-    /// An operation that begins after a [`synchronize`](Self::synchronize) that does not wait for it sees everything
-    /// that the caller of `synchronize` did before.
+    /// An operation that begins after a [`synchronize`](Self::synchronize) that does not wait for
+    /// it sees everything that the caller of `synchronize` did before.
     pub fn enter(&self) -> EpochGuard<'_> {
         let entered = self.entered.fetch_add(1, Ordering::Acquire);
         EpochGuard { epochs: self, epoch: epoch_of(entered) }
     }
 
-    /// Waits until every operation that was in flight at the call has ended. What those operations did is visible to
-    /// the caller afterwards. Several callers wait one after the other.
+    /// Waits until every operation that was in flight at the call has ended. What those operations
+    /// did is visible to the caller afterwards. Several callers wait one after the other.
     pub async fn synchronize(&self) {
         let _turn = self.begin().await;
         let current = epoch_of(self.entered.load(Ordering::Relaxed));
@@ -212,7 +214,7 @@ mod loom_model {
     use super::Epochs;
     use crate::sync::loom_support::block_on;
 
-    /// What an operation looks up, and what is done to it once no operation may still use it.
+    /// The thing that an operation looks up, and the work on it once no operation may still use it.
     #[derive(Default)]
     struct Place {
         epochs: Epochs,
@@ -247,8 +249,8 @@ mod loom_model {
         });
     }
 
-    /// With at most this many forced switches: a lost wake-up shows with two, and without a bound the model of two
-    /// operations takes minutes.
+    /// With at most this many forced switches: a lost wake-up shows with two, and without a bound
+    /// the model of two operations takes minutes.
     const SWITCHES: usize = 2;
 
     #[test]

@@ -6,8 +6,9 @@ use crate::{Error, Result};
 
 /// Remembers the first of the failures that it is told of, and repeats it from then on.
 ///
-/// For failures after which the state is unknown, such as a failed flush: the host may have dropped data, and its
-/// next flush would succeed all the same. Later failures follow from the first, so they are not kept.
+/// For failures after which the state is unknown, such as a failed flush: the host may have dropped
+/// data, and its next flush would succeed all the same. Later failures follow from the first, so
+/// they are not kept.
 #[derive(Debug)]
 pub struct ErrorLatch {
     first: OnceLock<Error>,
@@ -15,7 +16,8 @@ pub struct ErrorLatch {
 }
 
 impl ErrorLatch {
-    /// No failure so far. `hint` tells a person what to do when an operation is refused because of one.
+    /// No failure so far. `hint` tells a person what to do when an operation is refused because of
+    /// one.
     pub const fn new(hint: &'static str) -> Self {
         Self { first: OnceLock::new(), hint }
     }

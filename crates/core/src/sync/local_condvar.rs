@@ -6,8 +6,8 @@ use std::task::{Poll, Waker};
 
 /// Lets one task wait until a predicate holds that other tasks of its thread make true.
 ///
-/// As [`Condvar`](super::Condvar) without atomic operations: to notify costs one look while no task waits, and to wait
-/// allocates nothing.
+/// As [`Condvar`](super::Condvar) without atomic operations: to notify costs one look while no task
+/// waits, and to wait allocates nothing.
 #[derive(Debug, Default)]
 pub struct LocalCondvar {
     is_waiting: Cell<bool>,
@@ -20,8 +20,9 @@ impl LocalCondvar {
         Self::default()
     }
 
-    /// Waits until `check` gives a value. It is called at once, and again after each [`notify`](Self::notify). For one
-    /// task at a time: of several only the last one to wait is woken.
+    /// Waits until `check` gives a value. It is called at once, and again after each
+    /// [`notify`](Self::notify). For one task at a time: of several only the last one to wait
+    /// is woken.
     pub async fn wait_until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         poll_fn(|context| {
             if let Some(value) = check() {

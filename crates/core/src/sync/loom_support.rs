@@ -1,4 +1,5 @@
-//! Under `--cfg loom`: models of what the primitives are made of, and an executor for their futures.
+//! Under `--cfg loom`: models of what the primitives are made of, and an executor for their
+//! futures.
 
 use std::future::Future;
 use std::pin::Pin;

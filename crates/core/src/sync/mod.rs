@@ -10,9 +10,9 @@
 //! | [`ErrorLatch`] | remembers the first failure for good | |
 //! | [`run_bounded`] | runs futures concurrently, a bounded number at a time | |
 //!
-//! All of them work on any executor. None holds a lock while it waits, and a future of theirs may be dropped at any
-//! time. Those that threads share are checked under every interleaving by models (`loom_model` in each file, run by
-//! `cargo xtask loom`).
+//! All of them work on any executor. None holds a lock while it waits, and a future of theirs may
+//! be dropped at any time. Those that threads share are checked under every interleaving by models
+//! (`loom_model` in each file, run by `cargo xtask loom`).
 
 mod bounded;
 mod coalescer;
@@ -32,7 +32,7 @@ pub use error_latch::ErrorLatch;
 pub use local_condvar::LocalCondvar;
 pub use wait_group::{WaitGroup, WaitGuard};
 
-/// What the primitives are made of, so that the models can put loom's in their place.
+/// The parts of the primitives, so that the models can put loom's in their place.
 mod parts {
     #[cfg(not(loom))]
     pub(super) use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};

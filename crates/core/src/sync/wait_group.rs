@@ -18,8 +18,8 @@ struct Count {
     drained: Condvar,
 }
 
-/// One operation in flight, until this is dropped. It owns its share of the count, so it may go with the memory that
-/// an operation of the kernel uses.
+/// One operation in flight, until this is dropped. It owns its share of the count, so it may go
+/// with the memory that an operation of the kernel uses.
 #[derive(Debug)]
 pub struct WaitGuard(Arc<Count>);
 
@@ -45,7 +45,8 @@ impl WaitGroup {
         self.0.drained.wait_until(|| self.is_empty().then_some(())).await;
     }
 
-    /// What to wait for before asking again; `None` when nothing is in flight. For a caller that asks under a lock.
+    /// The event to wait for before asking again; `None` when nothing is in flight. For a caller
+    /// that asks under a lock.
     pub fn listen(&self) -> Option<EventListener> {
         if self.is_empty() {
             return None;

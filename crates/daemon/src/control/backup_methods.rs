@@ -1,4 +1,4 @@
-//! What the methods of backups take and give.
+//! The parameters and results of the methods of backups.
 
 use std::path::PathBuf;
 
@@ -13,10 +13,11 @@ use crate::options::text_fields::{Size, some_size};
 pub struct BackupBeginParams {
     /// The names of the disks.
     pub disks: Vec<String>,
-    /// Where they are served for reading, each under its own name: an NBD URI without a name. That of a single disk may
-    /// have one. Left out: nowhere before `export.add` of the disk that was frozen.
+    /// Where they are served for reading, each under its own name: an NBD URI without a name. That
+    /// of a single disk may have one. Left out: nowhere before `export.add` of the disk that
+    /// was frozen.
     pub export: Option<String>,
-    /// What the backup is called, unlike all others. Left out: any name.
+    /// The backup's name, unlike all others. Left out: any name.
     pub backup: Option<String>,
     /// A bitmap that begins on each disk at this moment, for the next increment.
     pub bitmap: Option<String>,
@@ -25,7 +26,8 @@ pub struct BackupBeginParams {
     pub since: Option<String>,
     /// The folder of the scratch files, an absolute path. Left out: that of each disk's image.
     pub scratch: Option<PathBuf>,
-    /// Bytes that each scratch file may take, or a text like "20G". Left out: as many as its disk has.
+    /// Bytes that each scratch file may take, or a text like "20G". Left out: as many as its disk
+    /// has.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub scratch_size: Option<u64>,

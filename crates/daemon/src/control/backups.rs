@@ -1,4 +1,4 @@
-//! What the methods of backups do.
+//! The methods of backups.
 
 use blockhouse_nbd::uri::NbdUri;
 use serde_json::Value;

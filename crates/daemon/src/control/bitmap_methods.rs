@@ -1,4 +1,4 @@
-//! What the methods of bitmaps take and give.
+//! The parameters and results of the methods of bitmaps.
 
 use blockhouse_disk::Bitmap;
 use schemars::JsonSchema;
@@ -24,8 +24,8 @@ pub struct BitmapAddParams {
     pub disk: String,
     /// The new name: 1 to 1023 bytes, unlike all others of the image.
     pub name: String,
-    /// How many bytes of the disk one bit stands for: a power of two, 512 to 2 GiB, or a text like "64K". Left out: a
-    /// cluster, but 4 KiB at least and 64 KiB at most.
+    /// How many bytes of the disk one bit stands for: a power of two, 512 to 2 GiB, or a text like
+    /// "64K". Left out: a cluster, but 4 KiB at least and 64 KiB at most.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub granularity: Option<u64>,
@@ -71,7 +71,7 @@ pub struct BitmapInfo {
 }
 
 impl BitmapInfo {
-    /// What is told of a bitmap.
+    /// The description of a bitmap.
     pub(super) fn new(bitmap: Bitmap, busy: bool, count: Option<u64>) -> Self {
         let Bitmap { name, granularity, is_enabled, is_inconsistent, lacks_since, .. } = bitmap;
         let recording = is_enabled && !is_inconsistent;

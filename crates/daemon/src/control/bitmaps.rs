@@ -1,4 +1,4 @@
-//! What the methods of bitmaps do.
+//! The methods of bitmaps.
 
 use blockhouse_disk::{BitmapAction, NewBitmap};
 use serde_json::Value;

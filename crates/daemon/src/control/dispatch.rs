@@ -1,4 +1,4 @@
-//! What each method does.
+//! The call of each method.
 
 use std::sync::Arc;
 
@@ -26,8 +26,9 @@ use crate::options::threshold::Threshold;
 use crate::running::{ExportAddress, Refreshed, Reloaded, Running, RunningDisk, RunningExport};
 use crate::setup::disk_options::DiskOptions;
 
-/// Carries a request out that changes or tells what runs. Those about the connection or the process are the server's.
-/// What takes long stops soon after `is_cancelled` says that it is not wanted any more, if that is still possible.
+/// Carries a request out that changes or tells what runs. Those about the connection or the process
+/// are the server's. A long call stops soon after `is_cancelled` says that it is not wanted, if
+/// that is still possible.
 pub(crate) async fn call(
     running: &Running,
     answers: &Answers,

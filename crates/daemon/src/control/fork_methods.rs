@@ -15,7 +15,7 @@ pub struct ForkParams {
     pub disks: Vec<ForkDiskParams>,
 }
 
-/// What was forked.
+/// The disks that were forked.
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct ForkResult {

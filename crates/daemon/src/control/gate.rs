@@ -1,5 +1,5 @@
-//! Whether requests are carried out: a hand-over holds new ones off, and begins only where none is in progress. Where it
-//! succeeds, none is carried out any more: the images belong to another process.
+//! Whether requests are carried out: a hand-over holds new ones off, and begins only where none is
+//! in progress. Where it succeeds, none is carried out: the images belong to another process.
 
 use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;
@@ -25,7 +25,7 @@ pub struct Inside<'a>(&'a Gate);
 pub struct Closed<'a>(&'a Gate);
 
 impl Gate {
-    /// Waits until requests may be carried out. `None` if none may any more.
+    /// Waits until requests may be carried out. `None` if none may.
     pub async fn enter(&self) -> Option<Inside<'_>> {
         self.opened
             .wait_until(|| {
@@ -42,7 +42,7 @@ impl Gate {
             .await
     }
 
-    /// Whether no request is carried out any more.
+    /// Whether no request is carried out.
     pub fn is_sealed(&self) -> bool {
         self.state.lock().is_sealed
     }
@@ -59,7 +59,7 @@ impl Gate {
 }
 
 impl Closed<'_> {
-    /// Has no request carried out any more.
+    /// Has no request carried out.
     pub fn seal(self) {
         self.0.state.lock().is_sealed = true;
     }

@@ -1,4 +1,4 @@
-//! What the methods of jobs take and give.
+//! The parameters and results of the methods of jobs.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub struct JobParams {
     pub job: String,
 }
 
-/// What a job does.
+/// The kind of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum JobKind {
@@ -24,8 +24,8 @@ pub enum JobKind {
     Mirror,
     /// Copies what the disk's image has into its backing file while the guest goes on.
     Commit,
-    /// Copies what the disk's image leaves to its backing file into the image while the guest goes on, and detaches the
-    /// backing file.
+    /// Copies what the disk's image leaves to its backing file into the image while the guest goes
+    /// on, and detaches the backing file.
     Stream,
 }
 
@@ -46,31 +46,35 @@ pub enum JobCopyMode {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct JobStartParams {
-    /// What it does.
+    /// Its kind.
     pub kind: JobKind,
     /// The name of the disk.
     pub disk: String,
     /// Of a mirror, where to: an absolute path, or the URI of an export of another server.
     pub target: Option<PathBuf>,
-    /// Of a mirror, another disk of this server in the place of `target`: all that is in it is lost. It is no disk of its own any
-    /// more when the guest goes on in it.
+    /// Of a mirror, another disk of this server in the place of `target`: all that is in it is
+    /// lost. It is no disk of its own any more when the guest goes on in it.
     pub target_disk: Option<String>,
-    /// What the job is called, unlike all others. Left out: any name.
+    /// The job's name, unlike all others. Left out: any name.
     pub job: Option<String>,
-    /// Of a mirror, the target's format, raw or qcow2. Left out, a file's name decides (.qcow2, otherwise raw); all else is raw.
+    /// Of a mirror, the target's format, raw or qcow2. Left out, a file's name decides (.qcow2,
+    /// otherwise raw); all else is raw.
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub format: Option<ImageFormat>,
     /// Of a mirror, whether a target that exists is overwritten: all that is in it is lost.
     #[serde(default)]
     pub overwrite: bool,
-    /// Of a commit, whether what an encrypted image has may be stored in a backing file that is not encrypted.
+    /// Of a commit, whether what an encrypted image has may be stored in a backing file that is
+    /// not encrypted.
     #[serde(default)]
     pub decrypt: bool,
-    /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background or write-blocking. Left out: auto.
+    /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background
+    /// or write-blocking. Left out: auto.
     #[serde(default)]
     pub mode: JobCopyMode,
-    /// The most bytes a second that are copied in the background: a number, or a text like "100M". Left out: no limit.
+    /// The most bytes a second that are copied in the background: a number, or a text like "100M".
+    /// Left out: no limit.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub speed: Option<u64>,
@@ -82,8 +86,8 @@ pub struct JobStartParams {
 pub struct JobSpeedParams {
     /// The job's name.
     pub job: String,
-    /// The most bytes a second that are copied in the background: a number, or a text like "100M". Left out, or 0: no
-    /// limit.
+    /// The most bytes a second that are copied in the background: a number, or a text like "100M".
+    /// Left out, or 0: no limit.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub speed: Option<u64>,
@@ -95,11 +99,12 @@ pub struct JobSpeedParams {
 pub struct JobCompleteParams {
     /// The job's name.
     pub job: String,
-    /// Of a mirror, whether the disk refuses all changes from then on, because its guest goes on with the target on
-    /// another host. Otherwise the guest goes on with the target here.
+    /// Of a mirror, whether the disk refuses all changes from then on, because its guest goes on
+    /// with the target on another host. Otherwise the guest goes on with the target here.
     #[serde(default)]
     pub hand_over: bool,
-    /// Of a mirror, whether the guest goes on with the disk, and the target is a copy of it at this moment.
+    /// Of a mirror, whether the guest goes on with the disk, and the target is a copy of it at
+    /// this moment.
     #[serde(default)]
     pub copy: bool,
 }

@@ -1,4 +1,4 @@
-//! What the methods of jobs do.
+//! The methods of jobs.
 
 use std::num::NonZeroU64;
 use std::os::unix::ffi::OsStrExt;

@@ -1,4 +1,5 @@
-//! A connection as lines in both directions, with a limit on their length and on how long a peer may take to read one.
+//! A connection as lines in both directions, with a limit on their length and on how long a peer
+//! may take to read one.
 
 use std::io;
 use std::time::Duration;
@@ -17,7 +18,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct LineReader {
     stream: Stream,
     received: Buffer,
-    /// What was received and not yet handed out.
+    /// The bytes that were received and not yet handed out.
     waiting: Vec<u8>,
 }
 
@@ -39,8 +40,8 @@ pub fn line_stream(stream: Stream) -> (LineReader, LineWriter) {
 }
 
 impl LineReader {
-    /// The next line; `None` when the peer has closed the connection. Not to be dropped before it is ready: bytes would be
-    /// lost.
+    /// The next line; `None` when the peer has closed the connection. Not to be dropped before it
+    /// is ready: bytes would be lost.
     pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut searched = 0;
         loop {
@@ -80,7 +81,8 @@ impl LineWriter {
         Self(stream)
     }
 
-    /// Whether the peer has closed the connection for both directions. One that sends no more may still read.
+    /// Whether the peer has closed the connection for both directions. One that sends no more may
+    /// still read.
     pub async fn is_closed(&self) -> bool {
         // The kernel refuses also to send nothing.
         self.0.send_directly(IoVectorList::new()).await.0.is_err()

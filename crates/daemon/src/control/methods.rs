@@ -17,8 +17,8 @@ use crate::events::Event;
 use crate::options::limit_options::LimitOptions;
 use crate::setup::disk_options::DiskOptions;
 
-/// The version of the protocol. It rises where something that worked works no longer; what is added shows in
-/// `server.version`.
+/// The version of the protocol. It rises where something that worked works no longer; what is added
+/// shows in `server.version`.
 pub const VERSION: u32 = 1;
 
 /// No parameters.
@@ -30,14 +30,14 @@ pub struct NoParams {}
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct Done {}
 
-/// What a server is and can do.
+/// The server's version and abilities.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct VersionResult {
     /// The version of the program.
     pub version: &'static str,
     /// The version of this protocol.
     pub protocol: u32,
-    /// What the server may no longer do: the parts of the sandbox that are in force, as "seccomp", or "off".
+    /// The parts of the sandbox that are in force, as "seccomp", or "off".
     pub sandbox: String,
     /// The methods that this socket answers.
     pub methods: Vec<&'static str>,
@@ -124,16 +124,17 @@ pub struct CloseParams {
     pub force: bool,
 }
 
-/// What is to change of a disk.
+/// The changes of a disk.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskSetParams {
     /// Its name.
     pub disk: String,
-    /// Whether all changes are refused from now on, until this is set again or the disk is closed. Left out: as it is.
+    /// Whether all changes are refused from now on, until this is set again or the disk is closed.
+    /// Left out: as it is.
     pub read_only: Option<bool>,
-    /// How little room may be left before that is told from now on: bytes, as a text like "10G", "10%" of all, or "off". Left
-    /// out: as it is.
+    /// How little room may be left before that is told from now on: bytes, as a text like "10G",
+    /// "10%" of all, or "off". Left out: as it is.
     pub threshold: Option<String>,
 }
 
@@ -145,7 +146,8 @@ pub struct ResizeParams {
     pub disk: String,
     /// Bytes, a multiple of 512.
     pub size: u64,
-    /// Whether it may become shorter: what lies beyond is lost. Refused while the disk has exports.
+    /// Whether it may become shorter: what lies beyond is lost. Refused while the disk has
+    /// exports.
     #[serde(default)]
     pub shrink: bool,
 }
@@ -181,8 +183,8 @@ pub struct ExportAddParams {
     /// Whether its clients may not change the disk, whoever else may.
     #[serde(default)]
     pub read_only: bool,
-    /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may ask what has changed. They may say
-    /// that more has.
+    /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may
+    /// ask what has changed. They may say that more has.
     #[serde(default)]
     pub bitmaps: Vec<String>,
 }
@@ -191,7 +193,8 @@ pub struct ExportAddParams {
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExportParams {
-    /// The URI of an NBD export, or the path of a vhost-user-blk socket or a ublk device, as `export.list` shows it.
+    /// The URI of an NBD export, or the path of a vhost-user-blk socket or a ublk device, as
+    /// `export.list` shows it.
     pub export: String,
 }
 
@@ -264,7 +267,7 @@ pub struct PauseResult {
     pub pause_us: u64,
 }
 
-/// What a disk has done since it was opened.
+/// The counters of a disk since it was opened.
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskStats {
@@ -307,8 +310,8 @@ pub struct LimitSetParams {
     pub disk: Option<String>,
     /// Or the name of the group.
     pub group: Option<String>,
-    /// All that is limited from now on; what is left out is not. A disk that is to share limits names a `group`, and rates
-    /// only if these are the group's from now on.
+    /// All that is limited from now on; what is left out is not. A disk that is to share limits
+    /// names a `group`, and rates only if these are the group's from now on.
     #[serde(default)]
     pub limits: LimitOptions,
 }
@@ -326,7 +329,7 @@ pub struct LimitInfo {
     pub delayed: u64,
 }
 
-/// What a reload of the configuration did.
+/// The result of a reload of the configuration.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct ReloadResult {
     /// Disks that were opened.
@@ -339,7 +342,7 @@ pub struct ReloadResult {
     pub removed: Vec<String>,
     /// Disks that stayed open and have other limits.
     pub limited: Vec<String>,
-    /// What could not be done: a line each. All else was.
+    /// The changes that failed: a line each. All others were made.
     pub failed: Vec<String>,
 }
 
@@ -347,9 +350,11 @@ pub struct ReloadResult {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct UpgradeParams {
-    /// The program; left out, the one that the server was started from, as it is at its path by now.
+    /// The program; left out, the one that the server was started from, as it is at its path by
+    /// now.
     pub binary: Option<PathBuf>,
-    /// Whether clients with TLS are disconnected first; they cannot be handed over, but may connect again.
+    /// Whether clients with TLS are disconnected first; they cannot be handed over, but may
+    /// connect again.
     #[serde(default)]
     pub disconnect_tls: bool,
 }
@@ -500,8 +505,8 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     ("event.unsubscribe", "Has no more of them sent.", of::<NoParams, Done>),
 ];
 
-/// The schema of the protocol (JSON Schema, draft 2020-12): `methods` has each method's parameters and result, `event`
-/// the parameters of the notification `event`.
+/// The schema of the protocol (JSON Schema, draft 2020-12): `methods` has each method's parameters
+/// and result, `event` the parameters of the notification `event`.
 pub fn schema() -> Value {
     let mut generator = SchemaGenerator::default();
     let event = generator.subschema_for::<Event>().to_value();

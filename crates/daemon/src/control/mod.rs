@@ -1,13 +1,14 @@
 //! The control socket: what a user may ask of a running server.
 //!
 //! A Unix stream socket that its owner alone may connect to. Each line is a message of JSON-RPC 2.0
-//! (docs/control.md; `cargo xtask options` makes its schema). A connection's requests are carried out one after the
-//! other, those of several side by side.
+//! (docs/control.md; `cargo xtask options` makes its schema). A connection's requests are carried
+//! out one after the other, those of several side by side.
 //!
-//! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does; `job_methods` and `jobs`: those of
-//!   jobs; `bitmap_methods` and `bitmaps`: those of bitmaps; `backup_methods` and `backups`: those
-//!   of backups; `fork_methods` and `forks`: that of forks; `transaction_methods` and
-//!   `transactions`: that of transactions; `image_methods` and `images`: that of new images
+//! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does;
+//!   `job_methods` and `jobs`: those of jobs; `bitmap_methods` and `bitmaps`: those of bitmaps;
+//!   `backup_methods` and `backups`: those of backups; `fork_methods` and `forks`: that of forks;
+//!   `transaction_methods` and `transactions`: that of transactions; `image_methods` and `images`:
+//!   that of new images
 //! - `snapshots`: those of snapshots
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end

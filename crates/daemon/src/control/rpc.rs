@@ -1,4 +1,5 @@
-//! Messages of JSON-RPC 2.0, each a line. There are no batches: a client sends several lines instead.
+//! Messages of JSON-RPC 2.0, each a line. There are no batches: a client sends several lines
+//! instead.
 
 use blockhouse_core::{Error, ErrorKind};
 use serde_json::{Map, Value, json};
@@ -20,7 +21,7 @@ pub const LACKS_CHANGES: i64 = -32001;
 /// A request.
 #[derive(Debug)]
 pub(super) struct Call {
-    /// What the answer refers to; `None`: it is not to be answered.
+    /// The request of this answer; `None`: it is not to be answered.
     pub(super) id: Option<Value>,
     pub(super) method: String,
     /// An object.

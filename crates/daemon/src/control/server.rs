@@ -1,8 +1,8 @@
 //! The serving side of the control socket.
 //!
-//! It has a loop of its own, so that counting an image's clusters keeps no guest's read waiting. No client can
-//! take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was begun is
-//! finished before the server ends, or is handed over.
+//! It has a loop of its own, so that counting an image's clusters keeps no guest's read waiting. No
+//! client can take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was
+//! begun is finished before the server ends, or is handed over.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -59,7 +59,7 @@ pub struct Control {
     upgrades: UpgradeRequests,
 }
 
-/// What requests are about.
+/// The server that requests are about.
 struct Served {
     running: Arc<Running>,
     answers: Answers,
@@ -68,7 +68,8 @@ struct Served {
 }
 
 impl Control {
-    /// Answers at a socket, by a loop of its own, what is asked of what runs, if it is one of the methods of `answers`.
+    /// Answers at a socket, by a loop of its own, what is asked of what runs, if it is one of the
+    /// methods of `answers`.
     ///
     /// # Errors
     /// The socket cannot be used.
@@ -110,8 +111,8 @@ impl Control {
         &self.gate
     }
 
-    /// Takes no more requests, and finishes those that were begun. Gives its loop, on which disks may have connections that
-    /// they need until they are closed.
+    /// Takes no more requests, and finishes those that were begun. Gives its loop, on which disks
+    /// may have connections that they need until they are closed.
     pub fn stop(mut self) -> Workers {
         // While it still listens: see `SocketFile`.
         self.file = None;
@@ -136,14 +137,14 @@ impl Control {
 
 type Stopped = Shared<oneshot::Receiver<()>>;
 
-/// Who waits for an answer.
+/// The receiver of an answer.
 struct Caller {
     stopped: Stopped,
     is_gone: Cell<bool>,
 }
 
 impl Caller {
-    /// Whether what was asked for is not wanted any more: the client is gone, or the server ends.
+    /// Whether what was asked for is no longer wanted: the client is gone, or the server ends.
     fn is_cancelled(&self) -> bool {
         self.is_gone.get() || self.stopped.peek().is_some()
     }
@@ -157,7 +158,8 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     .await;
 }
 
-/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Those that are served then end first.
+/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Those that are
+/// served then end first.
 pub(crate) async fn accept_clients<'a>(
     listener: Listener,
     stopped: Stopped,

@@ -12,7 +12,8 @@ use crate::options::text_fields::{Size, some_size};
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TransactionParams {
-    /// Changes of bitmaps, of one or several disks, each of which finds what those before it have made.
+    /// Changes of bitmaps, of one or several disks, each of which finds what those before it have
+    /// made.
     #[serde(default)]
     pub bitmaps: Vec<BitmapChangeParams>,
     /// Backups that begin.
@@ -28,23 +29,27 @@ pub struct BackupPartParams {
     pub disk: String,
     /// What the job is called that copies it, or, without `target-disk`, the backup.
     pub name: String,
-    /// The disk of this server that a job copies it to: all of that is lost, or only what the bitmap says. Left out: `export.add` serves
-    /// the disk as it was, which is called DISK@NAME, until `backup.end`.
+    /// The disk of this server that a job copies it to: all of that is lost, or only what the
+    /// bitmap says. Left out: `export.add` serves the disk as it was, which is called
+    /// DISK@NAME, until `backup.end`.
     pub target_disk: Option<String>,
     /// The bitmap that says what a job copies. Left out: all.
     pub bitmap: Option<String>,
     /// Whether this bitmap says what has changed since the moment, when the job is complete.
     #[serde(default)]
     pub sync_bitmap: bool,
-    /// Without `target-disk`, the folder of the scratch file, an absolute path. Left out: that of the disk's image.
+    /// Without `target-disk`, the folder of the scratch file, an absolute path. Left out: that of
+    /// the disk's image.
     pub scratch: Option<PathBuf>,
-    /// The most bytes a second that a job copies: a number, or a text like "100M". Left out: no limit.
+    /// The most bytes a second that a job copies: a number, or a text like "100M". Left out: no
+    /// limit.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub speed: Option<u64>,
 }
 
-/// A change of a bitmap: an object with one key, and the parameters of the method of that name as its value.
+/// A change of a bitmap: an object with one key, and the parameters of the method of that name as
+/// its value.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BitmapChangeParams {

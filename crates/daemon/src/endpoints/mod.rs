@@ -1,4 +1,5 @@
-//! Places where guests and clients find disks: listening sockets with their TLS, devices of vhost-user and ublk.
+//! Places where guests and clients find disks: listening sockets with their TLS, devices of
+//! vhost-user and ublk.
 
 pub(crate) mod sockets;
 pub(crate) mod tls;

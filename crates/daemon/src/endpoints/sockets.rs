@@ -1,4 +1,5 @@
-//! Where a server listens: URIs from the command line, sockets from systemd, or a socket named after the image.
+//! Where a server listens: URIs from the command line, sockets from systemd, or a socket named
+//! after the image.
 
 use std::fs;
 use std::net::{IpAddr, ToSocketAddrs};
@@ -35,8 +36,8 @@ impl ListenSocket {
     }
 }
 
-/// What an address that was written asks of clients. It is asked before there is a socket, whose own address may be
-/// another one: that of a host's name, or with a port in the place of 0.
+/// The TLS rule of an address as it was written. It is asked before there is a socket, whose own
+/// address may be another one: that of a host's name, or with a port in the place of 0.
 fn security_at(tls: Option<&TlsSetup>, address: &Address) -> Security {
     match tls.map(|tls| tls.mode_at(address)) {
         Some(TlsMode::Required) => Security::Tls,
@@ -57,8 +58,8 @@ pub fn bind_uris(
     plan.into_iter().map(listen).collect()
 }
 
-/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`), but for those that a server before it
-/// had it keep.
+/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`), but for those
+/// that a server before it had it keep.
 pub fn from_systemd() -> Result<Vec<BoundSocket>> {
     // Both are of one call: the names are those of the descriptors.
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
@@ -88,7 +89,7 @@ pub fn passed_for_all(
     passed.into_iter().map(socket).collect()
 }
 
-/// What is planned for each address at the socket that was passed with it.
+/// The plan for each address, at the socket that was passed with it.
 ///
 /// # Errors
 /// When a socket was passed that nothing is planned for, or the other way round.
@@ -180,8 +181,8 @@ pub fn at_default(
     ))
 }
 
-/// The folder for sockets that only this user may use: `$XDG_RUNTIME_DIR/blockhouse`, or `blockhouse-UID` among the
-/// temporary files. It is made where it is not there.
+/// The folder for sockets that only this user may use: `$XDG_RUNTIME_DIR/blockhouse`, or
+/// `blockhouse-UID` among the temporary files. It is made where it is not there.
 ///
 /// # Errors
 /// It cannot be made, or another user's program could have sockets in it.

@@ -33,7 +33,8 @@ impl Tls {
         Ok(Self { setup: setup.clone(), server: Arc::new(server) })
     }
 
-    /// TLS of the socket with this address; `tls` is that of all sockets. With [`Security::Tls`] it is required.
+    /// TLS of the socket with this address; `tls` is that of all sockets. With [`Security::Tls`] it
+    /// is required.
     ///
     /// # Errors
     /// It is required and not set up.

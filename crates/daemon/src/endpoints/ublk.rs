@@ -1,6 +1,7 @@
 //! The ublk devices of `serve`: what is checked and made before the sandbox.
 //!
-//! Guarantee: a device has its commands on every loop that serves it, and leaves room there for the I/O of the image.
+//! Guarantee: a device has its commands on every loop that serves it, and leaves room there for the
+//! I/O of the image.
 
 use std::sync::Arc;
 
@@ -15,7 +16,8 @@ use crate::setup::{DiskSetup, Setup, UblkSetup};
 
 /// How many requests a queue may have in flight, if the loop has room.
 const MAX_DEPTH: usize = 128;
-/// How many commands all queues of a loop may have: half of the operations that a loop has room for.
+/// How many commands all queues of a loop may have: half of the operations that a loop has room
+/// for.
 const MAX_COMMANDS: usize = 1024;
 
 /// A device that waits for its start.
@@ -56,8 +58,8 @@ pub(crate) fn check(setup: &Setup, workers: &Workers) -> Result<()> {
     Ok(blockhouse_ublk::check_driver()?)
 }
 
-/// Makes the devices of a server, or takes those that wait for it, once [`check`] found nothing against it. `disks` are
-/// those of the setup, in their order.
+/// Makes the devices of a server, or takes those that wait for it, once [`check`] found nothing
+/// against it. `disks` are those of the setup, in their order.
 ///
 /// # Errors
 /// Why one of them cannot be served. Those that were made are removed again.
@@ -87,8 +89,8 @@ pub(crate) fn prepare(
     Ok(devices)
 }
 
-/// Takes the devices of a process that has handed them over, as soon as it has ended. One that cannot be had goes on waiting
-/// for a server, which is logged: what else was taken over is served.
+/// Takes the devices of a process that has handed them over, as soon as it has ended. One that
+/// cannot be had goes on waiting for a server, which is logged: what else was taken over is served.
 pub(crate) fn take_over(
     devices: Vec<HandedOverUblk>,
     workers: &Workers,
@@ -108,7 +110,7 @@ pub(crate) fn take_over(
     devices.into_iter().filter_map(take).collect()
 }
 
-/// What an image is known by: the place where it is, and the snapshot of it.
+/// The identity of an image: the place where it is, and the snapshot of it.
 fn image_of(disk: &DiskSetup) -> String {
     let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
     match &disk.snapshot {

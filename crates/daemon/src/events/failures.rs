@@ -1,7 +1,7 @@
 //! Requests that the host failed, told to subscribers.
 //!
-//! Guarantee: of one kind (an operation and an errno) one event is told in each [`INTERVAL`], however many requests fail:
-//! the first at once, with the next how many there were meanwhile.
+//! Guarantee: of one kind (an operation and an errno) one event is reported in each [`INTERVAL`],
+//! however many requests fail: the first at once, with the next how many there were meanwhile.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

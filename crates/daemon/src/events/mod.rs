@@ -1,7 +1,7 @@
-//! What happens while images are served, told to those who subscribe.
+//! Events while images are served, for those who subscribe.
 //!
-//! Guarantees: telling never waits for a subscriber. A subscriber that falls `QUEUE` events behind loses
-//! the newer ones, and is told how many.
+//! Guarantees: telling never waits for a subscriber. A subscriber that falls `QUEUE` events behind
+//! loses the newer ones, and is told how many.
 
 pub(crate) mod failures;
 pub(crate) mod room_watch;
@@ -63,12 +63,14 @@ pub enum Event {
         /// Its size in bytes.
         size: u64,
     },
-    /// Requests failed because of the host or the image. Of one operation and errno this is told once in ten seconds.
+    /// Requests failed because of the host or the image. Of one operation and errno this is told
+    /// once in ten seconds.
     #[serde(rename = "disk.error")]
     DiskError {
         /// The name of the disk.
         disk: String,
-        /// What was asked for: read, write, write_fua, write_zeroes, discard, flush or prefetch, as in the metrics.
+        /// The request: read, write, write_fua, write_zeroes, discard, flush or prefetch, as in
+        /// the metrics.
         operation: &'static str,
         /// The errno, as on Linux.
         errno: i32,
@@ -77,20 +79,21 @@ pub enum Event {
         /// How many failed so since this was last told.
         count: u64,
     },
-    /// Requests failed because the host has no space left for what they write: told in place of `disk.error`, as often.
+    /// Requests failed because the host has no space left for what they write: told in place of
+    /// `disk.error`, as often.
     #[serde(rename = "disk.no-space")]
     NoSpace {
         /// The name of the disk.
         disk: String,
-        /// What was asked for.
+        /// The request.
         operation: &'static str,
         /// Why the last of them failed, in one line.
         message: String,
         /// How many failed so since this was last told.
         count: u64,
     },
-    /// The host has less room for what the disk's guest writes than its threshold. Told once for each crossing, before writes are
-    /// held or fail.
+    /// The host has less room for what the disk's guest writes than its threshold. Told once for
+    /// each crossing, before writes are held or fail.
     #[serde(rename = "disk.threshold")]
     DiskThreshold {
         /// The name of the disk.
@@ -100,7 +103,8 @@ pub enum Event {
         /// The threshold: bytes, or a part of all room there is (10%).
         threshold: String,
     },
-    /// Writes are held, because the host has no room for them, until there is some. Told once, however many there are.
+    /// Writes are held, because the host has no room for them, until there is some. Told once,
+    /// however many there are.
     #[serde(rename = "disk.held")]
     DiskHeld {
         /// The name of the disk.
@@ -108,18 +112,19 @@ pub enum Event {
         /// Why the first of them found no room, in one line.
         message: String,
     },
-    /// No write is held any more: told after `disk.held`.
+    /// No write is held: told after `disk.held`.
     #[serde(rename = "disk.released")]
     DiskReleased {
         /// The name of the disk.
         disk: String,
         /// For how many milliseconds writes were held.
         held_ms: u64,
-        /// How many of them failed with ENOSPC, because there was no room until their limit or the disk's end.
+        /// How many of them failed with ENOSPC, because there was no room until their limit or the
+        /// disk's end.
         failed: u64,
     },
-    /// A flush failed: data that was written may be lost, and each later flush fails until the disk is opened again. Told
-    /// once.
+    /// A flush failed: data that was written may be lost, and each later flush fails until the disk
+    /// is opened again. Told once.
     #[serde(rename = "disk.flush-failed")]
     FlushFailed {
         /// The name of the disk.
@@ -161,7 +166,7 @@ pub enum Event {
     ClientCame {
         /// The export: its URI, or the path of its socket.
         export: String,
-        /// Who it is, as far as the kernel knows.
+        /// The client, as far as the kernel knows.
         peer: String,
     },
     /// A client's connection is over.
@@ -169,7 +174,7 @@ pub enum Event {
     ClientLeft {
         /// The export: its URI, or the path of its socket.
         export: String,
-        /// Who it was.
+        /// The client.
         peer: String,
     },
     /// A job began.
@@ -179,7 +184,7 @@ pub enum Event {
         job: String,
         /// The name of its disk.
         disk: String,
-        /// What it does: mirror.
+        /// Its kind: mirror.
         kind: String,
     },
     /// A job keeps up with the guest and can be completed.
@@ -190,8 +195,8 @@ pub enum Event {
         /// The name of its disk.
         disk: String,
     },
-    /// A job was asked to complete, and cannot yet: the guest would be held off for too long. It goes on, and can be asked
-    /// again.
+    /// A job was asked to complete, and cannot yet: the guest would be held off for too long. It
+    /// goes on, and can be asked again.
     #[serde(rename = "job.postponed")]
     JobPostponed {
         /// Its name.
@@ -233,7 +238,7 @@ pub enum Event {
         /// Its name.
         backup: String,
     },
-    /// What a disk was cannot be read any more. The disk itself goes on.
+    /// The disk's past can no longer be read. The disk itself goes on.
     #[serde(rename = "backup.failed")]
     BackupFailed {
         /// The name of the backup.
@@ -314,7 +319,7 @@ impl Event {
     }
 }
 
-/// Those who are told. Clones are the same.
+/// The subscribers. Clones are the same.
 #[derive(Clone, Default)]
 pub(crate) struct Events(Arc<Mutex<Vec<Weak<Queue>>>>);
 
@@ -330,7 +335,7 @@ struct Waiting {
     lost: u64,
 }
 
-/// What one subscriber is told, from its subscription on.
+/// The events for one subscriber, from its subscription on.
 pub(crate) struct Subscription(Arc<Queue>);
 
 impl Events {
@@ -344,7 +349,7 @@ impl Events {
         });
     }
 
-    /// What happens from now on.
+    /// The events from now on.
     pub(crate) fn subscribe(&self) -> Subscription {
         let queue = Arc::new(Queue::default());
         self.0.lock().push(Arc::downgrade(&queue));

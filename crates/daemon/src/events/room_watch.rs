@@ -1,7 +1,8 @@
 //! Telling that a disk's host is about to be full.
 //!
-//! Guarantee: each crossing of the threshold is told once, and before the disk's writes are held or fail for want of room:
-//! what finds no room has it told first. What is told again was above the threshold meanwhile.
+//! Guarantee: each crossing of the threshold is told once, and before the disk's writes are held or
+//! fail for want of room: what finds no room has it told first. What is told again was above the
+//! threshold meanwhile.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use parking_lot::Mutex;
 use crate::events::{Event, Events};
 use crate::options::threshold::Threshold;
 
-/// What is watched of a disk.
+/// The watch of a disk's room.
 pub(crate) struct RoomWatch {
     disk: String,
     events: Events,

@@ -1,7 +1,8 @@
 //! Frames with descriptors over a socket pair. `format` says what they look like.
 //!
-//! Guarantees: a frame is read to its end and never beyond, because descriptors belong to the bytes with which they came.
-//! Nothing waits beyond its deadline. What the other process sends is checked before memory is taken for it.
+//! Guarantees: a frame is read to its end and never beyond, because descriptors belong to the bytes
+//! with which they came. Nothing waits beyond its deadline. What the other process sends is checked
+//! before memory is taken for it.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,7 +19,8 @@ use rustix::net::{
 
 use super::format::{BATCH, HEADER_BYTES, MAGIC, Message, VERSION};
 
-/// Bytes of JSON, and of what follows, at most: all connections with a request of the largest size each are less.
+/// Bytes of JSON, and of what follows, at most: all connections with a request of the largest size
+/// each are less.
 const MAX_JSON: u64 = 64 << 20;
 const MAX_BYTES: u64 = 16 << 30;
 /// Descriptors of a frame, at most.
@@ -36,7 +38,7 @@ pub struct Channel {
     version: u32,
 }
 
-/// What was received.
+/// A message and its descriptors.
 pub struct Frame {
     /// The message.
     pub message: Message,
@@ -99,7 +101,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Waits for the next frame until the deadline, if there is one. `None` when the other process has ended.
+    /// Waits for the next frame until the deadline, if there is one. `None` when the other process
+    /// has ended.
     ///
     /// # Errors
     /// The kernel's; `TimedOut` at the deadline; another version of the format; what is no frame.
@@ -143,7 +146,7 @@ impl Channel {
         Ok(Some(Frame { message, descriptors, bytes: rest }))
     }
 
-    /// Reads so many bytes, and takes memory as they come. `None` at the end of the stream.
+    /// Reads this many bytes, and takes memory as they come. `None` at the end of the stream.
     fn take(&self, length: u64, deadline: Option<Instant>) -> io::Result<Option<Vec<u8>>> {
         let mut bytes = Vec::new();
         while (bytes.len() as u64) < length {
@@ -272,7 +275,7 @@ mod tests {
             Channel { socket: one.socket.try_clone().expect("a copy"), version: VERSION + 1 };
         newer.send(&Message::Ready, &[], &[]).expect("room");
         assert!(refusal(&other).contains(&format!("version {}", VERSION + 1)));
-        // What servers of older versions offer, byte by byte.
+        // Offers of servers of older versions, byte by byte.
         let offers: [&[u8]; 4] = [
             include_bytes!("format/offer_of_version_1"),
             include_bytes!("format/offer_of_version_2"),

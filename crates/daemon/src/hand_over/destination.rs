@@ -1,8 +1,8 @@
 //! The process that takes over.
 //!
-//! Guarantees: before it has said that it took over, it changes nothing: no image, no lock, no flag of a socket, no file of
-//! a socket. From that moment on it is the owner, whether the source hears of it or is over. Where it ends before, the
-//! source goes on.
+//! Guarantees: before it has said that it took over, it changes nothing: no image, no lock, no flag
+//! of a socket, no file of a socket. From that moment on it is the owner, whether the source hears
+//! of it or is over. Where it ends before, the source goes on.
 //!
 //! The source may have been taken over by a stranger. So the process is confined before it reads
 //! the first byte, by its own command line; and a location in an offer is a name: nothing is opened
@@ -53,13 +53,13 @@ const OFFER_TIME: Duration = Duration::from_secs(10);
 /// Queues of a device in [`read_offer`].
 const MAX_QUEUES: u16 = 4;
 
-/// What was taken over.
+/// The server that was taken over.
 pub struct TakenOver {
     /// The loops.
     pub workers: Workers,
     /// The disks.
     pub disks: Vec<OpenedDisk>,
-    /// What the source's command line or configuration asks for.
+    /// The disks that the source's command line or configuration asks for.
     pub configured: Vec<ConfiguredDisk>,
     /// The listening sockets, with their connections.
     pub sockets: Vec<ListenSocket>,
@@ -75,7 +75,7 @@ pub struct TakenOver {
     pub source: Option<i32>,
 }
 
-/// What the source offers, with its descriptors.
+/// The source's offer, with its descriptors.
 struct Offered {
     disks: Vec<OfferedDisk>,
     configured: Vec<ConfiguredDisk>,
@@ -86,7 +86,7 @@ struct Offered {
     measured_since: StartTime,
 }
 
-/// What is told of a socket, the socket, and its file.
+/// The description of a socket, the socket, and its file.
 type Handed<T> = (T, OwnedFd, Option<OwnedFd>);
 
 /// A disk that the source has open.

@@ -1,14 +1,14 @@
 //! Deaths at chosen steps of a hand-over, for tests: in builds with debug assertions only.
 //!
-//! The environment variable `BLOCKHOUSE_HAND_OVER_FAULT` names a step, as `source-offered`: there the process kills itself.
-//! `version` has the destination speak another version of the format.
+//! The environment variable `BLOCKHOUSE_HAND_OVER_FAULT` names a step, as `source-offered`: there
+//! the process kills itself. `version` has the destination speak another version of the format.
 
 /// A step of a hand-over.
 #[derive(Clone, Copy, Debug)]
 pub enum Step {
     /// The source has sent its offer.
     SourceOffered,
-    /// The source executes nothing any more.
+    /// The source executes nothing.
     SourceSettled,
     /// The source has sent what it stopped to serve.
     SourceGave,

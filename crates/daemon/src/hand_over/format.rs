@@ -1,6 +1,8 @@
-//! What crosses the socket pair of a hand-over: all of it is told here, disks in [`disk`], their counters in [`counters`].
+//! The messages of a hand-over's socket pair: all of them are here, disks in [`disk`], their
+//! counters in [`counters`].
 //!
-//! A frame is a header of 32 bytes, one byte for each batch of descriptors, a message as JSON, and bytes:
+//! A frame is a header of 32 bytes, one byte for each batch of descriptors, a message as JSON, and
+//! bytes:
 //!
 //! | offset | length | contents (integers are little-endian) |
 //! | --- | --- | --- |
@@ -10,19 +12,22 @@
 //! | 16 | 8 | how many bytes of JSON |
 //! | 24 | 8 | how many bytes after it |
 //!
-//! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with one byte of any
-//! value. Then the JSON, then the bytes. The header is the same in all versions, so that each can refuse another. A
-//! change of anything else is another version, but for a field that is left out unless it says something: a program that
-//! does not know it refuses the offer, because fields are never ignored. A test holds the
-//! frames of each version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps; version 3 had no description
-//! of disks, so that a destination could serve only what its command line names, and no counters; version 4 no ublk devices.
+//! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with
+//! one byte of any value. Then the JSON, then the bytes. The header is the same in all versions, so
+//! that each can refuse another. A change of anything else is another version, but for a field that
+//! is left out unless it says something: a program that does not know it refuses the offer, because
+//! fields are never ignored. A test holds the frames of each version as bytes. Version 1 had no
+//! vhost-user-blk devices, version 2 no bitmaps; version 3 had no description of disks, so that a
+//! destination could serve only what its command line names, and no counters; version 4 no ublk
+//! devices.
 //!
-//! Order of the descriptors. [`Message::Offer`]: for each file of each disk the file, then its second open file for the
-//! last block and the one that is flushed, as far as it has them; for each socket the socket, then its file (`O_PATH`) if
-//! it has one; the same for each device's socket, and for the control socket. [`Message::Yours`]: one for each
-//! connection; then for each front-end its connection, the file of each region of memory, of the in-flight memory and of
-//! the log, how changes of the log are told, the socket for messages to it, and for each ring how the guest kicks, how
-//! the driver is notified, and how a broken ring is told, as far as it has them.
+//! Order of the descriptors. [`Message::Offer`]: for each file of each disk the file, then its
+//! second open file for the last block and the one that is flushed, as far as it has them; for each
+//! socket the socket, then its file (`O_PATH`) if it has one; the same for each device's socket,
+//! and for the control socket. [`Message::Yours`]: one for each connection; then for each front-end
+//! its connection, the file of each region of memory, of the in-flight memory and of the log, how
+//! changes of the log are told, the socket for messages to it, and for each ring how the guest
+//! kicks, how the driver is notified, and how a broken ring is told, as far as it has them.
 
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
@@ -34,7 +39,7 @@ use self::disk::{Configured, Disk};
 pub mod counters;
 pub mod disk;
 
-/// What a frame begins with.
+/// The first bytes of a frame.
 pub const MAGIC: [u8; 8] = *b"BHANDOVR";
 /// The version of the format.
 pub const VERSION: u32 = 5;
@@ -56,13 +61,13 @@ pub enum Message {
         /// Why, in one line.
         why: String,
     },
-    /// The source executes nothing any more. The destination may take over.
+    /// The source executes nothing. The destination may take over.
     Yours(Yours),
     /// The destination owns images and connections from now on.
     Mine,
 }
 
-/// What the source serves, as it is now.
+/// The source's disks and exports, as they are now.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Offer {
@@ -74,7 +79,8 @@ pub struct Offer {
     pub sockets: Vec<Socket>,
     /// The sockets of vhost-user-blk devices.
     pub devices: Vec<Device>,
-    /// The block devices of this host. Their driver gives them to the destination when the source has ended.
+    /// The block devices of this host. Their driver gives them to the destination when the source
+    /// has ended.
     pub ublk: Vec<Ublk>,
     /// The control socket.
     pub control: Option<Listening>,
@@ -92,7 +98,7 @@ pub struct Socket {
     pub has_file: bool,
     /// Whether its clients must use TLS.
     pub needs_tls: bool,
-    /// What its clients find: names, and the places of disks.
+    /// The names that its clients find, and the places of disks.
     pub exports: Vec<(String, usize)>,
     /// The names of those that are read-only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -120,7 +126,7 @@ pub struct Ublk {
     pub id: u32,
     /// The place of its disk.
     pub disk: usize,
-    /// What its image is known by: bytes of text.
+    /// The identity of its image: bytes of text.
     pub image: Vec<u8>,
 }
 
@@ -149,11 +155,12 @@ pub enum Address {
     },
 }
 
-/// What the source stopped to serve.
+/// The exports that the source stopped to serve.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Yours {
-    /// For each disk the errno of the failed flush that is remembered, of the image and of its data file.
+    /// For each disk the errno of the failed flush that is remembered, of the image and of its
+    /// data file.
     pub flush_failures: Vec<[Option<i32>; 2]>,
     /// For each disk what was counted.
     pub counts: Vec<Counts>,
@@ -181,7 +188,8 @@ pub struct Connection {
     pub received: u64,
 }
 
-/// A front-end of a vhost-user-blk device: what its messages have set, in the words of the vhost-user specification.
+/// A front-end of a vhost-user-blk device: what its messages have set, in the words of the
+/// vhost-user specification.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Frontend {
@@ -247,7 +255,7 @@ pub struct Log {
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Cache {
-    /// Whether the driver is told that it is volatile.
+    /// Whether the driver is notified that it is volatile.
     pub is_volatile: bool,
     /// Whether the driver flushes, or sets the state.
     pub driver_flushes: bool,
@@ -346,7 +354,7 @@ impl From<&MetaContext> for ContextName {
 }
 
 impl Connection {
-    /// What the handshake agreed on.
+    /// The options of the handshake.
     pub fn options(&self) -> NegotiatedOptions {
         NegotiatedOptions {
             export: self.export.clone(),

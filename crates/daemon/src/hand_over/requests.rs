@@ -11,7 +11,7 @@ use signal_hook::low_level::raise;
 
 use crate::control::UpgradeReply;
 
-/// What becomes of clients with TLS, which cannot be handed over.
+/// The treatment of clients with TLS, which cannot be handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EncryptedClients {
     /// They go on, and nothing is handed over while there is one.
@@ -23,9 +23,10 @@ pub enum EncryptedClients {
 
 /// An upgrade that was asked for.
 pub struct UpgradeRequest {
-    /// The program to go on with; left out, the one that this process was started from, as it is on disk now.
+    /// The program to go on with; left out, the one that this process was started from, as it is
+    /// on disk now.
     pub binary: Option<PathBuf>,
-    /// What becomes of clients with TLS.
+    /// The treatment of clients with TLS.
     pub encrypted: EncryptedClients,
     /// Where the outcome goes: why not, in one line.
     pub reply: oneshot::Sender<Result<UpgradeReply, String>>,
@@ -42,7 +43,8 @@ struct State {
 }
 
 impl UpgradeRequests {
-    /// Asks the main thread for an upgrade, and wakes it. What it gives is cancelled where none is carried out any more.
+    /// Asks the main thread for an upgrade, and wakes it. What it gives is cancelled where none is
+    /// carried out.
     pub fn ask(
         &self,
         binary: Option<PathBuf>,
@@ -66,7 +68,7 @@ impl UpgradeRequests {
         self.0.lock().waiting.pop_front()
     }
 
-    /// Cancels those that wait and those to come: this process carries none out any more.
+    /// Cancels those that wait and those to come: this process carries none out.
     pub fn end(&self) {
         let mut state = self.0.lock();
         state.is_over = true;

@@ -1,7 +1,8 @@
 //! The server that hands over.
 //!
-//! Guarantee: it returns an error only if it owns images and connections, and goes on with both. The destination
-//! is over then: it can do nothing late. Where it returns without an error, it owns nothing any more.
+//! Guarantee: it returns an error only if it owns images and connections, and goes on with both.
+//! The destination is over then: it can do nothing late. Where it returns without an error, it owns
+//! nothing.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -40,9 +41,10 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 /// How long clients may take to receive their last replies, and requests to complete.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
-/// What is written during a flush that takes no longer is settled soon.
+/// Data that is written during a flush that takes no longer is settled soon.
 const QUICK_FLUSH: Duration = Duration::from_millis(5);
-/// How often images are flushed at most before clients wait: a guest that writes all the time leaves no flush quick.
+/// How often images are flushed at most before clients wait: a guest that writes all the time
+/// leaves no flush quick.
 const MAX_FLUSHES: usize = 4;
 /// How long what was asked at the control socket may take.
 const CONTROL_TIME: Duration = Duration::from_secs(5);
@@ -51,7 +53,8 @@ const CONTROL_TIME: Duration = Duration::from_secs(5);
 pub enum Outcome {
     /// Another process serves.
     HandedOver(HandedOver),
-    /// None serves, and what the images are is not known: they must not be touched. Why, in one line.
+    /// None serves, and what the images are is not known: they must not be touched. Why, in one
+    /// line.
     Lost(anyhow::Error),
 }
 
@@ -104,14 +107,15 @@ pub fn hand_over(
             reach(Step::SourceGaveUp);
             let process = destination.launched.process;
             service_manager::tell(&[sd_notify::NotifyState::MainPid(process)]);
-            // What waits there would change images that are not ours any more.
+            // Requests that wait there would change images that are not ours now.
             control.into_iter().for_each(Closed::seal);
             destination.leave();
             Ok(Outcome::HandedOver(HandedOver { process, gap }))
         }
         Err(error) => {
             if destination.end() {
-                // It took over in the last moment, and may have changed the images: they are not ours any more.
+                // It took over in the last moment, and may have changed the images: they are no
+                // longer ours.
                 return Ok(Outcome::Lost(anyhow::anyhow!(
                     "the new server was ended after it took over: {error:#}; this one ends, too, because it \
                      does not know what was changed: start it again"
@@ -125,8 +129,8 @@ pub fn hand_over(
     }
 }
 
-/// Refuses where a client uses TLS: what encrypts its connection, keys and sequence numbers, is inside of OpenSSL, which
-/// gives it to no other process.
+/// Refuses where a client uses TLS: what encrypts its connection, keys and sequence numbers, is
+/// inside of OpenSSL, which gives it to no other process.
 fn check_not_encrypted(service: &Service) -> Result<()> {
     match service.server().encrypted_clients() {
         0 => Ok(()),
@@ -137,7 +141,8 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where an image is encrypted: its key is not handed over, and to derive it anew takes longer than clients wait.
+/// Refuses where an image is encrypted: its key is not handed over, and to derive it anew takes
+/// longer than clients wait.
 fn check_keys(service: &Service) -> Result<()> {
     let needs_key =
         |disk: &Arc<RunningDisk>| disk.disk.has_encrypted_layer() || !disk.setup.keys.is_empty();
@@ -163,7 +168,8 @@ fn check_held(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where a job goes on: it cannot be handed over. Nor can a backing file that a commit has opened for writing.
+/// Refuses where a job goes on: it cannot be handed over. Nor can a backing file that a commit has
+/// opened for writing.
 fn check_jobs(service: &Service) -> Result<()> {
     let has_base = |disk: &Arc<RunningDisk>| disk.disk.base().is_some();
     if let Some(disk) = service.running().disks().into_iter().find(has_base)
@@ -224,7 +230,7 @@ fn give(
     workers.run(move || async move {
         server.pause_accepting(HANDSHAKE_TIME).await;
         if encrypted == EncryptedClients::Disconnect {
-            // Those who reconnect wait in the backlog.
+            // Clients that reconnect wait in the backlog.
             server.end_encrypted_clients(DRAIN_TIME).await;
         }
     });
@@ -274,7 +280,8 @@ fn give(
     Ok(begin.elapsed())
 }
 
-/// Writes and flushes all images, so often or until that is quick: the less there is to settle then.
+/// Writes and flushes all images, so often or until that is quick: the less there is to settle
+/// then.
 fn flush_ahead(service: &Service, limit: usize) {
     for _ in 0..limit {
         let begin = Instant::now();
@@ -294,7 +301,7 @@ fn pause(
     service: &Service,
     deadline: Instant,
 ) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
-    // What waits for its turn is let go, so that the pause does not wait for it.
+    // Requests that wait for their turn are let go, so that the pause does not wait for them.
     let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.disk.lift_limits()).collect();
     // All at once: what they have in flight completes at the same time.
     let devices = service.devices();
@@ -347,7 +354,7 @@ fn record(paused: &PausedConnection, sockets: &[Arc<ServedSocket>]) -> Result<Co
     })
 }
 
-/// What is served, and its descriptors in the order of `format`.
+/// The disks and exports that are served, and their descriptors in the order of `format`.
 ///
 /// # Errors
 /// An image cannot be handed over.
@@ -415,7 +422,8 @@ fn offer_of<'a>(
     Ok((offer, descriptors))
 }
 
-/// A disk, and the descriptors of its files, but of those that the disks `before` it have in common with it.
+/// A disk, and the descriptors of its files, but of those that the disks `before` it have in common
+/// with it.
 ///
 /// # Errors
 /// It cannot be handed over.
@@ -436,7 +444,8 @@ fn disk_record<'a>(
             running.name()
         );
     }
-    // The open file of a layer has its locks, and two disks would give them back one after the other: it is handed over once.
+    // The open file of a layer has its locks, and two disks would give them back one after the
+    // other: it is handed over once.
     let shared = (0..).zip(before).filter_map(|(place, other)| {
         let (images, depth) = disk.shared_with(&other.disk)?;
         Some((images, StandsOn { disk: place, depth }))
@@ -502,7 +511,7 @@ impl<'a> Destination<'a> {
     ) -> Result<()> {
         match self.channel.send(message, descriptors, bytes) {
             Ok(()) => Ok(()),
-            // What it has said before it ended tells more.
+            // Its last message before it ended tells more.
             Err(_) => self.expect(Message::Mine, "receive what it was sent"),
         }
     }

@@ -1,8 +1,10 @@
-//! Backups to disks of this server: a disk as it was at one moment is copied, all of it or what a bitmap says, while its guest goes on.
+//! Backups to disks of this server: a disk as it was at one moment is copied, all of it or what a
+//! bitmap says, while its guest goes on.
 //!
-//! Guarantees: the target has what the disk held at the moment, when the job is complete; a full copy has the mark of a mirror until
-//! then. A bitmap that is synced says what has changed since the moment when the job is complete, and otherwise what it said before:
-//! until then another bitmap records what has changed since.
+//! Guarantees: the target has what the disk held at the moment, when the job is complete; a full
+//! copy has the mark of a mirror until then. A bitmap that is synced says what has changed since
+//! the moment when the job is complete, and otherwise what it said before: until then another
+//! bitmap records what has changed since.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -57,7 +59,8 @@ impl CopiedBitmap {
 }
 
 impl Running {
-    /// Starts a job that copies a disk as it was to `target`, which is claimed like the disk and was checked.
+    /// Starts a job that copies a disk as it was to `target`, which is claimed like the disk and
+    /// was checked.
     ///
     /// # Errors
     /// The name of the job is taken, or the server ends.

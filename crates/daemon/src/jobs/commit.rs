@@ -1,9 +1,11 @@
-//! Commits of served disks: what an overlay has goes into its backing file, with which the guest goes on.
+//! Commits of served disks: what an overlay has goes into its backing file, with which the guest
+//! goes on.
 //!
-//! What a kill leaves: as long as there is no record beside the overlay (`disk/open/moved_record`), the overlay is the disk,
-//! over a backing file that has some of its data and is no disk by itself. The record is written durably when the backing file
-//! has everything durably, and before the guest changes it: from then on the backing file alone is the disk. The record goes
-//! where the commit fails all the same.
+//! After a kill: as long as there is no record beside the overlay (`disk/open/moved_record`), the
+//! overlay is the disk, over a backing file that has some of its data and is no disk by itself. The
+//! record is written durably when the backing file has everything durably, and before the guest
+//! changes it: from then on the backing file alone is the disk. The record goes where the commit
+//! fails all the same.
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -22,11 +24,13 @@ use crate::running::open::image_options;
 use crate::running::{Running, RunningDisk};
 
 impl Running {
-    /// Starts a commit. When this returns the backing file is open for writing, as long as the disk, and the job is listed.
+    /// Starts a commit. When this returns the backing file is open for writing, as long as the
+    /// disk, and the job is listed.
     ///
     /// # Errors
-    /// There is no such disk, it is read-only or has a job, or its backing file cannot be written to: others use it, or it is
-    /// longer; or it is not encrypted and the image is, unless `decrypt` says that this is meant.
+    /// There is no such disk, it is read-only or has a job, or its backing file cannot be written
+    /// to: others use it, or it is longer; or it is not encrypted and the image is, unless
+    /// `decrypt` says that this is meant.
     pub(crate) async fn start_commit(
         &self,
         setup: JobSetup,
@@ -150,13 +154,15 @@ async fn commit(
         let (base, overlay, state) = (Arc::clone(&target), overlay.clone(), state.clone());
         Box::pin(async move {
             base.settle().await?;
-            // The base may be the layer of the fork that the overlay was made in: it is the disk again. First, because two
-            // records that name each other would leave no disk.
+            // The base may be the layer of the fork that the overlay was made in: it is the disk
+            // again. First, because two records that name each other would leave no
+            // disk.
             if overlay.is_some() {
                 forget_moved(Path::new(base.name()))?;
             }
             overlay.iter().try_for_each(|image| record_moved(image, base.name()))?;
-            // Before a guest changes it: what is answered from then on outlives the process as before.
+            // Before a guest changes it: what is answered from then on outlives the process as
+            // before.
             keep_state(&base, &PathBuf::from(base.name()), &state);
             Ok(())
         }) as _

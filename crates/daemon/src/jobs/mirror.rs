@@ -1,9 +1,10 @@
 //! Mirrors of served disks.
 //!
-//! What a kill leaves: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is the disk. Before
-//! it loses the mark, a *record* beside the source's image says where the disk goes (`disk/open/moved_record`), durably. So
-//! whoever opens the source then is refused, and told to look at the target: it can be opened if it is complete.
-//! The record goes where the mirror is not completed.
+//! After a kill: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is
+//! the disk. Before it loses the mark, a *record* beside the source's image says where the disk
+//! goes (`disk/open/moved_record`), durably. So whoever opens the source then is refused, and told
+//! to look at the target: it can be opened if it is complete. The record goes where the mirror is
+//! not completed.
 
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -125,8 +126,8 @@ impl Running {
         Ok(disk)
     }
 
-    /// Asks a job to complete, and waits for its end; for how long the guest's changes were held off. What it was to do is
-    /// done durably.
+    /// Asks a job to complete, and waits for its end; for how long the guest's changes were held
+    /// off. What it was to do is done durably.
     ///
     /// # Errors
     /// There is no such job, it ends otherwise, or it cannot be completed yet: then it goes on.
@@ -160,7 +161,8 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     let disk = Arc::clone(&source.disk);
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
     let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
-    // Of the image that the disk has now: it may have been moved before. A sidecar is not what is opened later.
+    // Of the image that the disk has now: it may have been moved before. A sidecar is not what is
+    // opened later.
     let image = disk.file().map(|_| PathBuf::from(disk.image_name()));
     let (recorded, name) = (image.clone(), job.target.clone());
     let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));
@@ -170,8 +172,9 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
         forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
     };
     let mirror = Mirror::new(Arc::clone(&disk), Arc::clone(&target), options, control, clock);
-    // The target may have been the disk before, and have been moved to this source. Its mark refuses it from now on: with
-    // its record as well, after a kill each of the two images would name the other.
+    // The target may have been the disk before, and have been moved to this source. Its mark
+    // refuses it from now on: with its record as well, after a kill each of the two images
+    // would name the other.
     let former = target.file().map(|_| PathBuf::from(&job.target));
     let marked = move || former.iter().try_for_each(|image| forget_moved(image));
     let end = match mirror {

@@ -1,9 +1,10 @@
 //! Jobs by name: what works on disks while they are served.
 //!
-//! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs run on a loop of their own,
-//! so that their copying keeps no guest's request waiting for a processor turn. A job that has ended is listed until it is
-//! dismissed, or `MAX_ENDED` later ones have ended. Jobs do not outlive the process: what one leaves on its disks says
-//! whether it was complete (`jobs/mirror`, `jobs/commit`).
+//! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs
+//! run on a loop of their own, so that their copying keeps no guest's request waiting for a
+//! processor turn. A job that has ended is listed until it is dismissed, or `MAX_ENDED` later ones
+//! have ended. Jobs do not outlive the process: what one leaves on its disks says whether it was
+//! complete (`jobs/mirror`, `jobs/commit`).
 
 mod backup;
 mod commit;
@@ -40,10 +41,10 @@ const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 /// How long the end of a server waits for its jobs.
 const MAX_STOP_TIME: Duration = Duration::from_secs(5);
 
-/// A job that is to be started.
+/// A job to be started.
 #[derive(Clone, Debug)]
 pub(crate) struct JobSetup {
-    /// What the job is called; `None`: any name.
+    /// The job's name; `None`: any name.
     pub(crate) name: Option<String>,
     /// The name of the disk.
     pub(crate) disk: String,
@@ -61,18 +62,18 @@ pub(crate) struct Jobs(Mutex<State>);
 struct State {
     /// In the order in which they were started.
     jobs: Vec<Arc<RunningJob>>,
-    /// Those that have ended, and whose target has not answered.
+    /// Jobs that have ended, and whose target has not answered.
     unanswered: Vec<Arc<RunningJob>>,
     started: u64,
     /// Their loop, until the server ends. Made before the sandbox forbids to make rings.
     workers: Option<Workers>,
-    /// Whether none may be started any more.
+    /// Whether none may be started.
     is_over: bool,
 }
 
 /// A job.
 pub(crate) struct RunningJob {
-    /// What it is called, unlike all others.
+    /// Its name, unlike all others.
     pub(crate) name: String,
     /// What it does: "mirror", "commit", "stream" or "backup".
     pub(crate) kind: &'static str,
@@ -84,14 +85,15 @@ pub(crate) struct RunningJob {
     pub(crate) target_disk: Option<String>,
     /// The disk's image, which is not kept open for the job's sake.
     source: Weak<ImageDisk>,
-    /// What it is asked and tells.
+    /// Its requests and its progress.
     pub(crate) control: Arc<JobControl>,
-    /// Whether nothing of it is in flight at the target any more, which is closed.
+    /// Whether nothing of it is in flight at the target, which is closed.
     pub(crate) target_is_free: AtomicBool,
 }
 
 impl RunningJob {
-    /// What does not answer, in words: the backing file of its disk where something waits for that, else its target.
+    /// The storage that does not answer, in words: the backing file of its disk where something
+    /// waits for that, else its target.
     fn describe_wait(&self) -> String {
         match self.source.upgrade().and_then(|disk| disk.backing_wait()) {
             Some(wait) => wait.to_string(),
@@ -200,7 +202,8 @@ impl Jobs {
         }
     }
 
-    /// Refuses to make a disk read-only that a job fills from its backing file. Other jobs only read it.
+    /// Refuses to make a disk read-only that a job fills from its backing file. Other jobs only
+    /// read it.
     ///
     /// # Errors
     /// One does.
@@ -240,7 +243,8 @@ impl Jobs {
     /// Lists a new job. The caller holds a claim to the disk.
     ///
     /// # Errors
-    /// Its name is taken, another job works on the disk, the server ends, or it has no loop for jobs.
+    /// Its name is taken, another job works on the disk, the server ends, or it has no loop for
+    /// jobs.
     fn register(
         &self,
         name: Option<String>,
@@ -290,9 +294,10 @@ impl Jobs {
         Ok(())
     }
 
-    /// Cancels all jobs, and waits until they have ended, for some seconds at most; starts none any more. Whoever waits for
-    /// one goes on. Gives their loop, on which disks that were moved may have connections that they need until they are
-    /// closed; not where a job goes on there, whose target hangs.
+    /// Cancels all jobs, and waits until they have ended, for some seconds at most; starts none.
+    /// Whoever waits for one goes on. Gives their loop, on which disks that were moved may have
+    /// connections that they need until they are closed; not where a job goes on there, whose
+    /// target hangs.
     pub(crate) fn stop(&self) -> Option<Workers> {
         let (jobs, workers) = {
             let mut state = self.0.lock();
@@ -336,8 +341,8 @@ where
     }));
 }
 
-/// Does a job's work. Where its end is decided and the work hangs, the job ends before the work does: its disk is free then,
-/// and what it was copied to or from stays open until it answers.
+/// Does a job's work. Where its end is decided and the work hangs, the job ends before the work
+/// does: its disk is free then, and what it was copied to or from stays open until it answers.
 async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
     let overdue = async {
         let end = job.control.decided().await;

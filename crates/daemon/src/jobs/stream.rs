@@ -1,7 +1,8 @@
-//! Streams of served disks: an overlay gets what it leaves to its backing file, which is detached then.
+//! Streams of served disks: an overlay gets what it leaves to its backing file, which is detached
+//! then.
 //!
-//! What a kill leaves: the overlay is the disk at any moment. As long as its header names the backing file it needs that, and
-//! another stream goes on where this one was.
+//! After a kill: the overlay is the disk at any moment. As long as its header names the backing
+//! file it needs that, and another stream goes on where this one was.
 
 use std::num::NonZeroU64;
 use std::rc::Rc;
@@ -15,7 +16,7 @@ use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 use super::{JobSetup, MAX_TIDY_TIME, RunningJob, run_job};
 use crate::running::{Running, RunningDisk};
 
-/// What becomes of a stream when something cannot be filled.
+/// The treatment of ranges that cannot be filled by a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnFailure {
     /// It fails.
@@ -25,8 +26,8 @@ pub(crate) enum OnFailure {
 }
 
 impl Running {
-    /// Starts the stream that a disk's description asks for, if its image has a backing file still. Why it cannot be started
-    /// is logged: the disk is served all the same.
+    /// Starts the stream that a disk's description asks for, if its image has a backing file still.
+    /// Why it cannot be started is logged: the disk is served all the same.
     pub(crate) async fn begin_prefetch(&self, disk: &RunningDisk) {
         let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.backing_file().is_some()) else {
             return;
@@ -45,7 +46,8 @@ impl Running {
     /// Starts a stream.
     ///
     /// # Errors
-    /// There is no such disk, it is read-only or has a job, or its image has no backing file, or snapshots.
+    /// There is no such disk, it is read-only or has a job, or its image has no backing file, or
+    /// snapshots.
     pub(crate) async fn start_stream(
         &self,
         setup: JobSetup,
@@ -91,7 +93,8 @@ impl Running {
     }
 }
 
-/// Gives back what is held of a backing file that was detached, when the last read there has ended: at once, mostly.
+/// Gives back what is held of a backing file that was detached, when the last read there has ended:
+/// at once, mostly.
 async fn release_detached(disk: Arc<ImageDisk>) {
     if timeout(MAX_TIDY_TIME, disk.detached_reads_ended()).await.is_some() {
         return disk.release_detached();

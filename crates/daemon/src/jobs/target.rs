@@ -37,8 +37,8 @@ pub(crate) struct Target {
 }
 
 impl TargetSetup {
-    /// Opens the target of a mirror of a disk that was opened by `source`, and has `size` bytes; makes it first if it is a file
-    /// that is missing.
+    /// Opens the target of a mirror of a disk that was opened by `source`, and has `size` bytes;
+    /// makes it first if it is a file that is missing.
     ///
     /// # Errors
     /// It exists and is not to be overwritten, does not fit, or cannot be opened.
@@ -67,8 +67,9 @@ impl TargetSetup {
         }
     }
 
-    /// Makes a file that is missing; its path. It has its name when it has the mark of a mirror that is not complete, never
-    /// before: a kill leaves no empty disk that could be taken for the mirror.
+    /// Makes a file that is missing; its path. It has its name when it has the mark of a mirror
+    /// that is not complete, never before: a kill leaves no empty disk that could be taken for
+    /// the mirror.
     async fn create(
         &self,
         source: &DiskSetup,

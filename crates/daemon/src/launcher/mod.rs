@@ -1,8 +1,8 @@
 //! The launcher: a small process beside the server that starts other programs for it.
 //!
-//! A server in its sandbox executes nothing. An upgrade does, so the server starts this process before anything else. It
-//! is the same program (`blockhouse __launch`) with nothing of the server in its memory, and parses nothing that a
-//! stranger sent.
+//! A server in its sandbox executes nothing. An upgrade does, so the server starts this process
+//! before anything else. It is the same program (`blockhouse __launch`) with nothing of the server
+//! in its memory, and parses nothing that a stranger sent.
 //!
 //! Guarantees: the launcher executes nothing before it was told its rules; then the rules do not
 //! change. It starts the program that it is itself, whatever is at its path by then, or one that
@@ -53,8 +53,8 @@ pub(crate) struct Launched {
 }
 
 impl Launcher {
-    /// Starts the process, which does nothing before it is told its rules. Where that fails the server serves all the
-    /// same, and each use of the launcher says why it cannot be.
+    /// Starts the process, which does nothing before it is told its rules. Where that fails the
+    /// server serves all the same, and each use of the launcher says why it cannot be.
     pub(crate) fn start() -> Self {
         let started = start().map_err(|error| format!("{error:#}"));
         if let Err(why) = &started {
@@ -135,7 +135,7 @@ impl fmt::Debug for Launcher {
     }
 }
 
-/// What a launcher may start.
+/// The programs that a launcher may start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LaunchRules {
     /// The arguments that each program gets.

@@ -23,7 +23,8 @@ use super::reach::{self, path_of};
 /// # Errors
 /// Standard input is no such socket, or what came over it makes no sense.
 pub fn run() -> Result<()> {
-    // These are meant for the server. A handler and not "ignore", which what is started would inherit.
+    // These are meant for the server. A handler and not "ignore", which what is started would
+    // inherit.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default()).context("cannot watch for signals")?;
     }
@@ -97,7 +98,7 @@ const SELF: &str = "/proc/self/exe";
 struct State {
     rules: Rules,
     own: Own,
-    /// What was started last.
+    /// The process that was started last.
     child: Option<Child>,
 }
 

@@ -1,5 +1,5 @@
-//! What a server and its launcher say to each other: over a socket pair, messages of JSON after their length, each with
-//! one descriptor at most.
+//! The messages between a server and its launcher: over a socket pair, JSON after its length, each
+//! with one descriptor at most.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 /// The longest message: a command line has at most 2 MiB, and a byte takes up to four.
 const MAX_MESSAGE: u32 = 16 << 20;
 
-/// What the server says.
+/// The server's messages.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
     /// The first message, and no other: what may be started.
@@ -33,7 +33,7 @@ pub(super) enum Request {
     Signal { signal: i32 },
 }
 
-/// What may be started.
+/// The programs that may be started.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Rules {
     /// The arguments that each program gets.
@@ -69,7 +69,7 @@ pub(super) struct Writable {
     pub(super) identity: (u64, u64),
 }
 
-/// What the launcher answers to all but the rules.
+/// The launcher's answers to all but the rules.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
     /// It runs, with this program.

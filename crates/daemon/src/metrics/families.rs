@@ -1,7 +1,7 @@
 //! The names, kinds and meanings of all metrics.
 //!
-//! A name says the unit in its end; those of counters end in `_total`. A label has few values: what it tells apart
-//! is a disk, or one of a fixed list.
+//! A name says the unit in its end; those of counters end in `_total`. A label has few values: what
+//! it tells apart is a disk, or one of a fixed list.
 
 /// How a metric's values behave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct Family {
     pub kind: Kind,
     /// The names of its labels.
     pub labels: &'static [&'static str],
-    /// What it means, in a line.
+    /// Its meaning, in a line.
     pub help: &'static str,
 }
 
@@ -87,7 +87,8 @@ families! {
 mod tests {
     use super::*;
 
-    /// The rows of the table in docs/metrics.md: name, kind, labels, the first sentences of the meaning.
+    /// The rows of the table in docs/metrics.md: name, kind, labels, the first sentences of the
+    /// meaning.
     fn documented() -> Vec<[String; 4]> {
         let page = include_str!("../../../../docs/metrics.md");
         let rows = page.lines().filter(|line| line.starts_with("| `blockhouse_"));

@@ -18,7 +18,8 @@ pub struct MeasuredDisk {
     pub disk: Arc<ImageDisk>,
 }
 
-/// Disks under names that tell them apart: those whose names are not unique are called by their paths.
+/// Disks under names that tell them apart: those whose names are not unique are called by their
+/// paths.
 pub fn with_distinct_names(disks: Vec<(String, Arc<ImageDisk>)>) -> Vec<MeasuredDisk> {
     let mut counts = HashMap::new();
     disks.iter().for_each(|(name, _)| *counts.entry(name.clone()).or_insert(0) += 1);
@@ -50,13 +51,14 @@ pub struct Sample {
 /// The samples of a family.
 #[derive(Clone, Debug)]
 pub struct Samples {
-    /// What they are samples of.
+    /// The family of its samples.
     pub family: &'static Family,
     /// Without repeated labels.
     pub samples: Vec<Sample>,
 }
 
-/// Since when the counters count: this process, or the first of those that have handed over one to another.
+/// Since when the counters count: this process, or the first of those that have handed over one to
+/// another.
 #[derive(Clone, Copy, Debug)]
 pub struct StartTime(u64);
 
@@ -77,8 +79,8 @@ impl StartTime {
     }
 }
 
-/// The values of all metrics at this moment, in the order of [`FAMILIES`](super::FAMILIES). Asks the host for the
-/// space that each image takes.
+/// The values of all metrics at this moment, in the order of [`FAMILIES`](super::FAMILIES). Asks
+/// the host for the space that each image takes.
 pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
     let mut gathered = Gathered::default();
     gathered.add(&families::BUILD, &[env!("CARGO_PKG_VERSION")], 1);
@@ -93,7 +95,7 @@ pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
     gathered.finish()
 }
 
-/// What was gathered so far, by the name of its family.
+/// The samples so far, by the name of their family.
 #[derive(Default)]
 struct Gathered(HashMap<&'static str, Vec<Sample>>);
 

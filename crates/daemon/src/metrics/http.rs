@@ -1,8 +1,9 @@
-//! As much of HTTP/1.1 as a scrape and the page take: one GET or HEAD on a connection, which is then closed.
+//! As much of HTTP/1.1 as a scrape and the page take: one GET or HEAD on a connection, which is
+//! then closed.
 //!
-//! Guarantees: what is not such a request gets an answer that says what is, whatever its bytes; nothing of it is kept.
-//! Pages of other sites read nothing: not by another name of this machine, not by a script or an image of theirs, not
-//! in a frame.
+//! Guarantees: what is not such a request gets an answer that says what is, whatever its bytes;
+//! nothing of it is kept. Pages of other sites read nothing: not by another name of this machine,
+//! not by a script or an image of theirs, not in a frame.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -11,7 +12,7 @@ use super::text::Form;
 /// The most bytes of a request, up to the empty line that ends it.
 pub const MAX_REQUEST: usize = 8 << 10;
 
-/// What is asked for.
+/// The resource that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resource {
     /// `/metrics`.
@@ -60,7 +61,7 @@ const HEADERS: &str = "Cache-Control: no-store\r\nX-Content-Type-Options: nosnif
 /// A request that can be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What is asked for.
+    /// The resource that it asks for.
     pub resource: Resource,
     /// Whether the answer is to have its bytes, or only say how many there would be (HEAD).
     pub wants_body: bool,

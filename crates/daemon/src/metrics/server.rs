@@ -1,9 +1,10 @@
 //! The socket of `--metrics`: HTTP clients get the metrics, or the page.
 //!
-//! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at most [`MAX_CLIENTS`]
-//! clients at once, each with one request and one answer, for [`TIMEOUT`] each. A further one takes the place of the
-//! client that has owed its request for longest, or else of the one that has not taken its answer for longest, if that
-//! is more than [`GRACE`]: so silent clients and slow ones keep out no scrape for longer. Where there is none, the further
+//! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at
+//! most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for [`TIMEOUT`]
+//! each. A further one takes the place of the client that has owed its request for longest, or else
+//! of the one that has not taken its answer for longest, if that is more than [`GRACE`]: so silent
+//! clients and slow ones keep out no scrape for longer. Where there is none, the further
 //! one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes find places.
 
 use std::collections::VecDeque;
@@ -133,7 +134,8 @@ impl MetricsServer {
         Self::start_at(workers, observed, async move || bound)
     }
 
-    /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
+    /// As [`start`](Self::start), as soon as the address is free: the process that served there
+    /// before is about to end.
     pub fn start_when_free(
         address: MetricsAddress,
         workers: Workers,
@@ -145,8 +147,8 @@ impl MetricsServer {
                     Ok(bound) => return bound,
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }
-                // The service manager may go on to listen for the process before. It hears of this only once that has told
-                // it which process serves now.
+                // The service manager may go on to listen for the process before. It hears of this
+                // only once that has told it which process serves now.
                 kept_sockets::give_up_left(&address.address());
                 sleep(RETRY_DELAY).await;
             }
@@ -166,7 +168,7 @@ impl MetricsServer {
                     tracing::error!("metrics are not served: {error}");
                 }
             };
-            // What is in flight is dropped: it is only read, so nothing is lost.
+            // Answers in flight are dropped: they only read, so nothing is lost.
             select(pin!(serving), stopped).await;
         });
         Self { workers, stop, over }
@@ -253,7 +255,8 @@ impl Unfinished {
         (is_silent, is_slow)
     }
 
-    /// Ends the oldest client that is silent, or else the oldest one that is slow. Returns whether there was one.
+    /// Ends the oldest client that is silent, or else the oldest one that is slow. Returns whether
+    /// there was one.
     fn end_one(&mut self) -> bool {
         self.0.retain(|place| !place.slow.is_canceled());
         let silent = self.0.iter().position(|place| !place.silent.is_canceled());

@@ -1,7 +1,8 @@
 //! The stream of the page (Server-Sent Events), and sending to clients of the metrics.
 //!
-//! Guarantees: one snapshot a second, and each event of the server as it happens; without a client no disk is read.
-//! A client that takes nothing for [`TIMEOUT`] is disconnected, so one message is in memory for each.
+//! Guarantees: one snapshot a second, and each event of the server as it happens; without a client
+//! no disk is read. A client that takes nothing for [`TIMEOUT`] is disconnected, so one message is
+//! in memory for each.
 
 use std::pin::pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -51,7 +52,8 @@ pub(super) async fn serve_stream(stream: &Stream, observed: &dyn Observed) {
     }
 }
 
-/// Everything that the page shows, in a line: JSON has no line feed outside of strings, and escapes them inside.
+/// Everything that the page shows, in a line: JSON has no line feed outside of strings, and escapes
+/// them inside.
 fn snapshot(observed: &dyn Observed) -> serde_json::Value {
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!({

@@ -1,4 +1,5 @@
-//! Metrics as text: OpenMetrics 1.0, and the older text of Prometheus (0.0.4), which more tools read.
+//! Metrics as text: OpenMetrics 1.0, and the older text of Prometheus (0.0.4), which more tools
+//! read.
 //!
 //! They differ in three things: where a counter's name has `_total`, the end, and the content type.
 

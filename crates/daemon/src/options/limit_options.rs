@@ -1,4 +1,5 @@
-//! Limits of a disk or a group as people describe them: in the configuration, in requests, and after `--limit`.
+//! Limits of a disk or a group as people describe them: in the configuration, in requests, and
+//! after `--limit`.
 
 use std::num::NonZeroU64;
 use std::str::FromStr;
@@ -99,7 +100,7 @@ impl LimitOptions {
         Ok(RateLimits { burst: self.limits_of_burst()?, ..limits })
     }
 
-    /// What a disk with these limits gets; `None`: no limits.
+    /// The throttle of a disk with these limits; `None`: no limits.
     ///
     /// # Errors
     /// As [`limits`](Self::limits).

@@ -1,5 +1,5 @@
-//! `--limit KEY=VALUE,...`: what NBD clients may take of a server, and how many operations and bytes a second disks may
-//! have.
+//! `--limit KEY=VALUE,...`: what NBD clients may take of a server, and how many operations and
+//! bytes a second disks may have.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::options::limit_options::KEYS;
 use crate::options::rate_limits::RateArgument;
 use crate::options::size;
 
-/// What one `--limit` says.
+/// The value of one `--limit`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LimitArgument {
     /// Of NBD clients.

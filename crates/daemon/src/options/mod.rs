@@ -1,5 +1,6 @@
-//! Values as people write them, on the command line, in the configuration and to the control socket: sizes, limits,
-//! rates, thresholds, users, and sockets' modes. Each has one parser, whose errors say what would be right.
+//! Values as people write them, on the command line, in the configuration and to the control
+//! socket: sizes, limits, rates, thresholds, users, and sockets' modes. Each has one parser, whose
+//! errors say what would be right.
 
 pub mod control_socket;
 pub mod limit_options;

@@ -1,4 +1,5 @@
-//! How many operations and bytes a second disks may have: what is written, and for which disks it holds.
+//! How many operations and bytes a second disks may have: what is written, and for which disks it
+//! holds.
 //!
 //! Every disk has one throttle at most. Disks whose throttles name the same group share one limit.
 
@@ -6,7 +7,7 @@ use blockhouse_disk::RateLimits;
 
 use crate::options::limit_options::{DiskThrottle, LimitOptions, name};
 
-/// What one `--limit` says of rates.
+/// The rates of one `--limit`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RateArgument {
     disks: Vec<String>,
@@ -46,11 +47,12 @@ impl RateArgument {
 
 /// The throttles of disks with these names, in their order.
 ///
-/// An argument with `disk` keys holds for those disks, another one for all disks that no other argument names. Without a
-/// group each of them has the limits for itself.
+/// An argument with `disk` keys holds for those disks, another one for all disks that no other
+/// argument names. Without a group each of them has the limits for itself.
 ///
 /// # Errors
-/// Where an argument names no disk or several, a disk has two throttles, or a group has no limits or two.
+/// Where an argument names no disk or several, a disk has two throttles, or a group has no limits
+/// or two.
 pub fn plan(
     arguments: &[RateArgument],
     disks: &[String],
@@ -149,7 +151,7 @@ mod tests {
         plan(&arguments?, &disks)
     }
 
-    /// What is planned for each disk: its operations a second, and its group.
+    /// The plan for each disk: its operations a second, and its group.
     fn shown(arguments: &[&str], disks: &[&str]) -> Vec<String> {
         let show = |throttle: &Option<DiskThrottle>| match throttle {
             None => "-".into(),

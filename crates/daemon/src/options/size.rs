@@ -3,11 +3,11 @@
 /// A size, or how much a disk is to change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
-    /// So many bytes.
+    /// This many bytes.
     Absolute(u64),
-    /// So many more.
+    /// This many more.
     Grow(u64),
-    /// So many fewer.
+    /// This many fewer.
     Shrink(u64),
 }
 
@@ -41,9 +41,9 @@ pub fn parse_new(text: &str) -> Result<NewSize, String> {
     }
 }
 
-/// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on mean the
-/// same). With a unit it may have a fraction (1.5G), of which what is less than a byte is left out. A count without a
-/// unit may be hexadecimal (0x10000).
+/// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on
+/// mean the same). With a unit it may have a fraction (1.5G), of which what is less than a byte is
+/// left out. A count without a unit may be hexadecimal (0x10000).
 ///
 /// # Errors
 /// Why it is none.

@@ -1,4 +1,4 @@
-//! Who may connect to the Unix sockets of a server, as people write it.
+//! The users who may connect to the Unix sockets of a server, as people write it.
 
 use std::str::FromStr;
 
@@ -22,7 +22,8 @@ impl FromStr for SocketMode {
     }
 }
 
-/// The first part of a text with options behind commas, and the options. Two commas are one that belongs to a part.
+/// The first part of a text with options behind commas, and the options. Two commas are one that
+/// belongs to a part.
 pub(crate) fn split_options(text: &str) -> (String, Vec<String>) {
     let mut parts = vec![String::new()];
     let mut letters = text.chars().peekable();
@@ -36,7 +37,8 @@ pub(crate) fn split_options(text: &str) -> (String, Vec<String>) {
     (path, parts)
 }
 
-/// The users that may connect to a socket that is this user's alone unless its options say more: `mode=MODE`, `group=GROUP`.
+/// The users that may connect to a socket that is this user's alone unless its options say more:
+/// `mode=MODE`, `group=GROUP`.
 #[derive(Default)]
 pub(crate) struct PrivatePermissions {
     mode: Option<SocketMode>,
@@ -66,7 +68,7 @@ impl PrivatePermissions {
     }
 }
 
-/// Who may connect; with a group alone, its members may.
+/// The users who may connect; with a group alone, its members may.
 pub fn permissions(mode: Option<SocketMode>, group: Option<GroupName>) -> SocketPermissions {
     let mode = mode.or(group.map(|_| SocketMode(0o660)));
     SocketPermissions { mode: mode.map(|mode| mode.0), group: group.map(GroupName::id) }

@@ -1,4 +1,5 @@
-//! Values that people write as texts, in the configuration and in requests: the words of the command line.
+//! Values that people write as texts, in the configuration and in requests: the words of the
+//! command line.
 
 use std::fmt;
 use std::marker::PhantomData;

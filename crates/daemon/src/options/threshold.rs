@@ -10,9 +10,9 @@ use crate::options::size;
 /// See the module's page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threshold {
-    /// So many bytes.
+    /// This many bytes.
     Bytes(u64),
-    /// So many hundredths of all room that there is.
+    /// This many hundredths of all room that there is.
     Percent(u8),
 }
 

@@ -47,8 +47,8 @@ impl FromStr for GroupName {
     }
 }
 
-/// Whether the C library is linked in. Modules of the host's one (NSS) crash in such a program: those of systemd did. So it reads
-/// the files alone.
+/// Whether the C library is linked in. Modules of the host's one (NSS) crash in such a program:
+/// those of systemd did. So it reads the files alone.
 const IS_STATIC: bool = cfg!(target_feature = "crt-static");
 
 /// The ids of a user, by its name or number, and of its group.
@@ -103,7 +103,7 @@ pub struct UserIds {
     pub group: u32,
 }
 
-/// Who a server becomes; `None` where it stays who it is.
+/// The user that a server becomes; `None` where it stays who it is.
 ///
 /// # Errors
 /// A group without a user, and a user without a group.

@@ -1,13 +1,14 @@
-//! Listening sockets that the service manager keeps while no server runs: its descriptor store (`FileDescriptorStoreMax=`,
-//! sd_notify(3)).
+//! Listening sockets that the service manager keeps while no server runs: its descriptor store
+//! (`FileDescriptorStoreMax=`, sd_notify(3)).
 //!
-//! Guarantees: between the end of a server, or its death, and the next start clients wait in the backlog of the socket
-//! instead of being refused. A kept socket is used again only for its own address, and that of a file only where the file at
-//! its path is still the one that was bound. What is served no longer, or not wanted at the next start, is given up. Without
+//! Guarantees: between the end of a server, or its death, and the next start clients wait in the
+//! backlog of the socket instead of being refused. A kept socket is used again only for its own
+//! address, and that of a file only where the file at its path is still the one that was bound.
+//! What is served no longer, or not wanted at the next start, is given up. Without
 //! a store (`$FDSTORE`, systemd 254) nothing is kept.
 //!
-//! A socket is known by its name in the store: [`PREFIX`], the device and inode of its file, and its address. The inode is not
-//! used again while the socket listens.
+//! A socket is known by its name in the store: [`PREFIX`], the device and inode of its file, and
+//! its address. The inode is not used again while the socket listens.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,12 +24,12 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 
 use crate::process::service_manager;
 
-/// What the names of our sockets begin with, before an equals sign, which no name of a unit has: sockets of units are called
-/// after these.
+/// The prefix of our sockets' names, before an equals sign, which no name of a unit has: sockets of
+/// units are called after these.
 const PREFIX: &str = "blockhouse-";
 /// The longest name that the service manager takes.
 const MAX_NAME: usize = 255;
-/// What a name cannot have: a colon separates names in `$LISTEN_FDNAMES`.
+/// Characters that a name cannot have: a colon separates names in `$LISTEN_FDNAMES`.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b':').add(b'%');
 
 /// A socket that an earlier server had kept, until it is used or given up.
@@ -37,7 +38,7 @@ struct Kept {
     socket: OwnedFd,
 }
 
-/// Those of this process.
+/// The sockets of this process.
 static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
 /// Whether a descriptor of this name is one that a server has had kept.
@@ -50,7 +51,8 @@ pub(crate) fn take_in(name: &str, socket: OwnedFd) {
     KEPT.lock().push(Kept { name: name.to_owned(), socket });
 }
 
-/// Listens at an address, by the socket that was kept for it if there is one, and has the service manager keep the socket.
+/// Listens at an address, by the socket that was kept for it if there is one, and has the service
+/// manager keep the socket.
 ///
 /// # Errors
 /// As [`bind_for`].
@@ -80,7 +82,7 @@ pub(crate) fn keep(bound: &BoundSocket) {
     }
 }
 
-/// Has the service manager give up a socket at which nothing is served any more. Its file goes with `file`.
+/// Has the service manager give up a socket at which nothing is served. Its file goes with `file`.
 pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
     let name = name_of(address, file.and_then(SocketFile::identity));
     if let Some(name) = name.filter(|_| service_manager::has_store()) {
@@ -89,8 +91,8 @@ pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
     }
 }
 
-/// Has the service manager give up what it keeps for an address, where the server that listened there hands over and may
-/// have had it kept. The file at the path stays.
+/// Has the service manager give up what it keeps for an address, where the server that listened
+/// there hands over and may have had it kept. The file at the path stays.
 pub(crate) fn give_up_left(address: &Address) {
     if !service_manager::has_store() {
         return;
@@ -130,7 +132,8 @@ fn find(address: &Address) -> Option<BoundSocket> {
     Some(BoundSocket { socket, address: address.clone(), file })
 }
 
-/// The name of a socket in the store, of device and inode of its file; `None` where it has none that fits.
+/// The name of a socket in the store, of device and inode of its file; `None` where it has none
+/// that fits.
 fn name_of(address: &Address, identity: Option<(u64, u64)>) -> Option<String> {
     let identity = match (address, identity) {
         (Address::Tcp { .. }, _) => String::new(),

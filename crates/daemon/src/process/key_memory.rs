@@ -1,4 +1,5 @@
-//! Keys that a command line or a request has: in a file of this process alone, as if the user had named a file.
+//! Keys that a command line or a request has: in a file of this process alone, as if the user had
+//! named a file.
 
 use std::fs::File;
 use std::io::{self, Write};

@@ -1,8 +1,8 @@
 //! `--pid-file`: the file that names the process that serves.
 //!
-//! Guarantees: the file is there with the whole number when the server says that it is ready; it names a process that has
-//! taken over from another one as soon as that serves; and it is removed at the end of the server, unless another
-//! process has written it since.
+//! Guarantees: the file is there with the whole number when the server says that it is ready; it
+//! names a process that has taken over from another one as soon as that serves; and it is removed
+//! at the end of the server, unless another process has written it since.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -53,14 +53,14 @@ impl PidFile {
 impl Drop for PidFile {
     fn drop(&mut self) {
         if has_number(&self.path).unwrap_or(false) {
-            // What cannot be removed names a process that has ended, as after a kill.
+            // A file that cannot be removed names a process that has ended, as after a kill.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Whether the file is one with the number of this process. Another program may have put anything in its place: a link, a
-/// pipe, a file without an end.
+/// Whether the file is one with the number of this process. Another program may have put anything
+/// in its place: a link, a pipe, a file without an end.
 fn has_number(path: &Path) -> io::Result<bool> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;

@@ -1,7 +1,8 @@
-//! Messages to the service manager (sd_notify(3)), by a socket that is made at the start, and descriptors that it keeps.
+//! Messages to the service manager (sd_notify(3)), by a socket that is made at the start, and
+//! descriptors that it keeps.
 //!
-//! Reason: a server in its sandbox makes no socket. Guarantee: a message that the manager does not take costs nothing,
-//! and without a manager nothing is sent.
+//! Reason: a server in its sandbox makes no socket. Guarantee: a message that the manager does not
+//! take costs nothing, and without a manager nothing is sent.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
@@ -43,14 +44,15 @@ pub(crate) fn tell(states: &[NotifyState<'_>]) {
     send(&message, &[]);
 }
 
-/// Whether the manager keeps descriptors for the next process (`FileDescriptorStoreMax=`): systemd says so from 254 on.
+/// Whether the manager keeps descriptors for the next process (`FileDescriptorStoreMax=`): systemd
+/// says so from 254 on.
 pub(crate) fn has_store() -> bool {
     let size = std::env::var("FDSTORE").ok().and_then(|size| size.parse::<u64>().ok());
     size.is_some_and(|size| size > 0) && MANAGER.get().is_some_and(Option::is_some)
 }
 
-/// Has the manager keep a descriptor under a name, until it is to [forget](forget) it. One that it has already is not kept
-/// twice. Whether it was told.
+/// Has the manager keep a descriptor under a name, until it is to [forget](forget) it. One that it
+/// has already is not kept twice. Whether it was told.
 pub(crate) fn store(name: &str, descriptor: BorrowedFd<'_>) -> bool {
     send(&format!("FDSTORE=1\nFDNAME={name}\n"), &[descriptor])
 }
@@ -60,7 +62,8 @@ pub(crate) fn forget(name: &str) {
     send(&format!("FDSTOREREMOVE=1\nFDNAME={name}\n"), &[]);
 }
 
-/// Sends a message with descriptors. Whether it was sent: a manager that does not listen is no reason to do anything else.
+/// Sends a message with descriptors. Whether it was sent: a manager that does not listen is no
+/// reason to do anything else.
 fn send(message: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     let Some(Some((socket, address))) = MANAGER.get() else { return false };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

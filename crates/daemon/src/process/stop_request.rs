@@ -1,8 +1,8 @@
 //! A request to stop, made by a signal, and when another signal is a second request.
 //!
-//! One request often comes as several signals: `timeout` signals its child and then its whole process
-//! group, and a terminal's Ctrl-C reaches a process that a wrapper signals as well. So signals within one
-//! second of the first are the same request.
+//! One request often comes as several signals: `timeout` signals its child and then its whole
+//! process group, and a terminal's Ctrl-C reaches a process that a wrapper signals as well. So
+//! signals within one second of the first are the same request.
 
 use std::time::{Duration, Instant};
 
@@ -19,8 +19,8 @@ impl StopRequest {
         Self(time)
     }
 
-    /// Whether a signal that came at `time` repeats this request. Otherwise it is a second one, which
-    /// means "quit at once".
+    /// Whether a signal that came at `time` repeats this request. Otherwise it is a second one,
+    /// which means "quit at once".
     pub fn is_repeated_at(self, time: Instant) -> bool {
         time.saturating_duration_since(self.0) < SAME_REQUEST
     }

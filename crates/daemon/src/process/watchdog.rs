@@ -1,8 +1,9 @@
 //! The service manager's watchdog: it gets messages as long as every event loop runs.
 //!
-//! Guarantee: each message (`WATCHDOG=1`, sd_notify(3)) follows a task on every loop that was submitted after the message
-//! before. So while a loop hangs no message is sent, and the service manager ends the server after the unit's
-//! `WatchdogSec=` and starts it again. A loop that runs in time costs nothing. Without a watchdog nothing runs.
+//! Guarantee: each message (`WATCHDOG=1`, sd_notify(3)) follows a task on every loop that was
+//! submitted after the message before. So while a loop hangs no message is sent, and the service
+//! manager ends the server after the unit's `WatchdogSec=` and starts it again. A loop that runs in
+//! time costs nothing. Without a watchdog nothing runs.
 
 use std::time::Duration;
 
@@ -23,8 +24,8 @@ pub(crate) enum Started {
     Before,
 }
 
-/// Starts the thread that runs a task on each of `loops` and notifies the service manager, if that has a watchdog. The
-/// thread ends with the first loop.
+/// Starts the thread that runs a task on each of `loops` and notifies the service manager, if that
+/// has a watchdog. The thread ends with the first loop.
 pub(crate) fn start(loops: Vec<Handle>, started: Started) {
     let Some(time) = time(started) else { return };
     let tell = || service_manager::tell(&[NotifyState::Watchdog]);
@@ -90,7 +91,8 @@ mod tests {
             let _ = released.recv();
         }));
         hangs.recv_timeout(LONG).expect("it hangs");
-        // One message may have been on its way; the loop cannot have run a task that was submitted since.
+        // One message may have been on its way; the loop cannot have run a task that was submitted
+        // since.
         while messages.try_recv().is_ok() {}
         let late = std::iter::from_fn(|| messages.recv_timeout(Duration::from_millis(200)).ok());
         assert!(late.count() <= 1, "a loop hangs, and messages go on");

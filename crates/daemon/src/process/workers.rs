@@ -8,7 +8,7 @@ use blockhouse_engine::{
     IoPoll, LoopThread, is_out_of_descriptors,
 };
 
-/// What loops are like.
+/// The options of loops.
 #[derive(Clone, Copy, Debug)]
 pub struct LoopOptions {
     /// The engine, or which ones are acceptable.

@@ -1,4 +1,5 @@
-//! The arguments of a command: each is taken by its name and type, and what nobody takes is an error. The words are QEMU's.
+//! The arguments of a command: each is taken by its name and type, and what nobody takes is an
+//! error. The words are QEMU's.
 
 use serde_json::{Map, Value};
 
@@ -9,26 +10,29 @@ use crate::options::switch;
 #[derive(Debug)]
 pub(super) struct Arguments {
     given: Map<String, Value>,
-    /// What the names in errors begin with.
+    /// The prefix of names in errors.
     path: String,
-    /// Whether values are words of a command line, which are numbers and switches only where such are wanted.
+    /// Whether values are words of a command line, which are numbers and switches only where such
+    /// are wanted.
     are_words: bool,
     /// Whether they are those of an option.
     is_option: bool,
 }
 
 impl Arguments {
-    /// Those of a command.
+    /// The arguments of a command.
     pub(super) fn new(given: Map<String, Value>) -> Self {
         Self { given, path: String::new(), are_words: false, is_option: false }
     }
 
-    /// Those of a command, as an option of a command line has them; `are_words`: `on` and `off`, and numbers as text.
+    /// The arguments of a command, as an option of a command line has them; `are_words`: `on` and
+    /// `off`, and numbers as text.
     pub(super) fn of_option(given: Map<String, Value>, are_words: bool) -> Self {
         Self { are_words, is_option: true, ..Self::new(given) }
     }
 
-    /// The member of an address that has its parts: in an option these are members of the address itself.
+    /// The member of an address that has its parts: in an option these are members of the address
+    /// itself.
     pub(super) fn parts_of_address(self) -> Result<Self, QmpError> {
         let mut address = self;
         if address.is_option {

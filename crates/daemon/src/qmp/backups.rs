@@ -1,7 +1,9 @@
-//! `blockdev-backup`: jobs that copy a disk as it is at one moment, and disks as they were for clients (`sync` is `none`).
+//! `blockdev-backup`: jobs that copy a disk as it is at one moment, and disks as they were for
+//! clients (`sync` is `none`).
 //!
-//! The target of `sync` `none` is a node that stands on that of the disk. It stays empty: exports of its node serve what the server's own
-//! backup has frozen, whose scratch file is in the folder of the target's image.
+//! The target of `sync` `none` is a node that stands on that of the disk. It stays empty: exports
+//! of its node serve what the server's own backup has frozen, whose scratch file is in the folder
+//! of the target's image.
 
 use std::rc::Rc;
 

@@ -1,7 +1,7 @@
 //! The clients that are told of events.
 //!
-//! Guarantees: telling waits for no client. One that falls `QUEUE` events behind is disconnected, because QMP has no word
-//! for events that are missing.
+//! Guarantees: telling waits for no client. One that falls `QUEUE` events behind is disconnected,
+//! because QMP has no word for events that are missing.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ pub(super) struct Broadcast {
 }
 
 impl Broadcast {
-    /// What is told from now on.
+    /// The events from now on.
     pub(super) fn subscribe(&self) -> mpsc::Receiver<Value> {
         let (sender, receiver) = mpsc::channel(QUEUE);
         self.clients.borrow_mut().push(sender);

@@ -1,4 +1,4 @@
-//! What commands are carried out with: calls of the control socket, and what QMP knows beside them.
+//! The surroundings of commands: calls of the control socket, and QMP's own state beside them.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) type Stopped = Shared<oneshot::Receiver<()>>;
 
 /// A QMP socket's clients share this, on its loop.
 pub(super) struct Context {
-    /// What runs.
+    /// The running server.
     pub(super) running: Arc<Running>,
     /// The methods of the control socket that commands may call.
     pub(super) answers: Answers,
@@ -29,11 +29,11 @@ pub(super) struct Context {
     pub(super) tls_object: Option<String>,
     /// Whether images may name any file and server, as in QEMU.
     pub(super) follows_names: bool,
-    /// What QMP knows beside what runs.
+    /// QMP's own state beside the server.
     pub(super) state: RefCell<State>,
-    /// Who is told of events.
+    /// The receivers of events.
     pub(super) events: Broadcast,
-    /// What happens.
+    /// The server's events.
     pub(super) happening: Subscription,
     /// Holds commands off while the server is handed over.
     pub(super) gate: Arc<Gate>,
@@ -46,7 +46,8 @@ impl Context {
     pub(super) async fn call(&self, method: &str, params: Value) -> Result<Value, QmpError> {
         self.answers.check(method).map_err(QmpError::generic)?;
         let is_cancelled = || self.stopped.peek().is_some();
-        // On the heap: commands make several calls, each of which is as large as the largest method.
+        // On the heap: commands make several calls, each of which is as large as the largest
+        // method.
         let call = call(&self.running, &self.answers, method, params, &is_cancelled);
         Ok(call.boxed_local().await?)
     }
@@ -61,8 +62,8 @@ impl Context {
     /// The disk whose image is a node.
     ///
     /// # Errors
-    /// There is no such node, or it is below or behind another one, and has no use by itself. `device` is for the words of the
-    /// error.
+    /// There is no such node, or it is below or behind another one, and has no use by itself.
+    /// `device` is for the words of the error.
     pub(super) fn disk_of(&self, device: &str, node: &str) -> Result<String, QmpError> {
         let state = self.state.borrow();
         if let Some((disk, depth)) = self.find_node(node) {

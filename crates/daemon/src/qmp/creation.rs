@@ -1,4 +1,5 @@
-//! `blockdev-create`: a job of QEMU that makes an image. It has ended soon, and is listed until it is dismissed.
+//! `blockdev-create`: a job of QEMU that makes an image. It has ended soon, and is listed until it
+//! is dismissed.
 
 use std::rc::Rc;
 

@@ -1,10 +1,11 @@
-//! Errors of QMP: a class that programs test, and a line for people. Where QEMU has an error of the kind, its words are used.
+//! Errors of QMP: a class that programs test, and a line for people. Where QEMU has an error of the
+//! kind, its words are used.
 
 use serde_json::{Value, json};
 
 use crate::control::Failure;
 
-/// What kind an error is.
+/// The class of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     /// All that are of no other kind.
@@ -59,7 +60,7 @@ impl QmpError {
     }
 }
 
-/// What a call of the control socket could not do.
+/// The failure of a call of the control socket.
 impl From<Failure> for QmpError {
     fn from(failure: Failure) -> Self {
         Self::generic(failure.message)

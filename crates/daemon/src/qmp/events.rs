@@ -99,7 +99,7 @@ pub(super) fn forget(context: &Context, job: &str) {
     context.state.borrow_mut().jobs.remove(job);
 }
 
-/// What events of a block job tell.
+/// The data of a block job's events.
 fn block_job(context: &Context, name: &str) -> Value {
     let found = context.running.jobs().find(name).ok();
     let progress = found.as_ref().map_or_else(JobProgress::default, |job| job.control.progress());

@@ -91,7 +91,7 @@ pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -
 /// An NBD export that is asked for.
 struct NbdExport {
     id: String,
-    /// What its node is called, for the words of an error, too.
+    /// Its node's name, for the words of an error, too.
     node: (String, String),
     name: String,
     is_writable: bool,
@@ -154,7 +154,8 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     }
 }
 
-/// The bitmaps of which an export of a backup gets copies. Other disks offer those that they were opened with.
+/// The bitmaps of which an export of a backup gets copies. Other disks offer those that they were
+/// opened with.
 fn taken_bitmaps(
     context: &Context,
     disk: &str,

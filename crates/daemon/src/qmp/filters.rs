@@ -1,6 +1,7 @@
 //! Nodes on a disk that have no storage: `throttle`, which puts limits on it.
 //!
-//! A filter is another name of its disk. Its limits are the disk's, also for exports of the disk by its own name.
+//! A filter is another name of its disk. Its limits are the disk's, also for exports of the disk by
+//! its own name.
 
 use std::rc::Rc;
 

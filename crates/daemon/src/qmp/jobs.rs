@@ -85,7 +85,8 @@ pub(super) async fn cancel(context: &Rc<Context>, given: Arguments) -> Returned 
     end(context, &job).await
 }
 
-/// `block-job-cancel`: a mirror that is ready is a copy of the disk then, with which the guest goes on.
+/// `block-job-cancel`: a mirror that is ready is a copy of the disk then, with which the guest goes
+/// on.
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, &mut given, "device").await?;

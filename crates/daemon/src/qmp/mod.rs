@@ -1,13 +1,19 @@
-//! QMP, the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that have a meaning here.
+//! QMP, the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that have a
+//! meaning here.
 //!
-//! A thin layer: a command translates its arguments into calls that clients of the control socket make
-//! (`control::dispatch`), and their results and errors into what QEMU answers. Nothing is done in a second way. A disk is a
-//! node of its name; the file below it is listed as another one, and has no use by itself. docs/qmp.md tells what differs
-//! from QEMU. The socket has the options and permissions of a control socket: a command is there if it calls only methods
-//! that the socket answers.
+//! A thin layer: a command translates its arguments into calls that clients of the control socket
+//! make (`control::dispatch`), and their results and errors into what QEMU answers. Nothing is done
+//! in a second way. A disk is a node of its name; the file below it is listed as another one, and
+//! has no use by itself. docs/qmp.md tells what differs from QEMU. The socket has the options and
+//! permissions of a control socket: a command is there if it calls only methods that the socket
+//! answers.
 //!
-//! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`, `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`, `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`, `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs` (with `starting` and `job_list`), `transaction`: what each does
+//! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`,
+//!   `arguments`
+//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`,
+//!   `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`,
+//!   `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs` (with `starting` and
+//!   `job_list`), `transaction`: what each does
 //! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
 
 mod arguments;

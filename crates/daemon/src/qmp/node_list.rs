@@ -1,7 +1,8 @@
 //! `query-named-block-nodes`: what there is.
 //!
-//! A disk is two nodes: that of its format, with the disk's name, and its file; and two more for each image behind it that was a node
-//! before. Other backing files are told inside of the image that names them, and are no nodes.
+//! A disk is two nodes: that of its format, with the disk's name, and its file; and two more for
+//! each image behind it that was a node before. Other backing files are told inside of the image
+//! that names them, and are no nodes.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -104,7 +105,7 @@ fn layer_nodes(
     })
 }
 
-/// What all nodes have.
+/// The members that all nodes have.
 fn frame(disk: &Value, running: &RunningDisk, driver: &str) -> Value {
     let mode = running.setup.cache;
     let mut node = json!({

@@ -8,7 +8,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 
-/// `block_resize`: also to fewer bytes, which QEMU does without asking. Exports are in the way of that here.
+/// `block_resize`: also to fewer bytes, which QEMU does without asking. Exports are in the way of
+/// that here.
 pub(super) async fn resize(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let device = given.some_text("device")?.unwrap_or_default();
     let node = given.some_text("node-name")?.unwrap_or_default();

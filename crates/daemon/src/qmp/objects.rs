@@ -1,7 +1,8 @@
 //! Objects (`object-add`): names for what nodes, exports and the NBD server are told by them.
 //!
-//! Nothing runs because of an object. A throttle group becomes the group of a disk's limits where a node names it, a secret
-//! the file of a key; threads are those of the server, and TLS is set up before anything listens.
+//! Nothing runs because of an object. A throttle group becomes the group of a disk's limits where a
+//! node names it, a secret the file of a key; threads are those of the server, and TLS is set up
+//! before anything listens.
 
 use std::path::PathBuf;
 use std::rc::Rc;

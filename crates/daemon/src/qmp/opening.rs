@@ -1,7 +1,8 @@
 //! Nodes of files and formats: disks that come and go.
 //!
-//! A node of a file (`file`, `host_device`) is a raw disk of its name until a node of a format is put on it: then the disk of
-//! that one takes its place, and it is listed as what it is, the file below. It is a disk again when the format's node goes.
+//! A node of a file (`file`, `host_device`) is a raw disk of its name until a node of a format is
+//! put on it: then the disk of that one takes its place, and it is listed as what it is, the file
+//! below. It is a disk again when the format's node goes.
 
 use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
@@ -15,7 +16,8 @@ use super::errors::QmpError;
 use super::objects::key_file;
 use super::state::{FileNode, FormatNode};
 
-/// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened here, and all others.
+/// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened
+/// here, and all others.
 const FILES: [&str; 3] = ["file", "host_device", NBD];
 const NBD: &str = "nbd";
 const QCOW2: &str = "qcow2";
@@ -131,7 +133,8 @@ impl Asked {
         Ok(check_file_name(&filename).unwrap_or(filename))
     }
 
-    /// Refuses another way to open the disk of a node than it was opened. Whether it is to be read-only.
+    /// Refuses another way to open the disk of a node than it was opened. Whether it is to be
+    /// read-only.
     pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
         let asked = self.params(name, "", Some(self));
         let keys = ["discard", "detect-zeroes", "without-backing"];
@@ -421,8 +424,8 @@ fn check_file(path: &str) -> Result<(), QmpError> {
     Err(QmpError::generic(format!("Could not open '{path}': {why}")))
 }
 
-/// Closes a disk, with its nodes down to the one at this depth. That of a file that has a name stays, and images behind are disks
-/// of their own again, for reading.
+/// Closes a disk, with its nodes down to the one at this depth. That of a file that has a name
+/// stays, and images behind are disks of their own again, for reading.
 pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
     let nodes = context.state.borrow().nodes_of(disk);
     let path_of = |depth: usize| {
@@ -443,7 +446,7 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
         }
     }
     if let (Some((depth, (path, format))), Some(params)) = (behind, params) {
-        // What a fork has left is not changed any more.
+        // What a fork has left is no longer changed.
         let params = nodes[depth].params.clone().unwrap_or_else(|| {
             let mut params = params;
             params["path"] = path.into();

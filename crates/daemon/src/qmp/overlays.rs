@@ -1,7 +1,8 @@
-//! Overlays (`blockdev-snapshot`, `blockdev-snapshot-sync`): disks go on in an image over the one that they had.
+//! Overlays (`blockdev-snapshot`, `blockdev-snapshot-sync`): disks go on in an image over the one
+//! that they had.
 //!
-//! All overlays of a transaction are one call (`disk.fork`), so disks have them at one moment or none has. The nodes of the images behind
-//! keep their names.
+//! All overlays of a transaction are one call (`disk.fork`), so disks have them at one moment or
+//! none has. The nodes of the images behind keep their names.
 
 use std::path::PathBuf;
 use std::rc::Rc;

@@ -22,7 +22,8 @@ pub(super) async fn devices(_: &Rc<Context>, given: Arguments) -> Returned {
     given.end().map(|()| json!([]))
 }
 
-/// `query-blockstats`: what the guests of each disk have asked for. QEMU counts that at devices, and here these are none.
+/// `query-blockstats`: what the guests of each disk have asked for. QEMU counts that at devices,
+/// and here these are none.
 pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let of_nodes = given.flag("query-nodes", false)?;
     given.end()?;
@@ -58,7 +59,7 @@ fn counters(metrics: &DiskMetrics) -> Value {
         "account_invalid": false,
         "account_failed": true,
         "timed_stats": [],
-        // Nobody keeps it.
+        // No disk keeps it.
         "wr_highest_offset": 0,
     });
     for (word, operations) in KINDS {

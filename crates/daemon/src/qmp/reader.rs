@@ -1,7 +1,7 @@
 //! Messages of QMP: values of JSON, one after the other, by no lines.
 //!
-//! Guarantees: a message has at most [`MAX_MESSAGE`] bytes and [`MAX_NESTING`] levels. After bytes that are no JSON, which is
-//! told, messages are found again. The words of the errors are QEMU's.
+//! Guarantees: a message has at most [`MAX_MESSAGE`] bytes and [`MAX_NESTING`] levels. After bytes
+//! that are no JSON, which is told, messages are found again. The words of the errors are QEMU's.
 
 use std::collections::VecDeque;
 
@@ -273,7 +273,7 @@ mod tests {
         ) {
             let bytes: Vec<u8> = words.concat().into_bytes().into_iter().chain(other).collect();
             prop_assert_eq!(read(&bytes, piece), read(&bytes, usize::MAX));
-            // What is within the JSON of the standard is read as others read it.
+            // A value within the JSON of the standard is read as others read it.
             if let Ok(value @ (Value::Object(_) | Value::Array(_))) = serde_json::from_slice(&bytes) {
                 let messages = read(&bytes, piece);
                 prop_assert!(messages == [Ok(value)] || messages[0].as_ref().is_err_and(|why| why.contains("duplicate")));

@@ -1,15 +1,17 @@
 //! `query-qmp-schema`: what commands take and return, and what events tell.
 //!
-//! [`TYPES`] is written by hand, in a form of its own: a line for each entity. A test holds it against the commands, and the
-//! black-box tests hold it against QEMU's own schema: each entity is a part of QEMU's of the same name.
+//! [`TYPES`] is written by hand, in a form of its own: a line for each entity. A test holds it
+//! against the commands, and the black-box tests hold it against QEMU's own schema: each entity is
+//! a part of QEMU's of the same name.
 
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-/// `command NAME MEMBER... -> TYPE`, `event NAME MEMBER...`, `object NAME MEMBER... | TAG CASE=TYPE...`, `enum NAME WORD...`
-/// and `alternate NAME TYPE...`. A member is `NAME:TYPE`, or `NAME?:TYPE` where it may be left out; `*TYPE` stands for all
-/// members of that type. `[TYPE]` is a list.
+/// `command NAME MEMBER... -> TYPE`, `event NAME MEMBER...`, `object NAME MEMBER... | TAG
+/// CASE=TYPE...`, `enum NAME WORD...` and `alternate NAME TYPE...`. A member is `NAME:TYPE`, or
+/// `NAME?:TYPE` where it may be left out; `*TYPE` stands for all members of that type. `[TYPE]` is
+/// a list.
 const TYPES: &str = "
 command qmp_capabilities enable?:[QMPCapability]
 enum QMPCapability
@@ -298,7 +300,7 @@ impl Made {
     }
 }
 
-/// What is before a word, and what is after it.
+/// The words before `at`, and those after it.
 fn cut<'a, 'b>(words: &'a [&'b str], at: &str) -> (&'a [&'b str], &'a [&'b str]) {
     match words.iter().position(|word| *word == at) {
         Some(index) => (&words[..index], &words[index + 1..]),

@@ -1,7 +1,8 @@
-//! The QMP socket: its clients, on a loop of their own, so that what one asks keeps no guest waiting.
+//! The QMP socket: its clients, on a loop of their own, so that what one asks keeps no guest
+//! waiting.
 //!
-//! A socket is not handed over in an upgrade: its clients end, and connect to the process that goes on as soon as that
-//! listens. So what they know of the server is never older than the server.
+//! A socket is not handed over in an upgrade: its clients end, and connect to the process that goes
+//! on as soon as that listens. So what they know of the server is never older than the server.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -40,7 +41,7 @@ pub(crate) struct Qmp {
     gate: Arc<Gate>,
 }
 
-/// Who is served.
+/// The servers that QMP controls.
 pub(crate) struct Served {
     /// Listening sockets.
     pub(crate) bound: Vec<BoundSocket>,
@@ -71,7 +72,7 @@ impl Served {
     }
 }
 
-/// Who is served, once that is known.
+/// The same, once it is known.
 type Later = std::pin::Pin<Box<dyn Future<Output = Option<Served>>>>;
 
 impl Qmp {
@@ -104,7 +105,8 @@ impl Qmp {
         (qmp, outcome.recv().unwrap_or(Ok(())))
     }
 
-    /// As [`start`](Self::start), as soon as the address is free: the process that served there before is about to end.
+    /// As [`start`](Self::start), as soon as the address is free: the process that served there
+    /// before is about to end.
     pub(crate) fn start_when_free(
         socket: ControlSocket,
         workers: Workers,
@@ -165,7 +167,7 @@ impl Qmp {
             });
             let outcome = carry_out_first(&context, first.unwrap_or_default()).await;
             let is_ready = outcome.is_ok();
-            // Nobody waits where another process has carried them out.
+            // No client waits where another process has carried them out.
             if let Some(told) = told {
                 let _ = told.send(outcome);
             }
@@ -181,8 +183,8 @@ impl Qmp {
         &self.gate
     }
 
-    /// Takes no more commands, finishes those that were begun, and removes the socket's file. Gives its loop, on which disks
-    /// may have connections that they need until they are closed.
+    /// Takes no more commands, finishes those that were begun, and removes the socket's file. Gives
+    /// its loop, on which disks may have connections that they need until they are closed.
     pub(crate) fn stop(self) -> Workers {
         // It may have ended already.
         let _ = self.stop.send(());

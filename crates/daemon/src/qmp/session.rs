@@ -1,4 +1,5 @@
-//! A client's connection: the greeting, the negotiation, commands one after the other, and events between them.
+//! A client's connection: the greeting, the negotiation, commands one after the other, and events
+//! between them.
 
 use std::io;
 use std::pin::pin;
@@ -28,11 +29,11 @@ const RECEIVE_SIZE: usize = 4096;
 /// A client.
 #[derive(Default)]
 struct Client {
-    /// What it is told, once it has negotiated capabilities.
+    /// Its events, once it has negotiated capabilities.
     events: Option<mpsc::Receiver<Value>>,
 }
 
-/// What a client sends.
+/// The messages of a client.
 struct Messages {
     stream: Stream,
     received: Buffer,
@@ -42,8 +43,8 @@ struct Messages {
 }
 
 impl Messages {
-    /// The next message; `None` when the client has closed the connection. Not to be dropped before it is ready: bytes would
-    /// be lost.
+    /// The next message; `None` when the client has closed the connection. Not to be dropped before
+    /// it is ready: bytes would be lost.
     async fn next(&mut self) -> io::Result<Option<Message>> {
         loop {
             if let Some(message) = self.reader.next() {
@@ -66,7 +67,7 @@ impl Messages {
 }
 
 impl Client {
-    /// Waits for the next event. `None`: it is told of none any more.
+    /// Waits for the next event. `None`: it is told of none.
     async fn next_event(&mut self) -> Option<Value> {
         match &mut self.events {
             Some(events) => events.next().await,
@@ -251,7 +252,7 @@ async fn execute(
             returned = executing => return Ok(returned),
             event = client.next_event().fuse() => match event {
                 Some(event) => send(writer, &event).await?,
-                // What has begun is finished. The connection ends after that.
+                // A command that has begun is finished. The connection ends after that.
                 None => return Ok(executing.await),
             },
         }

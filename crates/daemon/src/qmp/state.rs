@@ -1,8 +1,10 @@
-//! What QMP knows beside what runs: names by which its clients call exports and jobs, and the address of their NBD server.
+//! QMP's own state: names by which its clients call exports and jobs, and the address of their NBD
+//! server.
 //!
-//! An export or a job that was made otherwise, by the command line or at the control socket, is listed under the name that it
-//! has there. All of it belongs to the loop of the QMP socket, and ends with the process: the one that goes on after an
-//! upgrade lists exports under their addresses.
+//! An export or a job that was made otherwise, by the command line or at the control socket, is
+//! listed under the name that it has there. All of it belongs to the loop of the QMP socket, and
+//! ends with the process: the one that goes on after an upgrade lists exports under their
+//! addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
@@ -89,7 +91,7 @@ pub(super) struct NbdServer {
     pub(super) tls: Option<String>,
 }
 
-/// What becomes of a job by itself.
+/// The automatic steps of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct JobTraits {
     /// Whether it is listed no longer when it has ended.
@@ -109,7 +111,7 @@ pub(super) enum Object {
     Secret {
         /// The file that has it.
         path: PathBuf,
-        /// What keeps a file that is of this process alone.
+        /// The descriptor that keeps a file that is of this process alone.
         _memory: Option<OwnedFd>,
     },
     /// Limits: the parameters of `limit.set` without the group.
@@ -118,24 +120,27 @@ pub(super) enum Object {
     Tls,
 }
 
-/// What QMP knows.
+/// QMP's own state.
 #[derive(Debug, Default)]
 pub(super) struct State {
     /// Where NBD clients are served, if a client has started that.
     pub(super) nbd_server: Option<NbdServer>,
     /// In the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
-    /// The nodes of disks, by the disk: that of its image, then those behind it. A disk that is not here has one node of its name.
+    /// The nodes of disks, by the disk: that of its image, then those behind it. A disk that is
+    /// not here has one node of its name.
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
     /// How disks were opened that clients have added: the parameters of `disk.open`.
     pub(super) opened: BTreeMap<String, Value>,
-    /// Nodes that a mirror has left: their images are no disks any more.
+    /// Nodes that a mirror has left: their images are no disks.
     pub(super) left: BTreeSet<String>,
-    /// Disks that stand on what another node is at each moment, by name: they are for backups of that.
+    /// Disks that stand on what another node is at each moment, by name: they are for backups of
+    /// that.
     pub(super) over: BTreeMap<String, String>,
     /// Backups that clients read, by the name of their job.
     pub(super) pulls: BTreeMap<String, Pull>,
-    /// Images that are made, by the name of their job; the end of those that were, with the reason where it failed.
+    /// Images that are made, by the name of their job; the end of those that were, with the reason
+    /// where it failed.
     pub(super) creations: BTreeMap<String, Option<Option<String>>>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
@@ -172,7 +177,8 @@ impl State {
         self.chains.get(disk).and_then(|nodes| nodes.first()).map_or(disk, |node| &node.name)
     }
 
-    /// The disk that has a node of this name if it is open, and how many images are before the node's.
+    /// The disk that has a node of this name if it is open, and how many images are before the
+    /// node's.
     pub(super) fn place_of<'a>(&'a self, node: &'a str) -> Option<(&'a str, usize)> {
         let of = |nodes: &[FormatNode]| nodes.iter().position(|one| one.name == node);
         let mut chains = self.chains.iter();
@@ -194,7 +200,7 @@ impl State {
         }
     }
 
-    /// A disk goes on in the image of another one, which is no disk any more.
+    /// A disk goes on in the image of another one, which is no disk.
     pub(super) fn move_to(&mut self, disk: &str, target: &str) {
         let nodes = self.nodes_of(target);
         self.left.extend(self.nodes_of(disk).into_iter().map(|node| node.name));
@@ -220,7 +226,7 @@ impl State {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
-    /// A disk has no image behind its own any more.
+    /// A disk has no image behind its own.
     pub(super) fn detach(&mut self, disk: &str) {
         if let Some(nodes) = self.chains.get_mut(disk) {
             nodes.truncate(1);

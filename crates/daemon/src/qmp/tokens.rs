@@ -1,7 +1,8 @@
 //! The tokens of QMP's JSON: that of RFC 8259, and strings in single quotes, as QEMU takes them.
 //!
-//! A stream of bytes needs no lines: it comes in pieces, and a byte that fits nowhere is told and skipped, up to the next one
-//! that can begin a token. Guarantees: a token has at most [`MAX_TEXT`] bytes.
+//! A stream of bytes needs no lines: it comes in pieces, and a byte that fits nowhere is told and
+//! skipped, up to the next one that can begin a token. Guarantees: a token has at most [`MAX_TEXT`]
+//! bytes.
 
 /// Bytes of a token, at most.
 pub(super) const MAX_TEXT: usize = 64 << 10;
@@ -19,7 +20,7 @@ pub(super) enum Token {
     Text(Result<String, &'static str>),
 }
 
-/// What bytes are.
+/// The kind of a token.
 #[derive(Debug, PartialEq)]
 pub(super) enum Lexed {
     /// A token.

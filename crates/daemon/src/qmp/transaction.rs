@@ -1,5 +1,5 @@
-//! `transaction`: several changes at one moment, or none. Each transaction is one call of the control socket, so it has either overlays, or
-//! bitmaps and backups, or one snapshot.
+//! `transaction`: several changes at one moment, or none. Each transaction is one call of the
+//! control socket, so it has either overlays, or bitmaps and backups, or one snapshot.
 
 use std::rc::Rc;
 

@@ -1,12 +1,14 @@
 //! Backups: disks as they were at one moment, served for reading beside the disks that go on.
 //!
-//! Guarantees: a backup begins with all of its disks, at one moment, or with none, and then leaves nothing behind. While it
-//! lasts, its disks are neither closed, resized nor moved. What goes wrong with it is told and is not the guests'. It does
-//! not outlive the process; the bitmaps that it has begun do.
+//! Guarantees: a backup begins with all of its disks, at one moment, or with none, and then leaves
+//! nothing behind. While it lasts, its disks are neither closed, resized nor moved. What goes wrong
+//! with it is told and is not the guests'. It does not outlive the process; the bitmaps that it has
+//! begun do.
 //!
-//! Order of the beginning: the new bitmaps record changes first, then the disks are frozen, then the older bitmaps are
-//! read. So a bitmap may have changes more than it must, from between these steps, and never lacks one; and the guests are
-//! held off for the moment of the freeze alone, in which nothing is read or written.
+//! Order of the beginning: the new bitmaps record changes first, then the disks are frozen, then
+//! the older bitmaps are read. So a bitmap may have changes more than it must, from between these
+//! steps, and never lacks one; and the guests are held off for the moment of the freeze alone, in
+//! which nothing is read or written.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,17 +32,19 @@ use crate::setup::DiskSetup;
 
 /// How long changes may be held off until all disks are frozen.
 pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
-/// How long a guest's change waits while nothing of what it overwrites is copied, before the backup fails.
+/// How long a guest's change waits while nothing of what it overwrites is copied, before the backup
+/// fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory of each disk for what its scratch file has not got yet.
 const COPY_MEMORY: u64 = 16 << 20;
-/// Bytes of memory of each disk that tell where its scratch file has single blocks, at most: a thousandth of what is copied.
+/// Bytes of memory of each disk that tell where its scratch file has single blocks, at most: a
+/// thousandth of what is copied.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
 pub(super) const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
-/// Bytes of the bits of a bitmap that begins with a backup, where a bit stands for less than `MAX_GRANULARITY`: finer bits
-/// make increments smaller, and what changes of them is in memory.
+/// Bytes of the bits of a bitmap that begins with a backup, where a bit stands for less than
+/// `MAX_GRANULARITY`: finer bits make increments smaller, and what changes of them is in memory.
 const MAX_FINE_BITS: u64 = 4 << 20;
 /// Bytes of a disk that a bit of such a bitmap stands for.
 const MIN_GRANULARITY: u64 = 4 << 10;
@@ -52,11 +56,12 @@ const MAX_NAME: usize = 255;
 /// A backup that is to begin.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupSetup {
-    /// What it is called; `None`: any name.
+    /// Its name; `None`: any name.
     pub(crate) name: Option<String>,
     /// The names of the disks.
     pub(crate) disks: Vec<String>,
-    /// Where they are served, each under its own name; an only one under the URI's, if that has one. `None`: nowhere yet.
+    /// Where they are served, each under its own name; an only one under the URI's, if that has
+    /// one. `None`: nowhere yet.
     pub(crate) export: Option<NbdUri>,
     /// The bitmap that begins on each disk.
     pub(crate) bitmap: Option<String>,
@@ -70,7 +75,7 @@ pub(crate) struct BackupSetup {
 
 /// A backup that has begun.
 pub(crate) struct RunningBackup {
-    /// What it is called, unlike all others.
+    /// Its name, unlike all others.
     pub(crate) name: String,
     /// As in its setup.
     pub(crate) bitmap: Option<String>,
@@ -98,7 +103,7 @@ pub(crate) struct BackupDisk {
     pub(crate) frozen: Arc<RunningDisk>,
     /// The bitmap that tells what has changed; `None`: the disk comes in full.
     pub(crate) since: Option<String>,
-    /// What it shows.
+    /// Its view of the disk.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
     /// Bytes that its scratch file may take.
     pub(crate) scratch_limit: u64,
@@ -202,7 +207,7 @@ impl Backups {
     }
 }
 
-/// What was done for a backup that has not begun yet.
+/// The changes for a backup that has not begun yet.
 #[derive(Default)]
 struct Begun {
     /// Raw disks that have got a place for bitmaps.
@@ -230,8 +235,9 @@ impl Running {
     /// Begins a backup. When this returns its disks are served.
     ///
     /// # Errors
-    /// There is no such disk, one is used by a job or another backup, or has no such bitmap; a scratch file or an address
-    /// cannot be had; the disks are too busy. Nothing has changed then.
+    /// There is no such disk, one is used by a job or another backup, or has no such bitmap; a
+    /// scratch file or an address cannot be had; the disks are too busy. Nothing has changed
+    /// then.
     pub(crate) async fn begin_backup(&self, setup: BackupSetup) -> Result<Arc<RunningBackup>> {
         let new_name = self.backups.new_name(setup.name.clone())?;
         let name = new_name.name.clone();
@@ -355,7 +361,8 @@ impl Running {
         Ok(sources)
     }
 
-    /// What freezes a disk, and how many bytes its scratch file may take. `scratch`: its folder, and that limit.
+    /// What freezes a disk, and how many bytes its scratch file may take. `scratch`: its folder,
+    /// and that limit.
     pub(super) async fn prepare(
         &self,
         (folder, scratch_size): (Option<&Path>, Option<u64>),
@@ -413,8 +420,8 @@ impl Running {
         Ok(self.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
     }
 
-    /// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have all changes up to the moment, and
-    /// perhaps later ones.
+    /// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have
+    /// all changes up to the moment, and perhaps later ones.
     ///
     /// # Errors
     /// It is no such disk, or there is no such bitmap.
@@ -470,7 +477,7 @@ impl Running {
     }
 
     async fn end_frozen(&self, disk: &BackupDisk) -> Result<()> {
-        // Whatever is read meanwhile has the old bytes still.
+        // Ranges that are read meanwhile have the old bytes still.
         for export in self.exports_of(disk.frozen.name()) {
             self.end(&export).await?;
         }

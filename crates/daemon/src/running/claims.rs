@@ -1,7 +1,8 @@
-//! Who changes what: at most one task at a time opens, closes or changes the disk or socket of a name.
+//! The claims of tasks: at most one task at a time opens, closes or changes the disk or socket of a
+//! name.
 //!
-//! Guarantee: changes of different disks never wait for each other, so a disk that hangs holds up nothing but what is
-//! asked of itself.
+//! Guarantee: changes of different disks never wait for each other, so a disk that hangs holds up
+//! nothing but what is asked of itself.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +16,7 @@ pub(crate) struct Claims {
     released: Condvar,
 }
 
-/// What can be claimed.
+/// The names that can be claimed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Name {
     /// A disk.
@@ -33,7 +34,8 @@ pub(crate) struct Claim<'a> {
 }
 
 impl Claims {
-    /// Waits until all of these are free, and claims them together: so two tasks never wait for each other.
+    /// Waits until all of these are free, and claims them together: so two tasks never wait for
+    /// each other.
     pub(crate) async fn claim(&self, names: impl Into<Vec<Name>>) -> Claim<'_> {
         let mut names = names.into();
         names.sort();
@@ -77,7 +79,7 @@ mod tests {
         assert!(both.as_mut().now_or_never().is_none());
         drop(first);
         assert!(both.as_mut().now_or_never().is_none(), "one is claimed still");
-        // Who waits for several holds none of them meanwhile.
+        // A task that waits for several holds none of them meanwhile.
         drop(claims.claim([a]).now_or_never().expect("it is free"));
         drop(second);
         drop(both.now_or_never().expect("both are free"));

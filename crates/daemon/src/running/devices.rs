@@ -17,7 +17,8 @@ use crate::events::Event;
 use crate::process::blocking;
 use crate::process::kept_sockets;
 
-/// The interval at which a removed device is checked for users: a task that tells it of a new size may hold it.
+/// The interval at which a removed device is checked for users: a task that tells it of a new size
+/// may hold it.
 const RETRY: Duration = Duration::from_millis(1);
 
 /// Who the front-ends are that are connected.
@@ -66,7 +67,7 @@ impl Running {
     pub(crate) fn serve_device(&self, socket: DeviceSocket, disk: &RunningDisk) -> Result<()> {
         let access = socket.access;
         let (name, loops) = (disk.name().to_owned(), self.loops.clone());
-        // What the guest calls it: that has 20 bytes, too few for a path.
+        // The guest's name of it: that has 20 bytes, too few for a path.
         let label = Path::new(&name).file_name().unwrap_or_default().to_string_lossy().into();
         let (queues, memory) = (self.options.queues, self.options.memory);
         let shared = Arc::clone(&disk.disk);

@@ -25,7 +25,7 @@ pub(crate) struct ClaimedDisk<'a> {
     _claim: Claim<'a>,
 }
 
-/// What became of a disk's size.
+/// The outcome of a change of a disk's size.
 pub(crate) struct Resized {
     /// Bytes before.
     pub(crate) old: u64,
@@ -33,7 +33,7 @@ pub(crate) struct Resized {
     pub(crate) new: u64,
 }
 
-/// What was found out of a disk's storage.
+/// The findings on a disk's storage.
 pub(crate) struct Refreshed {
     /// The disk's bytes.
     pub(crate) size: u64,
@@ -83,7 +83,7 @@ impl Running {
         moved: Option<Moved>,
         bitmaps: Vec<ExportBitmap>,
     ) -> Arc<RunningDisk> {
-        // Where it is no file, or its path cannot be found any more, it is known by what was given.
+        // Where it is no file, or its path can no longer be found, it is known by what was given.
         let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
@@ -123,8 +123,8 @@ impl Running {
     /// Opens a disk, and serves it at these addresses; where one cannot be had it is closed again.
     ///
     /// # Errors
-    /// There is a disk of its name, the image cannot be opened, there is no group of limits of the name, or an address is
-    /// in use or cannot be had.
+    /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
+    /// name, or an address is in use or cannot be had.
     pub(crate) async fn open_and_serve(
         &self,
         setup: DiskSetup,
@@ -155,7 +155,7 @@ impl Running {
         // Before an image is made.
         setup.throttle.iter().try_for_each(|throttle| self.check_limits(throttle))?;
         self.sandbox().check_image(&setup.path)?;
-        // What the image names there could not be opened, and the kernel would not say why.
+        // A file that the image names there could not be opened, and the kernel would not say why.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
         let side_file = setup.side_file.iter().map(|side| &side.path);
         side_file.into_iter().try_for_each(|path| self.sandbox().check(path))?;
@@ -191,8 +191,8 @@ impl Running {
     /// Flushes and closes a disk; with `force` its exports are removed first.
     ///
     /// # Errors
-    /// There is none of this name, or it has exports: then it stays open. The last changes cannot be made durable:
-    /// then it is closed all the same.
+    /// There is none of this name, or it has exports: then it stays open. The last changes cannot
+    /// be made durable: then it is closed all the same.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         self.check_free(name)?;
@@ -205,7 +205,7 @@ impl Running {
                 first.address
             );
         }
-        // What waits for its turn is let go, so that the end does not wait for it.
+        // Requests that wait for their turn are let go, so that the end does not wait for them.
         let _lifted = claimed.disk.disk.lift_limits();
         claimed.disk.disk.end_holding();
         for export in exports {
@@ -224,9 +224,9 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, to clients that may change it or not; `bitmaps`: of a disk that a backup has frozen, those of the disk
-    /// that goes on of which clients may ask. The address, with the real port where port 0 was
-    /// asked for.
+    /// Serves a disk at an address, to clients that may change it or not; `bitmaps`: of a disk that
+    /// a backup has frozen, those of the disk that goes on of which clients may ask. The
+    /// address, with the real port where port 0 was asked for.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be had.
@@ -309,8 +309,9 @@ impl Running {
         Ok(())
     }
 
-    /// Makes a disk longer; shorter only if `shrink` says so and it has no exports, because what lies beyond is lost
-    /// to its users. Guests are told of the new size; NBD clients learn it when they connect again.
+    /// Makes a disk longer; shorter only if `shrink` says so and it has no exports, because what
+    /// lies beyond is lost to its users. Guests are told of the new size; NBD clients learn it
+    /// when they connect again.
     ///
     /// # Errors
     /// There is no such disk, or it cannot have that size.
@@ -339,7 +340,8 @@ impl Running {
         Ok(Resized { old, new })
     }
 
-    /// Takes in the size of an image that another program made longer, has guests told, and has held changes tried again.
+    /// Takes in the size of an image that another program made longer, has guests told, and has
+    /// held changes tried again.
     ///
     /// # Errors
     /// There is no such disk, or its image became shorter.
@@ -360,7 +362,8 @@ impl Running {
     /// Makes a disk read-only while it is served, or writable again.
     ///
     /// # Errors
-    /// There is no such disk, a job fills it, its changes cannot be made durable, or it was opened for reading only.
+    /// There is no such disk, a job fills it, its changes cannot be made durable, or it was opened
+    /// for reading only.
     pub(crate) async fn set_access(&self, name: &str, access: Access) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         if access == Access::ReadOnly {

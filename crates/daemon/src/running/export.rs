@@ -19,11 +19,12 @@ pub(crate) enum ExportAddress {
     Ublk(u32),
 }
 
-/// What the path of a ublk device begins with, before its number.
+/// The prefix of a ublk device's path, before its number.
 const UBLK_DEVICE: &str = "/dev/ublkb";
 
 impl ExportAddress {
-    /// The export that a user means by this text: a URI, the path of a ublk device, or the path of a socket.
+    /// The export that a user means by this text: a URI, the path of a ublk device, or the path of
+    /// a socket.
     ///
     /// # Errors
     /// Why it is no URI.

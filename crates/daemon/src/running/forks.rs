@@ -16,7 +16,7 @@ use crate::running::claims::Name;
 use crate::running::open::image_options;
 use crate::setup::DiskSetup;
 
-/// What a fork did.
+/// The result of a fork.
 pub(crate) struct ForkReport {
     /// For how long changes were held off.
     pub(crate) pause: Duration,
@@ -28,11 +28,13 @@ pub(crate) struct ForkReport {
 const MAX_NUMBER: u32 = 100_000;
 
 impl Running {
-    /// Forks disks, all at one moment. When this returns the layers are durable, and other programs may read them.
+    /// Forks disks, all at one moment. When this returns the layers are durable, and other programs
+    /// may read them.
     ///
     /// # Errors
-    /// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a file cannot be made. Nothing has
-    /// changed then. What a disk was cannot be made durable: then it is forked all the same.
+    /// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a
+    /// file cannot be made. Nothing has changed then. What a disk was cannot be made durable:
+    /// then it is forked all the same.
     pub(crate) async fn fork(&self, setups: Vec<ForkDiskParams>) -> Result<ForkReport> {
         let children = setups.iter().flat_map(|setup| &setup.children);
         let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
@@ -101,7 +103,7 @@ impl Running {
         Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
     }
 
-    /// Has the children served that are to be, and makes the layers durable.
+    /// Has the children served to be, and makes the layers durable.
     async fn take_in(
         &self,
         disks: &[Arc<RunningDisk>],

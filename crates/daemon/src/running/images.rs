@@ -9,7 +9,8 @@ use blockhouse_engine::NewFile;
 use super::Running;
 
 impl Running {
-    /// Makes an image: a qcow2 one where there are options for it, and else a raw one. With `overwrite` a file that is there becomes it.
+    /// Makes an image: a qcow2 one where there are options for it, and else a raw one. With
+    /// `overwrite` a file that is there becomes it.
     ///
     /// # Errors
     /// A file is there and is not to be overwritten, or somebody uses it; the host refuses.

@@ -7,8 +7,8 @@ use blockhouse_engine::{Engine, EngineReport, check_io_poll};
 
 use crate::setup::DiskSetup;
 
-/// Whether completions on all these images can be polled for. One that is still to be made is judged by the folder
-/// that it will lie in.
+/// Whether completions on all these images can be polled for. One that is still to be made is
+/// judged by the folder that it will lie in.
 ///
 /// # Errors
 /// The engine cannot, or an image's disk; with what to do.
@@ -30,7 +30,7 @@ pub fn check_disk(disk: &DiskSetup) -> Result<()> {
         _ => Path::new("."),
     };
     let place = if image.exists() || disk.create.is_none() { image } else { folder };
-    // What is not there is the business of opening, which says it better.
+    // A missing place is the business of opening, which says it better.
     if place.exists() {
         check_io_poll(place)?;
     }

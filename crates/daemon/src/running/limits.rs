@@ -1,8 +1,8 @@
 //! Limits of disks while they are served: `ctl limits` and `ctl limit`.
 //!
-//! Guarantees: a group of limits exists from when the first disk joins it until the last one leaves it or is closed. Disks
-//! whose groups have one name share one group. Other limits hold for requests that wait, too, and no request fails
-//! because of a change.
+//! Guarantees: a group of limits exists from when the first disk joins it until the last one leaves
+//! it or is closed. Disks whose groups have one name share one group. Other limits hold for
+//! requests that wait, too, and no request fails because of a change.
 
 use std::sync::Arc;
 
@@ -46,8 +46,8 @@ impl Running {
         }
     }
 
-    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none are said, the disk
-    /// joins the group, and the group's stay.
+    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none
+    /// are said, the disk joins the group, and the group's stay.
     ///
     /// # Errors
     /// There is no such disk, or no group to join.
@@ -85,8 +85,8 @@ impl Running {
         }
     }
 
-    /// Gives a disk the limits that it had in the process that has handed it over, before it is served. They begin anew, with
-    /// nothing saved and nothing owed.
+    /// Gives a disk the limits that it had in the process that has handed it over, before it is
+    /// served. They begin anew, with nothing saved and nothing owed.
     ///
     /// # Errors
     /// None that a server with these limits could give.
@@ -120,7 +120,7 @@ impl Running {
             None => own,
         };
         let joined = match existing {
-            // What was saved or is owed stays.
+            // The saved and the owed operations stay.
             Some(existing) => {
                 if group.is_none() || !limits.is_unlimited() {
                     existing.set_limits(*limits);

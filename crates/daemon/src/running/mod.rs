@@ -1,8 +1,9 @@
-//! What runs, by name: disks, and their exports at listening sockets.
+//! The running disks by name, and their exports at listening sockets.
 //!
-//! Guarantees: names are unique. An export's disk is open as long as the export is served. Changes of different disks
-//! do not wait for each other ([`claims`](crate::running::claims)), and a change that fails leaves what runs as it was. What is
-//! listed is what runs: a thing is listed from when it is served until nothing of it is.
+//! Guarantees: names are unique. An export's disk is open as long as the export is served. Changes
+//! of different disks do not wait for each other ([`claims`](crate::running::claims)), and a change
+//! that fails leaves what runs as it was. What is listed is what runs: a thing is listed from when
+//! it is served until nothing of it is.
 
 mod backups;
 pub(crate) mod claims;
@@ -80,9 +81,9 @@ pub(crate) struct Running {
 /// How disks are opened and served, whatever their names.
 struct Options {
     state: StateSetup,
-    /// Who the server became.
+    /// The user of the server after it gave up its own.
     user: Option<u32>,
-    /// Who may connect to Unix sockets.
+    /// The permissions of Unix sockets.
     permissions: SocketPermissions,
     queues: u16,
     memory: RegisteredMemory,
@@ -95,7 +96,7 @@ struct Options {
     clients: Option<Arc<AtomicUsize>>,
 }
 
-/// What is listed.
+/// An entry of a list.
 #[derive(Default)]
 struct List {
     /// In the order in which they were opened.
@@ -107,7 +108,7 @@ struct List {
     exports: Vec<RunningExport>,
     devices: Vec<Arc<RunningDevice>>,
     ublk: Vec<Arc<RunningUblk>>,
-    /// What the command line or the configuration asks for.
+    /// The disks that the command line or the configuration asks for.
     configured: Vec<ConfiguredDisk>,
 }
 
@@ -140,7 +141,7 @@ pub(crate) struct RunningDisk {
 }
 
 impl RunningDisk {
-    /// What it is called.
+    /// Its name.
     pub(crate) fn name(&self) -> &str {
         &self.setup.name
     }
@@ -150,7 +151,8 @@ impl RunningDisk {
         DiskSetup { threshold: self.threshold(), ..self.setup.clone() }
     }
 
-    /// The image at a depth of the chain, but none in the place of a backing file that is left out: that has no name.
+    /// The image at a depth of the chain, but none in the place of a backing file that is left out:
+    /// that has no name.
     pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
         self.disk.layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
     }
@@ -220,11 +222,11 @@ pub(crate) struct OpenedDisk {
     pub(crate) setup: DiskSetup,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
-    /// What has become of it in the process that has handed it over.
+    /// Its past in the process that has handed it over.
     pub(crate) earlier: Option<EarlierLife>,
 }
 
-/// What has become of a disk in another process.
+/// The past of a disk in another process.
 #[derive(Clone, Debug)]
 pub(crate) struct EarlierLife {
     /// Where it was moved.
@@ -282,12 +284,12 @@ impl Running {
         &self.server
     }
 
-    /// What the process may no longer do.
+    /// The restrictions of the process.
     pub(crate) fn sandbox(&self) -> &SandboxReport {
         &self.sandbox
     }
 
-    /// What happens.
+    /// The server's events.
     pub(crate) fn events(&self) -> &Events {
         &self.events
     }
@@ -302,12 +304,12 @@ impl Running {
         TakenDisks(Arc::clone(&self.list))
     }
 
-    /// What works on disks while they are served.
+    /// The jobs on disks that are served.
     pub(crate) fn jobs(&self) -> &Jobs {
         &self.jobs
     }
 
-    /// What outlives the process of a disk that is opened later.
+    /// The state that outlives the process, of a disk that is opened later.
     ///
     /// # Errors
     /// The directory that was asked for cannot be used.
@@ -392,7 +394,7 @@ impl Running {
         self.options.config.as_deref()
     }
 
-    /// What the command line or the configuration asks for.
+    /// The disks that the command line or the configuration asks for.
     pub(crate) fn configured(&self) -> Vec<ConfiguredDisk> {
         self.list.lock().configured.clone()
     }

@@ -1,4 +1,5 @@
-//! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its address, or it was added by itself.
+//! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its
+//! address, or it was added by itself.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -63,7 +64,8 @@ impl ServedSocket {
     }
 }
 
-/// A disk under a name. It has no description: clients need not know where the image lies on the host.
+/// A disk under a name. It has no description: clients need not know where the image lies on the
+/// host.
 fn export(name: String, disk: &RunningDisk, access: Access) -> Export<ImageStorage> {
     let (description, bitmaps) = (String::new(), disk.bitmaps.clone());
     Export { name, description, disk: Arc::clone(&disk.disk), bitmaps, access }
@@ -111,12 +113,13 @@ impl Running {
         at_socket.collect()
     }
 
-    /// Serves disks under names at a socket, and goes on with connections of it that another process has paused. With
-    /// [`Security::Tls`] its clients must use TLS; otherwise they do as the setup says.
+    /// Serves disks under names at a socket, and goes on with connections of it that another
+    /// process has paused. With [`Security::Tls`] its clients must use TLS; otherwise they do
+    /// as the setup says.
     ///
     /// # Errors
-    /// Names that are there twice, or that the protocol cannot carry; a socket that cannot be used; TLS that is not set
-    /// up.
+    /// Names that are there twice, or that the protocol cannot carry; a socket that cannot be used;
+    /// TLS that is not set up.
     pub(crate) fn serve_socket(
         &self,
         bound: BoundSocket,
@@ -154,7 +157,8 @@ impl Running {
         Ok(())
     }
 
-    /// The URI by which an export is known that is asked for by this one: it tells whether its clients must use TLS.
+    /// The URI by which an export is known that is asked for by this one: it tells whether its
+    /// clients must use TLS.
     pub(super) fn known_as(&self, uri: NbdUri) -> NbdUri {
         match Tls::at(self.tls.as_ref(), &uri.address, uri.security) {
             Ok(tls) => NbdUri { security: security_of(tls.as_ref()), ..uri },
@@ -195,7 +199,8 @@ impl Running {
         }));
     }
 
-    /// Serves a disk to NBD clients, whose names are claimed. The URI, with the real port where port 0 was asked for.
+    /// Serves a disk to NBD clients, whose names are claimed. The URI, with the real port where
+    /// port 0 was asked for.
     pub(super) async fn add_nbd(
         &self,
         uri: NbdUri,
@@ -232,8 +237,8 @@ impl Running {
         Ok(uri)
     }
 
-    /// Serves it no longer: its clients end when they have what they asked for. Its socket is closed with its last
-    /// export.
+    /// Serves it no longer: its clients end when they have what they asked for. Its socket is
+    /// closed with its last export.
     pub(super) async fn remove_nbd(&self, uri: &NbdUri) {
         let Some(socket) = self.list.lock().socket(&uri.address) else { return };
         let exports = socket.exports.clone();
@@ -256,7 +261,8 @@ impl Running {
         self.server.close(exports);
     }
 
-    /// Listens at a socket, also while it has no exports. The URI, with the real port where port 0 was asked for.
+    /// Listens at a socket, also while it has no exports. The URI, with the real port where port 0
+    /// was asked for.
     ///
     /// # Errors
     /// The address is in use or cannot be had.

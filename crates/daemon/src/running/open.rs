@@ -16,8 +16,8 @@ use crate::setup::{DiskSetup, StateSetup};
 /// How many disks are opened at the same time: each waits for its host's disk more than once.
 const MAX_OPENINGS: usize = 32;
 
-/// What outlives the server, which becomes `user` later. A directory that was asked for must be usable; without the usual one the server serves,
-/// and says what that means.
+/// The state that outlives the server, which becomes `user` later. A directory that was asked for
+/// must be usable; without the usual one the server serves, and says what that means.
 ///
 /// # Errors
 /// The directory cannot be used.
@@ -50,8 +50,8 @@ pub(crate) fn state_use(
 /// The usual directory, or none where this host has no place for it.
 ///
 /// # Errors
-/// The directory is another user's, or open to others. Any user may take its name in `/dev/shm`, and
-/// must not be able to decide that a server's death loses what it answered.
+/// The directory is another user's, or open to others. Any user may take its name in `/dev/shm`,
+/// and must not be able to decide that a server's death loses what it answered.
 fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
     match dir {
         Ok(dir) => Ok(StateUse::TryKeep(dir)),
@@ -95,8 +95,8 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
 /// Opens a disk, and makes its image first if that is wanted and missing.
 ///
 /// # Errors
-/// Why it cannot be opened, that it has another size than the one that it was to be made with, or that it lacks a bitmap
-/// that is to be offered.
+/// Why it cannot be opened, that it has another size than the one that it was to be made with, or
+/// that it lacks a bitmap to be offered.
 pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<ImageDisk> {
     let (path, options) = (&*setup.path, image_options(setup, state)?);
     if let Some(size) = setup.create
@@ -154,7 +154,8 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
     }
 }
 
-/// Opens disks, several at a time: the outcomes in their order. After a failure those that were not begun are left out.
+/// Opens disks, several at a time: the outcomes in their order. After a failure those that were not
+/// begun are left out.
 pub(crate) async fn open_all(disks: &[DiskSetup], state: &StateUse) -> Vec<Result<ImageDisk>> {
     let has_failed = Cell::new(false);
     let has_failed = &has_failed;

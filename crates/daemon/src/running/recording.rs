@@ -1,4 +1,5 @@
-//! Raw disks that record their changes from the first bitmap on that they get while they are served.
+//! Raw disks that record their changes from the first bitmap on that they get while they are
+//! served.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,11 +15,12 @@ use super::{Running, RunningDisk};
 use crate::running::open::image_options;
 
 impl Running {
-    /// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for how long its changes were held
-    /// off. `None`, and nothing becomes of it, for other disks.
+    /// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for
+    /// how long its changes were held off. `None`, and nothing becomes of it, for other disks.
     ///
     /// # Errors
-    /// A job works on the disk; the sandbox does not let the server make files beside the image; as [`start_recording`].
+    /// A job works on the disk; the sandbox does not let the server make files beside the image; as
+    /// [`start_recording`].
     pub(crate) async fn make_room_for_bitmaps(
         &self,
         disk: &RunningDisk,
@@ -42,8 +44,8 @@ impl Running {
         Ok(Some(pause.length))
     }
 
-    /// Takes that place away again, because the first bitmap could not be added, or is removed with what it was for. Where that
-    /// fails it is told: the disk goes on with the place.
+    /// Takes that place away again, because the first bitmap could not be added, or is removed with
+    /// what it was for. Where that fails it is told: the disk goes on with the place.
     pub(crate) async fn take_room_back(&self, disk: &RunningDisk) {
         let taken = async {
             let (path, options) = self.opened_as_raw(disk)?;

@@ -10,7 +10,7 @@ use crate::config::{Config, ConfiguredDisk};
 use crate::running::claims::Name;
 use crate::setup::DiskSetup;
 
-/// What a reload did.
+/// The result of a reload.
 #[derive(Debug, Default)]
 pub(crate) struct Reloaded {
     /// The names of disks that were opened.
@@ -23,7 +23,7 @@ pub(crate) struct Reloaded {
     pub(crate) removed: Vec<String>,
     /// The names of disks that stayed open and have other limits.
     pub(crate) limited: Vec<String>,
-    /// What could not be done: a line each. All else was.
+    /// The changes that failed: a line each. All others were made.
     pub(crate) failed: Vec<String>,
 }
 
@@ -47,9 +47,10 @@ impl Reloaded {
 }
 
 impl Running {
-    /// Reads the configuration again. Disks that are not in it any more are closed, and their clients end; disks with
-    /// other options are closed and opened again; new ones are opened; exports and limits come and go. What the configuration
-    /// neither had nor has is left alone: requests have opened that.
+    /// Reads the configuration again. Disks that are no longer in it are closed, and their clients
+    /// end; disks with other options are closed and opened again; new ones are opened; exports
+    /// and limits come and go. What the configuration neither had nor has is left alone:
+    /// requests have opened that.
     ///
     /// # Errors
     /// The file cannot be read, or something in it is wrong: then nothing was done.
@@ -121,7 +122,7 @@ impl Running {
             ));
         }
         self.add_exports(new, done).await;
-        // What a request has changed stays, unless the file has changed, too.
+        // A change by a request stays, unless the file has changed, too.
         let before = old.map_or_else(|| open.throttle(), |old| old.setup.throttle.clone());
         let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.setup.threshold);
         if new.setup.threshold != before_threshold {

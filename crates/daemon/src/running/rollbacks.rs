@@ -9,11 +9,12 @@ use crate::running::open::image_options;
 use crate::setup::DiskSetup;
 
 impl Running {
-    /// Has a disk go back to the layer that its last fork left, and drops its overlay. With `force` also while clients use it.
+    /// Has a disk go back to the layer that its last fork left, and drops its overlay. With `force`
+    /// also while clients use it.
     ///
     /// # Errors
-    /// There is no such disk, a job or a backup uses it, or clients do; others stand on the layer, or it cannot be gone back to. Nothing
-    /// has changed then.
+    /// There is no such disk, a job or a backup uses it, or clients do; others stand on the layer,
+    /// or it cannot be gone back to. Nothing has changed then.
     pub(crate) async fn roll_back(&self, name: &str, force: bool) -> Result<RolledBack> {
         let claimed = self.claim_disk(name).await?;
         let disk = &claimed.disk;

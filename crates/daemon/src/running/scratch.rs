@@ -8,8 +8,8 @@ use blockhouse_disk::{
     CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, create, exists, open_without_backing,
 };
 
-/// Makes a disk of `size` bytes, all zeros, in a file in `folder`. The file has no name when this returns: its space is the
-/// host's again when the disk is dropped, or the process ends.
+/// Makes a disk of `size` bytes, all zeros, in a file in `folder`. The file has no name when this
+/// returns: its space is the host's again when the disk is dropped, or the process ends.
 ///
 /// # Errors
 /// The host's.
@@ -21,8 +21,8 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
         locking: Locking::None,
         ..ImageOptions::default()
     };
-    // Long writes in order, that are read once: the page cache would only copy them. A file system without direct I/O has it.
-    // It is never flushed: what it holds is of no use after a crash.
+    // Long writes in order, that are read once: the page cache would only copy them. A file system
+    // without direct I/O has it. It is never flushed: what it holds is of no use after a crash.
     let opened = match open_without_backing(&path, options(CacheMode::None)).await {
         Ok(disk) => Ok(disk),
         Err(_) => open_without_backing(&path, options(CacheMode::Unsafe)).await,
@@ -33,8 +33,8 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
     Ok(opened?)
 }
 
-/// Makes the file under a name that no other one has. A process that was killed may have left one of its own behind, and
-/// this process may have the number of that one.
+/// Makes the file under a name that no other one has. A process that was killed may have left one
+/// of its own behind, and this process may have the number of that one.
 async fn create_file(folder: &Path, size: u64) -> Result<PathBuf> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let process = std::process::id();

@@ -1,8 +1,10 @@
-//! Transactions: changes of bitmaps of one or several disks, and beginnings of backups of them, at one moment.
+//! Transactions: changes of bitmaps of one or several disks, and beginnings of backups of them, at
+//! one moment.
 //!
-//! Guarantee: all of it is done, the changes durably, or nothing is, unless a storage fails at the last write of one of several images.
-//! What a backup shows is the disk at the moment, and a bitmap that begins then says what has changed since, neither more nor less.
-//! Guests' changes are held off meanwhile.
+//! Guarantee: all of it is done, the changes durably, or nothing is, unless a storage fails at the
+//! last write of one of several images. What a backup shows is the disk at the moment, and a bitmap
+//! that begins then says what has changed since, neither more nor less. Guests' changes are held
+//! off meanwhile.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -75,11 +77,13 @@ impl BackupPart {
 }
 
 impl Running {
-    /// Changes bitmaps of disks, and begins backups, all at one moment; for how long guests' changes were held off.
+    /// Changes bitmaps of disks, and begins backups, all at one moment; for how long guests'
+    /// changes were held off.
     ///
     /// # Errors
-    /// There is no such disk or bitmap, one is there already or is offered to clients, a disk has no bitmaps that can be changed, is used by a
-    /// job or backup, or is too busy; a target cannot be written to. Nothing has changed then.
+    /// There is no such disk or bitmap, one is there already or is offered to clients, a disk has
+    /// no bitmaps that can be changed, is used by a job or backup, or is too busy; a target
+    /// cannot be written to. Nothing has changed then.
     pub(crate) async fn transact(
         &self,
         mut changes: Vec<(String, BitmapChange)>,
@@ -173,8 +177,8 @@ impl Running {
         Ok(ReadyBackup { part, name, source, frozen, target })
     }
 
-    /// Makes the changes and freezes the disks, at one moment: for how long guests' changes were held off. `recorded` gets the raw disks
-    /// that have got a place for bitmaps.
+    /// Makes the changes and freezes the disks, at one moment: for how long guests' changes were
+    /// held off. `recorded` gets the raw disks that have got a place for bitmaps.
     async fn reach_moment<'a>(
         &self,
         parts: &'a [DiskChanges],

@@ -1,7 +1,7 @@
 //! ublk devices: a disk as a block device of this host.
 //!
-//! Guarantee: a device that another program removes is no export any more. A server that has no other, and can get none,
-//! ends: its image would stay locked, by a process that serves nothing.
+//! Guarantee: a device that another program removes is no export. A server that has no other, and
+//! can get none, ends: its image would stay locked, by a process that serves nothing.
 
 use std::sync::{Arc, Weak};
 
@@ -29,7 +29,7 @@ impl RunningUblk {
         &self.disk
     }
 
-    /// What serves it.
+    /// Its server.
     pub(crate) fn server(&self) -> &Server<ImageStorage> {
         &self.server
     }

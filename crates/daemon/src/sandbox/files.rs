@@ -1,7 +1,7 @@
-//! What the process may do with files by their paths, and with TCP ports (Landlock, `landlock(7)`).
+//! The process's rights to files by their paths, and to TCP ports (Landlock, `landlock(7)`).
 //!
-//! What is open stays usable as it was opened. Nothing may be executed, and no rule allows that. A kernel with an older
-//! Landlock enforces what it knows of this.
+//! Open files stay usable as they were opened. Nothing may be executed, and no rule allows that. A
+//! kernel with an older Landlock enforces what it knows of this.
 
 use std::ffi::OsString;
 use std::io;
@@ -26,12 +26,13 @@ use crate::endpoints::sockets::runtime_folder;
 use crate::metrics::MetricsAddress;
 use crate::setup::{Setup, StateSetup};
 
-/// What a rule may be about. Later versions know rights that would forbid more, as to connect to a Unix socket.
+/// The version of the rules. Later versions know rights that would forbid more, as to connect to a
+/// Unix socket.
 const VERSION: ABI = ABI::V5;
 /// The port of DNS over TCP.
 const DNS: u16 = 53;
-/// What looking up a name, finding the servers of a cluster, and judging a certificate without a folder of one's own
-/// reads.
+/// The files that looking up a name, finding the servers of a cluster, and judging a certificate
+/// without a folder of one's own reads.
 const LOOK_UP: [&str; 15] = [
     "/etc/resolv.conf",
     "/etc/hosts",
@@ -49,19 +50,19 @@ const LOOK_UP: [&str; 15] = [
     "/usr/share/ca-certificates",
     "/usr/local/share/ca-certificates",
 ];
-/// What opening a disk asks the host about its disks and about the holder of a lock.
+/// The folders of the host that opening a disk asks about its disks and about the holder of a lock.
 const HOST: [&str; 2] = ["/proc", "/sys"];
 /// Where block devices and their drivers are.
 const DEVICES: &str = "/dev";
 
-/// What is allowed at a path and below.
+/// The rights at a path and below.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileRule {
     pub(super) path: PathBuf,
     pub(super) access: BitFlags<AccessFs>,
 }
 
-/// What is allowed.
+/// The rights to files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FileRules {
     pub(super) rules: Vec<FileRule>,
@@ -69,8 +70,9 @@ pub(crate) struct FileRules {
     pub(crate) for_requests: Vec<PathBuf>,
 }
 
-/// The rules of this server, which has this open. They follow from its description: what the process before says of its
-/// disks and sockets in an upgrade gives access to nothing, because that process may have been taken over.
+/// The rules of this server, which has this open. They follow from its description: what the
+/// process before says of its disks and sockets in an upgrade gives access to nothing, because that
+/// process may have been taken over.
 pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     let mut all = FileRules::default();
     let sockets: Vec<_> = opened.sockets.iter().filter(|path| is_own(setup, path)).collect();
@@ -113,7 +115,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
 }
 
 impl FileRules {
-    /// What is missing has no rule: it cannot be used.
+    /// A missing path has no rule: it cannot be used.
     fn add(&mut self, path: PathBuf, access: BitFlags<AccessFs>) {
         if let Ok(path) = path.canonicalize() {
             self.rules.push(FileRule { path, access });
@@ -126,8 +128,8 @@ impl FileRules {
         self.rules.iter().filter(can_make).map(|rule| rule.path.clone()).collect()
     }
 
-    /// What taking over from another process takes beside: this host's description of itself, the
-    /// pid file, and devices.
+    /// The files that taking over from another process needs besides: this host's description of
+    /// itself, the pid file, and devices.
     fn add_taking_over(&mut self, setup: &Setup, needs: Needs) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         if let Some(path) = &setup.pid_file {
@@ -146,7 +148,7 @@ impl FileRules {
         }
     }
 
-    /// What a control socket or a configuration may name later.
+    /// The paths that a control socket or a configuration may name later.
     fn add_requests(&mut self, setup: &Setup, sockets: &[&PathBuf]) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         setup.config.iter().for_each(|config| self.add(parent(config), reading()));
@@ -207,8 +209,8 @@ fn tls_files(image: &Path) -> Option<PathBuf> {
     }
 }
 
-/// The folder of an image, in which there may be others. A block device is for itself: its folder has all disks of the
-/// host.
+/// The folder of an image, in which there may be others. A block device is for itself: its folder
+/// has all disks of the host.
 fn place_of_image(path: PathBuf) -> PathBuf {
     let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
     if is_device { path } else { parent(&path.canonicalize().unwrap_or(path)) }
@@ -247,7 +249,8 @@ fn changing() -> BitFlags<AccessFs> {
         | AccessFs::RemoveFile
 }
 
-/// Gives the rules to the kernel, with the rights of the user who has opened everything. `None` where it has no Landlock.
+/// Gives the rules to the kernel, with the rights of the user who has opened everything. `None`
+/// where it has no Landlock.
 ///
 /// # Errors
 /// The kernel's.
@@ -302,7 +305,8 @@ fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
     Some(ports)
 }
 
-/// Whether a request may open a disk, or make a socket, at this path. The error names what is allowed.
+/// Whether a request may open a disk, or make a socket, at this path. The error names what is
+/// allowed.
 ///
 /// # Errors
 /// It may not.
@@ -311,7 +315,7 @@ pub(crate) fn check(allowed: &[PathBuf], path: &Path) -> Result<()> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         Ok::<_, io::Error>(parent(path).canonicalize()?.join(name))
     });
-    // What cannot be found fails for that reason.
+    // A path that cannot be found fails for that reason.
     let Ok(canonical) = canonical else { return Ok(()) };
     if allowed.iter().any(|allowed| canonical.starts_with(allowed)) {
         return Ok(());

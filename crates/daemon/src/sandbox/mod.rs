@@ -6,7 +6,8 @@
 //! part that the kernel has not is said once in the log, and the others hold all the same.
 //! README.md here says what each part is for; docs/security.md tells users what it holds.
 //!
-//! - `needs`: what this server does later, from its description; which of root's capabilities that takes
+//! - `needs`: what this server does later, from its description; which of root's capabilities that
+//!   takes
 //! - `files`: rules about files and TCP ports
 //! - `system_calls`: the filter
 //! - `user`: another user
@@ -40,7 +41,7 @@ use crate::setup::{DiskSetup, SandboxUse, Setup};
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
 const SPARE_SIGNAL_RINGS: usize = 16;
 
-/// What is in force.
+/// The restrictions in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SandboxReport {
     parts: Vec<&'static str>,
@@ -104,7 +105,7 @@ pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -
     sockets.filter_map(path).collect()
 }
 
-/// What a server has open when it is confined.
+/// The descriptors that a server has open when it is confined.
 pub(crate) struct Opened {
     /// How many vhost-user-blk devices.
     pub(crate) devices: usize,
@@ -145,7 +146,8 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
 /// Confines this process, whose loops are `workers`. What is opened at the start is open.
 ///
 /// # Errors
-/// It cannot become the user that it is to be. Some of it may have been done, and the process is to end.
+/// It cannot become the user that it is to be. Some of it may have been done, and the process is to
+/// end.
 pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
     let needs = Needs::of(setup);
@@ -285,8 +287,8 @@ fn prepare(setup: &Setup, needs: Needs, opened: &Opened) {
         reserve_signal_rings(queues + spare);
     }
     if needs.connects {
-        // The C library loads code for the look-up of names when it looks up the first one, and no memory becomes
-        // executable later. The outcome does not matter.
+        // The C library loads code for the look-up of names when it looks up the first one, and no
+        // memory becomes executable later. The outcome does not matter.
         let _ = std::net::ToSocketAddrs::to_socket_addrs(&("localhost", 1));
     }
 }

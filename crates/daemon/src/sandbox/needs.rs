@@ -1,23 +1,27 @@
-//! What a server does after everything is open, from its description alone: the less, the narrower its sandbox.
+//! The needs of a server after everything is open, from its description alone: the less, the
+//! narrower its sandbox.
 
 use blockhouse_disk::RemoteBacking;
 use blockhouse_storage::Location;
 
 use crate::setup::{DiskSetup, Setup};
 
-/// Capabilities of root (`<linux/capability.h>`) without which it could not do with files what it did at the start: files
-/// of others, which it also makes and removes (`CHOWN`, `DAC_OVERRIDE`, `DAC_READ_SEARCH`, `FOWNER`), memory that stays in
-/// place (`IPC_LOCK`), and the space that a file system keeps for root (`SYS_RESOURCE`).
+/// Capabilities of root (`<linux/capability.h>`) without which it could not do with files what it
+/// did at the start: files of others, which it also makes and removes (`CHOWN`, `DAC_OVERRIDE`,
+/// `DAC_READ_SEARCH`, `FOWNER`), memory that stays in place (`IPC_LOCK`), and the space that a file
+/// system keeps for root (`SYS_RESOURCE`).
 const FILES: [u32; 6] = [0, 1, 2, 3, 14, 24];
 /// `NET_BIND_SERVICE`: ports below 1024.
 const LISTENING: [u32; 1] = [10];
 
-/// What is to be possible while it serves.
+/// The actions that must be possible while it serves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Needs {
-    /// Opening files by their paths: those of TLS at a reload, the pid file at the end, and all that is opened on request.
+    /// Opening files by their paths: those of TLS at a reload, the pid file at the end, and all
+    /// that is opened on request.
     pub(crate) opens: bool,
-    /// Opening further disks and exports, because a user asks for it (control socket, configuration).
+    /// Opening further disks and exports, because a user asks for it (control socket,
+    /// configuration).
     pub(crate) changes: bool,
     /// Listening at further sockets.
     pub(crate) listens: bool,
@@ -32,7 +36,7 @@ pub(crate) struct Needs {
 }
 
 impl Needs {
-    /// What this server needs.
+    /// The needs of this server.
     pub(crate) fn of(setup: &Setup) -> Self {
         let changes = setup.takes_changes();
         let connects = changes || setup.disks.iter().any(is_remote);
@@ -62,8 +66,8 @@ impl Needs {
         Self { listens, ..Self::to_take_over(setup) }.capabilities()
     }
 
-    /// The capabilities that it keeps if root started it, a bit for each. Without the others it is no tracer of other
-    /// processes, opens no raw sockets, and administers nothing.
+    /// The capabilities that it keeps if root started it, a bit for each. Without the others it is
+    /// no tracer of other processes, opens no raw sockets, and administers nothing.
     pub(crate) fn capabilities(self) -> u64 {
         if self.takes_ublk {
             // The driver asks for those of administrators.

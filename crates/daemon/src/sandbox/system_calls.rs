@@ -1,16 +1,20 @@
-//! The system calls of a server that has everything open: an allow-list, put on all threads (`seccomp(2)`, TSYNC), which
-//! later ones inherit.
+//! The system calls of a server that has everything open: an allow-list, put on all threads
+//! (`seccomp(2)`, TSYNC), which later ones inherit.
 //!
 //! Three answers:
 //!
-//! - allowed, for some calls with some arguments only: no memory becomes executable, a new task is a thread of this
-//!   process, a socket has a family and a type that are needed, sends do not connect, signals go to this process itself;
-//! - EPERM, for everything else. Reason: a library may try a call and do without, and a guest must not lose its disk over
-//!   that. New rings are among these calls, because a new ring has no restrictions;
-//! - the end of the process (SIGSYS), for what only an attacker calls: to execute a program, to trace or read another
-//!   process, to load code into the kernel, to leave the namespaces or the root.
+//! - allowed, for some calls with some arguments only: no memory becomes executable, a new task is
+//!   a thread of this process, a socket has a family and a type that are needed, sends do not
+//!   connect, signals go to this process itself;
+//! - EPERM, for everything else. Reason: a library may try a call and do without, and a guest must
+//!   not lose its disk over that. New rings are among these calls, because a new ring has no
+//!   restrictions;
+//! - the end of the process (SIGSYS), for what only an attacker calls: to execute a program, to
+//!   trace or read another process, to load code into the kernel, to leave the namespaces or the
+//!   root.
 //!
-//! `clone3` answers ENOSYS, because a filter cannot see its flags: the C library then calls `clone`.
+//! `clone3` answers ENOSYS, because a filter cannot see its flags: the C library then calls
+//! `clone`.
 
 use std::collections::BTreeMap;
 
@@ -47,7 +51,7 @@ const ALWAYS: &[c_long] = &[
     SYS_dup,
     SYS_dup3,
     SYS_close,
-    // What is known of paths, and the end of sockets' and state files.
+    // Metadata of paths, and the end of sockets' and state files.
     SYS_newfstatat,
     SYS_statx,
     SYS_readlinkat,
@@ -132,7 +136,8 @@ const OPENS_OLD: &[c_long] = &[SYS_open];
 #[cfg(not(target_arch = "x86_64"))]
 const OPENS_OLD: &[c_long] = &[];
 
-/// To open further disks, to find out which data file one has, and to keep the keys of encrypted ones out of the swap device.
+/// To open further disks, to find out which data file one has, and to keep the keys of encrypted
+/// ones out of the swap device.
 const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock, SYS_fgetxattr];
 
 /// To listen at further sockets.
@@ -153,8 +158,9 @@ const CONFINES: &[c_long] = &[
 /// To make the rings for the commands of block devices.
 const MAKES_RINGS: &[c_long] = &[SYS_io_uring_setup, SYS_io_uring_register];
 
-/// What `fcntl` is asked for: copies of descriptors, flags, locks, sizes of pipes, seals. Not whom the kernel signals about a
-/// file (`F_SETOWN`): that would be a way to send any signal to any process.
+/// The allowed commands of `fcntl`: copies of descriptors, flags, locks, sizes of pipes, seals. Not
+/// whom the kernel signals about a file (`F_SETOWN`): that would be a way to send any signal to any
+/// process.
 const FILE_CONTROLS: &[c_int] = &[
     F_DUPFD,
     F_DUPFD_CLOEXEC,
@@ -181,7 +187,7 @@ const SOCKET_TYPE: u64 = 0xf;
 /// A user for `chown` that leaves the owner as it is.
 const SAME_USER: u64 = u32::MAX as u64;
 
-/// What only an attacker calls.
+/// System calls that only an attacker makes.
 const DEADLY: &[c_long] = &[
     SYS_execve,
     SYS_execveat,
@@ -223,7 +229,8 @@ const BLOCK_SIZES: [u64; 3] = [0x1268, 0x8008_1270, 0x127b];
 /// `PR_SET_VMA` of `<linux/prctl.h>`: a name for memory.
 const SET_VMA: u64 = 0x5356_4d41;
 
-/// How many system calls a server with these needs may make, those among them whose arguments are filtered included.
+/// How many system calls a server with these needs may make, those among them whose arguments are
+/// filtered included.
 pub(crate) fn allowed_count(needs: Needs) -> usize {
     rules(needs).map_or(0, |rules| count(&rules).iter().sum())
 }
@@ -236,7 +243,8 @@ fn count(rules: &Rules) -> [usize; 2] {
     [always.len(), sometimes.len()]
 }
 
-/// Puts the filters on all threads, and takes from them the right to gain privileges by executing (`no_new_privs`).
+/// Puts the filters on all threads, and takes from them the right to gain privileges by executing
+/// (`no_new_privs`).
 ///
 /// # Errors
 /// The kernel's, and an architecture that is not known.
@@ -265,7 +273,7 @@ fn apply(rules: Rules, otherwise: SeccompAction, matching: SeccompAction) -> Res
 
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
-/// What is allowed.
+/// The allowed system calls.
 fn rules(needs: Needs) -> Result<Rules> {
     let mut rules = filtered(needs)?;
     let lists = [
@@ -286,7 +294,7 @@ fn rules(needs: Needs) -> Result<Rules> {
     Ok(rules)
 }
 
-/// What is allowed with some arguments only.
+/// The system calls that are allowed with some arguments only.
 fn filtered(needs: Needs) -> Result<Rules> {
     let own = u64::from(std::process::id());
     let executable = PROT_EXEC as u64;
@@ -352,7 +360,8 @@ fn filtered(needs: Needs) -> Result<Rules> {
     Ok(rules)
 }
 
-/// The sockets that may be made: streams and datagrams, and what the look-up of a name asks for the addresses of this host.
+/// The sockets that may be made: streams and datagrams, and what the look-up of a name asks for the
+/// addresses of this host.
 fn sockets(needs: Needs) -> Result<Vec<SeccompRule>> {
     let mut rules = Vec::new();
     for family in [AF_UNIX, AF_INET, AF_INET6] {

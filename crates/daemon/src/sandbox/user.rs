@@ -8,7 +8,8 @@ use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat, lstat};
 
 use crate::options::user_options::UserIds;
 
-/// Becomes this user, and gives it the Unix sockets that were bound: their modes say "the owner" of their user.
+/// Becomes this user, and gives it the Unix sockets that were bound: their modes say "the owner" of
+/// their user.
 ///
 /// # Errors
 /// This process may not.

@@ -1,8 +1,9 @@
 //! The end of what is in flight, in bounded time.
 //!
-//! Requests that were taken complete, and are answered. One whose storage does not answer cannot: it does not keep the server
-//! from its end, nor the other disks from theirs. Its disk is left as by a kill then, but flushed, so that all that was answered
-//! is durable: it is not closed, because what is in flight may still change it.
+//! Requests that were taken complete, and are answered. One whose storage does not answer cannot:
+//! it does not keep the server from its end, nor the other disks from theirs. Its disk is left as
+//! by a kill then, but flushed, so that all that was answered is durable: it is not closed, because
+//! what is in flight may still change it.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -39,7 +40,7 @@ pub(crate) struct Finishing {
     pub(crate) qmp: Option<Qmp>,
 }
 
-/// What has none any more.
+/// What has none.
 pub(crate) struct Finished {
     /// The loops of the control socket and of QMP, on which disks may have connections.
     pub(crate) asked: Vec<Workers>,
@@ -123,8 +124,8 @@ impl Progress {
     }
 }
 
-/// Makes all disks durable, one beside the other, and closes those that have nothing in flight. Whether that is all of them, and
-/// the first error.
+/// Makes all disks durable, one beside the other, and closes those that have nothing in flight.
+/// Whether that is all of them, and the first error.
 pub(crate) async fn close_all(
     disks: Vec<Arc<RunningDisk>>,
     is_finished: bool,

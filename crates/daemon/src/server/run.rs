@@ -1,7 +1,8 @@
 //! The process that serves: what starts, what signals mean, and the end in order.
 //!
-//! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of images that became
-//! longer, and the configuration, and reads the files of TLS again; SIGUSR2 has another process go on.
+//! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of
+//! images that became longer, and the configuration, and reads the files of TLS again; SIGUSR2 has
+//! another process go on.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,11 +43,13 @@ use crate::server::stopper::Stopper;
 use crate::server::warnings;
 use crate::setup::{Setup, WrongUsage};
 
-/// Serves until a signal asks for the end, or another process goes on. `ready` is called when everything listens; not
-/// where another process's exports are taken over, because that one has announced them.
+/// Serves until a signal asks for the end, or another process goes on. `ready` is called when
+/// everything listens; not where another process's exports are taken over, because that one has
+/// announced them.
 ///
 /// # Errors
-/// Why it cannot start, or did not end in order. [`WrongUsage`] where `setup` contradicts what the service manager passed.
+/// Why it cannot start, or did not end in order. [`WrongUsage`] where `setup` contradicts what the
+/// service manager passed.
 pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     // Before any thread starts, so that no signal is missed.
     let mut signals =
@@ -74,7 +77,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
             Some(SIGUSR2) => match upgrade(&service, &launcher, &upgrades) {
                 Upgrade::GoesOn => {}
                 Upgrade::Done => {
-                    // What came meanwhile is meant for the one that serves.
+                    // A signal that came meanwhile is meant for the one that serves.
                     let stops =
                         signals.pending().filter(|signal| [SIGTERM, SIGINT].contains(signal));
                     stops.for_each(|signal| launcher.signal(signal));
@@ -83,7 +86,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
                     return Ok(());
                 }
                 Upgrade::Lost(error) => {
-                    // Nothing of it may be touched any more.
+                    // Nothing of it may be touched.
                     std::mem::forget(service);
                     return Err(error);
                 }
@@ -102,7 +105,8 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     stopper.outcome().context("the server ended badly")?
 }
 
-/// Starts to serve or goes on, and tells those who want to know: the user, the pid file, the service manager.
+/// Starts to serve or goes on, and tells those who want to know: the user, the pid file, the
+/// service manager.
 fn begin(
     setup: &Setup,
     launcher: &Launcher,
@@ -160,11 +164,11 @@ impl LoopsAside {
     }
 }
 
-/// What is open, and not served yet.
+/// Disks that are open, and not served yet.
 struct Opened {
     workers: Workers,
     disks: Vec<OpenedDisk>,
-    /// What is configured; `None`: what is going to be served.
+    /// The configured disks; `None`: those that are going to be served.
     configured: Option<Vec<ConfiguredDisk>>,
     sockets: Vec<ListenSocket>,
     devices: Vec<DeviceOfDisk>,
@@ -206,7 +210,7 @@ impl Opened {
         let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
         service.add_devices(devices)?;
         match service.add_ublk(ublk) {
-            // What was taken over is served whatever becomes of one device.
+            // Disks that were taken over are served whatever happens to one device.
             Err(error) if setup.hand_over => tracing::error!("{error:#}"),
             outcome => outcome?,
         }
@@ -347,7 +351,7 @@ fn take_over(
     Ok((service, pid_file.unwrap_or_default()))
 }
 
-/// Who serves after upgrades were asked for.
+/// The process that serves after upgrades were asked for.
 enum Upgrade {
     /// This process.
     GoesOn,
@@ -387,7 +391,7 @@ fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -
     }
 }
 
-/// What the launcher of this server may start.
+/// The programs that the launcher of this server may start.
 fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
     LaunchRules {
         arguments: source::arguments(),
@@ -398,7 +402,8 @@ fn launch_rules(setup: &Setup, sandbox: &SandboxReport) -> LaunchRules {
     }
 }
 
-/// Listens for NBD clients: at the sockets of the service manager, of the setup, or at one named after the image.
+/// Listens for NBD clients: at the sockets of the service manager, of the setup, or at one named
+/// after the image.
 fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> {
     let all = || match &setup.offers {
         Some(offers) => offers.all().map_err(WrongUsage),

@@ -1,4 +1,4 @@
-//! What serves: workers, what runs on them, the control socket, and their orderly end.
+//! The serving parts: workers, their devices, the control socket, and their orderly end.
 
 use std::sync::Arc;
 use std::thread::sleep;
@@ -40,7 +40,8 @@ pub struct Service {
     control: Option<Control>,
     qmp: Option<Qmp>,
     metrics: Option<MetricsServer>,
-    /// The loop that reads the configuration again, if there is one: no guest waits for what is opened.
+    /// The loop that reads the configuration again, if there is one: no guest waits for what is
+    /// opened.
     reloads: Option<Workers>,
 }
 
@@ -142,7 +143,8 @@ impl Service {
         self.metrics = Some(MetricsServer::start(bound, workers, self.running.clone()));
     }
 
-    /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has ended.
+    /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has
+    /// ended.
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
         if let (Some(address), Some(workers)) = (setup.metrics.clone(), workers) {
             self.metrics =
@@ -201,13 +203,13 @@ impl Service {
         self.running.devices()
     }
 
-    /// What runs, by name.
+    /// The running disks and exports.
     pub(crate) fn running(&self) -> &Running {
         &self.running
     }
 
-    /// Holds off what is asked at the control socket and by QMP, once what is carried out now has ended. `None` if that takes
-    /// longer than `time`.
+    /// Holds off what is asked at the control socket and by QMP, once what is carried out now has
+    /// ended. `None` if that takes longer than `time`.
     pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
         let deadline = Instant::now() + time;
         let control = self.control.iter().map(Control::gate);
@@ -215,8 +217,8 @@ impl Service {
         gates.map(|gate| pause(gate, deadline)).collect()
     }
 
-    /// Ends without touching what another process goes on with: no file of a socket is removed, no lock given back, no
-    /// connection closed. All of that is left to the end of this process.
+    /// Ends without touching what another process goes on with: no file of a socket is removed, no
+    /// lock given back, no connection closed. All of that is left to the end of this process.
     pub(crate) fn leave(mut self) {
         // So that the client that asked for it gets its answer.
         self.control.take().into_iter().for_each(Control::leave);
@@ -226,7 +228,8 @@ impl Service {
         std::mem::forget(self);
     }
 
-    /// Takes over the sizes of images that became longer, has guests told, and held writes tried again.
+    /// Takes over the sizes of images that became longer, has guests told, and held writes tried
+    /// again.
     pub(crate) fn refresh_sizes(&self) {
         for disk in self.disks() {
             let (running, name) = (Arc::clone(&self.running), disk.name().to_owned());
@@ -249,7 +252,8 @@ impl Service {
         }
     }
 
-    /// A line for each export, of its address, when everything listens; with engine, FUA and sandbox if it is to say more.
+    /// A line for each export, of its address, when everything listens; with engine, FUA and
+    /// sandbox if it is to say more.
     pub fn ready_lines(&self, is_verbose: bool) -> Vec<String> {
         let report = self.workers.report();
         if report.refused.is_empty() {
@@ -294,12 +298,13 @@ impl Service {
         }
     }
 
-    /// Stops accepting, completes what is in flight, and flushes. What a storage does not answer is given up.
+    /// Stops accepting, completes what is in flight, and flushes. What a storage does not answer is
+    /// given up.
     pub(crate) fn end(self) -> Result<()> {
         let Self { workers, running, control, qmp, metrics, reloads } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
-        // What waits for its turn is let go, so that the end does not wait for it.
+        // Requests that wait for their turn are let go, so that the end does not wait for them.
         let disks = running.disks();
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
         // Nor for room on the host.
@@ -322,7 +327,8 @@ impl Service {
             return outcome;
         }
         drop(running);
-        // After the last flush: a disk may have connections on the loop by which it was opened, or moved.
+        // After the last flush: a disk may have connections on the loop by which it was opened, or
+        // moved.
         loops.for_each(Workers::stop);
         outcome
     }

@@ -15,7 +15,8 @@ pub(crate) struct Stopper {
 }
 
 impl Stopper {
-    /// Starts the thread. When the service has ended it closes `signals`, which ends the wait for more.
+    /// Starts the thread. When the service has ended it closes `signals`, which ends the wait for
+    /// more.
     pub(crate) fn start(signals: signal_hook::iterator::Handle) -> Result<Self> {
         let (service, stopping) = mpsc::channel();
         let work = move || {

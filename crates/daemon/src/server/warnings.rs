@@ -1,4 +1,4 @@
-//! What is allowed and may not be meant: said once, when a server starts.
+//! Setups that are allowed and may not be meant: reported once, when a server starts.
 
 use blockhouse_disk::CacheMode;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};

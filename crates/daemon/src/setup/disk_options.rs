@@ -1,4 +1,5 @@
-//! A disk as people describe it: in the configuration and in `disk.open`, with the same words as the command line.
+//! A disk as people describe it: in the configuration and in `disk.open`, with the same words as
+//! the command line.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -25,8 +26,8 @@ pub struct DiskOptions {
     pub name: Option<String>,
     /// The image: an absolute path, or the URI of an export of another server.
     pub path: PathBuf,
-    /// raw, qcow2, or a format that is only read (docs/formats.md). Left out, the file's name decides (.qcow2 and
-    /// those formats, otherwise raw).
+    /// raw, qcow2, or a format that is only read (docs/formats.md). Left out, the file's name
+    /// decides (.qcow2 and those formats, otherwise raw).
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub format: Option<ImageFormat>,
@@ -37,14 +38,15 @@ pub struct DiskOptions {
     #[serde(default, deserialize_with = "text")]
     #[schemars(with = "Option<String>")]
     pub cache: CacheMode,
-    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does nothing. Left out: unmap.
+    /// The effect of a guest's discards: unmap gives the space back to the host, ignore does
+    /// nothing. Left out: unmap.
     #[serde(default)]
     pub discard: DiscardName,
     /// Writes of nothing but zeros: off, on or unmap. Left out: off.
     #[serde(default)]
     pub detect_zeroes: DetectZeroesName,
-    /// Bytes of the disk's sectors, 512 to 4096, by which its partitions are numbered. Left out: as the image says (VHDX),
-    /// otherwise 512.
+    /// Bytes of the disk's sectors, 512 to 4096, by which its partitions are numbered. Left out:
+    /// as the image says (VHDX), otherwise 512.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub logical_block_size: Option<u64>,
@@ -56,22 +58,23 @@ pub struct DiskOptions {
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub discard_granularity: Option<u64>,
-    /// Writes that find no room on the host: report fails them with ENOSPC, hold has them wait until there is some. Left
-    /// out: report.
+    /// Writes that find no room on the host: report fails them with ENOSPC, hold has them wait
+    /// until there is some. Left out: report.
     #[serde(default)]
     pub on_full: OnFullName,
     /// With on-full hold: for how many seconds each waits at most, before it fails. Left out: 300.
     pub hold_seconds: Option<u32>,
-    /// How little room may be left on the host before the event disk.threshold tells: bytes, as a text like "10G", or "10%" of
-    /// all. Left out: nothing is told.
+    /// How little room may be left on the host before the event disk.threshold tells: bytes, as a
+    /// text like "10G", or "10%" of all. Left out: nothing is told.
     #[serde(default, deserialize_with = "some_text")]
     #[schemars(with = "Option<String>")]
     pub threshold: Option<Threshold>,
-    /// Whether what is read from the backing file is stored in the image, so that it is fetched once.
+    /// Whether what is read from the backing file is stored in the image, so that it is fetched
+    /// once.
     #[serde(default)]
     pub copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, at this many bytes a second (0: no limit), and
-    /// detach the backing file: the job `stream`. Left out: not.
+    /// Copy what the image leaves to its backing file in the background, at this many bytes a
+    /// second (0: no limit), and detach the backing file: the job `stream`. Left out: not.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub prefetch: Option<u64>,
@@ -81,33 +84,37 @@ pub struct DiskOptions {
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]
     pub create: Option<u64>,
-    /// What the image may name as its backing file or data file, beside regular files below its own folder: folders and
-    /// files, by absolute paths.
+    /// The files that the image may name as its backing file or data file, beside regular files
+    /// below its own folder: folders and files, by absolute paths.
     #[serde(default)]
     pub allow_paths: Vec<PathBuf>,
     /// Whether the image may name an export of another server as its backing file.
     #[serde(default)]
     pub allow_remote: bool,
-    /// Whether no name in the image is followed: it has no backing file, no data file and no extents elsewhere, or is
-    /// refused.
+    /// Whether no name in the image is followed: it has no backing file, no data file and no
+    /// extents elsewhere, or is refused.
     #[serde(default)]
     pub no_references: bool,
-    /// Whether the backing file that the image names is left out: what the image does not have reads as zeros.
+    /// Whether the backing file that the image names is left out: what the image does not have
+    /// reads as zeros.
     #[serde(default)]
     pub without_backing: bool,
-    /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on each image of the chain.
+    /// Files whose bytes are the key of an encrypted image, by absolute paths. Each is tried on
+    /// each image of the chain.
     #[serde(default)]
     pub key_files: Vec<PathBuf>,
     /// Files whose first line is the passphrase of an encrypted image, by absolute paths.
     #[serde(default)]
     pub passphrase_files: Vec<PathBuf>,
-    /// Persistent bitmaps of the image that NBD clients may ask for (qemu:dirty-bitmap:NAME), by their names.
+    /// Persistent bitmaps of the image that NBD clients may ask for (qemu:dirty-bitmap:NAME), by
+    /// their names.
     #[serde(default)]
     pub bitmaps: Vec<String>,
-    /// Where the bitmaps of a raw image are: a file, or a folder with one named after the image, by its absolute path. Left out:
-    /// beside the image.
+    /// Where the bitmaps of a raw image are: a file, or a folder with one named after the image,
+    /// by its absolute path. Left out: beside the image.
     pub bitmaps_in: Option<PathBuf>,
-    /// Whether these bitmaps are used also where nothing tells whether somebody else has written to the image.
+    /// Whether these bitmaps are used also where nothing tells whether somebody else has written
+    /// to the image.
     #[serde(default)]
     pub trust_bitmaps: bool,
     /// How many operations and bytes a second it may have. Left out: no limits.
@@ -133,7 +140,7 @@ pub fn check_filling(
     }
 }
 
-/// What discards do.
+/// The effect of discards.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiscardName {
@@ -144,7 +151,7 @@ pub enum DiscardName {
     Ignore,
 }
 
-/// What becomes of writes that find no room.
+/// The treatment of writes that find no room.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnFullName {
@@ -155,7 +162,7 @@ pub enum OnFullName {
     Hold,
 }
 
-/// What becomes of writes of zeros.
+/// The treatment of writes of zeros.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum DetectZeroesName {
@@ -169,7 +176,7 @@ pub enum DetectZeroesName {
 }
 
 impl DiskOptions {
-    /// The disk that is to be opened.
+    /// The disk to be opened.
     ///
     /// # Errors
     /// What contradicts itself, in words.

@@ -27,18 +27,18 @@ use crate::options::user_options::UserIds;
 use crate::process::workers::LoopOptions;
 use crate::setup::offers::{Offer, Offers};
 
-/// What is to run.
+/// The setup of a server.
 #[derive(Debug)]
 pub struct Setup {
     /// How many event loops serve, at least one.
     pub workers: usize,
-    /// What they are like.
+    /// Their options.
     pub loops: LoopOptions,
     /// The disks.
     pub disks: Vec<DiskSetup>,
-    /// What outlives the process.
+    /// The state that outlives the process.
     pub state: StateSetup,
-    /// What the disks are called where sockets offer all of them; `None`: they offer what `nbd` says.
+    /// The disks' names where sockets offer all of them; `None`: they offer what `nbd` says.
     pub offers: Option<Offers>,
     /// The addresses where NBD clients are served, and what each offers.
     pub nbd: Vec<(Address, Vec<Offer>)>,
@@ -50,7 +50,7 @@ pub struct Setup {
     pub queues: u16,
     /// Whether guests' memory is registered with io_uring.
     pub register_memory: RegisteredMemory,
-    /// What NBD clients may take.
+    /// The limits of NBD clients.
     pub limits: Limits,
     /// Whether the server ends with the last NBD client, as qemu-nbd does.
     pub ends_with_clients: bool,
@@ -60,9 +60,10 @@ pub struct Setup {
     pub permissions: SocketPermissions,
     /// The control socket.
     pub control: Option<ControlSocket>,
-    /// The socket of QEMU's monitor protocol. It answers the commands that call only these methods.
+    /// The socket of QEMU's monitor protocol. It answers the commands that call only these
+    /// methods.
     pub qmp: Option<ControlSocket>,
-    /// What a storage daemon begins with, where the process is one.
+    /// The first commands of a storage daemon, where the process is one.
     pub storage_daemon: Option<StorageDaemon>,
     /// The file that names the process while it serves.
     pub pid_file: Option<PathBuf>,
@@ -72,19 +73,22 @@ pub struct Setup {
     pub user: Option<UserIds>,
     /// Whether the process may do nothing but what it needs, once everything is open.
     pub sandbox: SandboxUse,
-    /// Folders and files below which requests may open more then, beside the folders of the disks and sockets.
+    /// Folders and files below which requests may open more then, beside the folders of the disks
+    /// and sockets.
     pub sandbox_allow: Vec<PathBuf>,
     /// The programs that upgrades may start beside the one that runs: the first one is the usual
     /// one.
     pub upgrade_to: Vec<PathBuf>,
     /// The configuration that it was made from, to be read again.
     pub config: Option<PathBuf>,
-    /// Whether to go on with what the process serves that has started this one, instead of starting anew.
+    /// Whether to go on with what the process serves that has started this one, instead of
+    /// starting anew.
     pub hand_over: bool,
 }
 
 impl Setup {
-    /// Whether users may have disks opened and changed while it serves: at a control socket or by the configuration.
+    /// Whether users may have disks opened and changed while it serves: at a control socket or by
+    /// the configuration.
     pub(crate) fn takes_changes(&self) -> bool {
         self.is_controlled() || self.config.is_some()
     }
@@ -107,7 +111,7 @@ impl Setup {
     }
 }
 
-/// What a storage daemon begins with: commands of QMP, and who gives more of them.
+/// The first commands of QMP of a storage daemon, and the sockets that give more of them.
 #[derive(Debug, Default)]
 pub struct StorageDaemon {
     /// The commands, in their order. The first one that fails ends the server.
@@ -133,7 +137,7 @@ pub struct FirstCommand {
     pub are_words: bool,
 }
 
-/// A block device of this host that is to be served.
+/// A block device of this host to be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UblkSetup {
     /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one.
@@ -145,7 +149,7 @@ pub struct UblkSetup {
 /// TLS for NBD clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsSetup {
-    /// Who must use it at the sockets that are not in `only`.
+    /// The rule at the sockets that are not in `only`.
     pub mode: TlsMode,
     /// The secrets.
     pub files: TlsFiles,
@@ -156,7 +160,7 @@ pub struct TlsSetup {
 }
 
 impl TlsSetup {
-    /// Who must use it at a socket.
+    /// The rule at a socket.
     pub fn mode_at(&self, address: &Address) -> TlsMode {
         match self.only.contains(address) {
             true => TlsMode::Required,
@@ -165,10 +169,10 @@ impl TlsSetup {
     }
 }
 
-/// A disk that is to be opened.
+/// A disk to be opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSetup {
-    /// What it is called, unlike all others.
+    /// Its name, unlike all others.
     pub name: String,
     /// The image.
     pub path: PathBuf,
@@ -178,25 +182,26 @@ pub struct DiskSetup {
     pub access: Access,
     /// The host's cache.
     pub cache: CacheMode,
-    /// What discards do.
+    /// The effect of discards.
     pub discard: Discard,
-    /// What becomes of writes of zeros.
+    /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
-    /// What becomes of changes that find no room.
+    /// The treatment of changes that find no room.
     pub on_full: OnFull,
     /// How little room is left when that is told.
     pub threshold: Option<Threshold>,
     /// Whether what is read from its backing file becomes its own.
     pub copy_on_read: bool,
-    /// Whether a stream begins by itself, which copies so many bytes a second; 0: as many as there is room for.
+    /// Whether a stream begins by itself, which copies this many bytes a second; 0: as many as
+    /// there is room for.
     pub prefetch: Option<u64>,
     /// Bytes of the disk that is made where the image is missing.
     pub create: Option<u64>,
     /// The snapshot that is served in place of the disk, by name or id.
     pub snapshot: Option<String>,
-    /// What the image may name beside regular files below its own folder.
+    /// The files that the image may name beside regular files below its own folder.
     pub allow_paths: Vec<PathBuf>,
     /// Whether it may name exports of other servers.
     pub remote_backing: RemoteBacking,
@@ -217,7 +222,8 @@ pub struct DiskSetup {
 }
 
 impl DiskSetup {
-    /// Whether a disk that is open as this one says need not be opened anew for `other`: they differ in limits and thresholds at most.
+    /// Whether a disk that is open as this one says need not be opened anew for `other`: they
+    /// differ in limits and thresholds at most.
     pub(crate) fn opens_like(&self, other: &Self) -> bool {
         let without_limits =
             |setup: &Self| Self { throttle: None, threshold: None, ..setup.clone() };
@@ -251,7 +257,7 @@ pub enum StateSetup {
     Usual,
 }
 
-/// What is to run contradicts itself, or what the service manager passed: wrong usage.
+/// Wrong usage: the setup contradicts itself, or the sockets that the service manager passed.
 #[derive(Debug)]
 pub struct WrongUsage(pub String);
 

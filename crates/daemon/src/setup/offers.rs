@@ -1,8 +1,8 @@
 //! Which images `serve` offers at which NBD sockets, and under which names.
 //!
-//! Guarantee: a socket offers what its URIs name and nothing else, and what is offered where depends on
-//! the command line alone. What the command line leaves open is wrong usage, with a line that says what
-//! to type.
+//! Guarantee: a socket offers what its URIs name and nothing else, and what is offered where
+//! depends on the command line alone. What the command line leaves open is wrong usage, with a line
+//! that says what to type.
 
 use std::path::{Path, PathBuf};
 
@@ -60,9 +60,9 @@ impl Offers {
         Ok(Self { images: images.to_vec(), names: names.to_vec() })
     }
 
-    /// All images under their own names: what a socket offers that no URI with a name speaks of. An only
-    /// image has the empty name, so that its clients need none, unless `--name` says otherwise; several
-    /// are called after their files.
+    /// All images under their own names: what a socket offers that no URI with a name speaks of. An
+    /// only image has the empty name, so that its clients need none, unless `--name` says
+    /// otherwise; several are called after their files.
     ///
     /// # Errors
     /// When two images would have the same name, or a file's name cannot be one.
@@ -81,8 +81,8 @@ impl Offers {
         Ok(names.into_iter().enumerate().map(|(image, name)| Offer::new(name, image)).collect())
     }
 
-    /// The image that the name of a URI means: an only image whatever the name, of several the one that
-    /// is called so, or else the one whose file is called so but for its extension.
+    /// The image that the name of a URI means: an only image whatever the name, of several the one
+    /// that is called so, or else the one whose file is called so but for its extension.
     fn named(&self, name: &str) -> Result<Offer, String> {
         if self.images.len() == 1 {
             return Ok(Offer::new(name.into(), 0));
@@ -111,7 +111,7 @@ impl Offers {
         }
     }
 
-    /// What is offered at which address. A URI with a name offers the image that it means under this
+    /// The exports at each address. A URI with a name offers the image that it means under this
     /// name; one without offers all images under theirs. URIs of one address share its socket.
     ///
     /// # Errors
@@ -165,7 +165,7 @@ impl Offers {
         ))
     }
 
-    /// What the image is called towards a guest: its name, or its file's.
+    /// The image's name towards a guest: its own, or its file's.
     pub fn label(&self, image: usize) -> String {
         match self.names.get(image) {
             Some(name) if !name.is_empty() => name.clone(),
@@ -217,7 +217,7 @@ mod tests {
         offers(images, names)?.plan(&uris)
     }
 
-    /// What is offered at each socket, as `name=image`.
+    /// The exports at each socket, as `name=image`.
     fn shown(images: &[&str], names: &[&str], uris: &[&str]) -> Vec<String> {
         let show = |offer: &Offer| format!("{}={}", offer.name, offer.image);
         let places = plan(images, names, uris).expect("a plan").into_iter();

@@ -33,7 +33,7 @@ pub enum TlsChoice {
 }
 
 impl TlsOptions {
-    /// What is set up, for sockets of these URIs. `None`: no TLS.
+    /// The TLS setup for sockets of these URIs. `None`: no TLS.
     ///
     /// # Errors
     /// What makes no sense together, in the words of the options.

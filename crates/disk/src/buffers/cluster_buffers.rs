@@ -1,9 +1,9 @@
-//! Memory for whole clusters: for decompression, for what copy on write adds to a write, and for what is copied from a backing
-//! file into the image.
+//! Memory for whole clusters: for decompression, for what copy on write adds to a write, and for
+//! what is copied from a backing file into the image.
 //!
-//! All are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and for
-//! the backing file, never the other way round. So does what is copied from a backing file, which never waits for copy on write:
-//! it writes whole clusters. So there is no circle of waits.
+//! All are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and
+//! for the backing file, never the other way round. So does what is copied from a backing file,
+//! which never waits for copy on write: it writes whole clusters. So there is no circle of waits.
 
 use std::ops::{Deref, DerefMut};
 
@@ -45,8 +45,8 @@ pub(crate) struct DecompressBuffers<'a> {
 }
 
 impl ClusterBuffers {
-    /// For clusters of so many bytes. A copy takes less than two of them (head and tail), a compressed
-    /// cluster and what it decompresses to about three.
+    /// For clusters of this many bytes. A copy takes less than two of them (head and tail), a
+    /// compressed cluster and what it decompresses to about three.
     pub(crate) fn new(cluster_size: u64) -> Self {
         let permits = |each: u64| (MAX_BYTES / each).clamp(MIN_BUFFERS, MAX_BUFFERS) as usize;
         Self {
@@ -66,8 +66,8 @@ impl ClusterBuffers {
         Ok(ClusterBuffer { buffer: self.pool.get(length)?, _permit: permit })
     }
 
-    /// `length` bytes with any content, for clusters that are copied from a backing file: at most the larger of a cluster and
-    /// [`MAX_POPULATED`].
+    /// `length` bytes with any content, for clusters that are copied from a backing file: at most
+    /// the larger of a cluster and [`MAX_POPULATED`].
     ///
     /// # Errors
     /// ENOMEM where memory runs out.

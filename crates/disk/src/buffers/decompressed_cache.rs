@@ -1,8 +1,9 @@
-//! A cache of the clusters that were decompressed last, so that small reads in a row decompress each once.
+//! A cache of the clusters that were decompressed last, so that small reads in a row decompress
+//! each once.
 //!
-//! Bounded, least recently used out first. The key is a cluster's range of the guest's disk and of the
-//! file: a host range gets no new content while a read of it is in flight, and a change of the guest's
-//! disk invalidates its clusters first. So an entry is what the file holds.
+//! Bounded, least recently used out first. The key is a cluster's range of the guest's disk and of
+//! the file: a host range gets no new content while a read of it is in flight, and a change of the
+//! guest's disk invalidates its clusters first. So an entry is what the file holds.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -39,7 +40,7 @@ pub(crate) struct DecompressedCache {
 }
 
 impl DecompressedCache {
-    /// For clusters of so many bytes.
+    /// For clusters of this many bytes.
     pub(crate) fn new(cluster_size: u64) -> Self {
         let capacity = (MAX_BYTES / cluster_size).clamp(MIN_CLUSTERS, MAX_CLUSTERS) as usize;
         Self { lru: Mutex::default(), is_empty: AtomicBool::new(true), capacity }

@@ -1,8 +1,8 @@
 //! The claims of a disk: who waits for whom.
 //!
 //! A claim waits for a number of others and is granted when that is zero; each claim knows which
-//! ones wait for it. Shared claims on a disk without exclusive ones, the common case, are an entry in a
-//! table and nothing else.
+//! ones wait for it. Shared claims on a disk without exclusive ones, the common case, are an entry
+//! in a table and nothing else.
 
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
@@ -23,8 +23,8 @@ pub(super) enum ClaimId {
 pub(super) struct Claims {
     shared: Slab<Entry>,
     exclusive: Slab<Entry>,
-    /// The last exclusive claim of each range that has one, by the range's first byte. The ranges do
-    /// not overlap. Some may belong to claims that are gone.
+    /// The last exclusive claim of each range that has one, by the range's first byte. The ranges
+    /// do not overlap. Some may belong to claims that are gone.
     last: BTreeMap<u64, Segment>,
     /// How many exclusive claims there ever were: tells a claim from a later one in its place.
     count: u64,
@@ -104,7 +104,7 @@ impl Claims {
         Poll::Pending
     }
 
-    /// The claim is not needed any more. Answers whom to wake.
+    /// The claim is no longer needed. Answers whom to wake.
     pub(super) fn release(&mut self, id: ClaimId) -> Granted {
         let mut granted = Granted::new();
         let entry = self.entry(id);
@@ -164,9 +164,10 @@ impl Claims {
         blocked
     }
 
-    /// Takes segments of an exclusive claim that is gone out of the list. Others may have divided its
-    /// range: what is left of it then goes when there is much of that. A claim that is there has at
-    /// most one segment more than there are later ones in its range, which wait for it.
+    /// Takes segments of an exclusive claim that is gone out of the list. Others may have divided
+    /// its range: what is left of it then goes when there is much of that. A claim that is
+    /// there has at most one segment more than there are later ones in its range, which wait
+    /// for it.
     fn forget(&mut self, gone: &Entry) {
         let first = gone.range.offset();
         if self.last.get(&first).is_some_and(|segment| segment.number == gone.number) {
@@ -249,8 +250,8 @@ impl Segment {
 mod tests {
     use super::*;
 
-    /// Random claims, granted and released in random order, against the rule itself: a claim is granted
-    /// when no earlier one conflicts with it.
+    /// Random claims, granted and released in random order, against the rule itself: a claim is
+    /// granted when no earlier one conflicts with it.
     #[test]
     fn claims_are_granted_exactly_when_no_earlier_one_conflicts() {
         for seed in 0..200 {

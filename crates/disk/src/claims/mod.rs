@@ -2,17 +2,18 @@
 //!
 //! An unaligned write reads the blocks at its edges, changes some of their bytes and writes them
 //! back. Whatever else is written to those blocks meanwhile would be undone. So it excludes every
-//! other write from the blocks it touches: it starts after those in flight there and holds off those
-//! that come later. Aligned writes share: two of them never wait for one another, not even where
-//! they overlap (their order is for the guest to make). Reads are not tracked.
+//! other write from the blocks it touches: it starts after those in flight there and holds off
+//! those that come later. Aligned writes share: two of them never wait for one another, not even
+//! where they overlap (their order is for the guest to make). Reads are not tracked.
 //!
-//! A claim starts after all earlier ones that conflict with it, so none waits for ever. It is dropped
-//! when the operation has ended. For an exclusive one that may be later than its request's future is
-//! dropped: the operation itself carries it, see [`Claim::attach_to`].
+//! A claim starts after all earlier ones that conflict with it, so none waits for ever. It is
+//! dropped when the operation has ended. For an exclusive one that may be later than its request's
+//! future is dropped: the operation itself carries it, see [`Claim::attach_to`].
 //!
 //! The cost is bounded, because a client decides how many claims there are: a claim counts what it
-//! waits for, and is named by what waits for it. Of exclusive claims only the last one of each range is
-//! looked up, since it waits for those before. So n unaligned writes to one block take n log n steps.
+//! waits for, and is named by what waits for it. Of exclusive claims only the last one of each
+//! range is looked up, since it waits for those before. So n unaligned writes to one block take n
+//! log n steps.
 
 use std::future::poll_fn;
 use std::ops::Deref;

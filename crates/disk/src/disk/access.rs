@@ -1,9 +1,10 @@
 //! Whether a disk may be changed, and changing that while it is in use.
 //!
-//! Guarantee: when a disk has become read-only, no change is in flight, all that were completed are durable, and every later
-//! one is refused until it is writable again, also one that was submitted before and waited. Reads go on. The image stays
-//! open and locked as it was. A disk that was [retired](super::QuiescedDisk::retire) stays read-only. Another image that takes
-//! the place of the disk's changes nothing of this.
+//! Guarantee: when a disk has become read-only, no change is in flight, all that were completed are
+//! durable, and every later one is refused until it is writable again, also one that was submitted
+//! before and waited. Reads go on. The image stays open and locked as it was. A disk that was
+//! [retired](super::QuiescedDisk::retire) stays read-only. Another image that takes the place of
+//! the disk's changes nothing of this.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -24,16 +25,18 @@ impl<S: Storage> Disk<S> {
         self.options().access
     }
 
-    /// Where the disk lives on, if it may not be changed here any more.
+    /// Where the disk lives on, if it may no longer be changed here.
     pub fn retired_to(&self) -> Option<&str> {
         self.protection.retired_to()
     }
 
-    /// Makes a disk read-only that is in use, once the changes in flight have completed and are durable; or writable again.
+    /// Makes a disk read-only that is in use, once the changes in flight have completed and are
+    /// durable; or writable again.
     ///
     /// # Errors
-    /// `ReadOnly` where it is to be writable and was opened for reading only, or lives on elsewhere; what the storage
-    /// answers to the flush, or `Io` where changes in flight take too long: then it stays writable.
+    /// `ReadOnly` where it is to be writable and was opened for reading only, or lives on
+    /// elsewhere; what the storage answers to the flush, or `Io` where changes in flight take
+    /// too long: then it stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
             return self.allow_changes();
@@ -49,7 +52,8 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
-    /// As [`set_access`](Self::set_access) to read-only, before anything has used the disk: there is nothing to flush.
+    /// As [`set_access`](Self::set_access) to read-only, before anything has used the disk: there
+    /// is nothing to flush.
     pub fn protect_unused(&self) {
         self.protection.set(true);
     }

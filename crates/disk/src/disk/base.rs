@@ -1,9 +1,9 @@
 //! A disk whose backing file is open for writing: a commit copies into it what the image has.
 //!
-//! Guarantees: the image reads its backing file through the opening that writes to it, so that no read uses metadata of an
-//! older one; and no change of the disk leaves anything to the backing file that it did not leave to it before. So what is
-//! copied from the image into its backing file never changes what the disk reads, not after a crash either: until then
-//! the image has it itself.
+//! Guarantees: the image reads its backing file through the opening that writes to it, so that no
+//! read uses metadata of an older one; and no change of the disk leaves anything to the backing
+//! file that it did not leave to it before. So what is copied from the image into its backing file
+//! never changes what the disk reads, not after a crash either: until then the image has it itself.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use super::Disk;
 
 impl<S: Storage> Disk<S> {
-    /// Reads the image's backing file through `base` from now on, a disk of the same file that is open for writing and at
-    /// least as long. It is to be [settled](Self::settle_base) before it is changed. The disk closes `base` when it is
-    /// closed.
+    /// Reads the image's backing file through `base` from now on, a disk of the same file that is
+    /// open for writing and at least as long. It is to be [settled](Self::settle_base) before
+    /// it is changed. The disk closes `base` when it is closed.
     ///
     /// # Errors
-    /// `InvalidInput` where the image has no backing file, has such a base already, or is longer than it; `Io` where changes
-    /// in flight take too long. Nothing has changed then.
+    /// `InvalidInput` where the image has no backing file, has such a base already, or is longer
+    /// than it; `Io` where changes in flight take too long. Nothing has changed then.
     pub async fn attach_base(&self, base: Arc<Self>) -> Result<()> {
         let image = self.current();
         let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
@@ -33,13 +33,15 @@ impl<S: Storage> Disk<S> {
         if image.base.set(base).is_err() {
             return refuse("has its backing file open for writing already".into());
         }
-        // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer now.
+        // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer
+        // now.
         self.format().set_backing_size(u64::MAX);
         self.layer().replace_backing(layer);
         Ok(())
     }
 
-    /// Waits until no read is in flight that uses an older opening of the [base](Self::base): it may be changed then.
+    /// Waits until no read is in flight that uses an older opening of the [base](Self::base): it
+    /// may be changed then.
     ///
     /// # Errors
     /// `Io` where one takes too long. The base stays, and can be waited for again.

@@ -4,25 +4,29 @@ use blockhouse_core::Storage;
 
 use super::Disk;
 
-/// A guest that is told of less does worse: Windows trims nothing where the unit of discards is one block, and small
-/// discards cut a file into pieces, for which the host's file system keeps a record each.
+/// A guest that is told of less does worse: Windows trims nothing where the unit of discards is one
+/// block, and small discards cut a file into pieces, for which the host's file system keeps a
+/// record each.
 const MIN_DISCARD: u64 = 64 << 10;
 
 impl<S: Storage> Disk<S> {
-    /// Bytes of the disk's sectors, by which its partitions are numbered: the option's, or those of the images of the chain.
-    /// They stay the same when a backing file is detached, or the image is replaced.
+    /// Bytes of the disk's sectors, by which its partitions are numbered: the option's, or those of
+    /// the images of the chain. They stay the same when a backing file is detached, or the
+    /// image is replaced.
     pub fn logical_block_size(&self) -> u64 {
         self.options.block_sizes.logical().unwrap_or(self.sector_size)
     }
 
-    /// Bytes of a block that is best written at once, at least a sector: the option's, or the storage's.
+    /// Bytes of a block that is best written at once, at least a sector: the option's, or the
+    /// storage's.
     pub fn physical_block_size(&self) -> u64 {
         let of_storage = || u64::from(self.alignment().offset);
         let size = self.options.block_sizes.physical().unwrap_or_else(of_storage);
         size.max(self.logical_block_size())
     }
 
-    /// Bytes below which a guest had better discard nothing: the option's, or a cluster, and at least 64 KiB.
+    /// Bytes below which a guest had better discard nothing: the option's, or a cluster, and at
+    /// least 64 KiB.
     pub fn discard_granularity(&self) -> u64 {
         let of_image = || {
             let cluster = self.cluster_size().unwrap_or(0);

@@ -1,9 +1,10 @@
-//! Reads of a disk that copies on read: what its image leaves to its backing file becomes its own, where it is read and where a
-//! client says that it will be.
+//! Reads of a disk that copies on read: what its image leaves to its backing file becomes its own,
+//! where it is read and where a client says that it will be.
 //!
-//! Guarantees: as `write/copy_on_read`. Neither does a read wait for a change of the whole image, nor such a change for the backing
-//! file: what is read meanwhile is not copied. Nor is anything copied while the disk is read-only, or its backing file is open for
-//! writing, or into an image that another one has replaced.
+//! Guarantees: as `write/copy_on_read`. Neither does a read wait for a change of the whole image,
+//! nor such a change for the backing file: what is read meanwhile is not copied. Nor is anything
+//! copied while the disk is read-only, or its backing file is open for writing, or into an image
+//! that another one has replaced.
 
 use std::sync::atomic::Ordering;
 

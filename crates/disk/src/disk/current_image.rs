@@ -9,7 +9,8 @@ use crate::durability::FlushTracker;
 use crate::layer::Layer;
 use crate::write::Writer;
 
-/// The image that a disk's requests go to, or went to when this was made: it stays open until this is dropped.
+/// The image that a disk's requests go to, or went to when this was made: it stays open until this
+/// is dropped.
 pub(crate) struct ImageUse<'a, S: Storage> {
     image: &'a Disk<S>,
     _guard: UseGuard<'a>,

@@ -1,8 +1,9 @@
 //! Making a disk independent of its backing file while it is used.
 //!
-//! Guarantees: what the disk reads never changes by this. A crash leaves each cluster to the backing file, or with its data.
-//! The backing file is detached by one write of the header, when the image leaves nothing to it any more and that is
-//! durable. No snapshot is taken meanwhile, which would need the backing file as well.
+//! Guarantees: what the disk reads never changes by this. A crash leaves each cluster to the
+//! backing file, or with its data. The backing file is detached by one write of the header, when
+//! the image leaves nothing to it and that is durable. No snapshot is taken meanwhile, which would
+//! need the backing file as well.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,8 +14,8 @@ use super::Disk;
 use crate::layer::BlockStatusCache;
 use crate::write::BackedRange;
 
-/// A disk that gets what its image leaves to its backing file, until this is dropped. They are counted: that of a job whose backing
-/// file hangs may be dropped when another job has begun.
+/// A disk that gets what its image leaves to its backing file, until this is dropped. They are
+/// counted: that of a job whose backing file hangs may be dropped when another job has begun.
 pub struct PopulatingGuard(Arc<AtomicUsize>);
 
 impl Drop for PopulatingGuard {
@@ -24,12 +25,13 @@ impl Drop for PopulatingGuard {
 }
 
 impl<S: Storage> Disk<S> {
-    /// To be called before [`populate`](Self::populate), while the disk is used: from then on all its changes
-    /// claim their range. While the guard lives its snapshots stay as they are.
+    /// To be called before [`populate`](Self::populate), while the disk is used: from then on all
+    /// its changes claim their range. While the guard lives its snapshots stay as they are.
     ///
     /// # Errors
-    /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with snapshots: they need
-    /// the backing file as well; `Io` where changes in flight take too long.
+    /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with
+    /// snapshots: they need the backing file as well; `Io` where changes in flight take too
+    /// long.
     pub async fn begin_populating(&self) -> Result<PopulatingGuard> {
         self.check_access(0)?;
         self.populating.fetch_add(1, Ordering::SeqCst);
@@ -41,8 +43,8 @@ impl<S: Storage> Disk<S> {
     }
 
     /// The first part of the disk from `offset` on that the image leaves to its backing file: what
-    /// [`populate`](Self::populate) takes at once. `None`: there is none. `cache` is for this disk alone, and may be
-    /// kept until the backing file is [detached](Self::detach_backing).
+    /// [`populate`](Self::populate) takes at once. `None`: there is none. `cache` is for this disk
+    /// alone, and may be kept until the backing file is [detached](Self::detach_backing).
     ///
     /// # Errors
     /// What looking it up answers.
@@ -57,8 +59,9 @@ impl<S: Storage> Disk<S> {
         }
     }
 
-    /// Makes this part the image's own, as far as it is not; how many bytes. Not durable before the next flush. Where
-    /// `go_on` is false when the backing file has answered, nothing more is written: the disk may be closed then.
+    /// Makes this part the image's own, as far as it is not; how many bytes. Not durable before the
+    /// next flush. Where `go_on` is false when the backing file has answered, nothing more is
+    /// written: the disk may be closed then.
     ///
     /// # Errors
     /// What the backing file or the image answers. Nothing of what is read has changed.
@@ -69,16 +72,19 @@ impl<S: Storage> Disk<S> {
             match self.writer().populate(part, &begin_change).await? {
                 Some(filled) => return Ok(filled),
                 None if !go_on() => return Ok(0),
-                // A change of the whole image, which waits for no backing file. It is awaited without a claim.
+                // A change of the whole image, which waits for no backing file. It is awaited
+                // without a claim.
                 None => drop(self.begin_change().await),
             }
         }
     }
 
-    /// Makes durable what the image has got; little is left to flush then while it is [detached](Self::detach_backing).
+    /// Makes durable what the image has got; little is left to flush then while it is
+    /// [detached](Self::detach_backing).
     ///
     /// # Errors
-    /// `InvalidInput` where the image leaves something to its backing file; what the storage answers.
+    /// `InvalidInput` where the image leaves something to its backing file; what the storage
+    /// answers.
     pub async fn check_populated(&self) -> Result<()> {
         if let Some(part) = self.next_backed(0, &mut BlockStatusCache::default()).await? {
             let what = "is still left to the backing file";
@@ -88,13 +94,15 @@ impl<S: Storage> Disk<S> {
         self.format().flush(SyncMode::Data).await
     }
 
-    /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its backing file: its header names none
-    /// any more, and none is read again. The files of the chain stay open until the disk is dropped. No change of the disk
-    /// leaves anything to the backing file that the image had, so nothing is looked at again.
+    /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its
+    /// backing file: its header names none any more, and none is read again. The files of the
+    /// chain stay open until the disk is dropped. No change of the disk leaves anything to the
+    /// backing file that the image had, so nothing is looked at again.
     ///
     /// # Errors
-    /// `Unsupported` where it has snapshots; `Io` where changes in flight take too long; what the storage answers. The image names its backing file still then, or, where
-    /// the last write failed, perhaps not: what it reads is the same.
+    /// `Unsupported` where it has snapshots; `Io` where changes in flight take too long; what the
+    /// storage answers. The image names its backing file still then, or, where the last write
+    /// failed, perhaps not: what it reads is the same.
     pub async fn detach_backing(&self) -> Result<()> {
         {
             let _guard = self.quiesce().await?;

@@ -1,14 +1,15 @@
-//! What another process has counted of a disk that it has handed over.
+//! The counters of another process for a disk that it has handed over.
 
 use blockhouse_format::CacheCounts;
 
 use crate::stats::DiskMetrics;
 use crate::throttle::ThrottleStats;
 
-/// What was counted of a disk before this process had it.
+/// The counters of a disk before this process had it.
 #[derive(Clone, Debug, Default)]
 pub struct EarlierCounts {
-    /// Requests, operations at the host and clients. Of the clients and requests that there were at that moment nothing counts.
+    /// Requests, operations at the host and clients. Of the clients and requests that there were
+    /// at that moment nothing counts.
     pub metrics: DiskMetrics,
     /// Look-ups of metadata.
     pub cache: CacheCounts,

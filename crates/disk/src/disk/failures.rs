@@ -1,7 +1,7 @@
-//! Who is told of requests that the host failed.
+//! The observers of requests that the host failed.
 //!
-//! Guarantee: requests that succeed cost nothing here. The observer is called on the thread that carried the request out,
-//! before the request's outcome is known to the export.
+//! Guarantee: requests that succeed cost nothing here. The observer is called on the thread that
+//! carried the request out, before the request's outcome is known to the export.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,7 +14,7 @@ use crate::stats::Operation;
 /// A request that failed because of the host or the image, not of what was asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct FailedRequest<'a> {
-    /// What was asked for.
+    /// The request.
     pub operation: Operation,
     /// Why it failed.
     pub error: &'a Error,
@@ -22,7 +22,7 @@ pub struct FailedRequest<'a> {
     pub has_lost_flush: bool,
 }
 
-/// What is called for each such request. It must not wait.
+/// The callback for each such request. It must not wait.
 pub type FailureObserver = Box<dyn Fn(&FailedRequest<'_>) + Send + Sync>;
 
 /// The observers of a disk.
@@ -33,7 +33,8 @@ pub(super) struct Failures {
 }
 
 impl<S: Storage> Disk<S> {
-    /// Has `observer` called for each request that the host fails from now on. Only the first observer of a disk is.
+    /// Has `observer` called for each request that the host fails from now on. Only the first
+    /// observer of a disk is.
     pub fn observe_failures(&self, observer: FailureObserver) {
         // There is one already: that one stays.
         let _ = self.failures.requests.set(observer);

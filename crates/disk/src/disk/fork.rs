@@ -1,7 +1,8 @@
 //! A disk that stands on the image of another one: see *Forks* in README.md of the crate.
 //!
-//! Guarantees: what stands on an image is read only from the moment on from which that image is changed no more, which is the caller's
-//! to keep. A flush covers what the image had answered before.
+//! Guarantees: what stands on an image is read only from the moment on from which that image is
+//! changed no more, which is the caller's to keep. A flush covers what the image had answered
+//! before.
 
 use std::sync::Arc;
 
@@ -13,9 +14,10 @@ use crate::layer::Layer;
 use crate::options::Access;
 
 impl<S: Storage> Disk<S> {
-    /// The same disk, whose image is new, over the image that requests of `lower` go to now. Where that may be
-    /// changed, nothing reads this disk, and nothing is written to it, before [`switch_to`](super::QuiescedDisk::switch_to) has put an
-    /// image over the same one in the place of that.
+    /// The same disk, whose image is new, over the image that requests of `lower` go to now. Where
+    /// that may be changed, nothing reads this disk, and nothing is written to it, before
+    /// [`switch_to`](super::QuiescedDisk::switch_to) has put an image over the same one in the
+    /// place of that.
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
         let layer = lower.shared_layer();
@@ -29,12 +31,14 @@ impl<S: Storage> Disk<S> {
         self
     }
 
-    /// Whether a layer behind the disk's image has writes of this process that are not known to be durable.
+    /// Whether a layer behind the disk's image has writes of this process that are not known to be
+    /// durable.
     pub fn has_unstable_layer(&self) -> bool {
         self.layer().has_unstable_behind()
     }
 
-    /// The same disk, whose image is new here, over one that is open for reading only, with all that is behind that.
+    /// The same disk, whose image is new here, over one that is open for reading only, with all
+    /// that is behind that.
     #[must_use]
     pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
         self.layer().set_backing(Arc::clone(layer), Access::ReadOnly);
@@ -45,8 +49,8 @@ impl<S: Storage> Disk<S> {
         self
     }
 
-    /// Where the first image behind the disk's own is that `other` reads as well: how many steps behind this disk's image, and
-    /// how many behind that of `other`.
+    /// Where the first image behind the disk's own is that `other` reads as well: how many steps
+    /// behind this disk's image, and how many behind that of `other`.
     pub fn shared_with(&self, other: &Self) -> Option<(usize, usize)> {
         let theirs: Vec<_> =
             [other.shared_layer()].into_iter().chain(other.layer().layers_behind()).collect();
@@ -56,7 +60,8 @@ impl<S: Storage> Disk<S> {
         })
     }
 
-    /// As [`close`](Self::close), of a disk that nothing was written to, whatever becomes of the layers behind it.
+    /// As [`close`](Self::close), of a disk that nothing was written to, whatever becomes of the
+    /// layers behind it.
     ///
     /// # Errors
     /// As there.
@@ -80,7 +85,8 @@ impl<S: Storage> ReplacedImage<'_, S> {
         self.0.own_layer()
     }
 
-    /// As [`close`](Self::close), of an image that is read on as a layer: it is stable then. Its storage stays open.
+    /// As [`close`](Self::close), of an image that is read on as a layer: it is stable then. Its
+    /// storage stays open.
     ///
     /// # Errors
     /// What the storage answers: whoever stands on it flushes it on, and fails.

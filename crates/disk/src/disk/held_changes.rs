@@ -1,11 +1,11 @@
 //! Carrying out again what found no room: the disk's side of [`Hold`](super::hold::Hold).
 //!
-//! A change is repeated whole, from its turn on, with the bytes that it came with. In between it is in flight to its
-//! client, and nothing to the disk: no snapshot, resize or end waits for it, and it fails like any other once the
-//! disk has become read-only.
+//! A change is repeated whole, from its turn on, with the bytes that it came with. In between it is
+//! in flight to its client, and nothing to the disk: no snapshot, resize or end waits for it, and
+//! it fails like any other once the disk has become read-only.
 //!
-//! Not repeated: a request of the disk's own jobs, which have their own way with a full host; and what cannot succeed any
-//! more, because a flush has failed.
+//! Not repeated: a request of the disk's own jobs, which have their own way with a full host; and
+//! what cannot succeed any more, because a flush has failed.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -79,7 +79,7 @@ impl What {
     }
 }
 
-/// What is held of one party: a guest's queue, whose end must not wait for room.
+/// The held changes of one party: a guest's queue, whose end must not wait for room.
 pub struct PartyHold<S: Storage> {
     disk: Arc<Disk<S>>,
     party: usize,
@@ -109,7 +109,8 @@ impl<S: Storage> Disk<S> {
         self.hold.count()
     }
 
-    /// Has `observer` told when changes begin to be held, and when none is any more. Only the first observer of a disk is.
+    /// Has `observer` told when changes begin to be held, and when none is. Only the first observer
+    /// of a disk is.
     pub fn observe_holding(&self, observer: HoldObserver) {
         self.hold.observe(observer);
     }
@@ -119,7 +120,8 @@ impl<S: Storage> Disk<S> {
         self.hold.release();
     }
 
-    /// Has held changes fail with ENOSPC, and each later one that finds no room: for an orderly end.
+    /// Has held changes fail with ENOSPC, and each later one that finds no room: for an orderly
+    /// end.
     pub fn end_holding(&self) {
         self.hold.end();
     }
@@ -132,8 +134,8 @@ impl<S: Storage> Disk<S> {
         (request, what.map(|what| KeptChange { limit, seen, what }))
     }
 
-    /// Carries a change out again that failed with `error`, until there is room or its limit is reached. At once the error
-    /// where waiting does not help.
+    /// Carries a change out again that failed with `error`, until there is room or its limit is
+    /// reached. At once the error where waiting does not help.
     #[cold]
     pub(super) async fn retry_held(
         &self,

@@ -1,14 +1,17 @@
 //! Changes that find no room on the host, and wait until there is some (`OnFull::Hold`).
 //!
-//! - A held change holds nothing: no claim, no turn, nothing that reads, other writes, snapshots or the disk's end wait for.
-//! - One change tries again every [`LOOK`]: the one that finds room lets all others try. [`Hold::release`] lets all try at
-//!   once.
-//! - The observer is told when the first change is held, and when none is any more: once for each crossing, however many
-//!   changes wait.
-//! - Once holding has [ended](Hold::end), held changes fail, and so does each later one that finds no room; or only those of one
-//!   party, whose end must not wait for room ([`PartyHold`](super::held_changes::PartyHold)).
+//! - A held change holds nothing: no claim, no turn, nothing that reads, other writes, snapshots or
+//!   the disk's end wait for.
+//! - One change tries again every [`LOOK`]: the one that finds room lets all others try.
+//!   [`Hold::release`] lets all try at once.
+//! - The observer is notified when the first change is held, and when none is: once for each
+//!   crossing, however many changes wait.
+//! - Once holding has [ended](Hold::end), held changes fail, and so does each later one that finds
+//!   no room; or only those of one party, whose end must not wait for room
+//!   ([`PartyHold`](super::held_changes::PartyHold)).
 //!
-//! Time passes on event loops only. Elsewhere, as in the simulator, a change is held until it is released.
+//! Time passes on event loops only. Elsewhere, as in the simulator, a change is held until it is
+//! released.
 
 use std::future::pending;
 use std::pin::pin;
@@ -24,7 +27,7 @@ use parking_lot::Mutex;
 /// How often it is tried whether there is room.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// What becomes of a disk whose changes find no room.
+/// The changes of a disk's state when changes find no room.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HoldChange {
     /// The first change is held.
@@ -32,7 +35,7 @@ pub enum HoldChange {
         /// Why it found no room, in one line.
         message: String,
     },
-    /// No change is held any more.
+    /// No change is held.
     Released {
         /// How long changes were held.
         time: Duration,
@@ -41,7 +44,7 @@ pub enum HoldChange {
     },
 }
 
-/// What is called at each crossing. It must not wait.
+/// The callback for each crossing. It must not wait.
 pub type HoldObserver = Box<dyn Fn(HoldChange) + Send + Sync>;
 
 /// See the module's page.
@@ -63,7 +66,7 @@ struct State {
     releases: u64,
     last_look: Option<Timestamp>,
     has_ended: bool,
-    /// The parties whose changes are not held any more.
+    /// The parties whose changes are no longer held.
     ended_parties: Vec<usize>,
 }
 
@@ -72,7 +75,7 @@ struct State {
 pub(super) enum Wake {
     /// There may be room: the change is to be tried again.
     Retry,
-    /// The limit is reached, or nothing is held any more.
+    /// The limit is reached, or nothing is held.
     GiveUp,
 }
 
@@ -133,8 +136,8 @@ impl Hold {
         self.state.lock().ended_parties.retain(|&one| one != party);
     }
 
-    /// Holds a change that found no room, for `limit` at most. `seen` is the number of [releases](Self::releases) before
-    /// it was tried. `None` where nothing is held any more.
+    /// Holds a change that found no room, for `limit` at most. `seen` is the number of
+    /// [releases](Self::releases) before it was tried. `None` where nothing is held.
     pub(super) fn begin(
         &self,
         seen: u64,
@@ -175,7 +178,7 @@ impl State {
         self.has_ended || self.ended_parties.contains(&party)
     }
 
-    /// Whether a change of `party` goes on that has seen so many releases.
+    /// Whether a change of `party` goes on that has seen this many releases.
     fn wake(
         &mut self,
         seen: &mut u64,

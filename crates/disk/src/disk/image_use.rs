@@ -1,8 +1,10 @@
-//! What is in flight on an image: where another image has taken its place, its storage is closed after that.
+//! The requests in flight on an image: where another image has taken its place, its storage is
+//! closed after that.
 //!
-//! Reads, flushes and the ends of durable changes go on at the image that they began at. A storage that gives something back when
-//! it is closed, such as a lock on another host, fails them from then on; so it is closed after those in flight, and every
-//! request that goes to such a storage keeps a guard. Others cost nothing here: they stay open.
+//! Reads, flushes and the ends of durable changes go on at the image that they began at. A storage
+//! that gives something back when it is closed, such as a lock on another host, fails them from
+//! then on; so it is closed after those in flight, and every request that goes to such a storage
+//! keeps a guard. Others cost nothing here: they stay open.
 
 use std::iter::successors;
 use std::sync::Arc;
@@ -19,8 +21,8 @@ pub(super) struct ImageUses(Option<Box<Epochs>>);
 pub(super) type UseGuard<'a> = Option<EpochGuard<'a>>;
 
 impl ImageUses {
-    /// Of an image that nothing uses yet, with the backing files that it has now. One that takes the place of such a
-    /// backing file later is on the same storage.
+    /// Of an image that nothing uses yet, with the backing files that it has now. One that takes
+    /// the place of such a backing file later is on the same storage.
     pub(super) fn new<S: Storage>(layer: &Layer<S>) -> Self {
         let mut layers = successors(Some(layer), |layer| layer.backing_layer().map(Arc::as_ref));
         let needs_close = layers.any(|layer| {
@@ -30,7 +32,8 @@ impl ImageUses {
         Self(needs_close.then(Box::default))
     }
 
-    /// Keeps the image and what is behind it open until the guard is dropped. `None`: all of it stays open anyway.
+    /// Keeps the image and what is behind it open until the guard is dropped. `None`: all of it
+    /// stays open anyway.
     pub(super) fn begin(&self) -> UseGuard<'_> {
         self.0.as_ref().map(|epochs| epochs.enter())
     }

@@ -1,5 +1,5 @@
-//! What a disk is measured by, from when it was first opened: also before another process handed it over, and with the images
-//! that it has left. So no counter goes backwards.
+//! The counters of a disk, from when it was first opened: also before another process handed it
+//! over, and with the images that it has left. So no counter goes backwards.
 
 use std::pin::Pin;
 
@@ -21,7 +21,8 @@ impl<S: Storage> Disk<S> {
         self.metrics().counters()
     }
 
-    /// All that it is measured by. For people who ask now and then: it reads the blocks of all threads.
+    /// All that it is measured by. For people who ask now and then: it reads the blocks of all
+    /// threads.
     pub fn metrics(&self) -> DiskMetrics {
         let former = self.former_layers();
         let storages = layers_of(self.layer()).chain(former).flat_map(|layer| {
@@ -53,7 +54,7 @@ impl<S: Storage> Disk<S> {
         })
     }
 
-    /// What requests have waited for their limits.
+    /// The waits of requests for their limits.
     pub fn throttle_stats(&self) -> ThrottleStats {
         let stats = self.throttle.stats();
         let Some(earlier) = self.earlier.get() else { return stats };
@@ -84,18 +85,20 @@ impl<S: Storage> Disk<S> {
         self.request_stats().clients().enter(export)
     }
 
-    /// As [`enter_client`](Self::enter_client), for a client that another process has handed over: it is among those that were
-    /// [counted](Self::count_from) there.
+    /// As [`enter_client`](Self::enter_client), for a client that another process has handed over:
+    /// it is among those that were [counted](Self::count_from) there.
     pub fn enter_client_again(&self, export: ExportKind) -> ClientGuard {
         self.request_stats().clients().enter_again(export)
     }
 
-    /// Waits for a request's turn in an export, and counts the time as one in the [queue](crate::Stage::Queue).
+    /// Waits for a request's turn in an export, and counts the time as one in the
+    /// [queue](crate::Stage::Queue).
     pub async fn wait_turn<F: Future>(&self, operation: Operation, turn: Pin<&mut F>) -> F::Output {
         self.request_stats().wait(operation, turn).await
     }
 
-    /// Counts a request that an export carries out by other calls than [`submit`](Self::submit), as one for block status.
+    /// Counts a request that an export carries out by other calls than [`submit`](Self::submit), as
+    /// one for block status.
     pub fn measure(
         &self,
         export: ExportKind,
@@ -107,8 +110,8 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<S: Storage> Disk<S> {
-    /// The images that the disk has left: those that were replaced with those of their backing files, and backing files
-    /// that were detached. Without those that it uses now.
+    /// The images that the disk has left: those that were replaced with those of their backing
+    /// files, and backing files that were detached. Without those that it uses now.
     pub(crate) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let is_used =
             |layer: &Layer<S>| layers_of(self.layer()).any(|one| std::ptr::eq(one, layer));
@@ -120,7 +123,7 @@ impl<S: Storage> Disk<S> {
     pub(crate) fn left_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let is_shared = |layer: &Layer<S>| {
             let mut tops = self.replaced().map(|disk| disk.own_layer()).chain([self.layer()]);
-            // Whoever stands on an image needs all that is behind it.
+            // An overlay needs all that is behind it.
             tops.any(|top| {
                 let mut behind = top.opened_layers().skip_while(|one| one.stands() <= 1);
                 behind.any(|one| std::ptr::eq(one, layer))

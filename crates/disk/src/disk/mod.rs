@@ -19,8 +19,8 @@
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //! - [`QuiescedDisk`]: another image in the place of this one, and who is told of changes.
 //!
-//! What reads and changes the image is below, in `layer` and `write`; what uses disks (snapshots, tools,
-//! opening files) is above.
+//! Reading and changing the image is below, in `layer` and `write`; the use of disks (snapshots,
+//! tools, opening files) is above.
 
 mod access;
 mod base;
@@ -80,8 +80,8 @@ pub(crate) use quiesce::QuiescedGuard;
 pub use quiesced::{QuiescedDisk, ReplacedImage};
 use write_protection::WriteProtection;
 
-/// A guest's disk: an image format over a storage. Shared by reference among all exports and threads. The
-/// [crate's page](crate) has an example.
+/// A guest's disk: an image format over a storage. Shared by reference among all exports and
+/// threads. The [crate's page](crate) has an example.
 pub struct Disk<S: Storage> {
     writer: Writer<S>,
     uses: ImageUses,
@@ -95,7 +95,7 @@ pub struct Disk<S: Storage> {
     protection: WriteProtection,
     failures: failures::Failures,
     hold: hold::Hold,
-    /// What was counted before this process had the disk.
+    /// The counters before this process had the disk.
     earlier: OnceLock<Box<EarlierCounts>>,
     /// The disk whose image has taken the place of this one's.
     successor: OnceLock<Arc<Self>>,
@@ -103,7 +103,7 @@ pub struct Disk<S: Storage> {
     is_recorded: AtomicBool,
     /// The disk of its image's backing file, once that is open for writing.
     base: OnceLock<Arc<Self>>,
-    /// What outlives the process, if anything does.
+    /// The state that outlives the process, if any does.
     state: OnceLock<StateFile>,
     /// How many jobs have it get what its image leaves to its backing file.
     populating: Arc<AtomicUsize>,
@@ -111,7 +111,7 @@ pub struct Disk<S: Storage> {
     has_failed_to_populate: AtomicBool,
 }
 
-/// What was written to an image before it is opened.
+/// The writes to an image before it is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EarlierWrites {
     /// A process that died may have written what is not stable.
@@ -141,8 +141,8 @@ impl<S: Storage> Disk<S> {
         Self::open_tracked(storage, format, options, None).await
     }
 
-    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what opening itself
-    /// writes does not take the place of what the log refers to.
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what
+    /// opening itself writes does not take the place of what the log refers to.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -156,8 +156,9 @@ impl<S: Storage> Disk<S> {
         Self::open_tracked(storage, format, options, Some(log)).await
     }
 
-    /// As [`open`](Self::open), with what is known of the past, and with the state file that was found. Changes that the opening itself makes are stamped
-    /// in its page; its log will be replayed.
+    /// As [`open`](Self::open), with what is known of the past, and with the state file that was
+    /// found. Changes that the opening itself makes are stamped in its page; its log will be
+    /// replayed.
     pub(crate) async fn open_with_state(
         storage: S,
         format: ImageFormat,
@@ -195,8 +196,8 @@ impl<S: Storage> Disk<S> {
         Ok(Self::new(Layer::new(image), options))
     }
 
-    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken; for
-    /// reading only.
+    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken;
+    /// for reading only.
     ///
     /// # Errors
     /// What [`Format::open_snapshot`] answers.
@@ -273,12 +274,12 @@ impl<S: Storage> Disk<S> {
         Ok(Self::new(self.into_layer()?.with_data(data)?, options))
     }
 
-    /// The same disk with the [files](Self::extent_files) that hold its data, before anything is read: each is one of
-    /// `ranges` of `data`, in their order.
+    /// The same disk with the [files](Self::extent_files) that hold its data, before anything is
+    /// read: each is one of `ranges` of `data`, in their order.
     ///
     /// # Errors
-    /// `InvalidInput` where the image names another number of files, or the disk is the backing of another already;
-    /// what is wrong with a file.
+    /// `InvalidInput` where the image names another number of files, or the disk is the backing of
+    /// another already; what is wrong with a file.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         let options = self.options;
         let data = FlushTracker::new(data, options.flush, options.access);
@@ -328,14 +329,14 @@ impl<S: Storage> Disk<S> {
         self.format().vmdk_facts()
     }
 
-    /// The names of the files that together hold the disk's data, relative to the image's folder; empty where the image
-    /// holds it itself, or in a [`data_file`](Self::data_file).
+    /// The names of the files that together hold the disk's data, relative to the image's folder;
+    /// empty where the image holds it itself, or in a [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
         self.format().extent_files()
     }
 
-    /// The same disk over `backing`, the disk of its backing file: what the image does not have is read
-    /// from there, and past its end as zeros.
+    /// The same disk over `backing`, the disk of its backing file: what the image does not have is
+    /// read from there, and past its end as zeros.
     #[must_use]
     pub fn with_backing(mut self, backing: Arc<Self>) -> Self {
         let access = backing.options().access;
@@ -357,7 +358,7 @@ impl<S: Storage> Disk<S> {
         self.writer().layer()
     }
 
-    /// What changes the image.
+    /// The writer of the image.
     fn writer(&self) -> &Writer<S> {
         &self.current().writer
     }
@@ -372,7 +373,7 @@ impl<S: Storage> Disk<S> {
         &self.current().options
     }
 
-    /// What users of the disk have asked for, whatever the image was.
+    /// The requests of the disk's users, whatever the image was.
     fn request_stats(&self) -> &Stats {
         self.writer.layer().stats()
     }
@@ -419,7 +420,8 @@ impl<S: Storage> Disk<S> {
         self.format().compression()
     }
 
-    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as many.
+    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as
+    /// many.
     pub fn allocation_unit(&self) -> u64 {
         self.format().allocation_unit()
     }
@@ -439,13 +441,13 @@ impl<S: Storage> Disk<S> {
         self.layer().size()
     }
 
-    /// What requests should be aligned to in order to go down as they are. Others are served too.
+    /// The alignment of requests that go down as they are. Others are served too.
     pub fn alignment(&self) -> Alignment {
         self.layer().alignment()
     }
 
-    /// What an export may advertise: the storage's capabilities as changed by the options. Zero
-    /// writes always work; the capability says whether they are quick.
+    /// The capabilities that an export may advertise: the storage's, as changed by the options.
+    /// Zero writes always work; the capability says whether they are quick.
     pub fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.layer().data_capabilities();
         if self.format().has_metadata() {
@@ -462,8 +464,8 @@ impl<S: Storage> Disk<S> {
         capabilities
     }
 
-    /// What the first bytes of `range` are, through all layers, and for how many bytes that holds (at
-    /// least one, at most the length of `range`). `cache` belongs to this disk alone.
+    /// The status of the first bytes of `range`, through all layers, and for how many bytes that
+    /// holds (at least one, at most the length of `range`). `cache` belongs to this disk alone.
     ///
     /// # Errors
     /// `InvalidInput` when the range is empty or reaches past the end; or what a storage answers.
@@ -478,9 +480,9 @@ impl<S: Storage> Disk<S> {
         image.layer().block_status(range, cache, 0).await
     }
 
-    /// Which image of the chain has the first bytes of `range`, and for how many bytes that holds (as for
-    /// [`block_status`](Self::block_status)): 1 for the disk's own, 2 for its backing file, and so on; 0 where none has
-    /// them.
+    /// Which image of the chain has the first bytes of `range`, and for how many bytes that holds
+    /// (as for [`block_status`](Self::block_status)): 1 for the disk's own, 2 for its backing
+    /// file, and so on; 0 where none has them.
     ///
     /// # Errors
     /// As there.
@@ -500,8 +502,8 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
-    /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to this
-    /// disk alone.
+    /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to
+    /// this disk alone.
     ///
     /// # Errors
     /// `InvalidInput` when `range` reaches past the end; what the storages answer.
@@ -516,7 +518,8 @@ impl<S: Storage> Disk<S> {
         image.layer().map_entry(range, cache).await
     }
 
-    /// The image at a [`depth`](MapEntry::depth) of the chain: its data file's name, and its properties.
+    /// The image at a [`depth`](MapEntry::depth) of the chain: its data file's name, and its
+    /// properties.
     pub fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
         let layer = self.layer().at_depth(depth)?;
         Some(LayerInfo {
@@ -529,8 +532,8 @@ impl<S: Storage> Disk<S> {
         })
     }
 
-    /// Looks for errors in the image, whose changes are flushed and which must not change meanwhile; `None`
-    /// where the format has nothing to check.
+    /// Looks for errors in the image, whose changes are flushed and which must not change
+    /// meanwhile; `None` where the format has nothing to check.
     ///
     /// # Errors
     /// Only what the storage answers: what is wrong with the image is in the report.
@@ -546,11 +549,12 @@ impl<S: Storage> Disk<S> {
         self.format().check_with(progress).await
     }
 
-    /// Makes everything durable, and gives back what the image's storage holds on another host, before the disk is
-    /// dropped. The disk is not used afterwards.
+    /// Makes everything durable, and gives back what the image's storage holds on another host,
+    /// before the disk is dropped. The disk is not used afterwards.
     ///
-    /// The state file, if there is one, is removed, unless it has answered changes that could not be brought to
-    /// the image. A disk that is dropped without being closed leaves it, as a process that is killed does.
+    /// The state file, if there is one, is removed, unless it has answered changes that could not
+    /// be brought to the image. A disk that is dropped without being closed leaves it, as a
+    /// process that is killed does.
     ///
     /// # Errors
     /// What the storage answers.
@@ -584,7 +588,7 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// What people are told of one image of a chain.
+/// The description of one image of a chain, for people.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerInfo<'a> {
     /// The path of the image, mostly.

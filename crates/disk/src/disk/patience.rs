@@ -1,4 +1,5 @@
-//! How long a change of the whole disk waits for requests in flight, which may wait for a storage that does not answer.
+//! How long a change of the whole disk waits for requests in flight, which may wait for a storage
+//! that does not answer.
 
 use std::future::pending;
 use std::pin::pin;

@@ -1,8 +1,8 @@
 //! Holds the guest's changes off while the image is changed as a whole (quiesce).
 //!
-//! A change costs two atomic additions. Quiescing waits for the changes in flight; those that come later
-//! wait until it ends. A change in flight may wait for a backing file that does not answer, so quiescing has a limit:
-//! after that the changes go on.
+//! A change costs two atomic additions. Quiescing waits for the changes in flight; those that come
+//! later wait until it ends. A change in flight may wait for a backing file that does not answer,
+//! so quiescing has a limit: after that the changes go on.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -21,7 +21,8 @@ pub(crate) struct Quiesce {
     count: AtomicU64,
     resumed: Condvar,
     drained: Condvar,
-    /// A semaphore with one permit, because `async_lock::Mutex` reads the clock when it is contended.
+    /// A semaphore with one permit, because `async_lock::Mutex` reads the clock when it is
+    /// contended.
     one_at_a_time: Semaphore,
 }
 
@@ -73,7 +74,8 @@ impl Quiesce {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// Holds new changes off and waits until none is in flight; `None` where `limit`, which is polled from then on, ends first.
+    /// Holds new changes off and waits until none is in flight; `None` where `limit`, which is
+    /// polled from then on, ends first.
     pub(crate) async fn quiesce(
         &self,
         limit: impl Future<Output = ()>,

@@ -1,9 +1,12 @@
-//! What is done with a disk while none of its changes is in flight: observing it, and putting another image in its place.
+//! The work on a disk while none of its changes is in flight: observing it, and putting another
+//! image in its place.
 //!
-//! A [`Disk`] stays what its users hold; the image below it can be replaced. The image that takes over is a disk of its own, the *successor*. From then on every
-//! request of the disk goes to the successor's image. What was replaced stays in memory and its files stay open until the disk is
-//! dropped, because requests that read from it may still be in flight; it is closed, so that it is durable and complete, and where that
-//! fails requests ([`image_use`](super::image_use)) after those in flight.
+//! A [`Disk`] stays what its users hold; the image below it can be replaced. The image that takes
+//! over is a disk of its own, the *successor*. From then on every request of the disk goes to the
+//! successor's image. What was replaced stays in memory and its files stay open until the disk is
+//! dropped, because requests that read from it may still be in flight; it is closed, so that it is
+//! durable and complete, and where that fails requests ([`image_use`](super::image_use)) after
+//! those in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,7 +17,8 @@ use super::Disk;
 use super::quiesce::QuiescedGuard;
 use crate::observers::ChangeObserver;
 
-/// A disk no change of which is in flight, and none begins, until this is dropped. Reads and flushes go on.
+/// A disk no change of which is in flight, and none begins, until this is dropped. Reads and
+/// flushes go on.
 pub struct QuiescedDisk<'a, S: Storage> {
     disk: &'a Disk<S>,
     guard: QuiescedGuard<'a>,
@@ -44,8 +48,8 @@ impl<S: Storage> Disk<S> {
         self.observers.detach(observer);
     }
 
-    /// Why another disk cannot take this one's place, if so: it has another size, may not be changed, or loses in a
-    /// crash what this one has told its users that they need not flush.
+    /// Why another disk cannot take this one's place, if so: it has another size, may not be
+    /// changed, or loses in a crash what this one has told its users that they need not flush.
     ///
     /// # Errors
     /// `InvalidInput`, `ReadOnly` or `Unsupported`.
@@ -66,8 +70,8 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
-    /// Refuses to change snapshots while a job is about to put another image in the place of this one, or to detach its
-    /// backing file.
+    /// Refuses to change snapshots while a job is about to put another image in the place of this
+    /// one, or to detach its backing file.
     pub(crate) fn check_stays(&self) -> Result<()> {
         let what = match self.populating.load(Ordering::SeqCst) > 0 {
             true => {
@@ -90,8 +94,8 @@ impl<S: Storage> Disk<S> {
             .take_while(has_successor)
     }
 
-    /// Whether another image has taken the place of the one that it was opened with. A [sidecar](QuiescedDisk::record_in) of it
-    /// is none.
+    /// Whether another image has taken the place of the one that it was opened with. A
+    /// [sidecar](QuiescedDisk::record_in) of it is none.
     pub fn is_replaced(&self) -> bool {
         self.replaced().any(|disk| !disk.is_recorded.load(Ordering::Acquire))
     }
@@ -117,9 +121,10 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.disk.observers.attach(observer);
     }
 
-    /// Puts the image of `successor` in the place of this disk's: all requests go to it from now on, also those that
-    /// wait for the end of this. `successor` has everything that the disk has, durably, or is [over](Disk::over) its image, and
-    /// nothing else uses it or is going to. The disk is not quiesced any more when this returns.
+    /// Puts the image of `successor` in the place of this disk's: all requests go to it from now
+    /// on, also those that wait for the end of this. `successor` has everything that the disk
+    /// has, durably, or is [over](Disk::over) its image, and nothing else uses it or is going
+    /// to. The disk is no longer quiesced when this returns.
     ///
     /// # Errors
     /// As [`Disk::check_successor`]; nothing has changed then.
@@ -140,8 +145,8 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         Ok((ReplacedImage(replaced), self.guard))
     }
 
-    /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its changes beside it, or does so no
-    /// longer: the disk stays where it is.
+    /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its
+    /// changes beside it, or does so no longer: the disk stays where it is.
     ///
     /// # Errors
     /// As there.
@@ -151,20 +156,20 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.switch_to(successor)
     }
 
-    /// Refuses all changes from now on, also those that wait: the disk lives on at `successor`, a name for
-    /// messages. Reads go on.
+    /// Refuses all changes from now on, also those that wait: the disk lives on at `successor`, a
+    /// name for messages. Reads go on.
     pub fn retire(self, successor: String) {
         self.disk.protection.retire(successor);
     }
 }
 
-/// An image that no request goes to any more.
+/// An image that no request goes to.
 #[must_use = "close the image that is replaced"]
 pub struct ReplacedImage<'a, S: Storage>(pub(super) &'a Disk<S>);
 
 impl<S: Storage> ReplacedImage<'_, S> {
-    /// Waits for what is in flight on it, where its storage gives something back. Makes everything of it durable, as
-    /// [`Disk::close`] does.
+    /// Waits for what is in flight on it, where its storage gives something back. Makes everything
+    /// of it durable, as [`Disk::close`] does.
     ///
     /// # Errors
     /// What the storage answers.

@@ -1,4 +1,4 @@
-//! What a process that dies leaves to the next one: the format's redo log, in memory that outlives it.
+//! The memory that a process that dies leaves to the next one: the format's redo log.
 //!
 //! A disk with such memory keeps every answered request, also what no flush has covered: see
 //! [`StateMemory`]. Without it, or after a loss of power, it keeps what was answered as durable.
@@ -11,16 +11,16 @@ use blockhouse_format::Replay;
 use super::Disk;
 
 impl<S: Storage> Disk<S> {
-    /// Words of memory for the redo log; 0 where none is needed, because no answered change is in this
-    /// process alone. Less memory than this is enough for a log with fewer changes.
+    /// Words of memory for the redo log; 0 where none is needed, because no answered change is in
+    /// this process alone. Less memory than this is enough for a log with fewer changes.
     pub fn redo_log_words(&self) -> usize {
         self.format().redo_log_words()
     }
 
-    /// Brings to the image what a process had answered that died with it open. `log` is the memory that this
-    /// process had [attached](Self::attach_redo_log), on the same boot of the host. To be called when the disk
-    /// has its data file and its backing file, and before anything is changed, of a disk that was
-    /// [opened for it](Self::open_before_replay).
+    /// Brings to the image what a process had answered that died with it open. `log` is the memory
+    /// that this process had [attached](Self::attach_redo_log), on the same boot of the host.
+    /// To be called when the disk has its data file and its backing file, and before anything
+    /// is changed, of a disk that was [opened for it](Self::open_before_replay).
     ///
     /// # Errors
     /// What the storage answers, or `Corrupt`: the log is still good.
@@ -28,8 +28,8 @@ impl<S: Storage> Disk<S> {
         self.format().replay(log).await
     }
 
-    /// Empties `log`, and notes there from now on what is changed and not yet on disk. To be called before
-    /// anything is changed, and after [`replay`](Self::replay).
+    /// Empties `log`, and notes there from now on what is changed and not yet on disk. To be called
+    /// before anything is changed, and after [`replay`](Self::replay).
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         self.format().attach_redo_log(log);
     }

@@ -1,17 +1,18 @@
 //! The one choke point of all requests.
 //!
-//! 1. Every request is counted, measured and checked against the size and the access of the disk, whatever the
-//!    export checked before.
+//! 1. Every request is counted, measured and checked against the size and the access of the disk,
+//!    whatever the export checked before.
 //! 2. It waits for its turn, which is measured apart, if the disk has limits on its rates
-//!    ([`Throttle`](crate::throttle)). Nothing else waits for it meanwhile: it holds no claim, and does not count as a
-//!    change in flight.
-//! 3. A change waits for its turn, too: while the image is changed as a whole ([`super::Quiesce`]), and claims its range
-//!    ([`Writer::claim`](crate::write::Writer::claim)).
+//!    ([`Throttle`](crate::throttle)). Nothing else waits for it meanwhile: it holds no claim, and
+//!    does not count as a change in flight.
+//! 3. A change waits for its turn, too: while the image is changed as a whole ([`super::Quiesce`]),
+//!    and claims its range ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
 //! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
-//! 6. A change that finds no room is held and carried out again, if the disk's options say so ([`super::hold`]).
-//! 7. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it begins, are told of it when it
-//!    begins and when it has ended, and may hold its answer off.
+//! 6. A change that finds no room is held and carried out again, if the disk's options say so
+//!    ([`super::hold`]).
+//! 7. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it
+//!    begins, are told of it when it begins and when it has ended, and may hold its answer off.
 
 use std::pin::pin;
 
@@ -33,18 +34,19 @@ use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
-/// A change in flight: while it exists, no other image takes the place of the one that it goes to. Observers are told of
-/// it before it counts as ended.
+/// A change in flight: while it exists, no other image takes the place of the one that it goes to.
+/// Observers are told of it before it counts as ended.
 struct Turn<'a> {
     change: Option<Box<ObservedChange>>,
     image: UseGuard<'a>,
     _guard: WriteGuard<'a>,
 }
 
-/// A change that was carried out and is not answered yet. Its image stays open, because the change is made durable there.
+/// A change that was carried out and is not answered yet. Its image stays open, because the change
+/// is made durable there.
 struct Ended<'a> {
     image: UseGuard<'a>,
-    /// What it is to wait for after that.
+    /// The waits after that.
     waits: Vec<ChangeWait>,
 }
 
@@ -61,15 +63,16 @@ impl<S: Storage> Disk<S> {
     ///
     /// The future is to be polled until it is ready: requests wait for each other where they
     /// overlap, and where they need the same tables written. One that is dropped loses nothing that
-    /// was acknowledged, but what it began may take effect at any later time, also after newer writes
-    /// to the same bytes, or be undone; so an export that loses its client lets the requests in
-    /// flight come to their end.
+    /// was acknowledged, but what it began may take effect at any later time, also after newer
+    /// writes to the same bytes, or be undone; so an export that loses its client lets the
+    /// requests in flight come to their end.
     ///
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
     /// end, `InvalidInput` for anything else past the end, `Unsupported` for a
-    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or what the storage answered.
-    /// After a failed flush every flush and durable write fails until the disk is opened anew.
+    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or what the storage
+    /// answered. After a failed flush every flush and durable write fails until the disk is
+    /// opened anew.
     pub async fn submit(&self, request: Request) -> Result<()> {
         self.submit_from(ExportKind::Local, request).await
     }
@@ -109,8 +112,8 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// As [`submit`](Self::submit), without a turn among the requests that share the disk's limits: for jobs, which have
-    /// limits of their own, and tell of failures themselves.
+    /// As [`submit`](Self::submit), without a turn among the requests that share the disk's limits:
+    /// for jobs, which have limits of their own, and tell of failures themselves.
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
@@ -121,8 +124,8 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// Looks for reads of exactly these ranges by the disk's exports: whether another disk is this one by another name. One
-    /// probe at a time: another one takes the place of this.
+    /// Looks for reads of exactly these ranges by the disk's exports: whether another disk is this
+    /// one by another name. One probe at a time: another one takes the place of this.
     pub fn probe_reads(&self, ranges: Vec<ByteRange>) -> ReadProbe<'_> {
         self.read_probes.begin(ranges)
     }
@@ -167,8 +170,8 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Stores `bytes`, which are those of the one cluster at `offset` (fewer where the disk ends
-    /// before the cluster does), in compressed form. Compresses on the thread that polls. Two writes
-    /// of the same cluster wait for each other.
+    /// before the cluster does), in compressed form. Compresses on the thread that polls. Two
+    /// writes of the same cluster wait for each other.
     ///
     /// # Errors
     /// As a write; `Unsupported` where the format has no compressed clusters, `InvalidInput` for
@@ -192,8 +195,9 @@ impl<S: Storage> Disk<S> {
         Ok(result)
     }
 
-    /// Gives `range`, which reads as zeros before and after, space of its own without sending zeros, as far as that can
-    /// be; what is left of it, from where it could not on. Durable with the next flush.
+    /// Gives `range`, which reads as zeros before and after, space of its own without sending
+    /// zeros, as far as that can be; what is left of it, from where it could not on. Durable
+    /// with the next flush.
     ///
     /// # Errors
     /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
@@ -209,13 +213,13 @@ impl<S: Storage> Disk<S> {
         Ok(left)
     }
 
-    /// What the request takes of the disk's limits.
+    /// The request's share of the disk's limits.
     fn cost(&self, request: &Request) -> Option<RequestCost> {
         RequestCost::of(request, self.options().durability, self.capabilities().write_zeroes)
     }
 
-    /// What a request's writes and its end need to make it as durable as it asks, and at least as durable
-    /// as the disk's options ask.
+    /// The sync that a request's writes and its end need to be as durable as it asks, and at least
+    /// as durable as the disk's options ask.
     fn begin_sync(&self, asked: Durability) -> RequestSync<'_, S> {
         RequestSync::new(self.format(), asked.max(self.options().durability))
     }
@@ -231,8 +235,8 @@ impl<S: Storage> Disk<S> {
         Turn { change, image: self.current().uses.begin(), _guard: guard }
     }
 
-    /// Waits until the image may be changed, for a write. The bytes are in memory of its own where observers are shown
-    /// them.
+    /// Waits until the image may be changed, for a write. The bytes are in memory of its own where
+    /// observers are shown them.
     async fn begin_write_turn(
         &self,
         operation: Operation,
@@ -385,7 +389,8 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// Makes a change that was carried out as durable as it asks, and waits for what observers have it wait for.
+/// Makes a change that was carried out as durable as it asks, and waits for what observers have it
+/// wait for.
 async fn end_change<S: Storage>(sync: RequestSync<'_, S>, ended: Ended<'_>) -> Result<()> {
     let Ended { waits, image } = ended;
     sync.complete().await?;

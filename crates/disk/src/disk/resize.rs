@@ -1,8 +1,8 @@
 //! Longer and shorter disks.
 //!
-//! What a longer disk would bring to light (the rest of the last cluster, bytes of the backing file) is
-//! made zeros, durably, before the size changes: no crash shows it. A shorter disk loses what lies
-//! beyond, also the rest of its last cluster.
+//! Bytes that a longer disk would bring to light (the rest of the last cluster, bytes of the
+//! backing file) are made zeros, durably, before the size changes: no crash shows it. A shorter
+//! disk loses what lies beyond, also the rest of its last cluster.
 //!
 //! Of a disk with bitmaps, guests are held off while all of its tables change, and not while its
 //! new part is prepared, which may take long.
@@ -34,8 +34,8 @@ impl<S: Storage> Disk<S> {
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
     ///
     /// # Errors
-    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512, or of the disk's sectors; `Io` where
-    /// requests in flight take too long.
+    /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512, or of the
+    /// disk's sectors; `Io` where requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
         let prepared = match self.format().has_bitmaps() {
@@ -101,8 +101,8 @@ impl<S: Storage> Disk<S> {
         self.format().flush(SyncMode::Data).await
     }
 
-    /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request may
-    /// be in flight beyond the new end.
+    /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request
+    /// may be in flight beyond the new end.
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
@@ -128,8 +128,9 @@ impl<S: Storage> Disk<S> {
         self.format().flush(SyncMode::Full).await
     }
 
-    /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps change as a whole, so
-    /// where there are any, no change of the guest's is made beside it either.
+    /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps
+    /// change as a whole, so where there are any, no change of the guest's is made beside it
+    /// either.
     async fn begin_resize(&self) -> Result<Either<QuiescedGuard<'_>, WriteGuard<'_>>> {
         if !self.format().has_bitmaps() {
             let change = self.begin_change().await;
@@ -141,9 +142,9 @@ impl<S: Storage> Disk<S> {
         Ok(Either::Left(self.quiesce().await?))
     }
 
-    /// The new bytes of a disk that became longer which would not read as zeros by themselves: those
-    /// of the last old cluster, and those that the backing file has; of a raw disk, those that its
-    /// file has already. Up to the end of a block: clusters consist of whole ones.
+    /// The new bytes of a disk that became longer which would not read as zeros by themselves:
+    /// those of the last old cluster, and those that the backing file has; of a raw disk, those
+    /// that its file has already. Up to the end of a block: clusters consist of whole ones.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.cluster_size()?);
         let needed = match self.format().is_fully_allocated() {

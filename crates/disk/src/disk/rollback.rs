@@ -1,7 +1,7 @@
 //! Going back from a disk's image to the one behind it: see *Rollback* in README.md of the crate.
 //!
-//! Guarantee: no read that has looked something up in the image behind, as it was, is in flight when that is changed again, unless its
-//! storage does not answer for long.
+//! Guarantee: no read that has looked something up in the image behind, as it was, is in flight
+//! when that is changed again, unless its storage does not answer for long.
 
 use std::sync::Arc;
 
@@ -11,8 +11,9 @@ use blockhouse_format::Intent;
 use super::{Disk, QuiescedDisk, ReplacedImage};
 
 impl<S: Storage> Disk<S> {
-    /// Has the enabled bitmaps of `lower`, the image behind this disk's, say that what this disk's image has of its own changes, durably:
-    /// so it does when the disk goes back. No change may be in flight.
+    /// Has the enabled bitmaps of `lower`, the image behind this disk's, say that what this disk's
+    /// image has of its own changes, durably: so it does when the disk goes back. No change may
+    /// be in flight.
     ///
     /// # Errors
     /// What a storage answers: bitmaps may say of some of it that it has changed.
@@ -35,8 +36,8 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> QuiescedDisk<'a, S> {
-    /// As [`switch_to`](Self::switch_to), to an image that the replaced one stands on: it is changed only when reads that go through
-    /// the replaced one have ended.
+    /// As [`switch_to`](Self::switch_to), to an image that the replaced one stands on: it is
+    /// changed only when reads that go through the replaced one have ended.
     ///
     /// # Errors
     /// As there.

@@ -3,12 +3,12 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether changes of a disk are refused that was opened for writing. It is set while no change is in flight, so who may
-/// begin a change sees it.
+/// Whether changes of a disk are refused that was opened for writing. It is set while no change is
+/// in flight, so who may begin a change sees it.
 #[derive(Default)]
 pub(super) struct WriteProtection {
     is_on: AtomicBool,
-    /// Where the disk lives on, if it may not be changed here any more.
+    /// Where the disk lives on, if it may no longer be changed here.
     retired: OnceLock<String>,
 }
 

@@ -2,19 +2,19 @@
 //!
 //! [`DurabilityPlan::decide`] is asked once for the writes of a request:
 //!
-//! - Data that goes only to plain overwrites travels by FUA where the storage has that: one operation
-//!   for each extent, and no sync after it.
-//! - Where metadata has to follow (new space, or an overwrite whose own mapping is not durable yet), the
-//!   format says which way is cheaper. FUA for the data, then for the metadata, suits a lone write; plain
-//!   writes and one flush suit many that share it.
-//! - Zero writes and discards that change only metadata need only a metadata sync. So do plain writes
-//!   into new space: the format flushes data before it writes an entry that refers to it.
-//! - In every other case the data is written without FUA and one flush follows. `Full` always ends in a full
-//!   sync: FUA does not cover all that it promises.
+//! - Data that goes only to plain overwrites travels by FUA where the storage has that: one
+//!   operation for each extent, and no sync after it.
+//! - Where metadata has to follow (new space, or an overwrite whose own mapping is not durable
+//!   yet), the format says which way is cheaper. FUA for the data, then for the metadata, suits a
+//!   lone write; plain writes and one flush suit many that share it.
+//! - Zero writes and discards that change only metadata need only a metadata sync. So do plain
+//!   writes into new space: the format flushes data before it writes an entry that refers to it.
+//! - In every other case the data is written without FUA and one flush follows. `Full` always ends
+//!   in a full sync: FUA does not cover all that it promises.
 //! - Where durability is ignored (`--cache unsafe`) nothing follows.
 //!
-//! [`WriteMethod::decide`] is asked for each write that reaches a storage: many durable writes in flight
-//! can be cheaper with one flush for all than with FUA each (group commit).
+//! [`WriteMethod::decide`] is asked for each write that reaches a storage: many durable writes in
+//! flight can be cheaper with one flush for all than with FUA each (group commit).
 
 use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
 use blockhouse_format::MetadataSync;
@@ -26,23 +26,23 @@ const MAX_FUA_WRITES: usize = 3;
 /// writeback of its own.
 const MAX_AWAITED: u64 = 256 << 10;
 
-/// What the decision for a request depends on.
+/// The facts that the decision for a request depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
-    /// What the request asks for, or the disk's options.
+    /// The durability of the request, or of the disk's options.
     pub(super) asked: Durability,
-    /// What the storage of the data can.
+    /// The FUA of the data's storage.
     pub(super) fua: Fua,
     pub(super) change: Change,
 }
 
-/// What a request, or a part of it, does to the image.
+/// The change of the image by a request, or a part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// Only the format's metadata changes.
     Metadata,
-    /// Operations that cannot carry durability (the storage's zero writes and discards), or of which many
-    /// share one flush.
+    /// Operations that cannot carry durability (the storage's zero writes and discards), or of
+    /// which many share one flush.
     SharedFlush,
     /// Data is written.
     Data { extents: Extents, writes: Writes },
@@ -91,15 +91,16 @@ pub(crate) enum DurabilityPlan {
     FuaThenMetadata,
     /// No data is written; a metadata sync follows.
     ThenMetadata,
-    /// Plain writes into new space, and a sync follows of the metadata and of the data it refers to.
+    /// Plain writes into new space, and a sync follows of the metadata and of the data it refers
+    /// to.
     ThenDataAndMetadata,
     /// Plain writes, and a flush follows.
     ThenFlush(SyncMode),
 }
 
 impl DurabilityPlan {
-    /// The plan. `metadata_sync` is the format's advice for metadata that follows data. It is asked at
-    /// most once, and only where the answer matters, because it takes the format's lock.
+    /// The plan. `metadata_sync` is the format's advice for metadata that follows data. It is asked
+    /// at most once, and only where the answer matters, because it takes the format's lock.
     pub(super) fn decide(facts: Facts, metadata_sync: impl FnOnce() -> MetadataSync) -> Self {
         match facts {
             Facts { asked: Durability::None, .. } | Facts { fua: Fua::Ignored, .. } => Self::NoSync,
@@ -130,7 +131,7 @@ impl DurabilityPlan {
         }
     }
 
-    /// What each write of data carries.
+    /// The durability of each write of data.
     pub(crate) fn write_durability(self) -> Durability {
         match self {
             Self::Fua | Self::FuaThenMetadata => Durability::Data,
@@ -140,7 +141,7 @@ impl DurabilityPlan {
         }
     }
 
-    /// What is left to do after the writes.
+    /// The work that is left after the writes.
     pub(super) fn required_sync(self) -> RequiredSync {
         match self {
             Self::NoSync | Self::Fua => RequiredSync::None,
@@ -150,21 +151,23 @@ impl DurabilityPlan {
         }
     }
 
-    /// Whether a write to `extent` is one that a metadata writeback of another request should wait for,
-    /// because it needs a writeback right after.
+    /// Whether a write to `extent` is one that a metadata writeback of another request should wait
+    /// for, because it needs a writeback right after.
     pub(crate) fn joins_writeback(self, extent: &Extent) -> bool {
         let is_plain = matches!(self, Self::ThenDataAndMetadata | Self::ThenFlush(_));
         is_plain && !extent.is_pure_overwrite() && extent.guest.length() <= MAX_AWAITED
     }
 
-    /// Whether new space that reads as zeros may stay a hole of the host's file around the written bytes.
-    /// Not for durable writes: each later FUA write to a hole costs the host file system's journal.
+    /// Whether new space that reads as zeros may stay a hole of the host's file around the written
+    /// bytes. Not for durable writes: each later FUA write to a hole costs the host file
+    /// system's journal.
     pub(crate) fn may_leave_holes(self) -> bool {
         self == Self::NoSync
     }
 }
 
-/// The sync that a request still requires after its writes. Ordered: the greater one includes the lesser.
+/// The sync that a request still requires after its writes. Ordered: the greater one includes the
+/// lesser.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[must_use]
 pub(crate) enum RequiredSync {
@@ -190,8 +193,8 @@ pub(super) enum WriteMethod {
 }
 
 impl WriteMethod {
-    /// The method of a write that carries `asked`. `in_flight` counts the durable writes to this storage
-    /// that have not ended, this one included.
+    /// The method of a write that carries `asked`. `in_flight` counts the durable writes to this
+    /// storage that have not ended, this one included.
     pub(super) fn decide(
         asked: Durability,
         fua: Fua,

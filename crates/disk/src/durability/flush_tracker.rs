@@ -1,32 +1,35 @@
-//! What is written but not yet stable: a storage that flushes only where that changes something.
+//! Written bytes that are not yet stable: a storage that flushes only where that changes something.
 //!
 //! Completed writes are counted. A flush notes the count, its generation, when it begins. So:
 //!
 //! - A flush that finds its generation stable already issues nothing.
-//! - One flush runs at a time; others wait. When it ends, all whose generation it covered are done, and
-//!   the next one covers all the others.
+//! - One flush runs at a time; others wait. When it ends, all whose generation it covered are done,
+//!   and the next one covers all the others.
 //! - A write that completes while a flush runs is not covered by it.
-//! - A native durable write is stable when it succeeds and is not counted. One that fails is: a part of it may
-//!   be written.
-//! - The past of a storage that is open for writing counts as unstable, so its first flush is never skipped.
-//!   Another process may have written before, and died: what it was told is done may still be in a cache.
-//! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the next
-//!   flush a success. From then on every flush and durable write fails with the first errno, until the
-//!   storage is opened again. A failed durable write counts as a failed flush, whatever its errno: it may
-//!   report the loss of an older write, and the host reports that once. The exception is an error of
-//!   which the storage knows that nothing else is concerned ([`Error::is_confined`]), as on a full host.
-//! - A durable write that fails during a flush may have lost data that the flush reports as stable. So a
-//!   flush waits for the durable writes in flight at its end, and fails if one failed.
-//! - The first failure is kept in the image's state file, if there is one, and restored from there: a process that
-//!   is killed does not make it forgotten ([`FlushRecord`]). So is the time of the last change.
-//! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones are
-//!   written without FUA and share one ([`WriteMethod`]: group commit).
-//! - An operation whose future is dropped may end at any time, so afterwards every flush is issued. The
-//!   storage reports the outcome of a detached flush or durable write to the next flush, as its contract
-//!   says.
+//! - A native durable write is stable when it succeeds and is not counted. One that fails is: a
+//!   part of it may be written.
+//! - The past of a storage that is open for writing counts as unstable, so its first flush is never
+//!   skipped. Another process may have written before, and died: what it was told is done may still
+//!   be in a cache.
+//! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the
+//!   next flush a success. From then on every flush and durable write fails with the first errno,
+//!   until the storage is opened again. A failed durable write counts as a failed flush, whatever
+//!   its errno: it may report the loss of an older write, and the host reports that once. The
+//!   exception is an error of which the storage knows that nothing else is concerned
+//!   ([`Error::is_confined`]), as on a full host.
+//! - A durable write that fails during a flush may have lost data that the flush reports as stable.
+//!   So a flush waits for the durable writes in flight at its end, and fails if one failed.
+//! - The first failure is kept in the image's state file, if there is one, and restored from there:
+//!   a process that is killed does not make it forgotten ([`FlushRecord`]). So is the time of the
+//!   last change.
+//! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones
+//!   are written without FUA and share one ([`WriteMethod`]: group commit).
+//! - An operation whose future is dropped may end at any time, so afterwards every flush is issued.
+//!   The storage reports the outcome of a detached flush or durable write to the next flush, as its
+//!   contract says.
 //!
-//! Generations are counted with atomic operations: a plain write costs one addition. Only flushes take the
-//! lock, and they never hold it across a wait.
+//! Generations are counted with atomic operations: a plain write costs one addition. Only flushes
+//! take the lock, and they never hold it across a wait.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -46,7 +49,7 @@ use crate::stats::{Content, HostOperation, HostStats};
 #[cfg(test)]
 mod tests;
 
-/// What to do about a failed flush.
+/// The hint about a failed flush.
 const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
 
 /// A storage, and what of it is not stable.
@@ -59,7 +62,7 @@ pub(crate) struct FlushTracker<S> {
     detached_operations: AtomicU64,
     /// The first failure, which all later flushes repeat.
     failure: ErrorLatch,
-    /// What outlives the process, if anything does.
+    /// The record that outlives the process, if any does.
     record: OnceLock<FlushRecord>,
     flushes: Coalescer<StableGenerations>,
     fua_writes: Epochs,
@@ -102,8 +105,8 @@ impl<S: Storage> FlushTracker<S> {
         }
     }
 
-    /// As the tracker is when nothing was written through it, of a storage where what others have written is
-    /// stable: until the next write, a flush has nothing to do.
+    /// As the tracker is when nothing was written through it, of a storage where what others have
+    /// written is stable: until the next write, a flush has nothing to do.
     pub(crate) fn after_flush(mut self) -> Self {
         *self.write_generation.get_mut() = 0;
         self
@@ -233,8 +236,8 @@ impl<S: Storage> FlushTracker<S> {
 
     /// The generation that a flush called now must cover.
     fn target(&self, sync: SyncMode) -> u64 {
-        // A detached write may have completed just now. And a full flush is never skipped, because durable
-        // writes change metadata without being counted.
+        // A detached write may have completed just now. And a full flush is never skipped, because
+        // durable writes change metadata without being counted.
         if sync == SyncMode::Full || self.detached_operations.load(Ordering::SeqCst) > 0 {
             self.write_generation.fetch_add(1, Ordering::SeqCst) + 1
         } else {
@@ -272,7 +275,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 }
 
-/// What the disk does with guests' bytes. A format does the same with its metadata, through [`Storage`].
+/// The disk's use for guests' bytes. A format does the same with its metadata, through [`Storage`].
 impl<S: Storage> FlushTracker<S> {
     /// As [`Storage::read`], of guests' bytes.
     pub(crate) async fn read_data(&self, offset: u64, into: IoVector) -> Result<()> {

@@ -1,10 +1,11 @@
 //! Durability: how it is decided, and what carries it out.
 //!
-//! - [`decide`] is the decision, two pure functions: one for the writes of a request, one for a single
-//!   write that reaches the storage.
-//! - [`request_sync`] has the facts at hand, asks for the decision and collects the sync that a request
-//!   needs at its end.
-//! - [`flush_tracker`] wraps each storage: it skips and merges flushes, and remembers the first failure.
+//! - [`decide`] is the decision, two pure functions: one for the writes of a request, one for a
+//!   single write that reaches the storage.
+//! - [`request_sync`] has the facts at hand, asks for the decision and collects the sync that a
+//!   request needs at its end.
+//! - [`flush_tracker`] wraps each storage: it skips and merges flushes, and remembers the first
+//!   failure.
 
 mod decide;
 mod flush_tracker;

@@ -1,8 +1,9 @@
-//! The durability of one request, from its first write to its end; and whether it changes what the disk reads.
+//! The durability of one request, from its first write to its end; and whether it changes what the
+//! disk reads.
 //!
-//! Made once per request with what was asked for. Each write asks it for a plan, which also notes the sync
-//! that the plan requires afterwards, so no write can forget it. [`RequestSync::complete`] carries out
-//! the deepest of these syncs, once.
+//! Made once per request with what was asked for. Each write asks it for a plan, which also notes
+//! the sync that the plan requires afterwards, so no write can forget it. [`RequestSync::complete`]
+//! carries out the deepest of these syncs, once.
 
 use std::cell::Cell;
 
@@ -51,8 +52,8 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         self.plan(Change::Data { extents, writes }, || self.format.metadata_sync_mode())
     }
 
-    /// The plan for zeros that are written to a prepared extent as data. FUA only for an overwrite: what is
-    /// copied around new space is written without it.
+    /// The plan for zeros that are written to a prepared extent as data. FUA only for an overwrite:
+    /// what is copied around new space is written without it.
     pub(crate) fn plan_zeros(&self, is_pure_overwrite: bool, writes: Writes) -> DurabilityPlan {
         let extents = if is_pure_overwrite { Extents::Overwrites } else { Extents::Mixed };
         self.plan(Change::Data { extents, writes }, || MetadataSync::Flush)

@@ -1,11 +1,14 @@
-//! Finding the backing file that has what an image leaves to its chain, without asking all those before it each time.
+//! Finding the backing file that has what an image leaves to its chain, without asking all those
+//! before it each time.
 //!
 //! Guarantees:
-//! - Layers are only passed over where each of them, whole as it is, leaves the range to the ones behind it. They are
-//!   open for reading only, so what was found out once stays true ([`SkipTable`]).
-//! - A chain with a layer that may be changed is not remembered ([`Layer::chain`]); neither is anything from the moment on
-//!   when another opening took a layer's place.
-//! - An error that a layer answers while it is asked of more than the range is the error of no request.
+//! - Layers are only passed over where each of them, whole as it is, leaves the range to the ones
+//!   behind it. They are open for reading only, so what was found out once stays true
+//!   ([`SkipTable`]).
+//! - A chain with a layer that may be changed is not remembered ([`Layer::chain`]); neither is
+//!   anything from the moment on when another opening took a layer's place.
+//! - An error that a layer answers while it is asked of more than the range is the error of no
+//!   request.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,14 +30,15 @@ const ENTRY: u64 = WorkBudget::LOOK_UP / 8;
 /// The backing files of an image, the nearest first.
 pub(super) struct BackingChain<S: Storage> {
     layers: Vec<Arc<Layer<S>>>,
-    /// Bytes of a granule, a power of two: no more than the smallest cluster, where that is not tiny.
+    /// Bytes of a granule, a power of two: no more than the smallest cluster, where that is not
+    /// tiny.
     granule: u64,
     skips: SkipTable,
 }
 
 impl<S: Storage> Layer<S> {
-    /// The image's chain, if what is found out about it can be remembered and is of use: not of a layer that is itself
-    /// read through another one's chain.
+    /// The image's chain, if what is found out about it can be remembered and is of use: not of a
+    /// layer that is itself read through another one's chain.
     pub(super) fn chain(&self) -> Option<&BackingChain<S>> {
         if !self.remembers_chain.load(Ordering::Acquire) {
             return None;
@@ -69,8 +73,9 @@ impl<S: Storage> BackingChain<S> {
         &self.layers[index]
     }
 
-    /// The index of the first layer that may have some of the first bytes of `range`, which is not empty, and for how many
-    /// bytes that holds: at least one. Yields where `budget`, that of the request, is spent.
+    /// The index of the first layer that may have some of the first bytes of `range`, which is not
+    /// empty, and for how many bytes that holds: at least one. Yields where `budget`, that of
+    /// the request, is spent.
     pub(super) async fn find(&self, range: ByteRange, budget: &WorkBudget) -> (usize, ByteRange) {
         let (first, end) = (range.offset() / self.granule, range.end().div_ceil(self.granule));
         let (depth, mut next) = match self.skips.get(first) {
@@ -91,8 +96,9 @@ impl<S: Storage> BackingChain<S> {
         ByteRange::between(start, end)
     }
 
-    /// How many layers leave all of the first granules to those behind them, and where these granules end. The layers
-    /// are asked of all of them at once, as long as they give one answer.
+    /// How many layers leave all of the first granules to those behind them, and where these
+    /// granules end. The layers are asked of all of them at once, as long as they give one
+    /// answer.
     async fn find_out(&self, mut run: Range<u64>, budget: &WorkBudget) -> (usize, u64) {
         // The last layer leaves nothing to others.
         let last = self.layers.len() - 1;
@@ -106,7 +112,7 @@ impl<S: Storage> BackingChain<S> {
             budget.spend(WorkBudget::LOOK_UP + (run.end - run.start) * ENTRY).await;
             let Ok(extent) = layer.format().map(self.bytes_of(run.clone()), Intent::Read).await
             else {
-                // Those who read what is damaged find out; another time it may be readable.
+                // A read of the damaged part reports it; another time it may be readable.
                 return (skips, run.start + 1);
             };
             let length = extent.guest.length();

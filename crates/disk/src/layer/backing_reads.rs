@@ -1,7 +1,8 @@
 //! Reads of what an image leaves to its backing file that are in flight.
 //!
-//! A backing file may be slow, or not answer at all. Such a read keeps nothing of the image that other requests wait for; it
-//! is listed here, for those who take the backing file away and for those who tell what is stuck.
+//! A backing file may be slow, or not answer at all. Such a read keeps nothing of the image that
+//! other requests wait for; it is listed here, for those who take the backing file away and for
+//! those who tell what is stuck.
 
 use std::collections::BTreeMap;
 
@@ -50,8 +51,8 @@ pub(super) struct BackingReadGuard<'a> {
 }
 
 impl BackingReads {
-    /// A read begins. It sees every change of what is behind the image that was made before an [`ended`](Self::ended) which
-    /// does not wait for it.
+    /// A read begins. It sees every change of what is behind the image that was made before an
+    /// [`ended`](Self::ended) which does not wait for it.
     pub(super) fn begin(&self, range: ByteRange, reader: Reader) -> BackingReadGuard<'_> {
         let read = BackingRead { range, reader, since: clock::now(), depth: 1 };
         let mut state = self.state.lock();
@@ -80,7 +81,7 @@ impl BackingReads {
 }
 
 impl BackingReadGuard<'_> {
-    /// The layer that is read is so many steps down the chain.
+    /// The layer that is read is this many steps down the chain.
     pub(super) fn set_depth(&self, depth: usize) {
         if let Some(read) = self.reads.state.lock().in_flight.get_mut(&self.number) {
             read.depth = depth;

@@ -1,10 +1,11 @@
 //! Block status through all layers: which parts of a disk have data, and which read as zeros.
 //!
 //! A mapped cluster whose bytes are a hole of the host file reads as zeros. So status asks the host
-//! (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]) below every mapping, and the answer never says
-//! zero for data whose write was acknowledged before the [`BlockStatusCache`] of the question was made:
-//! the host is asked after the lookup, and the place keeps its owner meanwhile. Changes made later may
-//! be missing. A place past the end of the file counts as data: only a read tells what is there.
+//! (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]) below every mapping, and the answer
+//! never says zero for data whose write was acknowledged before the [`BlockStatusCache`] of the
+//! question was made: the host is asked after the lookup, and the place keeps its owner meanwhile.
+//! Changes made later may be missing. A place past the end of the file counts as data: only a read
+//! tells what is there.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +18,7 @@ use super::{Layer, Reader, within};
 /// Runs that are remembered for one file, at most.
 const MAX_RUNS: usize = 4096;
 
-/// What stands behind a range of a guest's disk.
+/// The state of a range of a guest's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockStatus {
     /// Space is allocated and holds data.
@@ -28,9 +29,9 @@ pub enum BlockStatus {
     Zero,
 }
 
-/// What the host has said of the files of a disk and of those behind it, so that each run of data and
-/// each hole is asked for once. For one walk, or one question of a client: what the disk's users change
-/// after it was made may be missing from later answers.
+/// The host's answers about the files of a disk and of those behind it, so that each run of data
+/// and each hole is asked for once. For one walk, or one question of a client: what the disk's
+/// users change after it was made may be missing from later answers.
 #[derive(Debug, Default)]
 pub struct BlockStatusCache {
     /// The address of the image that it is of: another one may take its place during a walk.
@@ -40,7 +41,8 @@ pub struct BlockStatusCache {
 }
 
 impl BlockStatusCache {
-    /// Forgets what it has of another image. An image that was replaced stays in memory, so its address is no other one's.
+    /// Forgets what it has of another image. An image that was replaced stays in memory, so its
+    /// address is no other one's.
     pub(crate) fn begin<S: Storage>(&mut self, image: &Layer<S>) {
         let image = std::ptr::from_ref(image).addr();
         if std::mem::replace(&mut self.image, image) != image {
@@ -71,8 +73,8 @@ struct Run {
 }
 
 impl HostRuns {
-    /// What `file` has at the start of `range`, which must not be empty, and for how many bytes that
-    /// holds: at least one, at most the length of the range.
+    /// The status of `file` at the start of `range`, which must not be empty, and for how many
+    /// bytes that holds: at least one, at most the length of the range.
     pub(crate) async fn block_status<S: Storage>(
         &mut self,
         file: &S,
@@ -95,9 +97,10 @@ impl HostRuns {
         (run.end > at).then_some(run)
     }
 
-    /// Asks for the run at `at`, all of it up to `size`, the end of the file. Runs that were remembered
-    /// behind `at` show a file that is gone through backwards: then as many bytes before `at` are asked
-    /// for too, so that the number of questions grows with the logarithm of the run's length.
+    /// Asks for the run at `at`, all of it up to `size`, the end of the file. Runs that were
+    /// remembered behind `at` show a file that is gone through backwards: then as many bytes
+    /// before `at` are asked for too, so that the number of questions grows with the logarithm
+    /// of the run's length.
     async fn ask<S: Storage>(&mut self, file: &S, at: u64, size: u64) -> Result<Run> {
         let from = self.look_back(at);
         if from < at {
@@ -115,7 +118,8 @@ impl HostRuns {
         if self.runs.len() >= MAX_RUNS {
             self.runs.clear();
         }
-        // The new run replaces the runs that begin inside it. One that reaches beyond it is asked for again.
+        // The new run replaces the runs that begin inside it. One that reaches beyond it is asked
+        // for again.
         let covered: Vec<u64> = self.runs.range(from..run.end).map(|(&start, _)| start).collect();
         for start in covered {
             self.runs.remove(&start);
@@ -134,9 +138,9 @@ impl HostRuns {
 }
 
 impl<S: Storage> Layer<S> {
-    /// What the first bytes of `range` are, through all layers from this one on, and for how many bytes that
-    /// holds (at least one, at most the length of `range`, which is not empty). This layer is at `depth` of
-    /// the disk that `cache` belongs to.
+    /// The status of the first bytes of `range`, through all layers from this one on, and for how
+    /// many bytes that holds (at least one, at most the length of `range`, which is not empty).
+    /// This layer is at `depth` of the disk that `cache` belongs to.
     pub(crate) async fn block_status(
         &self,
         range: ByteRange,
@@ -184,8 +188,8 @@ impl<S: Storage> Layer<S> {
 }
 
 impl<S: Storage> Layer<S> {
-    /// As [`block_status`](Self::block_status) of the disk's first layer, of what is behind it: `range` begins before the
-    /// end of the backing disk.
+    /// As [`block_status`](Self::block_status) of the disk's first layer, of what is behind it:
+    /// `range` begins before the end of the backing disk.
     pub(crate) async fn backing_status(
         &self,
         range: ByteRange,
@@ -199,7 +203,8 @@ impl<S: Storage> Layer<S> {
 
 impl<S: Storage> Layer<S> {
     /// Which layer has the first bytes of `range`, and for how many bytes that holds (as for
-    /// [`block_status`](Self::block_status)): 1 for this one, 2 for its backing file, and so on; 0 where none has them.
+    /// [`block_status`](Self::block_status)): 1 for this one, 2 for its backing file, and so on; 0
+    /// where none has them.
     pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         let (mut layer, mut rest, mut depth) = (self, range, 1);
         loop {

@@ -1,5 +1,5 @@
-//! Reading what is not simply aligned data of the image's file: compressed clusters, and host ranges that
-//! are less well aligned than the storage demands.
+//! Reading what is not simply aligned data of the image's file: compressed clusters, and host
+//! ranges that are less well aligned than the storage demands.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage};
 
@@ -7,11 +7,13 @@ use super::Layer;
 use crate::buffers::{CHUNK_SIZE, CompressedLocation};
 
 impl<S: Storage> Layer<S> {
-    /// Reads from the storage, through a buffer where the host range or the memory does not suit it: subclusters
-    /// can be smaller than its blocks, and formats of other programs align their data to sectors only.
+    /// Reads from the storage, through a buffer where the host range or the memory does not suit
+    /// it: subclusters can be smaller than its blocks, and formats of other programs align
+    /// their data to sectors only.
     pub(super) async fn read_host(&self, host: u64, into: IoVector) -> Result<()> {
         let is_aligned = self.alignment.admits(host, &into);
-        // Where the disk is the storage only its end is not aligned, and the storage takes that as it is.
+        // Where the disk is the storage only its end is not aligned, and the storage takes that as
+        // it is.
         if is_aligned || self.format.is_identity() || self.is_encrypted() {
             return self.read_data(host, into).await;
         }
@@ -68,7 +70,7 @@ impl<S: Storage> Layer<S> {
             self.cluster_buffers.for_decompression(outer.length() as usize, whole).await?;
         self.data().read_data(outer.offset(), memory.compressed.lend()).await?;
         let start = (host.offset() - outer.offset()) as usize;
-        // What lies past the end of the file is no part of it, not even as zeros.
+        // The bytes past the end of the file are no part of it, not even as zeros.
         let length = self.data().size().saturating_sub(host.offset()).min(host.length());
         let compressed = &memory.compressed.bytes()[start..start + length as usize];
         self.stats.decompressed();

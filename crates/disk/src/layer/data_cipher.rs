@@ -17,7 +17,7 @@ pub(crate) enum DataEncryption {
 }
 
 impl DataEncryption {
-    /// What the storage demands, with what the cipher does: it takes whole sectors, and any memory.
+    /// The storage's demands, with those of the cipher: it takes whole sectors, and any memory.
     pub(crate) fn alignment(&self, storage: Alignment) -> Alignment {
         let sector = match self {
             Self::None => return storage,

@@ -1,14 +1,15 @@
-//! The guest's data of an encrypted image, on its way to and from the storage. The one place that encrypts and decrypts.
+//! The guest's data of an encrypted image, on its way to and from the storage. The one place that
+//! encrypts and decrypts.
 //!
 //! Guarantees:
-//! - A guest's memory never holds encrypted bytes, and is never changed by a write: data travels through buffers of our
-//!   own, whose bytes are encrypted or decrypted there. Such a buffer waits for the storage only, so requests that hold
-//!   other buffers may wait for one.
-//! - What a write was given stays with it until the storage has ended the write, also where its future is dropped: claims
-//!   and guards that are attached to the memory end then, and not before.
+//! - A guest's memory never holds encrypted bytes, and is never changed by a write: data travels
+//!   through buffers of our own, whose bytes are encrypted or decrypted there. Such a buffer waits
+//!   for the storage only, so requests that hold other buffers may wait for one.
+//! - What a write was given stays with it until the storage has ended the write, also where its
+//!   future is dropped: claims and guards that are attached to the memory end then, and not before.
 //! - Without its key an image's data is neither read nor written; its metadata is.
-//! - Zeros and holes of the storage are not zeros of the disk, so the storage is never asked for zeros, discards or holes
-//!   of encrypted data.
+//! - Zeros and holes of the storage are not zeros of the disk, so the storage is never asked for
+//!   zeros, discards or holes of encrypted data.
 
 use std::sync::Mutex;
 
@@ -21,7 +22,7 @@ use super::data_cipher::{DataCipher, DataEncryption};
 use super::{HostRuns, Layer};
 use crate::buffers::CHUNK_SIZE;
 
-/// What encrypting a byte costs, next to copying it.
+/// The cost of encrypting a byte, next to copying it.
 const COST: u64 = 3;
 
 impl<S: Storage> Layer<S> {
@@ -30,7 +31,7 @@ impl<S: Storage> Layer<S> {
         !matches!(self.encryption, DataEncryption::None)
     }
 
-    /// What the storage can do with the guest's data.
+    /// The storage's capabilities for the guest's data.
     pub(crate) fn data_capabilities(&self) -> Capabilities {
         let capabilities = self.data().capabilities();
         match self.is_encrypted() {
@@ -46,7 +47,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// What the host has at the start of a range of the guest's data, as [`Storage::block_status`] says it.
+    /// The host's status of the start of a range of the guest's data, as [`Storage::block_status`]
+    /// says it.
     pub(crate) async fn host_status(
         &self,
         runs: &mut HostRuns,
@@ -58,7 +60,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Fills `into` with the guest's data at a host offset, which is aligned as the [layer](Self::alignment) demands.
+    /// Fills `into` with the guest's data at a host offset, which is aligned as the
+    /// [layer](Self::alignment) demands.
     pub(crate) async fn read_data(&self, host: u64, into: IoVector) -> Result<()> {
         match &self.encryption {
             DataEncryption::None => self.data().read_data(host, into).await,

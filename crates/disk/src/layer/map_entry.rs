@@ -1,4 +1,5 @@
-//! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O path.
+//! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O
+//! path.
 
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;
@@ -6,18 +7,18 @@ use blockhouse_format::Intent;
 use super::block_status::HostRuns;
 use super::{BlockStatus, BlockStatusCache, Layer, within};
 
-/// What a part of a disk is, and where.
+/// A part of a disk and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapEntry {
     /// The part.
     pub guest: ByteRange,
     /// Which layer it comes from: 0 is the image itself, 1 the file behind it.
     pub depth: usize,
-    /// What it is there.
+    /// Its kind.
     pub kind: MapEntryKind,
 }
 
-/// What a part of a layer is. Places are offsets in the layer's file.
+/// The kind of a part of a layer. Places are offsets in the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MapEntryKind {
     /// Data, from `host` on.
@@ -45,8 +46,8 @@ pub enum MapEntryKind {
 }
 
 impl<S: Storage> Layer<S> {
-    /// Where the first bytes of `range`, which is not empty and lies inside the disk, are stored. `cache`
-    /// belongs to this layer alone.
+    /// Where the first bytes of `range`, which is not empty and lies inside the disk, are stored.
+    /// `cache` belongs to this layer alone.
     pub(crate) async fn map_entry(
         &self,
         range: ByteRange,

@@ -1,14 +1,16 @@
 //! One image of a chain, with what reading it takes.
 //!
-//! - [`Layer`] owns the format, the backing layer and the buffers that reads need. It never changes a
-//!   guest's bytes: `write` does.
-//! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned (`unaligned`);
-//!   compressed clusters by way of a cache (`compressed`).
+//! - [`Layer`] owns the format, the backing layer and the buffers that reads need. It never changes
+//!   a guest's bytes: `write` does.
+//! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned
+//!   (`unaligned`); compressed clusters by way of a cache (`compressed`).
 //! - `backing_reads`: which reads of backing files are in flight; `waits` tells of them.
-//! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what is remembered of that.
+//! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what
+//!   is remembered of that.
 //! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
 //! - `unstable`: images behind this one with writes that no flush has covered.
-//! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all layers.
+//! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all
+//!   layers.
 
 mod backing_chain;
 mod backing_reads;
@@ -51,13 +53,13 @@ pub use waits::BackingWait;
 pub(crate) struct Layer<S: Storage> {
     format: Format<FlushTracker<S>>,
     encryption: DataEncryption,
-    /// What the storage of the data and its encryption demand.
+    /// The demands of the data's storage and of its encryption.
     alignment: Alignment,
     /// Where the image's unallocated clusters are read from.
     backing: OnceLock<Backing<S>>,
     /// Another opening of the same image, which takes this one's place behind others.
     successor: OnceLock<Arc<Layer<S>>>,
-    /// Whether the image leaves nothing to its backing file any more, for ever.
+    /// Whether the image leaves nothing to its backing file, for ever.
     is_detached: AtomicBool,
     /// Whether all changes claim their range.
     claims_all: AtomicBool,
@@ -145,7 +147,8 @@ impl<S: Storage> Layer<S> {
         Ok(Self::new(self.format.with_data(data)?))
     }
 
-    /// The same layer with the files that the image names for its data: see [`Format::with_extents`].
+    /// The same layer with the files that the image names for its data: see
+    /// [`Format::with_extents`].
     pub(crate) async fn with_extents(
         self,
         data: FlushTracker<S>,
@@ -154,8 +157,8 @@ impl<S: Storage> Layer<S> {
         Ok(Self::new(self.format.with_extents(data, ranges).await?))
     }
 
-    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its backing file, from now on.
-    /// Once only.
+    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
+    /// backing file, from now on. Once only.
     pub(crate) fn set_backing(&self, layer: Arc<Self>, access: Access) {
         self.format.set_backing_size(layer.size());
         // Its chain is a part of this one's.
@@ -164,10 +167,12 @@ impl<S: Storage> Layer<S> {
         let _ = self.backing.set(Backing::new(layer, access));
     }
 
-    /// Reads what the image leaves to its backing file through `backing` from now on, another opening of the same file,
-    /// which may change it. Reads that are in flight may use the older one.
+    /// Reads what the image leaves to its backing file through `backing` from now on, another
+    /// opening of the same file, which may change it. Reads that are in flight may use the
+    /// older one.
     pub(crate) fn replace_backing(&self, backing: Arc<Self>) {
-        // A read that begins when those in flight have ended sees it. The base remembers its own chain.
+        // A read that begins when those in flight have ended sees it. The base remembers its own
+        // chain.
         self.remembers_chain.store(false, Ordering::Release);
         match self.backing_layer() {
             // The last one of its line has none.
@@ -226,7 +231,8 @@ impl<S: Storage> Layer<S> {
         range.align_outward(self.block_size()).before(self.format.end())
     }
 
-    /// Has nothing behind this layer any more. No read may be in flight that looked something up before it was the image's own.
+    /// Has nothing behind this layer. No read may be in flight that looked something up before it
+    /// was the image's own.
     pub(crate) fn detach_backing(&self) {
         self.is_detached.store(true, Ordering::Release);
     }
@@ -236,7 +242,8 @@ impl<S: Storage> Layer<S> {
         self.is_detached.load(Ordering::Acquire)
     }
 
-    /// Whether all changes claim their range from now on, also where blocks are never changed in part. No change may be in flight.
+    /// Whether all changes claim their range from now on, also where blocks are never changed in
+    /// part. No change may be in flight.
     pub(crate) fn set_claims_all(&self, claims_all: bool) {
         self.claims_all.store(claims_all, Ordering::SeqCst);
     }
@@ -255,7 +262,8 @@ impl<S: Storage> Layer<S> {
         &self.fetches
     }
 
-    /// Keeps requests away from the end of the disk from `offset` on, the block that it lies in included.
+    /// Keeps requests away from the end of the disk from `offset` on, the block that it lies in
+    /// included.
     pub(crate) async fn claim_end(&self, offset: u64) -> Claim<'static> {
         let block = offset & !(self.block_size() - 1);
         self.claims.claim_exclusive(ByteRange::between(block, u64::MAX)).await
@@ -286,7 +294,8 @@ impl<S: Storage> Layer<S> {
         })
     }
 
-    /// This layer and all that were opened behind it, those included that were [detached](Self::detach_backing).
+    /// This layer and all that were opened behind it, those included that were
+    /// [detached](Self::detach_backing).
     pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |layer| {
             layer.backing.get().map(|behind| &**Self::last(&behind.layer))

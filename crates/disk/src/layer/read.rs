@@ -1,14 +1,16 @@
 //! A read: mapped extent by extent, each moved as its state says.
 //!
-//! What an image leaves to its backing files is read from the layer that has it: those between are asked in a loop, or passed over
-//! where that is known (see [`BackingChain`]), so a read through a long chain costs no more futures than one of two layers.
+//! The ranges that an image leaves to its backing files are read from the layer that has them:
+//! those between are asked in a loop, or passed over where that is known (see [`BackingChain`]), so
+//! a read through a long chain costs no more futures than one of two layers.
 //!
-//! One extent is one storage operation and nothing else; several run together (see [`crate::parts`]). Its place keeps its
-//! owner until it is read. A read of a backing file holds nothing of the image: it may take for ever.
+//! One extent is one storage operation and nothing else; several run together (see
+//! [`crate::parts`]). Its place keeps its owner until it is read. A read of a backing file holds
+//! nothing of the image: it may take for ever.
 //!
-//! Between them the read yields, see [`WorkBudget`]: what needs no waiting (holes, look-ups, decompression)
-//! keeps no other task of the thread waiting. All operations of a read are waited for, also when one
-//! fails: a request that was answered must not touch its memory any more.
+//! Between them the read yields, see [`WorkBudget`]: what needs no waiting (holes, look-ups,
+//! decompression) keeps no other task of the thread waiting. All operations of a read are waited
+//! for, also when one fails: a request that was answered must no longer touch its memory.
 
 use std::cell::Cell;
 
@@ -44,7 +46,7 @@ impl<S: Storage> Layer<S> {
         into: IoVector,
         reader: Reader,
     ) -> Result<()> {
-        // What is read keeps its place until it is read.
+        // An extent keeps its place until it is read.
         let guard = self.format.begin_read();
         let first = self.format.map(first_part(range), Intent::Read).await?;
         if first.guest == range {
@@ -54,7 +56,8 @@ impl<S: Storage> Layer<S> {
         Box::pin(self.read_parts((first, guard), range, into, reader)).await
     }
 
-    /// Fills `into` with those bytes of `range` that the image has itself; what it leaves to its backing file stays as it is.
+    /// Fills `into` with those bytes of `range` that the image has itself; what it leaves to its
+    /// backing file stays as it is.
     pub(crate) async fn read_own(&self, mut range: ByteRange, mut into: IoVector) -> Result<()> {
         let budget = WorkBudget::new();
         while !range.is_empty() {
@@ -159,8 +162,9 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Fills `into` with the bytes of `range`, which the image leaves to its backing files. The backing file is found while
-    /// the guard lives, because it may be detached afterwards, and waited for without it.
+    /// Fills `into` with the bytes of `range`, which the image leaves to its backing files. The
+    /// backing file is found while the guard lives, because it may be detached afterwards, and
+    /// waited for without it.
     fn read_backing<'a>(
         &'a self,
         range: ByteRange,
@@ -184,7 +188,8 @@ impl<S: Storage> Layer<S> {
         })
     }
 
-    /// Fills `into` with the bytes of `range` from this layer or those behind it; zeros past its end.
+    /// Fills `into` with the bytes of `range` from this layer or those behind it; zeros past its
+    /// end.
     async fn read_from(
         &self,
         mut range: ByteRange,
@@ -249,7 +254,7 @@ async fn read_along<S: Storage>(
     run_bounded(MAX_IN_FLIGHT, budget, stopped, parts).await
 }
 
-/// What reading an extent computes, if it does not yield by itself.
+/// The work of reading an extent, if it does not yield by itself.
 fn cost_of_reading(extent: &Extent) -> u64 {
     let length = extent.guest.length();
     WorkBudget::LOOK_UP

@@ -1,12 +1,14 @@
-//! How many backing files of a chain a read of some part of the disk can pass over: what was found out, remembered.
+//! How many backing files of a chain a read of some part of the disk can pass over: what was found
+//! out, remembered.
 //!
-//! The disk is divided into granules. An entry says of a granule that so many backing files, from the nearest on, leave all of it to
-//! those behind them.
+//! The disk is divided into granules. An entry says of a granule that this many backing files, from
+//! the nearest on, leave all of it to those behind them.
 //!
 //! Guarantees:
-//! - An entry that is found is the one that was last set for its granule. One may be lost at any time: then it is
-//!   found out again.
-//! - Memory: two bytes for each granule that was set, [`MAX_BYTES`] at most, however large the disk.
+//! - An entry that is found is the one that was last set for its granule. One may be lost at any
+//!   time: then it is found out again.
+//! - Memory: two bytes for each granule that was set, [`MAX_BYTES`] at most, however large the
+//!   disk.
 //! - No locks. Threads may get and set the same entries at the same time.
 
 use std::sync::OnceLock;
@@ -14,8 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a table's entries, at most: enough for 128 GiB of a disk in granules of 64 KiB.
 const MAX_BYTES: u64 = 4 << 20;
-/// Entries of a word. A word has the skips of neighbours in its lower half, a byte each, and says in the upper half
-/// which ones they are. It is read and written as a whole, so it never has the skips of one place with the tag of another.
+/// Entries of a word. A word has the skips of neighbours in its lower half, a byte each, and says
+/// in the upper half which ones they are. It is read and written as a whole, so it never has the
+/// skips of one place with the tag of another.
 const ENTRIES: u64 = 4;
 /// Words that are allocated together.
 const CHUNK: usize = 512;
@@ -41,7 +44,7 @@ struct Place {
 }
 
 impl SkipTable {
-    /// A table for a disk of so many granules. One that grows later uses the same memory.
+    /// A table for a disk of this many granules. One that grows later uses the same memory.
     pub(super) fn new(granules: u64) -> Self {
         let words = granules.div_ceil(ENTRIES);
         let chunks = words.div_ceil(CHUNK as u64).clamp(1, MAX_BYTES / CHUNK_BYTES);
@@ -49,7 +52,7 @@ impl SkipTable {
         Self { chunks: std::iter::repeat_with(OnceLock::new).take(chunks).collect() }
     }
 
-    /// What was set for the granule.
+    /// The value of the granule.
     pub(super) fn get(&self, granule: u64) -> Option<usize> {
         let place = self.place(granule)?;
         let word = self.chunks[place.chunk].get()?[place.word].load(Ordering::Relaxed);
@@ -57,8 +60,8 @@ impl SkipTable {
         (word >> TAG_SHIFT == place.tag).then_some(skips)?.checked_sub(1).map(usize::from)
     }
 
-    /// Remembers that so many backing files can be passed over, in the place of what was known of a granule that shares
-    /// the word.
+    /// Remembers that this many backing files can be passed over, in the place of what was known of
+    /// a granule that shares the word.
     pub(super) fn set(&self, granule: u64, skips: usize) {
         let Some(place) = self.place(granule) else { return };
         let chunk = self.chunks[place.chunk]

@@ -1,7 +1,7 @@
 //! Reads that are not aligned as the storage demands: their bytes travel through aligned buffers.
 //!
-//! Long reads go chunk by chunk with one buffer, so that memory stays bounded, and yield between the
-//! chunks.
+//! Long reads go chunk by chunk with one buffer, so that memory stays bounded, and yield between
+//! the chunks.
 
 use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
 use futures_util::future::join;

@@ -1,7 +1,9 @@
-//! Images behind this one with writes of this process that no flush has covered: a fork leaves such a layer.
+//! Images behind this one with writes of this process that no flush has covered: a fork leaves such
+//! a layer.
 //!
-//! Guarantee: a flush of an image makes all that was written before to the layers behind it durable, as long as one of them is not
-//! known to be stable, and fails where that fails. Where all are, it costs one atomic load.
+//! Guarantee: a flush of an image makes all that was written before to the layers behind it
+//! durable, as long as one of them is not known to be stable, and fails where that fails. Where all
+//! are, it costs one atomic load.
 
 use std::sync::atomic::Ordering;
 
@@ -15,7 +17,7 @@ impl<S: Storage> Layer<S> {
         self.is_stable.store(false, Ordering::SeqCst);
     }
 
-    /// The image is durable, and is not changed any more.
+    /// The image is durable, and is no longer changed.
     pub(crate) fn set_stable(&self) {
         self.is_stable.store(true, Ordering::SeqCst);
     }
@@ -40,7 +42,8 @@ impl<S: Storage> Layer<S> {
         self.maybe_unstable().any(|layer| !layer.is_stable.load(Ordering::SeqCst))
     }
 
-    /// Makes everything durable that the image has, and what those behind it have that are not stable yet.
+    /// Makes everything durable that the image has, and what those behind it have that are not
+    /// stable yet.
     ///
     /// # Errors
     /// What a storage answers.

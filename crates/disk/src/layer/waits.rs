@@ -51,7 +51,8 @@ impl<S: Storage> Layer<S> {
         self.backing_reads.ended().await;
     }
 
-    /// The read that waits for a backing file: of all such reads the oldest one, of a change if there is one.
+    /// The read that waits for a backing file: of all such reads the oldest one, of a change if
+    /// there is one.
     pub(crate) fn backing_wait(&self) -> Option<BackingWait> {
         let BackingRead { range, reader, since, depth } = self.backing_reads.oldest()?;
         let mut layer = self.at_depth(depth)?;

@@ -5,8 +5,9 @@ use blockhouse_core::Result;
 use super::image_disk::ImageDisk;
 
 impl ImageDisk {
-    /// The space that the image takes on the host in bytes, its data file included, its backing file not. A block device
-    /// takes all that it has. `None` where another server has the image.
+    /// The space that the image takes on the host in bytes, its data file included, its backing
+    /// file not. A block device takes all that it has. `None` where another server has the
+    /// image.
     ///
     /// # Errors
     /// The host's.

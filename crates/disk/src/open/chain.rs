@@ -1,11 +1,12 @@
 //! Opening an image with its backing files.
 //!
 //! A backing file is opened only as the format that the image names, never as what it looks like: a
-//! guest could make its raw disk look like an image whose backing file is any file of the host. It is
-//! a file (a server's export only where the user allows that), found from the folder of the image that names it, below that folder
-//! or an allowed path (`allowed_paths`), only read, and locked against writers. Chains end: a file that
-//! comes twice and a chain that is too long are refused. A data file goes through the same gate, as raw,
-//! and is opened and locked as its image is.
+//! guest could make its raw disk look like an image whose backing file is any file of the host. It
+//! is a file (a server's export only where the user allows that), found from the folder of the
+//! image that names it, below that folder or an allowed path (`allowed_paths`), only read, and
+//! locked against writers. Chains end: a file that comes twice and a chain that is too long are
+//! refused. A data file goes through the same gate, as raw, and is opened and locked as its image
+//! is.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -47,7 +48,7 @@ pub(super) const MAX_FILES: usize = 200;
 /// How many names of a chain a message has room for at either end.
 const NAMED: usize = 2;
 
-/// What an image names, in messages.
+/// The words for the file that an image names, in messages.
 const BACKING_FILE: &str = "backing file";
 const DATA_FILE: &str = "data file";
 const EXTENT: &str = "extent";
@@ -59,13 +60,14 @@ const ENOENT: i32 = 2;
 ///
 /// # Errors
 /// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
-/// another format, is a mirror that was not completed, or the host refuses; for a backing file also the chain that leads
-/// to it.
+/// another format, is a mirror that was not completed, or the host refuses; for a backing file also
+/// the chain that leads to it.
 pub async fn open(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
     open_chain(path, &options, None, Files::Host).await
 }
 
-/// As [`open`], to find out what is in the chain: of encrypted images without a key no data can be read.
+/// As [`open`], to find out what is in the chain: of encrypted images without a key no data can be
+/// read.
 ///
 /// # Errors
 /// As [`open`].
@@ -89,8 +91,9 @@ pub async fn open_snapshot(
     open_chain(path, &options, Some(snapshot), Files::Host).await
 }
 
-/// As [`open`] or [`open_snapshot`], by the files that another process has open ([`Disk::chain_files`](crate::Disk::chain_files)). Changes
-/// nothing, and leaves the state file to that process, before [`HandedOverDisk::take_over`]. `behind` is read behind the last of these
+/// As [`open`] or [`open_snapshot`], by the files that another process has open
+/// ([`Disk::chain_files`](crate::Disk::chain_files)). Changes nothing, and leaves the state file to
+/// that process, before [`HandedOverDisk::take_over`]. `behind` is read behind the last of these
 /// files.
 ///
 /// # Errors
@@ -137,7 +140,8 @@ async fn open_chain(
     Ok(disk)
 }
 
-/// What is to be opened for a snapshot: a raw image in Ceph has snapshots of its own, which are locations.
+/// The location to open for a snapshot: a raw image in Ceph has snapshots of its own, which are
+/// locations.
 fn at_snapshot<'a>(
     path: &'a Path,
     options: &ImageOptions,
@@ -238,8 +242,8 @@ async fn end_resize(disk: &ImageDisk, restore: &Restore) -> Result<()> {
     Ok(())
 }
 
-/// Opens only the files that hold the image's metadata, to ask what it is, for reading only: no guest data of an
-/// image with a data file can be read. Needs the loop of the current thread.
+/// Opens only the files that hold the image's metadata, to ask what it is, for reading only: no
+/// guest data of an image with a data file can be read. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`].
@@ -268,8 +272,8 @@ pub struct CommitChain {
     pub between: Vec<String>,
 }
 
-/// Opens an image and one of its backing files, both for writing, with all other backing files: the first whose path
-/// `is_base`. Needs the loop of the current thread.
+/// Opens an image and one of its backing files, both for writing, with all other backing files: the
+/// first whose path `is_base`. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` when the image has no such backing file.
@@ -327,14 +331,15 @@ pub async fn open_for_commit(
     Ok(CommitChain { overlay, base, between })
 }
 
-/// Opens the backing file of a disk for writing while the disk is used, with all further backing files: for
-/// [`Disk::attach_base`](crate::Disk::attach_base). `path` is the image's, `options` those that it was opened with. Other programs are kept from the
-/// backing file from now on, also from reading it. Nothing that is answered outlives the process before
+/// Opens the backing file of a disk for writing while the disk is used, with all further backing
+/// files: for [`Disk::attach_base`](crate::Disk::attach_base). `path` is the image's, `options`
+/// those that it was opened with. Other programs are kept from the backing file from now on, also
+/// from reading it. Nothing that is answered outlives the process before
 /// [`keep_state`](super::keep_state). Needs the loop of the current thread.
 ///
 /// # Errors
-/// As [`open`]; `InvalidInput` where there is no backing file, another file has its name now, or its disk was moved;
-/// `Locked` where others use it; `Unsupported` for one with a data file.
+/// As [`open`]; `InvalidInput` where there is no backing file, another file has its name now, or
+/// its disk was moved; `Locked` where others use it; `Unsupported` for one with a data file.
 pub async fn open_base(
     disk: &ImageDisk,
     path: &Path,
@@ -386,8 +391,9 @@ pub async fn open_base(
     Ok(Arc::new(opened))
 }
 
-/// Opens an image for writing that this process has open for reading already, as the layer of a disk, and which a record refuses to open so:
-/// the disk is to go back to it. `take_locks` gets its file, before it is locked. Needs the loop of the current thread.
+/// Opens an image for writing that this process has open for reading already, as the layer of a
+/// disk, and which a record refuses to open so: the disk is to go back to it. `take_locks` gets its
+/// file, before it is locked. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`], and those of `take_locks`.
@@ -405,8 +411,8 @@ pub(super) async fn open_layer_again(
     Ok(disk)
 }
 
-/// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that is
-/// asked for. Needs the loop of the current thread.
+/// Opens the file of an image for work on the file itself, whatever is in it, and locks it if that
+/// is asked for. Needs the loop of the current thread.
 ///
 /// # Errors
 /// One that names the file: it is missing or locked, or the host refuses.
@@ -418,7 +424,8 @@ pub fn open_storage(path: &Path, options: ImageOptions) -> Result<HostFile> {
     Ok(file)
 }
 
-/// As [`open_storage`], wherever the image is: for a repair, which needs no file. Needs the loop of the current thread.
+/// As [`open_storage`], wherever the image is: for a repair, which needs no file. Needs the loop of
+/// the current thread.
 ///
 /// # Errors
 /// One that names the image: it is missing or locked, or the host, server or cluster refuses.
@@ -431,7 +438,8 @@ pub async fn open_for_repair(path: &Path, options: ImageOptions) -> Result<Image
     }
 }
 
-/// Tells of a raw backing file that looks like another format: the image that names its format may be wrong.
+/// Tells of a raw backing file that looks like another format: the image that names its format may
+/// be wrong.
 async fn warn_of_disguise(backing: &ImageDisk) -> Result<()> {
     if backing.format().is_raw()
         && let Some(name) = probe::probe(backing.format().storage()).await?
@@ -448,9 +456,10 @@ async fn warn_of_disguise(backing: &ImageDisk) -> Result<()> {
 /// The files that are open so far, from the image down.
 struct Chain {
     files: Vec<(PathBuf, Option<Identity>)>,
-    /// Those that hold the images' data.
+    /// The files that hold the images' data.
     data_files: Vec<Identity>,
-    /// The raw image that the user named, if the first image is its sidecar: the one data file that no name leads to.
+    /// The raw image that the user named, if the first image is its sidecar: the one data file
+    /// that no name leads to.
     sidecars_image: Option<RawImage>,
     /// The folder of the last image, from which its names are looked up.
     folder: Folder,
@@ -486,7 +495,7 @@ impl Chain {
         Self { files, data_files, sidecars_image, folder, source, without_key }
     }
 
-    /// What the next file is to be opened as.
+    /// The options that the next file is opened by.
     fn next(&self, backing: &Backing, options: &ImageOptions) -> Result<ImageFormat> {
         let name = String::from_utf8_lossy(&backing.name);
         let last = self.last();
@@ -585,7 +594,8 @@ impl Chain {
         Ok(Named { path, storage, identity, folder })
     }
 
-    /// The last image with the files that hold its data, if those are others: opened and locked as the image is.
+    /// The last image with the files that hold its data, if those are others: opened and locked as
+    /// the image is.
     async fn with_data(&mut self, disk: ImageDisk, options: &ImageOptions) -> Result<ImageDisk> {
         if !disk.extent_files().is_empty() {
             return self.with_extents(disk, options).await;
@@ -650,7 +660,8 @@ impl Chain {
         disk.with_extents(ImageStorage::Concat(Box::new(data)), &ranges).await
     }
 
-    /// A file with data of the last image, whose own file is `image`, and which names it as its `role`: opened and locked.
+    /// A file with data of the last image, whose own file is `image`, and which names it as its
+    /// `role`: opened and locked.
     async fn open_data(
         &mut self,
         name: &[u8],
@@ -720,7 +731,7 @@ impl Chain {
             .hint("restore the image, or give it the right file: 'blockhouse rebase -u'"))
     }
 
-    /// What went wrong with a file behind the first one.
+    /// The error for a file behind the first one.
     fn failed(&self, error: FindError) -> Error {
         let error = match error {
             // It names the image.

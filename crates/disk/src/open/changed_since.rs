@@ -1,4 +1,4 @@
-//! What a persistent bitmap says to have changed on a disk, wherever its image is.
+//! The changes of a disk by a persistent bitmap, wherever its image is.
 
 use std::path::Path;
 
@@ -13,8 +13,9 @@ const MAX_BYTES: u64 = 64 << 20;
 /// The finest granularity that is told apart in what another server says, in bytes.
 const MIN_GRANULARITY: u64 = 4096;
 
-/// What has changed on `disk`, which was opened by `name`, since the bitmap was begun: that of the image, or what the
-/// server offers as `qemu:dirty-bitmap:BITMAP`. Nothing may change it meanwhile.
+/// The changes of `disk`, which was opened by `name`, since the bitmap was begun: that of the
+/// image, or the one that the server offers as `qemu:dirty-bitmap:BITMAP`. Nothing may change it
+/// meanwhile.
 ///
 /// # Errors
 /// There is no such bitmap, it lacks changes, or the server does not offer it.

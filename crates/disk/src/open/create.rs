@@ -30,8 +30,9 @@ const ENOENT: i32 = 2;
 /// that.
 ///
 /// # Errors
-/// One that names the image: the size is no multiple of 512, there is one of this name, or the host or cluster refuses.
-/// A device is too small or in use. An image that could not be finished is removed.
+/// One that names the image: the size is no multiple of 512, there is one of this name, or the host
+/// or cluster refuses. A device is too small or in use. An image that could not be finished is
+/// removed.
 pub async fn create(name: &Path, size: u64, format: ImageFormat) -> Result<()> {
     create_as(name, size, format, NewFile::default()).await
 }
@@ -158,8 +159,8 @@ pub async fn remove_created(name: &Path) {
     }
 }
 
-/// Gives a finished image, which is durable and not open, another name: in the same folder, or the same pool of Ceph.
-/// Durable when it returns.
+/// Gives a finished image, which is durable and not open, another name: in the same folder, or the
+/// same pool of Ceph. Durable when it returns.
 ///
 /// # Errors
 /// One that names the image: as [`rename_durable`]. An image in Ceph is never replaced.
@@ -205,7 +206,8 @@ pub fn part_of(target: &Path) -> PathBuf {
         path.push(PART);
         return path.into();
     }
-    // The name of a file has a limit: of a long one the start and a number that is the same each time.
+    // The name of a file has a limit: of a long one the start and a number that is the same each
+    // time.
     let number = format!("~{:016x}", fnv(name.as_bytes()));
     let mut start = kept - number.len();
     let text = name.to_string_lossy();
@@ -222,7 +224,8 @@ fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(BASIS, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(PRIME))
 }
 
-/// The file that a new image becomes that is to have this name: where symbolic links lead, if only to where no file is.
+/// The file that a new image becomes that is to have this name: where symbolic links lead, if only
+/// to where no file is.
 pub fn behind_links(name: &Path) -> PathBuf {
     const MAX_LINKS: usize = 40;
     let mut path = name.to_owned();
@@ -236,7 +239,8 @@ pub fn behind_links(name: &Path) -> PathBuf {
     name.to_owned()
 }
 
-/// Whether a file keeps its place and can only be written to: it is mounted there, or its folder takes no new file.
+/// Whether a file keeps its place and can only be written to: it is mounted there, or its folder
+/// takes no new file.
 pub fn keeps_its_place(file: &Path) -> bool {
     let folder = file.parent().filter(|parent| !parent.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
@@ -253,8 +257,9 @@ fn is_mounted(file: &Path, folder: &Path) -> bool {
     }
 }
 
-/// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image in Ceph ends before
-/// its snapshot and its parameters. An export of another server is a disk, whatever it is called.
+/// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image
+/// in Ceph ends before its snapshot and its parameters. An export of another server is a disk,
+/// whatever it is called.
 pub fn format_by_name(name: &Path) -> ImageFormat {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
@@ -275,8 +280,9 @@ pub fn format_for_new(name: &Path) -> Result<ImageFormat, String> {
     }
 }
 
-/// Refuses the name of a new file in the folder of devices: it is a mistyped device, mostly, and the file
-/// would take memory and be gone after a restart. File systems mounted below (`/dev/shm`) are none.
+/// Refuses the name of a new file in the folder of devices: it is a mistyped device, mostly, and
+/// the file would take memory and be gone after a restart. File systems mounted below (`/dev/shm`)
+/// are none.
 ///
 /// # Errors
 /// `InvalidInput`.

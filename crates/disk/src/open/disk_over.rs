@@ -20,7 +20,8 @@ use crate::options::Access;
 /// How long a server may take to answer a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// The disk over an image's file, and what is to be done when it has its data file and its backing file.
+/// The disk over an image's file, and what is to be done when it has its data file and its backing
+/// file.
 pub(super) async fn disk_over(
     mut storage: ImageStorage,
     path: &Path,
@@ -41,7 +42,7 @@ pub(super) async fn disk_over(
     storage.set_answer_time(Some(OPEN_TIME));
     let disk_options = options.of_disk();
     let format = options.format.unwrap_or_else(|| match &storage {
-        // What is put together of several files has no name that says anything.
+        // A disk of several files has no name that says anything.
         ImageStorage::Concat(_) => ImageFormat::Raw,
         _ => format_by_name(path),
     });

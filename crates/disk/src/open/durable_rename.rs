@@ -8,18 +8,18 @@ use blockhouse_core::{Error, Result};
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 
-/// What becomes of a file that has the name already.
+/// The treatment of a file that has the name already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfExists {
     /// It stays, and the new one does not get the name.
     Fail,
-    /// The new one takes its place, at one moment, and its mode; its owner and group as far as the kernel
-    /// lets this process set them.
+    /// The new one takes its place, at one moment, and its mode; its owner and group as far as the
+    /// kernel lets this process set them.
     Replace,
 }
 
-/// Renames the file `from`, whose content is durable, to `to` in the same folder, and makes the name
-/// durable.
+/// Renames the file `from`, whose content is durable, to `to` in the same folder, and makes the
+/// name durable.
 ///
 /// # Errors
 /// One that names the file: `to` exists and is to be kept, or the host refuses.
@@ -43,7 +43,8 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;
-    // XFS counts what the name has changed of the inode as a change that the next durable write has to flush.
+    // XFS counts what the name has changed of the inode as a change that the next durable write has
+    // to flush.
     if let Ok(file) = File::open(to) {
         file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(to)))?;
     }
@@ -54,8 +55,8 @@ fn name(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Gives the file `from` the mode of the file `to`, if there is one, and its owner and group if this process
-/// may set them.
+/// Gives the file `from` the mode of the file `to`, if there is one, and its owner and group if
+/// this process may set them.
 pub(super) fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
     let (Ok(old), file) = (std::fs::metadata(to), File::open(from)?) else { return Ok(()) };
     let new = file.metadata()?;

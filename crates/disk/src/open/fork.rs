@@ -1,8 +1,10 @@
-//! Forks of disks that are in use, and of images that nobody has open: see *Forks* in README.md of the crate.
+//! Forks of disks that are in use, and of images that nobody has open: see *Forks* in README.md of
+//! the crate.
 //!
-//! Guarantees: what a disk was at the moment is its layer, and what it and its children read; a kill or a loss of power at any step leaves
-//! the disk as it was or in its overlay, and the record beside its layer says which. Where a fork fails before the moment, the disk goes
-//! on as before and nothing is left of it.
+//! Guarantees: what a disk was at the moment is its layer, and what it and its children read; a
+//! kill or a loss of power at any step leaves the disk as it was or in its overlay, and the record
+//! beside its layer says which. Where a fork fails before the moment, the disk goes on as before
+//! and nothing is left of it.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -35,7 +37,7 @@ use crate::tools::set_backing_file;
 
 type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 
-/// An overlay that is to be made.
+/// An overlay to be made.
 #[derive(Clone, Debug)]
 pub struct NewChild {
     /// Where. Nothing is there yet.
@@ -44,13 +46,14 @@ pub struct NewChild {
     pub opened: Option<ImageOptions>,
 }
 
-/// What a fork is to make of one disk.
+/// The request to a fork for one disk.
 pub struct ForkOf<'a> {
     /// The disk, which is in use.
     pub disk: &'a ImageDisk,
     /// How it was opened.
     pub options: ImageOptions,
-    /// Where its overlay is to be; `None` for a disk that is open for reading only, which goes on as it is.
+    /// Where its overlay is to be; `None` for a disk that is open for reading only, which goes on
+    /// as it is.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay is there already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
@@ -72,8 +75,9 @@ pub struct Forked<'a> {
 }
 
 impl Forked<'_> {
-    /// Makes the layer durable, and lets other programs read it from then on. Guests go on meanwhile, but while the disk's bitmaps
-    /// are completed: where that fails it is told, and they say that all has changed.
+    /// Makes the layer durable, and lets other programs read it from then on. Guests go on
+    /// meanwhile, but while the disk's bitmaps are completed: where that fails it is told, and
+    /// they say that all has changed.
     ///
     /// # Errors
     /// What the storage answers: it stays locked, and flushes of what stands on it fail as well.
@@ -113,12 +117,13 @@ struct Steps<'a> {
     children: Vec<(PathBuf, Option<ImageDisk>)>,
 }
 
-/// Forks disks at one moment; for how long their changes were held off. The layers are to be [settled](Forked::settle). Needs the loop
-/// of the current thread.
+/// Forks disks at one moment; for how long their changes were held off. The layers are to be
+/// [settled](Forked::settle). Needs the loop of the current thread.
 ///
 /// # Errors
-/// One that names the disk or file: it cannot be forked, has another size than its guest's, exists already; `Io` where changes in
-/// flight take too long; the host's. All disks go on as before then, and no file is left.
+/// One that names the disk or file: it cannot be forked, has another size than its guest's, exists
+/// already; `Io` where changes in flight take too long; the host's. All disks go on as before then,
+/// and no file is left.
 pub async fn fork(forks: Vec<ForkOf<'_>>) -> Result<(Vec<Forked<'_>>, Pause)> {
     let mut steps = Vec::with_capacity(forks.len());
     for fork in forks {
@@ -144,7 +149,8 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         steps.give_bitmaps().await?;
         steps.make_children().await?;
     }
-    // From the first record on no failure leaves a child whose layer goes on being changed, but where it is undone.
+    // From the first record on no failure leaves a child whose layer goes on being changed, but
+    // where it is undone.
     for steps in &mut *all {
         steps.record()?;
     }
@@ -328,7 +334,7 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Leaves the disk as it was. What cannot be removed is told.
+    /// Leaves the disk as it was. What cannot be removed is reported.
     async fn undo(self) {
         for (path, disk) in self.children {
             close_unused(disk.as_ref()).await;
@@ -561,7 +567,8 @@ mod tests {
                 write(&disk, 65536, 2).await;
                 write(&child, 65536, 3).await;
                 assert!(disk.has_unstable_layer() && child.has_unstable_layer());
-                // As a process that is killed leaves them: neither the layer nor the overlays are closed.
+                // As a process that is killed leaves them: neither the layer nor the overlays are
+                // closed.
                 drop(forked);
                 drop((disk, child));
                 let refused = open(&path, options.clone()).await.err().expect("it was forked");

@@ -1,8 +1,10 @@
-//! Bitmaps over a fork: those of the disk go on in its overlay, under their names, and the layer keeps its own.
+//! Bitmaps over a fork: those of the disk go on in its overlay, under their names, and the layer
+//! keeps its own.
 //!
-//! Guarantees: a bitmap of the overlay never lacks a change. From before the overlay can become the disk until the layer is
-//! [settled](super::fork::Forked::settle) it says that all has changed; then what it said at the moment, and what has changed since: the
-//! same as if there had been no fork. A crash leaves one of the two. A fork is refused nothing because of them, and its pause
+//! Guarantees: a bitmap of the overlay never lacks a change. From before the overlay can become the
+//! disk until the layer is [settled](super::fork::Forked::settle) it says that all has changed;
+//! then what it said at the moment, and what has changed since: the same as if there had been no
+//! fork. A crash leaves one of the two. A fork is refused nothing because of them, and its pause
 //! does not wait for them.
 
 use std::sync::Arc;
@@ -16,7 +18,8 @@ use crate::dirty_map::DirtyMap;
 use crate::disk::ReplacedImage;
 use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
 
-/// The most memory for what changes until the layer is settled: where it does not suffice, a bitmap may say of more that it has changed.
+/// The most memory for what changes until the layer is settled: where it does not suffice, a bitmap
+/// may say of more that it has changed.
 const MAX_MEMORY: u64 = 64 << 20;
 
 /// Notes what changes.
@@ -41,8 +44,9 @@ pub(super) struct ForkedBitmaps {
     changes: Arc<Changes>,
 }
 
-/// Gives the overlay of a disk, to which nothing was written, the bitmaps of the disk's image; `None` where none of them has to be
-/// [completed](ForkedBitmaps::complete), because none records changes.
+/// Gives the overlay of a disk, to which nothing was written, the bitmaps of the disk's image;
+/// `None` where none of them has to be [completed](ForkedBitmaps::complete), because none records
+/// changes.
 ///
 /// # Errors
 /// The host's.
@@ -105,8 +109,8 @@ impl ForkedBitmaps {
         Arc::clone(&self.changes) as Arc<dyn ChangeObserver>
     }
 
-    /// Has them say what they are to: `layer` is the image that was the disk's, which is not changed any more. Changes of the disk
-    /// are held off meanwhile.
+    /// Has them say what they are to: `layer` is the image that was the disk's, which is no longer
+    /// changed. Changes of the disk are held off meanwhile.
     ///
     /// # Errors
     /// What the storage answers: they say that all has changed.

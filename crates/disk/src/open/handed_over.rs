@@ -1,8 +1,10 @@
-//! Images that another process hands over: opened again by the files that it has open, with its locks.
+//! Images that another process hands over: opened again by the files that it has open, with its
+//! locks.
 //!
-//! Guarantees: until [`HandedOverDisk::take_over`] nothing of the image is changed, nor of what outlives its process, and its locks stay with the other process,
-//! whatever becomes of this one. The other process must execute no request from [`Disk::settle`] on, until it
-//! goes on itself or is over.
+//! Guarantees: until [`HandedOverDisk::take_over`] nothing of the image is changed, nor of what
+//! outlives its process, and its locks stay with the other process, whatever becomes of this one.
+//! The other process must execute no request from [`Disk::settle`] on, until it goes on itself or
+//! is over.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -34,7 +36,8 @@ pub struct HandedFile {
 pub(super) enum Files {
     /// They are opened by their paths.
     Host,
-    /// Another process has opened them, in this order. Behind them comes an image that is open here already.
+    /// Another process has opened them, in this order. Behind them comes an image that is open here
+    /// already.
     HandedOver(VecDeque<HandedFile>, Option<SharedLayer>),
 }
 
@@ -84,7 +87,8 @@ impl Files {
         }
     }
 
-    /// Refuses a chain that ends before an image that is open here already; `name` is the first one's.
+    /// Refuses a chain that ends before an image that is open here already; `name` is the first
+    /// one's.
     ///
     /// # Errors
     /// `InvalidInput`.
@@ -123,17 +127,21 @@ impl Files {
 }
 
 impl ImageDisk {
-    /// The files that it has open, in the order in which [`open_handed_over`](super::open_handed_over) wants them, and the paths that it
-    /// finds in the images: of each image of the chain, from the top, the image and its data file, or the files that hold its data. A layer
-    /// that a fork has left was opened by another path, mostly.
+    /// The files that it has open, in the order in which
+    /// [`open_handed_over`](super::open_handed_over) wants them, and the paths that it finds in
+    /// the images: of each image of the chain, from the top, the image and its data file, or the
+    /// files that hold its data. A layer that a fork has left was opened by another path,
+    /// mostly.
     ///
     /// # Errors
-    /// `Unsupported` where another server has one of the images: its connections cannot be handed over.
+    /// `Unsupported` where another server has one of the images: its connections cannot be handed
+    /// over.
     pub fn chain_files(&self) -> Result<Vec<(PathBuf, &HostFile)>> {
         self.first_files(usize::MAX)
     }
 
-    /// As [`chain_files`](Self::chain_files), of the first images alone: so many, the disk's own included.
+    /// As [`chain_files`](Self::chain_files), of the first images alone: this many, the disk's own
+    /// included.
     ///
     /// # Errors
     /// As there.
@@ -171,9 +179,9 @@ impl ImageDisk {
         Ok(all)
     }
 
-    /// Brings the image to a state in which another process can open it, with everything that was answered: metadata
-    /// is written, and the mark of an image that is open is taken away. No request may be in flight. The disk stays
-    /// open, and may go on.
+    /// Brings the image to a state in which another process can open it, with everything that was
+    /// answered: metadata is written, and the mark of an image that is open is taken away. No
+    /// request may be in flight. The disk stays open, and may go on.
     ///
     /// # Errors
     /// What the storage answers; a failure to write metadata that is remembered.
@@ -220,8 +228,9 @@ fn not_handed_over(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, what).on(name)
 }
 
-/// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a failure is told. Nothing may
-/// be in flight on the disk, which is [settled](ImageDisk::settle), and keeps no state yet. `path` is its image's.
+/// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a
+/// failure is reported. Nothing may be in flight on the disk, which is
+/// [settled](ImageDisk::settle), and keeps no state yet. `path` is its image's.
 pub fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
     if let Some(state) = FutureState::of(disk, path, uses) {
         state.take(disk, disk.flush_failures());
@@ -248,9 +257,10 @@ impl HandedOverDisk {
         layers.nth(depth).cloned().map(SharedLayer)
     }
 
-    /// The image is this process's alone from now on: its locks go when it is dropped, and it may be changed. The next flush
-    /// covers what the other process has written. `failures` are those that the other process remembers: they stay
-    /// in force. The state file is this process's, too. There is no way back: what goes wrong is logged.
+    /// The image is this process's alone from now on: its locks go when it is dropped, and it may
+    /// be changed. The next flush covers what the other process has written. `failures` are
+    /// those that the other process remembers: they stay in force. The state file is this
+    /// process's, too. There is no way back: what goes wrong is logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { disk, state } = self;
         disk.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
@@ -334,7 +344,8 @@ mod tests {
         });
     }
 
-    /// A hand-over that fails: the redo log is as good as before, and no other opening finds a reason to refuse it.
+    /// A hand-over that fails: the redo log is as good as before, and no other opening finds a
+    /// reason to refuse it.
     #[test]
     fn a_process_that_goes_on_still_keeps_its_redo_log() {
         let folder = tempfile::tempdir().unwrap();
@@ -363,7 +374,8 @@ mod tests {
         });
     }
 
-    /// Programs that try to open the image hold bytes of their own for a moment, until they see those of its server.
+    /// Programs that try to open the image hold bytes of their own for a moment, until they see
+    /// those of its server.
     #[test]
     fn who_tries_to_open_the_image_meanwhile_is_no_reason_to_refuse_it() {
         let folder = tempfile::tempdir().unwrap();
@@ -380,7 +392,7 @@ mod tests {
         });
     }
 
-    /// Whatever an offer says, no server is connected to, and no library loaded.
+    /// An offer never makes the process connect to a server, or load a library.
     #[test]
     fn a_location_is_a_name_and_nothing_to_open() {
         let folder = tempfile::tempdir().unwrap();

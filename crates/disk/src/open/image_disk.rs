@@ -15,8 +15,8 @@ impl ImageDisk {
         self.format().storage().storage().as_file()
     }
 
-    /// The file that has the byte at `host` of the data of the image at a depth of the chain, and where in it: an
-    /// image may be in many files.
+    /// The file that has the byte at `host` of the data of the image at a depth of the chain, and
+    /// where in it: an image may be in many files.
     pub fn locate(&self, depth: usize, host: u64) -> (&str, u64) {
         match self.layer().at_depth(depth) {
             Some(layer) => layer.data().storage().locate(host),
@@ -24,8 +24,8 @@ impl ImageDisk {
         }
     }
 
-    /// The space that the [files](Self::extent_files) with the image's data take on the host, in bytes; 0 where it
-    /// names none.
+    /// The space that the [files](Self::extent_files) with the image's data take on the host, in
+    /// bytes; 0 where it names none.
     ///
     /// # Errors
     /// The host's.
@@ -39,21 +39,22 @@ impl ImageDisk {
         }
     }
 
-    /// Waits until no read is in flight at a backing file that was [detached](Self::detach_backing).
+    /// Waits until no read is in flight at a backing file that was
+    /// [detached](Self::detach_backing).
     pub async fn detached_reads_ended(&self) {
         self.layer().backing_reads_ended().await;
     }
 
-    /// The disk, without its backing files, is open: requests of guests and tools wait for its server as long as it takes.
-    /// Those of commands that only look at it have a limit.
+    /// The disk, without its backing files, is open: requests of guests and tools wait for its
+    /// server as long as it takes. Commands that only look at it have a limit.
     pub(super) fn end_opening(&self, is_look: bool) {
         if !is_look {
             self.own_layer().format().storage().storage().set_answer_time(None);
         }
     }
 
-    /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks, and connections to other
-    /// servers. No read may be in flight there.
+    /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks,
+    /// and connections to other servers. No read may be in flight there.
     pub fn release_detached(&self) {
         self.unlock_former();
         let layers = self.layer().opened_layers().skip(1).take_while(|layer| layer.stands() <= 1);
@@ -62,14 +63,15 @@ impl ImageDisk {
         }
     }
 
-    /// Gives the locks back that are held on images that were [replaced](crate::QuiescedDisk::switch_to) or
-    /// [detached](Self::detach_backing): other programs may use them again.
+    /// Gives the locks back that are held on images that were
+    /// [replaced](crate::QuiescedDisk::switch_to) or [detached](Self::detach_backing): other
+    /// programs may use them again.
     pub fn unlock_former(&self) {
         let files = self.left_layers().flat_map(|layer| {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())
         });
-        // Those that are shared are held on the image in use.
+        // Shared locks are held on the image in use.
         let files = files.flatten().filter(|file| !file.shares_locks());
         files.for_each(HostFile::release_locks);
     }

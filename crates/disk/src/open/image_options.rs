@@ -92,21 +92,22 @@ impl FromStr for CacheMode {
 
 /// Whether what is answered outlives the process that answers it. See docs/durability.md.
 ///
-/// Used for images that are opened for writing and locked. One that is opened for reading only is refused where answered
-/// changes are missing: a copy of it would lack them, and none would tell.
+/// Used for images that are opened for writing and locked. One that is opened for reading only is
+/// refused where answered changes are missing: a copy of it would lack them, and none would tell.
 #[derive(Clone, Debug, Default)]
 pub enum StateUse {
     /// Nothing outlives it, and nothing that another process left is looked for.
     #[default]
     Off,
-    /// As `Off`, but a warning tells of changes that a dead server left there: for commands that look at an image and copy
-    /// nothing of it. `None` where there is no such directory.
+    /// As `Off`, but a warning tells of changes that a dead server left there: for commands that
+    /// look at an image and copy nothing of it. `None` where there is no such directory.
     Look(Option<StateDir>),
-    /// What a server left there that died is brought to the image. For tools: nothing is kept where it left nothing,
-    /// and an image whose server left it elsewhere is not changed. `None` where there is no such directory.
+    /// The state that a dead server left there is brought to the image. For tools: nothing is kept
+    /// where it left nothing, and an image whose server left it elsewhere is not changed.
+    /// `None` where there is no such directory.
     Replay(Option<StateDir>),
-    /// So it is, and the image has a state file there until it is closed. For servers. Where it cannot be made,
-    /// opening fails.
+    /// So it is, and the image has a state file there until it is closed. For servers. Where it
+    /// cannot be made, opening fails.
     Keep(StateDir),
     /// As `Keep`, but where it cannot be made, opening warns and goes on.
     TryKeep(StateDir),
@@ -137,25 +138,26 @@ pub struct ImageOptions {
     pub access: Access,
     /// How the host's page cache is used.
     pub cache: CacheMode,
-    /// What becomes of discards.
+    /// The effect of discards.
     pub discard: Discard,
-    /// What becomes of writes of zeros.
+    /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
     /// Whether what is read from its backing file becomes its own, if it may be changed.
     pub copy_on_read: bool,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
-    /// What becomes of changes that find no room.
+    /// The treatment of changes that find no room.
     pub on_full: OnFull,
     /// Whether other programs are kept away.
     pub locking: Locking,
     /// Whether what is answered outlives the process.
     pub state: StateUse,
-    /// What the image may name as its backing file or data file, beside regular files below its own folder.
+    /// The files that the image may name as its backing file or data file, beside regular files
+    /// below its own folder.
     pub allowed_paths: AllowedPaths,
     /// Whether it may name an export of another server as its backing file.
     pub remote_backing: RemoteBacking,
-    /// What opens encrypted images.
+    /// The secrets of encrypted images.
     pub secrets: Secrets,
     /// The part of its file that the image is in, which is only read then.
     pub part: Option<FilePart>,
@@ -165,22 +167,25 @@ pub struct ImageOptions {
     pub side_file: Option<SideFile>,
 }
 
-/// What becomes of the backing file that an image names.
+/// The treatment of the backing file that an image names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackingUse {
     /// It is opened.
     #[default]
     Followed,
-    /// It is left out: what the image does not have reads as zeros, and block status tells it from data.
+    /// It is left out: what the image does not have reads as zeros, and block status tells it from
+    /// data.
     LeftOut,
 }
 
-/// Where the bitmaps of a raw image or volume are that has no room for them, if that is not beside it.
+/// Where the bitmaps of a raw image or volume are that has no room for them, if that is not beside
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SideFile {
     /// The file, or a folder in which it is named after the image.
     pub path: PathBuf,
-    /// Whether nobody else writes to the volume, in the user's word: it counts where nothing tells otherwise.
+    /// Whether nobody else writes to the volume, in the user's word: it counts where nothing tells
+    /// otherwise.
     pub is_alone: bool,
 }
 
@@ -193,8 +198,8 @@ pub struct FilePart {
     pub size: Option<u64>,
 }
 
-/// Whether an image may name another server as its backing file: a stranger's image could have this host connect to
-/// servers that the stranger cannot reach.
+/// Whether an image may name another server as its backing file: a stranger's image could have this
+/// host connect to servers that the stranger cannot reach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemoteBacking {
     /// It may not.
@@ -205,14 +210,15 @@ pub enum RemoteBacking {
 }
 
 impl ImageOptions {
-    /// The same for an image in this part of its file, which may begin anywhere: through the page cache.
+    /// The same for an image in this part of its file, which may begin anywhere: through the page
+    /// cache.
     #[must_use]
     pub fn in_part(self, part: Option<FilePart>) -> Self {
         let cache = if part.is_some() { CacheMode::Writeback } else { self.cache };
         Self { part, cache, ..self }
     }
 
-    /// What of this is the disk's concern.
+    /// The options that are the disk's concern.
     pub(super) fn of_disk(&self) -> Options {
         Options {
             access: self.access,
@@ -236,8 +242,8 @@ impl ImageOptions {
 }
 
 impl Default for ImageOptions {
-    /// The format by the name, read and write, direct I/O, discards passed on, zeros written, locked,
-    /// no state, no allowed paths, no secrets, bitmaps beside it.
+    /// The format by the name, read and write, direct I/O, discards passed on, zeros written,
+    /// locked, no state, no allowed paths, no secrets, bitmaps beside it.
     fn default() -> Self {
         Self {
             format: None,

@@ -1,4 +1,5 @@
-//! Image files that stand on another one, as far as they are in the same folders: whoever changes that one spoils them.
+//! Image files that stand on another one, as far as they are in the same folders: whoever changes
+//! that one spoils them.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -14,7 +15,8 @@ use super::qemu_name::plain_backing;
 /// The longest name of a backing file that the format has.
 const MAX_NAME: u32 = 1023;
 
-/// The qcow2 files of these folders whose backing file is `layer`, but for copies that were not completed.
+/// The qcow2 files of these folders whose backing file is `layer`, but for copies that were not
+/// completed.
 ///
 /// # Errors
 /// The host's, where a folder cannot be read.

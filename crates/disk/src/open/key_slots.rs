@@ -36,13 +36,13 @@ pub enum LastKey {
     MayGo,
 }
 
-/// Changes key slots of an image that is open for writing, durably. The secrets that open it stay those it was opened with.
-/// Derives keys on this thread, which takes seconds.
+/// Changes key slots of an image that is open for writing, durably. The secrets that open it stay
+/// those it was opened with. Derives keys on this thread, which takes seconds.
 ///
 /// # Errors
-/// `InvalidInput` where the image is not encrypted, there is no such slot or secret, the slot is in use, or the last key
-/// would be lost; `Unsupported` for a version of LUKS other than 1, or where no secret opens the image; or what the storage
-/// answers.
+/// `InvalidInput` where the image is not encrypted, there is no such slot or secret, the slot is in
+/// use, or the last key would be lost; `Unsupported` for a version of LUKS other than 1, or where
+/// no secret opens the image; or what the storage answers.
 pub async fn change_key_slots(
     disk: &ImageDisk,
     secrets: &Secrets,

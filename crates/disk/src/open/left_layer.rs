@@ -1,7 +1,9 @@
-//! A layer that a fork has left, when what stands on it is opened for writing and the server of the fork has died.
+//! A layer that a fork has left, when what stands on it is opened for writing and the server of the
+//! fork has died.
 //!
-//! Guarantee: the layer has what that server had answered before the fork, durably. Reason: the server may have died before it had
-//! settled the layer. No other opening brings it there, because the record refuses to open the layer itself for writing.
+//! Guarantee: the layer has what that server had answered before the fork, durably. Reason: the
+//! server may have died before it had settled the layer. No other opening brings it there, because
+//! the record refuses to open the layer itself for writing.
 
 use std::path::Path;
 
@@ -17,8 +19,8 @@ use super::restore::find_state;
 use crate::disk::EarlierWrites;
 use crate::options::Access;
 
-/// Brings to a layer what its server left, and makes it durable. Nothing becomes of other backing files. It is open for reading,
-/// by these options, and not locked yet.
+/// Brings to a layer what its server left, and makes it durable. Nothing becomes of other backing
+/// files. It is open for reading, by these options, and not locked yet.
 ///
 /// # Errors
 /// The host's; as opening it for writing: another program uses it.
@@ -43,6 +45,7 @@ pub(super) async fn restore_layer(
         let (disk, restore) = opened?;
         restore.finish(disk).await?.close().await?;
     }
-    // What it had written may be in the page cache alone, and flushes of what stands on it do not reach there.
+    // Its last writes may be in the page cache alone, and flushes of its overlays do not reach
+    // there.
     file.flush(SyncMode::Data).await
 }

@@ -1,7 +1,8 @@
 //! A backing file that is left out (`backing: null` in QEMU's JSON).
 //!
-//! Guarantees: what the image does not have reads as zeros, and its block status is that of a hole. Zeros that are written
-//! are stored as zeros, so that nothing else is read when the backing file is followed again.
+//! Guarantees: what the image does not have reads as zeros, and its block status is that of a hole.
+//! Zeros that are written are stored as zeros, so that nothing else is read when the backing file
+//! is followed again.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;

@@ -1,9 +1,9 @@
 //! Image locks, the same bytes that QEMU locks, so that the two exclude each other.
 //!
-//! A program that uses permission n holds byte 100 + n; one that does not share it holds byte 200 + n
-//! (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the descriptor).
-//! A program first takes its own bytes, then looks for those of others. So of two programs that start at
-//! the same moment at least one notices.
+//! A program that uses permission n holds byte 100 + n; one that does not share it holds byte 200 +
+//! n (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the
+//! descriptor). A program first takes its own bytes, then looks for those of others. So of two
+//! programs that start at the same moment at least one notices.
 
 use std::fs;
 use std::io;
@@ -22,7 +22,7 @@ use crate::options::Access;
 const USED: u64 = 100;
 const REFUSED: u64 = 200;
 
-/// What a program does with an image, numbered as QEMU numbers it.
+/// A program's use of an image, numbered as QEMU numbers it.
 #[derive(Clone, Copy)]
 enum Permission {
     Read = 0,
@@ -57,8 +57,8 @@ pub(super) enum Locked {
     No,
 }
 
-/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away. The locks of a file that another
-/// process hands over stay what they are.
+/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away. The locks
+/// of a file that another process hands over stay what they are.
 ///
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
 ///
@@ -98,8 +98,9 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
             Err(error) => return Err(failed(error)),
         }
     }
-    // Those are the locks of the process that hands the file over, and no other program has the image. One that tries to open
-    // it holds its own bytes until it has found that out, and must not be taken for a holder.
+    // These are the locks of the process that hands the file over, and no other program has the
+    // image. One that tries to open it holds its own bytes until it has found that out, and
+    // must not be taken for a holder.
     if file.shares_locks() {
         return Ok(Locked::Yes);
     }
@@ -113,8 +114,9 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     Ok(Locked::Yes)
 }
 
-/// As [`lock`] for writing, in the place of `reader`, another open of the same file by this process, whose locks are given
-/// back: at no moment could another program begin to write. Where this fails, `reader` has its locks again.
+/// As [`lock`] for writing, in the place of `reader`, another open of the same file by this
+/// process, whose locks are given back: at no moment could another program begin to write. Where
+/// this fails, `reader` has its locks again.
 ///
 /// # Errors
 /// As [`lock`].
@@ -135,7 +137,8 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
     locked.map(drop)
 }
 
-/// Makes the lock of a writer that of a reader, at no moment of which another program could begin to write.
+/// Makes the lock of a writer that of a reader, at no moment of which another program could begin
+/// to write.
 pub(super) fn become_reader(file: &HostFile) {
     for permission in [Permission::Write, Permission::Resize] {
         if let Err(error) = unlock_byte(file.descriptor(), permission.used())
@@ -146,13 +149,14 @@ pub(super) fn become_reader(file: &HostFile) {
     }
 }
 
-/// Whether another open of the file holds the lock of a writer; also where that cannot be found out.
+/// Whether another open of the file holds the lock of a writer; also where that cannot be found
+/// out.
 pub(super) fn is_being_written(file: &HostFile) -> bool {
     is_byte_locked(file.descriptor(), Permission::Write.used()).unwrap_or(true)
 }
 
-/// Opens a file for writing, whatever it holds, and locks it until the returned file is dropped: no other
-/// program uses it as an image meanwhile.
+/// Opens a file for writing, whatever it holds, and locks it until the returned file is dropped: no
+/// other program uses it as an image meanwhile.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] when another program does; and those of opening a file.
@@ -162,8 +166,8 @@ pub fn open_locked(path: &Path) -> Result<HostFile> {
     Ok(file)
 }
 
-/// Fails where a program uses `file`, which has the bytes of the device `name`, in a way that excludes this access. No
-/// lock is taken.
+/// Fails where a program uses `file`, which has the bytes of the device `name`, in a way that
+/// excludes this access. No lock is taken.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] with both names and the holder.
@@ -188,8 +192,8 @@ fn check_unlocked(file: BorrowedFd<'_>, access: Access, name: &str, path: &str) 
     Ok(())
 }
 
-/// Succeeds when no program holds the byte. A holder that cannot be seen may be a process that has ended,
-/// whose locks the kernel has not released yet: this waits a moment for that.
+/// Succeeds when no program holds the byte. A holder that cannot be seen may be a process that has
+/// ended, whose locks the kernel has not released yet: this waits a moment for that.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
     let mut ours = false;
     let is_free = wait_until_released(|| {
@@ -230,7 +234,7 @@ fn held_by_ourselves(file: &HostFile) -> Error {
         .hint("name each image once, and nothing as a target that another image needs")
 }
 
-/// Who holds a lock on a byte.
+/// The holder of a lock on a byte.
 enum LockOwner {
     /// Another process, in words.
     Other(String),
@@ -238,7 +242,7 @@ enum LockOwner {
     Ourselves,
 }
 
-/// Who holds a lock on a byte, as far as the kernel lets us see it.
+/// The holder of a lock on a byte, as far as the kernel lets us see it.
 fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
     let status = rustix::fs::fstat(file).ok()?;
     let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
@@ -259,8 +263,8 @@ fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
     }
 }
 
-/// Whether a process holds a lock on the byte, by another descriptor than `except`. See `proc(5)`, `/proc/PID/fdinfo`:
-/// `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`.
+/// Whether a process holds a lock on the byte, by another descriptor than `except`. See `proc(5)`,
+/// `/proc/PID/fdinfo`: `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 101`.
 fn holds(process: &str, except: Option<BorrowedFd<'_>>, inode: &str, byte: u64) -> bool {
     let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
         return false;

@@ -1,7 +1,8 @@
 //! Making the sidecar of a raw image (`sidecar`).
 //!
-//! Guarantee: a crash leaves the whole of it or none. What it is made of has a name of its own until it is durable; what an
-//! earlier attempt left under that name is removed, while the image is locked.
+//! Guarantee: a crash leaves the whole of it or none. What it is made of has a name of its own
+//! until it is durable; what an earlier attempt left under that name is removed, while the image is
+//! locked.
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
@@ -24,12 +25,14 @@ use super::sidecar::{Found, RawImage, close_volume, find, is_file, open_found, p
 use super::volume::{Volume, identity};
 use crate::options::Access;
 
-/// Makes the sidecar of a raw image, without bitmaps, durably, unless it has one that belongs to it: whether it made one.
-/// Nothing becomes of images of other formats, which have bitmaps of their own or none. Needs the loop of the current thread.
+/// Makes the sidecar of a raw image, without bitmaps, durably, unless it has one that belongs to
+/// it: whether it made one. Nothing becomes of images of other formats, which have bitmaps of their
+/// own or none. Needs the loop of the current thread.
 ///
 /// # Errors
-/// `InvalidInput` for a sidecar that does not belong to the image, and for an image that is not in whole sectors;
-/// `Unsupported` for one that is no file, where the user does not say where the sidecar is; `Locked`; the host's.
+/// `InvalidInput` for a sidecar that does not belong to the image, and for an image that is not in
+/// whole sectors; `Unsupported` for one that is no file, where the user does not say where the
+/// sidecar is; `Locked`; the host's.
 pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<bool> {
     if !is_raw(image, options) {
         return match &options.side_file {
@@ -61,8 +64,8 @@ pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<bool> 
     made.map(|()| true)
 }
 
-/// As [`make_sidecar`], but only where there is no file in its place: of one that is there, opening the image says whether it is
-/// used.
+/// As [`make_sidecar`], but only where there is no file in its place: of one that is there, opening
+/// the image says whether it is used.
 ///
 /// # Errors
 /// As there.
@@ -114,8 +117,8 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
     finished
 }
 
-/// Removes the sidecar by which a raw image is open for writing and locked, if it has no bitmap: what it was made for has
-/// failed. The disk is closed next.
+/// Removes the sidecar by which a raw image is open for writing and locked, if it has no bitmap:
+/// what it was made for has failed. The disk is closed next.
 ///
 /// # Errors
 /// The host's.
@@ -146,7 +149,8 @@ pub(super) fn remove_sidecar(sidecar: &Path, file: &HostFile) -> Result<()> {
     sync_folder(sidecar)
 }
 
-/// How a sidecar names its image: beside it by the file's name, elsewhere by all that other programs need.
+/// How a sidecar names its image: beside it by the file's name, elsewhere by all that other
+/// programs need.
 fn name_of(image: &Path, options: &ImageOptions) -> Vec<u8> {
     if options.side_file.is_none() {
         return image.file_name().unwrap_or_default().as_bytes().to_vec();

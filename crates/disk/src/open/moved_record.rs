@@ -1,11 +1,12 @@
-//! The record beside an image that its disk was moved elsewhere, or was about to be: `IMAGE.moved`, where `IMAGE` is the
-//! file itself, and no symbolic link to it.
+//! The record beside an image that its disk was moved elsewhere, or was about to be: `IMAGE.moved`,
+//! where `IMAGE` is the file itself, and no symbolic link to it.
 //!
-//! Guarantees: an image that has the record is not opened for writing, so no guest goes on with a disk that another one
-//! has changed since; nor is one whose record cannot be read. The record is written durably before the other image
-//! becomes complete. It is there, too, where a server ended in the moment in between: then the other image tells which
-//! one is the disk, because it cannot be opened unless it is complete (`tools/incomplete_mark`). A file of that name
-//! without the text of a record is another program's: it says nothing, and is neither changed nor removed.
+//! Guarantees: an image that has the record is not opened for writing, so no guest goes on with a
+//! disk that another one has changed since; nor is one whose record cannot be read. The record is
+//! written durably before the other image becomes complete. It is there, too, where a server ended
+//! in the moment in between: then the other image tells which one is the disk, because it cannot be
+//! opened unless it is complete (`tools/incomplete_mark`). A file of that name without the text of
+//! a record is another program's: it says nothing, and is neither changed nor removed.
 
 use std::fs::{OpenOptions, remove_file, symlink_metadata};
 use std::io::{self, ErrorKind as IoErrorKind, Read, Write};
@@ -37,7 +38,7 @@ enum Found {
     Nothing,
     /// No record: it is left alone.
     Foreign,
-    /// One of a rollback that was carried out: it says nothing any more.
+    /// One of a rollback that was carried out: it says nothing.
     Void,
     /// The successor's name, and what became of the disk.
     Record {
@@ -59,7 +60,8 @@ enum Stage {
     Commit,
 }
 
-/// The path of an image's record. A symbolic link has that of its file, whichever name the file is opened by.
+/// The path of an image's record. A symbolic link has that of its file, whichever name the file is
+/// opened by.
 fn record_of(image: &Path) -> PathBuf {
     let file = image.canonicalize().unwrap_or_else(|_| image.to_owned());
     let mut name = file.into_os_string();
@@ -127,7 +129,8 @@ pub fn record_moved(image: &Path, successor: &str) -> Result<()> {
     write_record(image, successor)
 }
 
-/// Notes durably that the disk of an image goes on in `overlay`, which reads from this image what it does not have.
+/// Notes durably that the disk of an image goes on in `overlay`, which reads from this image what
+/// it does not have.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -136,8 +139,8 @@ pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{FORK}", overlay.display()))
 }
 
-/// Notes durably that the disk of an image goes on in `overlay` as long as that is there, and is this image again from then on. The path of
-/// `overlay` is canonical, and text in one line.
+/// Notes durably that the disk of an image goes on in `overlay` as long as that is there, and is
+/// this image again from then on. The path of `overlay` is canonical, and text in one line.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -170,7 +173,8 @@ pub(super) fn check_not_committed(image: &Path) -> Result<()> {
     }
 }
 
-/// Where a rollback was not carried out, notes durably that the disk goes on in its overlay, whatever becomes of that.
+/// Where a rollback was not carried out, notes durably that the disk goes on in its overlay,
+/// whatever becomes of that.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -249,7 +253,8 @@ pub fn forget_moved(image: &Path) -> Result<()> {
     }
 }
 
-/// As [`check_not_moved`], for an image that the disk of `overlay` is to be committed into: it may have been forked to that.
+/// As [`check_not_moved`], for an image that the disk of `overlay` is to be committed into: it may
+/// have been forked to that.
 ///
 /// # Errors
 /// As there.
@@ -265,7 +270,8 @@ pub(super) fn check_not_moved_but_to(image: &Path, overlay: &Path) -> Result<()>
 /// Refuses an image whose disk was moved, or may have been.
 ///
 /// # Errors
-/// `InvalidInput`, with where the disk is and what to do; the host's where the record cannot be read.
+/// `InvalidInput`, with where the disk is and what to do; the host's where the record cannot be
+/// read.
 pub(super) fn check_not_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
     let found = find(&record).map_err(|error| {

@@ -37,7 +37,8 @@ pub(super) fn open_file(
 /// Opens what a name leads to that the user gave, or an image with the user's permission.
 ///
 /// # Errors
-/// As [`HostFile::open`], [`NbdStorage::connect`] and [`RbdStorage::open`]; `ReadOnly` where a server refuses writes.
+/// As [`HostFile::open`], [`NbdStorage::connect`] and [`RbdStorage::open`]; `ReadOnly` where a
+/// server refuses writes.
 pub(super) async fn open_location(
     files: &mut Files,
     name: &Path,
@@ -74,8 +75,8 @@ pub(super) async fn open_location(
     }
 }
 
-/// A file, or the part of it that the options say, which is locked as a whole; what it is where it is a whole one: two
-/// images that are read may be parts of one file.
+/// A file, or the part of it that the options say, which is locked as a whole; what it is where it
+/// is a whole one: two images that are read may be parts of one file.
 ///
 /// # Errors
 /// `InvalidInput` where the part ends after the file; the host's; `Locked`.

@@ -1,6 +1,7 @@
 //! Images whose file ends inside of a block: a server that uses the page cache was killed.
 //!
-//! Past the page cache such a file has blocks of a page where it is written (`engine/host_file`). Clusters may be smaller.
+//! Past the page cache such a file has blocks of a page where it is written (`engine/host_file`).
+//! Clusters may be smaller.
 
 use std::path::Path;
 
@@ -12,8 +13,8 @@ use super::image_options::ImageOptions;
 use crate::disk::Disk;
 use crate::options::{Access, Options};
 
-/// Whether clusters of a qcow2 image are smaller than a block, because its file ends inside of one. An image whose file
-/// is cut off is none that is changed.
+/// Whether clusters of a qcow2 image are smaller than a block, because its file ends inside of one.
+/// An image whose file is cut off is none that is changed.
 ///
 /// # Errors
 /// Those of opening the image for reading.

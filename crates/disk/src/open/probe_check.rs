@@ -13,8 +13,8 @@ use super::image_options::{CacheMode, ImageOptions};
 use super::open_location::open_location;
 use crate::options::Access;
 
-/// Refuses a file that has the format `format` only by its name: it does not begin as one, or looks like
-/// another one.
+/// Refuses a file that has the format `format` only by its name: it does not begin as one, or looks
+/// like another one.
 pub(super) async fn check_not_probed(
     file: &impl Storage,
     path: &Path,
@@ -44,9 +44,9 @@ pub(super) async fn check_not_probed(
     Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
 }
 
-/// What to do about an image that looks like the format `name`. A guest can write any bytes to its raw
-/// disk, and an image of another format can name files of the host. So the advice is for those who know
-/// how the image was made.
+/// The hint about an image that looks like the format `name`. A guest can write any bytes to its
+/// raw disk, and an image of another format can name files of the host. So the advice is for those
+/// who know how the image was made.
 fn advice_for(name: &str, path: &str) -> String {
     let known = match name.parse::<ImageFormat>() {
         Ok(_) => format!("if it was made as a {name} image, say --format {name}"),
@@ -59,9 +59,10 @@ fn advice_for(name: &str, path: &str) -> String {
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
 }
 
-/// The format of an image that is only read and has no name that says one: of a regular file without a suffix, or with one that
-/// is none of a format (`image.0.5.1`, `image.tmp`), what it looks like; also where its name says just that before its suffix
-/// (`disk.qcow2.bak`). `None` where it looks like no format that is built; the device and the disk of a server hold a guest's
+/// The format of an image that is only read and has no name that says one: of a regular file
+/// without a suffix, or with one that is none of a format (`image.0.5.1`, `image.tmp`), what it
+/// looks like; also where its name says just that before its suffix (`disk.qcow2.bak`). `None`
+/// where it looks like no format that is built; the device and the disk of a server hold a guest's
 /// bytes.
 ///
 /// # Errors
@@ -92,11 +93,12 @@ fn is_of_no_format(suffix: &OsStr) -> bool {
     is_of_version || ON_ITS_WAY.iter().any(|known| suffix == *known)
 }
 
-/// Refuses a file that is to stand behind an image as a raw one but looks like something else: the guest
-/// would see the tables of that image instead of its disk.
+/// Refuses a file that is to stand behind an image as a raw one but looks like something else: the
+/// guest would see the tables of that image instead of its disk.
 ///
 /// # Errors
-/// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current thread.
+/// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current
+/// thread.
 pub async fn check_raw_backing(path: &Path) -> Result<()> {
     let options = ImageOptions {
         access: Access::ReadOnly,

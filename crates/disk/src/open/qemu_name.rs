@@ -1,8 +1,8 @@
-//! What QEMU's names of images mean: JSON with a driver for the format and one for what is below it, and a protocol before
-//! a colon (`file:PATH`, `nbd:HOST:PORT`).
+//! The meaning of QEMU's names of images: JSON with a driver for the format and one for the layer
+//! below it, and a protocol before a colon (`file:PATH`, `nbd:HOST:PORT`).
 //!
-//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter to a program that opens
-//! one image, reads or writes it and ends, are obeyed by doing nothing.
+//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter
+//! to a program that opens one image, reads or writes it and ends, are obeyed by doing nothing.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -72,7 +72,8 @@ pub struct SpaceOptions {
 }
 
 impl QemuName {
-    /// The meaning of a name that begins with `json:` or with one of QEMU's protocols; `None` for any other.
+    /// The meaning of a name that begins with `json:` or with one of QEMU's protocols; `None` for
+    /// any other.
     ///
     /// # Errors
     /// Which option is not understood, or says what cannot be done.
@@ -248,7 +249,8 @@ impl Options {
         })
     }
 
-    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; those of the layers below it say the same.
+    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; those of the layers below
+    /// it say the same.
     fn space(&mut self) -> Result<SpaceOptions, String> {
         let mut space = SpaceOptions::default();
         for prefix in ["file.file.", "file.", ""] {
@@ -297,7 +299,7 @@ impl Options {
         };
         match (driver, filename) {
             (None | Some("file" | "host_device"), Some(name)) => {
-                // Whatever the file is called, it is a path.
+                // A file name with a colon is a path.
                 let is_path = driver.is_some();
                 Ok(if is_path { path_of(&name) } else { name.into() })
             }
@@ -314,7 +316,8 @@ impl Options {
         }
     }
 
-    /// `server.type=inet,server.host=H,server.port=P` or `server.path=SOCKET`, with or without `server.`, and `export=NAME`.
+    /// `server.type=inet,server.host=H,server.port=P` or `server.path=SOCKET`, with or without
+    /// `server.`, and `export=NAME`.
     fn nbd(&mut self, prefix: &str) -> Result<PathBuf, String> {
         self.take(&format!("{prefix}server.type"));
         let mut take = |key: &str| {
@@ -398,8 +401,8 @@ fn unix_uri(socket: &str, export: &str) -> PathBuf {
     format!("nbd+unix:///{export}?socket={}", escape(socket)).into()
 }
 
-/// A backing file whose name is one of [QEMU's](QemuName), as a path or URI and a format, and the part of the file that it is
-/// in; any other as it is.
+/// A backing file whose name is one of [QEMU's](QemuName), as a path or URI and a format, and the
+/// part of the file that it is in; any other as it is.
 ///
 /// # Errors
 /// `Unsupported` where the name says what cannot be done, or another format than the image.
@@ -454,7 +457,8 @@ fn path_of(name: &str) -> PathBuf {
     }
 }
 
-/// The text in a URI: everything but what needs no escape there (RFC 3986, section 2.3, and the slash) as %XX.
+/// The text in a URI: everything but what needs no escape there (RFC 3986, section 2.3, and the
+/// slash) as %XX.
 pub fn escape(text: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
     let escaped = text.bytes().map(|byte| match is_plain(byte) {

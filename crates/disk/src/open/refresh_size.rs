@@ -1,5 +1,5 @@
-//! Images that another program has made longer while they are open: a raw file by `truncate`, a block
-//! device by its volume manager, an image in Ceph by `rbd resize`.
+//! Images that another program has made longer while they are open: a raw file by `truncate`, a
+//! block device by its volume manager, an image in Ceph by `rbd resize`.
 
 use super::image_disk::ImageDisk;
 use blockhouse_core::{Error, ErrorKind, Result, Storage as _};
@@ -8,13 +8,14 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage as _};
 const SECTOR: u64 = 512;
 
 impl ImageDisk {
-    /// Reads how long the image's file (or the image in Ceph) is, and if it became longer, so does the disk. Answers the new
-    /// size. A qcow2 disk has the size that its header says, whatever the file has; a device that became longer has
-    /// room for more of it. An export of another server has the size that it had at first.
+    /// Reads how long the image's file (or the image in Ceph) is, and if it became longer, so does
+    /// the disk. Answers the new size. A qcow2 disk has the size that its header says, whatever
+    /// the file has; a device that became longer has room for more of it. An export of another
+    /// server has the size that it had at first.
     ///
     /// # Errors
-    /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be neither
-    /// read nor kept; the disk stays as it is.
+    /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be
+    /// neither read nor kept; the disk stays as it is.
     pub async fn refresh_size(&self) -> Result<Option<u64>> {
         let image = self.begin_use();
         let storage = image.format().storage().storage();

@@ -1,27 +1,29 @@
-//! What a server that died left of an image, and what outlives the next one.
+//! The state that a dead server left of an image, and the state that outlives the next one.
 //!
 //! When an image is opened, after it is locked and before anything is changed:
 //!
-//! 1. Its state file is looked for ([`Restore::begin`]). One of another boot of the host is void and removed. One
-//!    of another image, which may be this device before it was attached again, is set aside with a warning. So is
-//!    what is no state file.
-//! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image file is refused here
-//!    if it was modified at another time than its server's last write (`modification`), and by the format if another
-//!    program opened it for writing. What is refused is set aside, with a warning, and the image is opened as it is.
-//! 3. A server gets a new state file, with the failures of flushes that the old one had, which are in force from
-//!    then on. So does a tool, but only where there was one: until it closes the image the new one protects
-//!    what was replayed, and the failures are told and not in force.
+//! 1. Its state file is looked for ([`Restore::begin`]). One of another boot of the host is void
+//!    and removed. One of another image, which may be this device before it was attached again, is
+//!    set aside with a warning. So is what is no state file.
+//! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image
+//!    file is refused here if it was modified at another time than its server's last write
+//!    (`modification`), and by the format if another program opened it for writing. What is refused
+//!    is set aside, with a warning, and the image is opened as it is.
+//! 3. A server gets a new state file, with the failures of flushes that the old one had, which are
+//!    in force from then on. So does a tool, but only where there was one: until it closes the
+//!    image the new one protects what was replayed, and the failures are told and not in force.
 //!
-//! Where no state file is found of an image whose server was killed, servers warn. Commands fail: they would take the
-//! last chance to find it. Unless the host has restarted since: then there is none (`lost_session`).
+//! Where no state file is found of an image whose server was killed, servers warn. Commands fail:
+//! they would take the last chance to find it. Unless the host has restarted since: then there is
+//! none (`lost_session`).
 //!
-//! An image that is opened for reading only is left as it is, so it is refused where changes are missing: a backup or a
-//! copy of it would lack them, and the next opening for writing could forget that (a bitmap that is cleared). Commands
-//! that only look at it warn ([`StateUse::Look`]).
+//! An image that is opened for reading only is left as it is, so it is refused where changes are
+//! missing: a backup or a copy of it would lack them, and the next opening for writing could forget
+//! that (a bitmap that is cleared). Commands that only look at it warn ([`StateUse::Look`]).
 //!
-//! A backing file is opened for reading only, so nothing can be brought to it. Where a killed server has left changes
-//! of it, images above are not opened for writing ([`Restore::finish_backing`]): what they would be written over is
-//! going to change.
+//! A backing file is opened for reading only, so nothing can be brought to it. Where a killed
+//! server has left changes of it, images above are not opened for writing
+//! ([`Restore::finish_backing`]): what they would be written over is going to change.
 //!
 //! A death between any two of these steps leaves a file that the next opening finds.
 
@@ -57,7 +59,7 @@ pub(super) use lost_session::refuse_lost_session;
 pub(super) use modification::{Clock, change_time, clock_of};
 pub use pending::PendingChanges;
 
-/// What an image that is being opened has to do with state files.
+/// The use of state files by an image that is being opened.
 pub(super) enum Restore {
     /// It is opened for reading only: no answered change may be missing.
     Reader(StateUse),
@@ -103,7 +105,8 @@ impl Restore {
         Self::Reader(StateUse::Off)
     }
 
-    /// The state file of a process that is gone: changes that the opening itself makes are stamped in its page.
+    /// The state file of a process that is gone: changes that the opening itself makes are stamped
+    /// in its page.
     pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
             Self::Writer(writer) => writer.found.as_ref(),
@@ -111,8 +114,8 @@ impl Restore {
         }
     }
 
-    /// The opening changes the image's file itself, just now: the next process does not take it for another program's
-    /// change.
+    /// The opening changes the image's file itself, just now: the next process does not take it for
+    /// another program's change.
     pub(super) fn stamp_change(&self) {
         if let Some(found) = self.found() {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -128,8 +131,8 @@ impl Restore {
         }
     }
 
-    /// Replays what was found, and has the disk keep what it answers from now on. The disk has its data file and
-    /// its backing file, and nothing was changed yet.
+    /// Replays what was found, and has the disk keep what it answers from now on. The disk has its
+    /// data file and its backing file, and nothing was changed yet.
     ///
     /// # Errors
     /// What the storage or the host answers: the state file is still there.
@@ -143,8 +146,8 @@ impl Restore {
         Ok(disk)
     }
 
-    /// Of a backing file, which is opened for reading only: refuses one that lacks what its server answered, also for
-    /// those that only look where an image above it is to be changed.
+    /// Of a backing file, which is opened for reading only: refuses one that lacks what its server
+    /// answered, also for those that only look where an image above it is to be changed.
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
@@ -218,7 +221,7 @@ impl Writer {
         self.keep(disk, failures)
     }
 
-    /// Replays the redo log. Says why where it does not fit the image any more.
+    /// Replays the redo log. Says why where it no longer fits the image.
     async fn replay(&self, disk: &ImageDisk, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
         let has_session = disk.format().has_session_bit();
@@ -256,7 +259,8 @@ impl Writer {
         match make_state(&disk, &self.dir, &self.owner, failures, vouched) {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {
-                // The old log is replayed, but not emptied: it must not be replayed again over newer changes.
+                // The old log is replayed, but not emptied: it must not be replayed again over
+                // newer changes.
                 if let Some(found) = &self.found {
                     found.remove()?;
                 }
@@ -266,7 +270,7 @@ impl Writer {
             }
             Err(error) => return Err(error),
         }
-        // Who changes an image by a command has opened it again, and is told.
+        // A command that changes an image has opened it again, and reports it.
         if !matches!(self.uses, StateUse::Replay(_)) {
             disk.restore_failures();
         }
@@ -290,7 +294,7 @@ fn warn_of_failures(name: &str, failures: [Option<i32>; 2]) {
     }
 }
 
-/// Sets a state file aside that does not fit the image any more.
+/// Sets a state file aside that no longer fits the image.
 fn refuse(name: &str, dir: &StateDir, found: &StateFile, why: &str) -> Result<()> {
     let Owner { image, process, .. } = found.page().owner();
     let changes = found.changes();
@@ -314,7 +318,8 @@ pub(super) fn set_state_aside(file: &HostFile, dir: Option<&StateDir>, why: &str
     Ok(())
 }
 
-/// Sets the state file aside that an image left which had the same device and inode, unless there is nothing in it.
+/// Sets the state file aside that an image left which had the same device and inode, unless there
+/// is nothing in it.
 fn set_other_aside(
     file: &HostFile,
     dir: &StateDir,

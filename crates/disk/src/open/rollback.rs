@@ -1,8 +1,10 @@
-//! Rollback: a disk goes back to the layer that a fork left, and its overlay is dropped. See *Rollback* in README.md of the crate.
+//! Rollback: a disk goes back to the layer that a fork left, and its overlay is dropped. See
+//! *Rollback* in README.md of the crate.
 //!
-//! Guarantees: until the overlay's file is removed the disk is the overlay, and from then on the layer; the record beside the layer, and
-//! whether that file is there, say which. Nothing is written to the layer before that the overlay would show. A layer is only changed
-//! where no other image is known to stand on it.
+//! Guarantees: until the overlay's file is removed the disk is the overlay, and from then on the
+//! layer; the record beside the layer, and whether that file is there, say which. Nothing is
+//! written to the layer before that the overlay would show. A layer is only changed where no other
+//! image is known to stand on it.
 
 use std::fs::remove_file;
 use std::path::{Path, PathBuf};
@@ -70,13 +72,14 @@ fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location
     identity_of(layer.data().storage().as_file()?).ok()
 }
 
-/// Has a disk that is in use go back to the layer behind it, from which a fork had it go on in an overlay, and removes that overlay with
-/// all that was written to it. `options` are those that the disk was opened with. Needs the loop of the current thread.
+/// Has a disk that is in use go back to the layer behind it, from which a fork had it go on in an
+/// overlay, and removes that overlay with all that was written to it. `options` are those that the
+/// disk was opened with. Needs the loop of the current thread.
 ///
 /// # Errors
-/// One that names the disk or file: no fork has made its overlay, others stand on the layer, it has another size than the disk, or the
-/// host refuses. The disk goes on as before then; or, where it is not known whether the host would find the overlay after a loss of power,
-/// it can only be read.
+/// One that names the disk or file: no fork has made its overlay, others stand on the layer, it has
+/// another size than the disk, or the host refuses. The disk goes on as before then; or, where it
+/// is not known whether the host would find the overlay after a loss of power, it can only be read.
 pub async fn roll_back(disk: &ImageDisk, options: &ImageOptions) -> Result<RolledBack> {
     let (layer, overlay) = check_rollback(disk)?;
     let lower = Arc::new(open_lower(disk, &layer, options).await?);
@@ -221,8 +224,9 @@ async fn go_back(
     Ok(pause)
 }
 
-/// Gives the space of an overlay back that is gone, and whose file stays open as long as its disk. A read that is in flight there is waited
-/// for, but not for ever: then that is for the end of the disk.
+/// Gives the space of an overlay back that is gone, and whose file stays open as long as its disk.
+/// A read that is in flight there is waited for, but not for ever: then that is for the end of the
+/// disk.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
     let began = Instant::now();
     while disk.metrics().counters().in_flight > 0 {

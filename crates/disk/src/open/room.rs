@@ -9,15 +9,15 @@ use super::image_disk::ImageDisk;
 /// Room, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// What is left.
+    /// The room that is left.
     pub left: u64,
-    /// What there is in all.
+    /// The room in all.
     pub total: u64,
 }
 
 impl ImageDisk {
-    /// The room on the device that a qcow2 image is on, or in the file system of a file, which others may take, too. `None` where
-    /// the disk has all its space, or another server has it.
+    /// The room on the device that a qcow2 image is on, or in the file system of a file, which
+    /// others may take, too. `None` where the disk has all its space, or another server has it.
     ///
     /// # Errors
     /// The host's.
@@ -37,7 +37,8 @@ impl ImageDisk {
         }
     }
 
-    /// As [`room_left`](Self::room_left), without waiting; `None` also where it would have to be looked up.
+    /// As [`room_left`](Self::room_left), without waiting; `None` also where it would have to be
+    /// looked up.
     pub fn room_left_now(&self) -> Option<u64> {
         let image = self.begin_use();
         let format = image.format();

@@ -1,13 +1,14 @@
 //! Which open files and devices hold the same bytes, by whatever names.
 //!
-//! A loop device has the bytes of its file, a partition those of its disk, a device of LVM or RAID those of the devices
-//! below, a file those of the device with its file system. A lock on one of them says nothing of the others.
+//! A loop device has the bytes of its file, a partition those of its disk, a device of LVM or RAID
+//! those of the devices below, a file those of the device with its file system. A lock on one of
+//! them says nothing of the others.
 //!
-//! Guarantees: an image that is opened for writing and locked has no other writer by another name, and is no device or
-//! file under a mounted file system ([`check_alone`]); a target is none of the bytes that its sources have
-//! ([`check_apart`]). Each opener claims its own bytes first and looks at others then, so of two that start at the same
-//! moment at least one notices. The host tells by sysfs; where there is none, files and devices are known by
-//! themselves.
+//! Guarantees: an image that is opened for writing and locked has no other writer by another name,
+//! and is no device or file under a mounted file system ([`check_alone`]); a target is none of the
+//! bytes that its sources have ([`check_apart`]). Each opener claims its own bytes first and looks
+//! at others then, so of two that start at the same moment at least one notices. The host tells by
+//! sysfs; where there is none, files and devices are known by themselves.
 
 use std::fs;
 use std::io;
@@ -138,7 +139,8 @@ impl Places {
         }
     }
 
-    /// The file or device of a loop device. One that was removed, or is in another mount namespace, is not found.
+    /// The file or device of a loop device. One that was removed, or is in another mount namespace,
+    /// is not found.
     fn add_file(&mut self, path: &Path, range: Range<u64>, is_exact: bool) {
         let Ok(found) = fs::metadata(path) else { return };
         if found.file_type().is_block_device() {
@@ -178,8 +180,9 @@ fn failed(name: &str) -> impl Fn(io::Error) -> Error {
     move |error| Error::host("cannot examine", error).on(name)
 }
 
-/// Refuses an image, which is open and has its own locks, that another program uses by another name: by the file below
-/// a loop device, whose locks `check_below` looks at; where it is written, also by a loop device above.
+/// Refuses an image, which is open and has its own locks, that another program uses by another
+/// name: by the file below a loop device, whose locks `check_below` looks at; where it is written,
+/// also by a loop device above.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`], with both names; the host's.
@@ -238,8 +241,8 @@ fn check_above(name: &str, places: &Places) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a target that has bytes of its source, or of a file behind that: writing to it would destroy what is still to
-/// be read. Images on other servers are known by their servers' locks.
+/// Refuses a target that has bytes of its source, or of a file behind that: writing to it would
+/// destroy what is still to be read. Images on other servers are known by their servers' locks.
 ///
 /// # Errors
 /// `InvalidInput`, with both names; the host's.

@@ -1,29 +1,34 @@
-//! The sidecar of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside it or where the user says
-//! (`ImageOptions::side_file`).
+//! The sidecar of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside it
+//! or where the user says (`ImageOptions::side_file`).
 //!
-//! A raw image has no room for them. Its sidecar is a qcow2 image without data, whose data file is the raw image. A raw image that
-//! has one is opened through it, so all that holds for the bitmaps of qcow2 images holds for those of raw ones. The raw image is
-//! a file, or where the user says where the sidecar is, also a block device, an image in Ceph or an export of another server: a
+//! A raw image has no room for them. Its sidecar is a qcow2 image without data, whose data file is
+//! the raw image. A raw image that has one is opened through it, so all that holds for the bitmaps
+//! of qcow2 images holds for those of raw ones. The raw image is a file, or where the user says
+//! where the sidecar is, also a block device, an image in Ceph or an export of another server: a
 //! *volume* (`volume`).
 //!
-//! Guarantee: a sidecar is used for the volume that it was made for alone, and only if nothing has changed that without
-//! it. It *belongs* to a volume where
+//! Guarantee: a sidecar is used for the volume that it was made for alone, and only if nothing has
+//! changed that without it. It *belongs* to a volume where
 //!
-//! - the volume is the one that the sidecar was made for, with the size that it had, or the one that a process which died was
-//!   giving it, or had given it before (`DataFileMark::other_size`);
-//! - none of its bitmaps is enabled, or the volume is as the sidecar noted when it was closed: by its time of change
-//!   (`ctime`, which no program can set), a device by the kernel's count of what was written to it;
-//! - or the sidecar was not closed, because its server died: then the volume was not changed after the last write that this
-//!   server noted in its state file, a device by no more than that server has sent; or the host has died with it, and what the
-//!   server vouched for tells (`vouching`);
-//! - or nothing tells whether the volume was changed, and the user says that nobody else writes to it;
-//! - the sidecar is owned by the image's owner, by this user or by root, and its file system has this host's clock.
+//! - the volume is the one that the sidecar was made for, with the size that it had, or the one
+//!   that a process which died was giving it, or had given it before (`DataFileMark::other_size`);
+//! - none of its bitmaps is enabled, or the volume is as the sidecar noted when it was closed: by
+//!   its time of change (`ctime`, which no program can set), a device by the kernel's count of what
+//!   was written to it;
+//! - or the sidecar was not closed, because its server died: then the volume was not changed after
+//!   the last write that this server noted in its state file, a device by no more than that server
+//!   has sent; or the host has died with it, and what the server vouched for tells (`vouching`);
+//! - or nothing tells whether the volume was changed, and the user says that nobody else writes to
+//!   it;
+//! - the sidecar is owned by the image's owner, by this user or by root, and its file system has
+//!   this host's clock.
 //!
-//! What is in doubt does not belong. Then the image is opened without bitmaps, and a warning says why. The volume is looked at before
-//! the image is locked, and once more after, before anything tells later processes that the sidecar belongs ([`Route::confirm`]).
-//! The sidecar that was found is the one that is opened, whatever its path leads to by then. So is the image: the name of it in
-//! the sidecar was compared with the one that the user gave, and leads to no other file; or what the user named is opened, whatever
-//! the sidecar names.
+//! A sidecar in doubt does not belong. Then the image is opened without bitmaps, and a warning says
+//! why. The volume is looked at before the image is locked, and once more after, before anything
+//! tells later processes that the sidecar belongs ([`Route::confirm`]). The sidecar that was found
+//! is the one that is opened, whatever its path leads to by then. So is the image: the name of it
+//! in the sidecar was compared with the one that the user gave, and leads to no other file; or what
+//! the user named is opened, whatever the sidecar names.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -52,12 +57,12 @@ use super::vouching::is_vouched_for;
 use crate::options::Access;
 use crate::state::StateDir;
 
-/// How much later than its stamp in the state file a write of a server may change the file: it is stamped before it is begun and
-/// after it has completed, and a server may be killed in between. What another program changes within this time after a kill
-/// is not noticed.
+/// How much later than its stamp in the state file a write of a server may change the file: it is
+/// stamped before it is begun and after it has completed, and a server may be killed in between.
+/// What another program changes within this time after a kill is not noticed.
 const MAX_DELAY: Duration = Duration::from_millis(100);
 
-/// What the name of a sidecar ends with.
+/// The suffix of a sidecar's name.
 const SUFFIX: &str = ".bitmaps";
 
 /// The path of an image's sidecar that is beside it.
@@ -76,7 +81,8 @@ pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
     }
 }
 
-/// How the sidecar of an image is called in a folder of sidecars: by its whole name, with `!` in place of `/`.
+/// How the sidecar of an image is called in a folder of sidecars: by its whole name, with `!` in
+/// place of `/`.
 fn name_in_folder(image: &Path) -> PathBuf {
     let whole = match Location::of(image) {
         Ok(Location::File(path)) => std::path::absolute(&path).unwrap_or(path),
@@ -94,7 +100,7 @@ fn name_in_folder(image: &Path) -> PathBuf {
 pub(super) enum RawImage {
     /// The file that the sidecar names.
     Named(OwnedFd),
-    /// What the user named, whatever the sidecar names: by this name in messages.
+    /// The volume that the user named, whatever the sidecar names: by this name in messages.
     Volume(PathBuf, RawVolume),
 }
 
@@ -118,7 +124,7 @@ pub(super) enum Found {
     Strange(Error),
 }
 
-/// The sidecar of an image that is to be opened.
+/// The sidecar of an image to be opened.
 ///
 /// # Errors
 /// The host's, or those of the server or cluster that has the image.
@@ -215,7 +221,8 @@ pub(super) async fn close_volume(volume: RawVolume) -> Result<()> {
     }
 }
 
-/// Opens an image or its sidecar, which no symbolic link leads to: to be opened again, and for reading.
+/// Opens an image or its sidecar, which no symbolic link leads to: to be opened again, and for
+/// reading.
 pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::open(path, flags, Mode::empty());
@@ -231,7 +238,8 @@ pub(super) fn is_file(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// Why no sidecar is used, if the path leads by a symbolic link to an image that has one: of two names, each could have its own.
+/// Why no sidecar is used, if the path leads by a symbolic link to an image that has one: of two
+/// names, each could have its own.
 fn behind_link(image: &Path) -> Option<Error> {
     if !std::fs::symlink_metadata(image).ok()?.is_symlink() {
         return None;
@@ -257,7 +265,8 @@ enum Through {
     Itself,
     /// A sidecar that was found to belong to an image, which was as in `seen`.
     Sidecar { file: OwnedFd, image: Mutex<Option<RawImage>>, seen: Seen },
-    /// One that another process has found to belong, and has open: by this name, if the sidecar is not beside its image.
+    /// One that another process has found to belong, and has open: by this name, if the sidecar is
+    /// not beside its image.
     HandedOver(Option<PathBuf>),
 }
 
@@ -318,12 +327,12 @@ impl<'a> Route<'a> {
         Ok((file.into(), Some(identity)))
     }
 
-    /// The raw image that the user named, where a sidecar was found to belong to it, once. `disk` is what was opened, without a
-    /// data file.
+    /// The raw image that the user named, where a sidecar was found to belong to it, once. `disk`
+    /// is what was opened, without a data file.
     ///
     /// # Errors
-    /// `InvalidInput` where a sidecar is opened for writing by its own name: nothing has found out whether it belongs to its
-    /// image.
+    /// `InvalidInput` where a sidecar is opened for writing by its own name: nothing has found out
+    /// whether it belongs to its image.
     pub(super) fn raw_image(&self, disk: &ImageDisk) -> Result<Option<RawImage>> {
         match &self.through {
             Through::Sidecar { image, .. } => Ok(image.lock().take()),
@@ -344,10 +353,12 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// Whether what was found still holds, now that the disk is open and locked, and nothing is changed yet.
+    /// Whether what was found still holds, now that the disk is open and locked, and nothing is
+    /// changed yet.
     ///
     /// # Errors
-    /// `InvalidInput` where another program has changed or replaced the image meanwhile. The host's.
+    /// `InvalidInput` where another program has changed or replaced the image meanwhile. The
+    /// host's.
     pub(super) async fn confirm(&self, disk: &ImageDisk) -> Result<()> {
         let Through::Sidecar { seen, .. } = &self.through else { return Ok(()) };
         let refuse = |what: &str| {
@@ -418,7 +429,7 @@ async fn check(
     })
 }
 
-/// What is known of changes of a volume, which is as in `seen`, that its sidecar lacks.
+/// The changes of a volume, which is as in `seen`, that its sidecar may lack.
 fn told(sidecar: &Sidecar, seen: Seen, file: &HostFile, options: &ImageOptions) -> Result<Told> {
     if !sidecar.has_enabled {
         return Ok(Told::Unchanged);
@@ -440,7 +451,8 @@ fn told(sidecar: &Sidecar, seen: Seen, file: &HostFile, options: &ImageOptions) 
     })
 }
 
-/// Whether an image is as the server left it that died while it recorded changes, as far as its state file tells.
+/// Whether an image is as the server left it that died while it recorded changes, as far as its
+/// state file tells.
 fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Result<bool> {
     Ok(find_state(file, dir)?.is_some_and(|state| {
         let last_write = Duration::from_nanos(state.page().last_data_write());

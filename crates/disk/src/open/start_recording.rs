@@ -1,10 +1,13 @@
-//! Recording the changes of a raw disk while it is used, in a sidecar (`sidecar`) that is made for it.
+//! Recording the changes of a raw disk while it is used, in a sidecar (`sidecar`) that is made for
+//! it.
 //!
-//! Guarantees: when it returns, every change that begins later goes through the sidecar, and so is in the bitmaps that are added
-//! then. The disk's file is used by the same open files as before, so that its locks are given back at no moment, and a failure
-//! to write back is told to the same flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that
-//! has no bitmaps. Where it fails, the disk goes on as before. Where the first bitmap cannot be added after it,
-//! [`stop_recording`] undoes it in the same way, and nothing is left of the sidecar.
+//! Guarantees: when it returns, every change that begins later goes through the sidecar, and so is
+//! in the bitmaps that are added then. The disk's file is used by the same open files as before, so
+//! that its locks are given back at no moment, and a failure to write back is told to the same
+//! flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that
+//! has no bitmaps. Where it fails, the disk goes on as before. Where the first bitmap cannot be
+//! added after it, [`stop_recording`] undoes it in the same way, and nothing is left of the
+//! sidecar.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -29,23 +32,27 @@ use crate::disk::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
 
-/// How many images of a disk may have been replaced when another one is, only to undo something: their files stay open.
+/// How many images of a disk may have been replaced when another one is, only to undo something:
+/// their files stay open.
 const MAX_REPLACED: usize = 32;
 
 impl ImageDisk {
-    /// Whether it is a raw file, open for writing, whose changes are not recorded: [`start_recording`] begins that.
+    /// Whether it is a raw file, open for writing, whose changes are not recorded:
+    /// [`start_recording`] begins that.
     pub fn lacks_sidecar(&self) -> bool {
         let is_file = self.file().is_some_and(|file| file.kind() == FileKind::Regular);
         is_file && self.format().is_raw() && self.opened_access() == Access::ReadWrite
     }
 }
 
-/// Makes a sidecar for a disk that is used and [lacks one](ImageDisk::lacks_sidecar), and has its changes go through it from now
-/// on. They are held off for a few flushes. `image` is the path by which the disk was opened, `options` are those that it was
-/// opened with. Needs the loop of the current thread.
+/// Makes a sidecar for a disk that is used and [lacks one](ImageDisk::lacks_sidecar), and has its
+/// changes go through it from now on. They are held off for a few flushes. `image` is the path by
+/// which the disk was opened, `options` are those that it was opened with. Needs the loop of the
+/// current thread.
 ///
 /// # Errors
-/// As [`make_sidecar`]; `InvalidInput` where another file has the path by now; a flush that failed earlier.
+/// As [`make_sidecar`]; `InvalidInput` where another file has the path by now; a flush that failed
+/// earlier.
 pub async fn start_recording(
     disk: &ImageDisk,
     image: &Path,
@@ -83,7 +90,8 @@ async fn record_beside(
     // It may have become read-only meanwhile.
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
-    // The sidecar notes when the image was changed for the last time: by the disk's own changes, up to here.
+    // The sidecar notes when the image was changed for the last time: by the disk's own changes, up
+    // to here.
     recording.settle().await?;
     disk.check_successor(&recording)?;
     let recording = restore.finish(recording).await?;
@@ -100,11 +108,13 @@ async fn record_beside(
     Ok(pause)
 }
 
-/// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now on, and its sidecar is
-/// removed. `image` and `options` are as there. Nothing becomes of other disks. Needs the loop of the current thread.
+/// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now
+/// on, and its sidecar is removed. `image` and `options` are as there. Nothing becomes of other
+/// disks. Needs the loop of the current thread.
 ///
 /// # Errors
-/// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with its sidecar then.
+/// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with
+/// its sidecar then.
 pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptions) -> Result<()> {
     let before = disk.format();
     let (Some(sidecar), Some(served)) = (disk.file(), before.data().storage().as_file()) else {

@@ -1,6 +1,7 @@
 //! The keys of encrypted images.
 //!
-//! Keys are derived on a thread of its own, since that takes seconds: the loop that opens the image goes on meanwhile.
+//! Keys are derived on a thread of its own, since that takes seconds: the loop that opens the image
+//! goes on meanwhile.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use futures_channel::oneshot;
 
 use super::image_disk::ImageDisk;
 
-/// What opens encrypted images: each of the secrets is tried on each encrypted image of a chain.
+/// The secrets for encrypted images: each is tried on each encrypted image of a chain.
 #[derive(Clone, Debug, Default)]
 pub struct Secrets(Vec<Arc<Secret>>);
 
@@ -33,7 +34,8 @@ impl Secrets {
         &self.0
     }
 
-    /// The header of LUKS for a new image, which the secret of this index opens in about `time`: see [`create_header`].
+    /// The header of LUKS for a new image, which the secret of this index opens in about `time`:
+    /// see [`create_header`].
     ///
     /// # Errors
     /// As there; `InvalidInput` where there is no secret.
@@ -80,7 +82,7 @@ impl KeyFiles {
     }
 }
 
-/// What becomes of an encrypted image for which there is no secret.
+/// The treatment of an encrypted image for which there is no secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WithoutKey {
     /// It is not opened.

@@ -1,4 +1,5 @@
-//! A raw disk wherever it is, for the file that has its bitmaps (`sidecar`): which one it is, and what tells of changes.
+//! A raw disk wherever it is, for the file that has its bitmaps (`sidecar`): which one it is, and
+//! what tells of changes.
 //!
 //! | a disk that is | is known by | changes without its bitmaps are told by |
 //! | --- | --- | --- |
@@ -20,7 +21,7 @@ use blockhouse_storage::ImageStorage;
 
 use super::restore::{Clock, change_time, clock_of, identity_of, status_of};
 
-/// What a raw disk says of itself.
+/// The identity and history of a raw disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Volume {
     pub(super) identity: [u8; 16],
@@ -29,7 +30,7 @@ pub(super) struct Volume {
     pub(super) seen: Seen,
 }
 
-/// What tells whether a disk was changed.
+/// The evidence of a disk's changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Seen {
     /// When it was changed for the last time.
@@ -74,8 +75,8 @@ pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     }
 }
 
-/// The same of a device whose server died. `sent` is how much that had sent, or was about to, as a word of
-/// [`DeviceWrites`]; 0 where it is not known. `now` is how much was written to the device.
+/// The same of a device whose server died. `sent` is how much that had sent, or was about to, as a
+/// word of [`DeviceWrites`]; 0 where it is not known. `now` is how much was written to the device.
 pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
     match sent != 0 && DeviceWrites::is_same_era(sent, now) {
         true => Told::of(now <= sent),
@@ -83,7 +84,7 @@ pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
     }
 }
 
-/// What is known of other programs' changes.
+/// The verdict about other programs' changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
     /// There are none.
@@ -112,7 +113,8 @@ fn seen_of_file(file: &HostFile) -> Result<Seen> {
     })
 }
 
-/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the host.
+/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the
+/// host.
 ///
 /// # Errors
 /// The host's.
@@ -137,7 +139,7 @@ fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
     Ok(hash(&["device", &id]))
 }
 
-/// What a block device is called, whatever its number: in the best words that there are.
+/// The name of a block device, whatever its number: in the best words that there are.
 fn device_id(folder: &Path) -> Option<String> {
     let read = |name: &str| {
         let text = fs::read_to_string(folder.join(name)).ok()?;

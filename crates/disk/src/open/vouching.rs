@@ -1,15 +1,18 @@
-//! Whose changes of a raw image those were that were made before the host died, where no state file tells any more.
+//! Whose changes of a raw image those were that were made before the host died, where no state file
+//! tells.
 //!
-//! A server that records the changes of a raw image has it locked. It notes in the sidecar, durably, up to when it vouches for all
-//! changes (`Voucher`): before the first one, and again each [`RENEWAL`] as long as it records any. After the host has died, the
-//! image is as that server left it where it was changed
+//! A server that records the changes of a raw image has it locked. It notes in the sidecar,
+//! durably, up to when it vouches for all changes (`Voucher`): before the first one, and again each
+//! [`RENEWAL`] as long as it records any. After the host has died, the image is as that server left
+//! it where it was changed
 //!
 //! - in another boot of the host: a program of this boot would have left a time of this one;
 //! - and not later than the server has vouched for.
 //!
-//! What that does not notice: a server that was killed vouches for up to [`TERM`] in which it does not live. A program that
-//! changes the image in that time is taken for it, if the host dies before the image is opened here again; in the same boot the
-//! state file tells. Nor does it notice a program that changes the image right after the host was started again, if the host's
+//! One case is not noticed: a server that was killed vouches for up to [`TERM`] in which it does
+//! not live. A program that changes the image in that time is taken for it, if the host dies before
+//! the image is opened here again; in the same boot the state file tells. Nor does it notice a
+//! program that changes the image right after the host was started again, if the host's
 //! clock was late by then, and is set right before the image is opened here.
 
 use std::sync::OnceLock;
@@ -27,12 +30,14 @@ pub const RENEWAL: Duration = Duration::from_secs(5);
 /// For how long it vouches: a renewal may be late by the difference.
 const TERM: Duration = Duration::from_secs(15);
 
-/// The boot of the host, found out before the server may no longer ask; `None` where the host does not tell.
+/// The boot of the host, found out before the server may no longer ask; `None` where the host does
+/// not tell.
 static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
 
 impl ImageDisk {
-    /// Has the changes of a raw image be vouched for that are recorded in its sidecar. Of a disk whose files are locked. Nothing
-    /// becomes of other disks. Needs [`renew_voucher`](Self::renew_voucher) each [`RENEWAL`].
+    /// Has the changes of a raw image be vouched for that are recorded in its sidecar. Of a disk
+    /// whose files are locked. Nothing becomes of other disks. Needs
+    /// [`renew_voucher`](Self::renew_voucher) each [`RENEWAL`].
     pub(super) fn begin_vouching(&self, cache: CacheMode) {
         // Without flushes a bitmap may lack changes after a death of the host.
         let is_durable = cache != CacheMode::Unsafe;
@@ -46,8 +51,9 @@ impl ImageDisk {
         self.format().is_sidecar()
     }
 
-    /// Vouches for the changes that are recorded for some time more. What fails is told by the next change of the bitmaps, if
-    /// that fails, too: otherwise the sidecar is refused after a death of the host.
+    /// Vouches for the changes that are recorded for some time more. What fails is reported by the
+    /// next change of the bitmaps, if that fails, too: otherwise the sidecar is refused after a
+    /// death of the host.
     pub async fn renew_voucher(&self) {
         if let Err(error) = self.format().renew_voucher().await {
             tracing::debug!("{error}");
@@ -71,8 +77,8 @@ fn boot_time() -> Option<Duration> {
     now.checked_sub(Duration::new(up.tv_sec as u64, up.tv_nsec as u32))
 }
 
-/// Whether a file that was changed at `changed` for the last time is as the process left it that has vouched, and that died
-/// with an earlier boot of the host.
+/// Whether a file that was changed at `changed` for the last time is as the process left it that
+/// has vouched, and that died with an earlier boot of the host.
 pub(super) fn is_vouched_for(changed: Duration, voucher: Option<Voucher>) -> bool {
     let (Some(voucher), Some(boot), Some(booted)) = (voucher, this_boot(), boot_time()) else {
         return false;
@@ -132,8 +138,9 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A host that dies and starts again, a server on it that renews its voucher, and a stranger that changes the image when
-    /// it is not locked: whatever happens when, the sidecar is taken only where all changes are the server's.
+    /// A host that dies and starts again, a server on it that renews its voucher, and a stranger
+    /// that changes the image when it is not locked: whatever happens when, the sidecar is
+    /// taken only where all changes are the server's.
     #[test]
     fn what_a_stranger_has_changed_is_not_vouched_for() {
         let mut random = fastrand::Rng::with_seed(7);
@@ -146,7 +153,8 @@ mod tests {
             let until = last_renewal + TERM.as_nanos() as u64;
             let killed = start + lived;
             let mut changed = start + random.u64(0..=lived);
-            // A stranger comes when the server is gone: before the host dies, or after it was started again.
+            // A stranger comes when the server is gone: before the host dies, or after it was
+            // started again.
             let host_dies = killed + random.u64(0..60) * SECOND;
             let booted = host_dies + random.u64(1..60) * SECOND;
             let asked = booted + random.u64(1..60) * SECOND;

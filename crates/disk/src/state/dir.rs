@@ -1,8 +1,9 @@
 //! The directory of state files.
 //!
-//! Guarantees: it belongs to this user and nobody else may enter it, because whoever can write to a state file
-//! can change its image. It is in memory (tmpfs), so that a store into a mapped file never waits for a disk. All
-//! files are reached through the directory that was checked, whatever becomes of its name.
+//! Guarantees: it belongs to this user and nobody else may enter it, because whoever can write to a
+//! state file can change its image. It is in memory (tmpfs), so that a store into a mapped file
+//! never waits for a disk. All files are reached through the directory that was checked, whatever
+//! becomes of its name.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -40,14 +41,14 @@ impl StateDir {
     /// The directory at `path`, which is made if it is missing.
     ///
     /// # Errors
-    /// One that names the directory: it cannot be made or opened, belongs to another user, is open to others, or
-    /// is not on tmpfs.
+    /// One that names the directory: it cannot be made or opened, belongs to another user, is open
+    /// to others, or is not on tmpfs.
     pub fn create(path: &Path) -> Result<Self> {
         Self::create_for(path, geteuid().as_raw())
     }
 
-    /// As [`create`](Self::create), for a user that this process becomes later: the directory and its files are that
-    /// user's.
+    /// As [`create`](Self::create), for a user that this process becomes later: the directory and
+    /// its files are that user's.
     ///
     /// # Errors
     /// As [`create`](Self::create); where this process may not give a file to the user.
@@ -118,9 +119,9 @@ impl StateDir {
         Ok(Self { inner: Arc::new(Inner { path: path.to_owned(), directory, boot, user }) })
     }
 
-    /// Where the state files of this user are if nothing else is said: the first of `/run/blockhouse` (root) or
-    /// `$XDG_RUNTIME_DIR/blockhouse` (others), and `/dev/shm/blockhouse-UID`, whose parent is on tmpfs. It may
-    /// not be there yet.
+    /// Where the state files of this user are if nothing else is said: the first of
+    /// `/run/blockhouse` (root) or `$XDG_RUNTIME_DIR/blockhouse` (others), and
+    /// `/dev/shm/blockhouse-UID`, whose parent is on tmpfs. It may not be there yet.
     ///
     /// # Errors
     /// `Unsupported` where there is no tmpfs in those places.
@@ -142,8 +143,8 @@ impl StateDir {
         })
     }
 
-    /// As [`default_path`](Self::default_path), for a user that this process becomes later, whose environment it has not:
-    /// `/run/blockhouse` (root) or `/dev/shm/blockhouse-UID`.
+    /// As [`default_path`](Self::default_path), for a user that this process becomes later, whose
+    /// environment it has not: `/run/blockhouse` (root) or `/dev/shm/blockhouse-UID`.
     pub fn default_path_for(user: u32) -> PathBuf {
         match user {
             0 => PathBuf::from("/run/blockhouse"),
@@ -187,7 +188,7 @@ impl StateDir {
     }
 }
 
-/// What to do about a directory that cannot be used.
+/// The hint about a directory that cannot be used.
 pub(super) const ELSEWHERE: &str = "name another directory with --state DIR, or use --state off";
 
 fn is_on_tmpfs(path: &Path) -> bool {

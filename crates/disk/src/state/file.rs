@@ -2,10 +2,10 @@
 //!
 //! Guarantees:
 //! - A file has its name only when its first page is complete.
-//! - Its first page and the beginning of the log are there when it is made. The rest of the log is there when it was
-//!   reserved (`log_memory`): no store fails for want of room.
-//! - What is found under a name is checked before it is used: whether it is a file of ours, of this boot of the host
-//!   and of this image.
+//! - Its first page and the beginning of the log are there when it is made. The rest of the log is
+//!   there when it was reserved (`log_memory`): no store fails for want of room.
+//! - What is found under a name is checked before it is used: whether it is a file of ours, of this
+//!   boot of the host and of this image.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -28,7 +28,7 @@ use super::page::{Owner, PAGE_BYTES, StatePage, TrackedFile};
 /// The most bytes that a file of ours has. A longer one is not mapped.
 const MAX_BYTES: u64 = 1 << 28;
 
-/// The end of a file's name that does not fit its image any more.
+/// The end of a file's name that no longer fits its image.
 const REFUSED_SUFFIX: &str = ".refused";
 /// How many such files an image has at most: each takes memory.
 const MAX_ASIDE: usize = 8;
@@ -43,14 +43,14 @@ pub(crate) struct StateFile {
     log: LogMemory,
 }
 
-/// What there is for an image.
+/// The state of an image.
 pub(crate) enum FoundState {
     /// No file.
     Nothing,
-    /// A file of another boot of the host: nothing that it says holds any more.
+    /// A file of another boot of the host: nothing that it says holds.
     OtherBoot(StateFile),
-    /// A file of this boot, of an image that had the same device and inode, or of a device that was attached again
-    /// since.
+    /// A file of this boot, of an image that had the same device and inode, or of a device that was
+    /// attached again since.
     OtherImage(StateFile),
     /// The file of a process that had this image open in this boot of the host.
     Usable(StateFile),
@@ -62,8 +62,8 @@ pub(crate) enum FoundState {
 }
 
 impl StateFile {
-    /// Makes the file of an image, in the place of any other one, with a redo log of `log_words` words. `fill`
-    /// completes the page before the file gets its name.
+    /// Makes the file of an image, in the place of any other one, with a redo log of `log_words`
+    /// words. `fill` completes the page before the file gets its name.
     ///
     /// # Errors
     /// The host's, with the file's name: what had the name before still has it.
@@ -143,8 +143,8 @@ impl StateFile {
         self.dir.path_of(&self.name)
     }
 
-    /// The image was closed in order. The file is removed, unless it has changes that could not be brought to the
-    /// image.
+    /// The image was closed in order. The file is removed, unless it has changes that could not be
+    /// brought to the image.
     pub(crate) fn close(&self) {
         self.page.clear_failures();
         let changes = self.changes();
@@ -176,8 +176,9 @@ impl StateFile {
         }
     }
 
-    /// Gives what has the name of an image's state file another name that is free, so that each file that was refused is
-    /// there to be looked at. Where [`MAX_ASIDE`] are taken, the last one is replaced. Answers the path, for messages.
+    /// Gives what has the name of an image's state file another name that is free, so that each
+    /// file that was refused is there to be looked at. Where [`MAX_ASIDE`] are taken, the last
+    /// one is replaced. Answers the path, for messages.
     ///
     /// # Errors
     /// The host's, with the file's name.
@@ -226,7 +227,7 @@ fn create_memory(
     name: &str,
     log_words: usize,
 ) -> io::Result<(VolatileSlice, LogMemory)> {
-    // What is left of a process that died while it made one: the image's lock says that it is gone.
+    // A file of a process that died while it made one: the image's lock says that it is gone.
     match unlinkat(dir.directory(), name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
@@ -242,7 +243,7 @@ fn create_memory(
     map(file, length)
 }
 
-/// What has the name of a state file.
+/// The file that has the name of a state file.
 enum FoundMemory {
     Nothing,
     Foreign { why: &'static str },
@@ -273,7 +274,7 @@ fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
     Ok(FoundMemory::Mapped { page, log })
 }
 
-/// The page and the log of a file of so many bytes.
+/// The page and the log of a file of this many bytes.
 fn map(file: OwnedFd, length: usize) -> io::Result<(VolatileSlice, LogMemory)> {
     let memory = Arc::new(SharedMemory::map(&file, 0, length, &FaultDomain::unconnected())?);
     let slice = |start, length| VolatileSlice::new(Arc::clone(&memory), start, length);

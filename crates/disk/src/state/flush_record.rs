@@ -1,13 +1,15 @@
-//! What a flush tracker keeps in the state file.
+//! The record that a flush tracker keeps in the state file.
 //!
-//! - When the image was written to for the last time. A file that was modified later was changed by another
-//!   program, and the redo log does not fit it any more. The same of its data file, apart: the redo log is of the image alone, and the
-//!   bitmaps of a raw disk are of the data file (`open/sidecar`).
-//! - How many sectors were sent to the block device that is the data file, before they are sent: what the kernel counts beyond is
-//!   another program's.
+//! - When the image was written to for the last time. A file that was modified later was changed by
+//!   another program, and the redo log no longer fits it. The same of its data file, apart: the
+//!   redo log is of the image alone, and the bitmaps of a raw disk are of the data file
+//!   (`open/sidecar`).
+//! - How many sectors were sent to the block device that is the data file, before they are sent:
+//!   what the kernel counts beyond is another program's.
 //! - The first failed flush. The kernel reports it once, so the next process would not hear of it.
 //!
-//! A write costs two reads of the coarse clock, which are no system calls, and a store for each tick of it.
+//! A write costs two reads of the coarse clock, which are no system calls, and a store for each
+//! tick of it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -17,12 +19,13 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::page::{StatePage, TrackedFile};
 
-/// What a flush tracker reads and writes of a state file.
+/// The record that a flush tracker reads and writes in a state file.
 pub(crate) struct FlushRecord {
     /// Locked once for each tick of the clock, and for a failure.
     page: Mutex<StatePage>,
     file: TrackedFile,
-    /// The last time that was stored, so that the page is written to once for each tick of the clock.
+    /// The last time that was stored, so that the page is written to once for each tick of the
+    /// clock.
     stamped: AtomicU64,
     /// Whether sectors are counted.
     is_counting: AtomicBool,
@@ -78,8 +81,8 @@ impl FlushRecord {
     }
 }
 
-/// Sectors that the kernel counts when a range is written, at most: through its page cache (blocks of one byte) it writes whole
-/// pages.
+/// Sectors that the kernel counts when a range is written, at most: through its page cache (blocks
+/// of one byte) it writes whole pages.
 fn sectors_of(range: ByteRange, block: u64) -> u64 {
     const SECTOR: u64 = 512;
     const PAGE: u64 = 4096;

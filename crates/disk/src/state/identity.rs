@@ -1,8 +1,9 @@
-//! What makes an image the same file, and a boot of the host the same boot.
+//! The identity of a file, and of a boot of the host.
 //!
-//! A number of an inode is used again when a file is removed, and a number of a device when another disk comes.
-//! So the birth goes with them: the time at which a file was made, where its file system keeps it; of a block
-//! device the number that the kernel gives each disk once per boot (`diskseq`, Linux 5.15).
+//! A number of an inode is used again when a file is removed, and a number of a device when another
+//! disk comes. So the birth goes with them: the time at which a file was made, where its file
+//! system keeps it; of a block device the number that the kernel gives each disk once per boot
+//! (`diskseq`, Linux 5.15).
 
 use std::fs;
 use std::io;

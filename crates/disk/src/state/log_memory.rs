@@ -1,7 +1,8 @@
 //! The memory of a redo log: the part of a state file after its first page.
 //!
-//! Guarantees: those of [`StateMemory`]. The file has its full length and holes. tmpfs has pages for what is reserved
-//! (`fallocate`), so that no store fails for want of memory; where the host has none, reserving fails.
+//! Guarantees: those of [`StateMemory`]. The file has its full length and holes. tmpfs has pages
+//! for what is reserved (`fallocate`), so that no store fails for want of memory; where the host
+//! has none, reserving fails.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,7 +27,8 @@ impl LogMemory {
         Self { words, file: Arc::new(file) }
     }
 
-    /// Has the host provide the first page of a new file, and what of its log is there from the start.
+    /// Has the host provide the first page of a new file, and what of its log is there from the
+    /// start.
     ///
     /// # Errors
     /// ENOSPC.
@@ -57,7 +59,7 @@ impl StateMemory for LogMemory {
         fallocate(&*self.file, FallocateFlags::KEEP_SIZE, 0, end_of(words)).is_ok()
     }
 
-    /// What cannot be given back stays.
+    /// A part that cannot be given back stays.
     fn release(&self, words: usize) {
         let (start, end) = (end_of(words), end_of(self.words()));
         if start < end {

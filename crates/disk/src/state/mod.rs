@@ -1,19 +1,23 @@
 //! The state file of an image: memory of a server that outlives its process.
 //!
-//! A server that is killed leaves its image to the next one, and in the state file what the image does not say:
-//! the changes of the mapping that it answered and that no writeback has brought to the disk (the format's redo
-//! log), and that a flush has failed. A loss of power voids both, and docs/durability.md says what holds then.
+//! A server that is killed leaves its image to the next one, and in the state file what the image
+//! does not say: the changes of the mapping that it answered and that no writeback has brought to
+//! the disk (the format's redo log), and that a flush has failed. A loss of power voids both, and
+//! docs/durability.md says what holds then.
 //!
 //! - [`StateDir`]: where state files are, a directory in memory that belongs to this user alone.
-//! - [`StateFile`]: one of them, mapped. Its first page is the [`StatePage`], the rest the redo log.
-//! - [`StatePage`]: which image and which boot of the host the file belongs to, and what flushes need.
+//! - [`StateFile`]: one of them, mapped. Its first page is the [`StatePage`], the rest the redo
+//!   log.
+//! - [`StatePage`]: which image and which boot of the host the file belongs to, and what flushes
+//!   need.
 //! - [`FlushRecord`]: what of it a flush tracker reads and writes.
 //! - [`ImageIdentity`], [`BootId`]: what makes a file the same one, and a boot the same one.
 //!
-//! The image's lock decides who holds a state file: it is taken before the state file is looked at. So an image
-//! that is open without a lock has none.
+//! The image's lock decides who holds a state file: it is taken before the state file is looked at.
+//! So an image that is open without a lock has none.
 //!
-//! When a state file is made, replayed, refused and removed is decided where images are opened (`open/restore`).
+//! When a state file is made, replayed, refused and removed is decided where images are opened
+//! (`open/restore`).
 
 mod dir;
 mod file;

@@ -1,7 +1,7 @@
 //! The first page of a state file.
 //!
-//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. What it says is checked by those who
-//! read it: another program of this user may have stored any words.
+//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. What it says is checked
+//! by those who read it: another program of this user may have stored any words.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -110,12 +110,14 @@ impl StatePage {
         }
     }
 
-    /// When the image was written to for the last time, or opened: nanoseconds since the Unix epoch.
+    /// When the image was written to for the last time, or opened: nanoseconds since the Unix
+    /// epoch.
     pub(crate) fn last_write(&self) -> u64 {
         self.memory.load(LAST_WRITE_WORD)
     }
 
-    /// When the data file was written to for the last time, or changed before it was opened; 0 where that is not known.
+    /// When the data file was written to for the last time, or changed before it was opened; 0
+    /// where that is not known.
     pub(crate) fn last_data_write(&self) -> u64 {
         self.memory.load(LAST_DATA_WRITE_WORD)
     }
@@ -143,8 +145,9 @@ impl StatePage {
         self.set_last_write_to(TrackedFile::Data, last);
     }
 
-    /// How much may have been written to the block device that is the data file, if nobody else has written to it: a word of
-    /// [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 where that is not counted.
+    /// How much may have been written to the block device that is the data file, if nobody else has
+    /// written to it: a word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 where that
+    /// is not counted.
     pub(crate) fn device_writes(&self) -> u64 {
         self.memory.load(DEVICE_WRITES_WORD)
     }
@@ -154,8 +157,9 @@ impl StatePage {
         self.memory.store(DEVICE_WRITES_WORD, word);
     }
 
-    /// When the file of the image had been modified before it was opened, by the clock of its file system; 0 where it
-    /// is not known. Nanoseconds since the Unix epoch, as [`opened`](Self::opened).
+    /// When the file of the image had been modified before it was opened, by the clock of its file
+    /// system; 0 where it is not known. Nanoseconds since the Unix epoch, as
+    /// [`opened`](Self::opened).
     pub(crate) fn modified_before(&self) -> u64 {
         self.memory.load(MODIFIED_BEFORE_WORD)
     }
@@ -198,7 +202,8 @@ impl StatePage {
         }
     }
 
-    /// Whether the image was closed in order, with a redo log that could not be brought to the disk.
+    /// Whether the image was closed in order, with a redo log that could not be brought to the
+    /// disk.
     pub(crate) fn is_clean(&self) -> bool {
         self.memory.load(CLEAN_WORD) != 0
     }

@@ -13,7 +13,7 @@ pub(crate) struct Clients([Kind; ExportKind::ALL.len()]);
 #[derive(Debug, Default)]
 struct Kind {
     came: AtomicU64,
-    /// Those of them that another process had counted.
+    /// Clients that another process had counted.
     handed_over: AtomicU64,
     left: AtomicU64,
 }

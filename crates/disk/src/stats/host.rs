@@ -9,7 +9,7 @@ use super::errors::Errors;
 use super::labels::{HostOperation, Stage};
 use super::reading::StageMetrics;
 
-/// What an operation at a storage moves.
+/// The bytes that an operation at a storage moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     /// Guests' bytes.
@@ -18,7 +18,7 @@ pub(crate) enum Content {
     Metadata,
 }
 
-/// What was done at a storage, and what was spared.
+/// The operations at a storage, and those that were spared.
 #[derive(Debug, Default)]
 pub(crate) struct HostStats {
     blocks: PerThread<Block>,
@@ -42,7 +42,8 @@ struct Operations {
     errors: Errors,
 }
 
-/// An operation in flight. One that is dropped before it [ends](Self::end) was cancelled, and is not recorded.
+/// An operation in flight. One that is dropped before it [ends](Self::end) was cancelled, and is
+/// not recorded.
 #[must_use]
 pub(crate) struct HostTimer<'a> {
     stats: &'a HostStats,
@@ -53,7 +54,7 @@ pub(crate) struct HostTimer<'a> {
 }
 
 impl HostStats {
-    /// An operation on so many bytes begins.
+    /// An operation on this many bytes begins.
     pub(crate) fn begin(
         &self,
         operation: HostOperation,

@@ -1,4 +1,5 @@
-//! By what is told apart what a disk is measured by. The names are those of the metrics' labels (docs/metrics.md).
+//! By what is told apart what a disk is measured by. The names are those of the metrics' labels
+//! (docs/metrics.md).
 
 use blockhouse_core::{Durability, Request};
 
@@ -30,7 +31,7 @@ impl ExportKind {
     }
 }
 
-/// What a request asks of a disk.
+/// The operation that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// A read.
@@ -94,7 +95,7 @@ impl Operation {
     }
 }
 
-/// What is done at a storage.
+/// The operations at a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostOperation {
     /// A read.
@@ -142,8 +143,8 @@ impl HostOperation {
 /// Where requests spend their time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// In a queue of this program: until the limits of the disk let it go, the image may be changed, and the range is
-    /// free of other changes.
+    /// In a queue of this program: until the limits of the disk let it go, the image may be
+    /// changed, and the range is free of other changes.
     Queue,
     /// At the host, for data.
     Host,

@@ -40,8 +40,8 @@ pub struct Counters {
     pub flushes_shared: u64,
 }
 
-/// All that a disk is measured by, since it was opened. What was done at the host includes its data file and its backing
-/// files.
+/// All that a disk is measured by, since it was opened. What was done at the host includes its data
+/// file and its backing files.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct DiskMetrics {
@@ -63,7 +63,8 @@ pub struct DiskMetrics {
     pub flushes_shared: u64,
 }
 
-/// Reads and writes of a disk's exports that have ended, all since it was opened; jobs and tools do not count.
+/// Reads and writes of a disk's exports that have ended, all since it was opened; jobs and tools do
+/// not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportLoad {
     /// How many.
@@ -90,7 +91,7 @@ pub struct ClientMetrics {
 pub struct RequestMetrics {
     /// Where they come from.
     pub export: ExportKind,
-    /// What they ask for.
+    /// The operation that they ask for.
     pub operation: Operation,
     /// How many were submitted.
     pub started: u64,
@@ -98,7 +99,7 @@ pub struct RequestMetrics {
     pub bytes: u64,
     /// From submission to completion, of those that completed, failed ones included.
     pub durations: HistogramReading,
-    /// Those that failed.
+    /// The failed ones.
     pub errors: Vec<ErrorCount>,
 }
 
@@ -114,7 +115,7 @@ pub struct StageMetrics {
     pub bytes: u64,
     /// How long each took.
     pub durations: HistogramReading,
-    /// Those that failed.
+    /// The failed ones.
     pub errors: Vec<ErrorCount>,
 }
 
@@ -175,7 +176,8 @@ impl StageMetrics {
 }
 
 impl DiskMetrics {
-    /// Adds what was counted of the same disk elsewhere, but for the clients and requests that there are now.
+    /// Adds what was counted of the same disk elsewhere, but for the clients and requests that
+    /// there are now.
     pub(super) fn add_counted(&mut self, other: &Self) {
         for one in &other.requests {
             let same = |own: &&mut RequestMetrics| {

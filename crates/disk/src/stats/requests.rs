@@ -1,4 +1,5 @@
-//! Requests: how many, how large, how long, how they ended, and how long they waited for their turn.
+//! Requests: how many, how large, how long, how they ended, and how long they waited for their
+//! turn.
 
 use std::future::{Future, poll_fn};
 use std::marker::PhantomData;
@@ -13,7 +14,7 @@ use super::errors::Errors;
 use super::labels::{ExportKind, Operation, Stage};
 use super::reading::{ExportLoad, RequestMetrics, StageMetrics};
 
-/// What requests of one disk did.
+/// The counters of requests of one disk.
 #[derive(Debug, Default)]
 pub(crate) struct Stats {
     blocks: PerThread<Block>,
@@ -40,8 +41,8 @@ struct Requests {
     errors: Errors,
 }
 
-/// A request in flight, until it is dropped. One that is dropped before it [ends](Self::end) was cancelled: it counts as
-/// started, and has no duration.
+/// A request in flight, until it is dropped. One that is dropped before it [ends](Self::end) was
+/// cancelled: it counts as started, and has no duration.
 #[must_use]
 pub struct RequestTimer<'a> {
     /// Of the thread that it began on, and so not `Send`: it ends there.
@@ -65,7 +66,7 @@ impl Stats {
         self.begin_operation(export, operation, bytes)
     }
 
-    /// Counts a request in that is about so many bytes.
+    /// Counts a request in that is about this many bytes.
     pub(crate) fn begin_operation(
         &self,
         export: ExportKind,
@@ -114,7 +115,8 @@ impl Stats {
         output
     }
 
-    /// A sum over all threads: requests that were cancelled, those copied for alignment, those decompressed.
+    /// A sum over all threads: requests that were cancelled, those copied for alignment, those
+    /// decompressed.
     pub(super) fn totals(&self) -> Totals {
         Totals {
             cancelled: self.blocks.sum(|block| block.cancelled.get()),
@@ -189,7 +191,7 @@ pub(super) struct Totals {
 }
 
 impl RequestTimer<'_> {
-    /// What the request asks for.
+    /// The operation that the request asks for.
     pub(crate) fn operation(&self) -> Operation {
         self.operation
     }

@@ -24,7 +24,8 @@ impl Admission {
         Self { group: Arc::clone(group), ticket: Some(ticket), timer: None }
     }
 
-    /// Sets the timer for a request that may be let go at `ready`, unless it is set well enough. Whether it is due.
+    /// Sets the timer for a request that may be let go at `ready`, unless it is set well enough.
+    /// Whether it is due.
     fn poll_timer(&mut self, ready: Nanos, cx: &mut Context<'_>) -> bool {
         let now = self.group.now();
         let latest = ready.max(now.saturating_add(QUANTUM));

@@ -1,9 +1,10 @@
 //! One token bucket, kept as a time.
 //!
-//! `paid_at` is when all that was let go is paid off at the bucket's rate. The bucket is full when that time has come,
-//! and in debt when it is further away than the capacity. Requests are let go while it is not in debt; then it
-//! gets into debt by one request at most. So in any time `t` no more is let go than `rate · t + capacity`, and one request.
-//! (The generic cell rate algorithm of ATM; QEMU's leaky bucket lets go by the same rule.)
+//! `paid_at` is when all that was let go is paid off at the bucket's rate. The bucket is full when
+//! that time has come, and in debt when it is further away than the capacity. Requests are let go
+//! while it is not in debt; then it gets into debt by one request at most. So in any time `t` no
+//! more is let go than `rate · t + capacity`, and one request. (The generic cell rate algorithm of
+//! ATM; QEMU's leaky bucket lets go by the same rule.)
 //!
 //! Tokens that a late timer lets go late are not lost as long as they fit into the bucket.
 
@@ -35,8 +36,8 @@ fn fixed(time: Nanos) -> u128 {
 }
 
 impl Bucket {
-    /// A bucket of `percent` hundredths of `rate` tokens a second, which fills in `capacity`, and has to fill yet for
-    /// `missing`.
+    /// A bucket of `percent` hundredths of `rate` tokens a second, which fills in `capacity`, and
+    /// has to fill yet for `missing`.
     pub(super) fn new(
         rate: NonZeroU64,
         percent: u32,
@@ -70,12 +71,13 @@ impl Bucket {
         self.paid_at = self.paid_at.saturating_sub(u128::from(tokens) * self.token);
     }
 
-    /// How long so many tokens take.
+    /// How long this many tokens take.
     pub(super) fn time_of(&self, tokens: u64) -> Nanos {
         u64::try_from((u128::from(tokens) * self.token) >> FRACTION).unwrap_or(u64::MAX)
     }
 
-    /// Goes on from `former`, a bucket with other limits: what it has, or owes, stays, as far as it fits.
+    /// Goes on from `former`, a bucket with other limits: what it has, or owes, stays, as far as it
+    /// fits.
     pub(super) fn carry_over(&mut self, former: &Self, now: Nanos) {
         let now = fixed(now);
         let missing = former.paid_at.saturating_sub(now);
@@ -177,8 +179,8 @@ mod tests {
             }
         }
 
-        /// A request that waits only for its bucket gets the rate exactly, however late each is let go, as
-        /// long as that is within the capacity.
+        /// A request that waits only for its bucket gets the rate exactly, however late each is let
+        /// go, as long as that is within the capacity.
         #[test]
         fn nothing_is_lost_by_timers_that_are_late(
             rate in 100u64..1_000_000,

@@ -6,7 +6,8 @@ use std::time::Duration;
 use super::bucket::{Bucket, Nanos};
 use super::limits::{Burst, RateLimits};
 
-/// What every bucket holds besides bursts, as a time: timers that are late by less lose nothing.
+/// The allowance of every bucket besides bursts, as a time: timers that are late by less lose
+/// nothing.
 const SLACK: Duration = Duration::from_millis(50);
 
 /// Reads and writes have limits of their own.
@@ -21,7 +22,7 @@ impl Direction {
     pub(super) const BOTH: [Self; 2] = [Self::Read, Self::Write];
 }
 
-/// What a request takes: one operation, and its bytes.
+/// The cost of a request: one operation, and its bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cost {
     pub(super) direction: Direction,
@@ -77,7 +78,8 @@ pub(super) struct Buckets {
     rates: [Option<RateBucket>; 6],
 }
 
-/// The buckets of operations and of bytes that a request takes from: those of all, and those of its direction.
+/// The buckets of operations and of bytes that a request takes from: those of all, and those of its
+/// direction.
 fn indices(direction: Direction) -> [(usize, usize); 2] {
     match direction {
         Direction::Read => [(0, 3), (1, 4)],
@@ -95,7 +97,8 @@ impl Buckets {
         self.limits
     }
 
-    /// Puts other limits in force. What was saved or is owed under a limit that stays one is kept, as far as it fits.
+    /// Puts other limits in force. What was saved or is owed under a limit that stays one is kept,
+    /// as far as it fits.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos) {
         let former = std::mem::replace(self, Self::new(limits, now));
         for (bucket, former) in self.rates.iter_mut().zip(&former.rates) {
@@ -105,7 +108,8 @@ impl Buckets {
         }
     }
 
-    /// When a request of this direction may be let go, whatever it costs; a time that has passed if it may now.
+    /// When a request of this direction may be let go, whatever it costs; a time that has passed if
+    /// it may now.
     pub(super) fn ready_at(&self, direction: Direction) -> Nanos {
         let ready = |index: usize| self.rates[index].as_ref().map_or(0, RateBucket::ready_at);
         let each =

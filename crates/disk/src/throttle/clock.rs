@@ -9,7 +9,8 @@ use blockhouse_engine::sleep;
 /// A future that completes when a time has passed.
 pub type ThrottleSleep = Pin<Box<dyn Future<Output = ()>>>;
 
-/// A clock, and waiting for it. That of event loops is the usual one; tests and other executors bring their own.
+/// A clock, and waiting for it. That of event loops is the usual one; tests and other executors
+/// bring their own.
 pub trait ThrottleClock: Send + Sync {
     /// Time since any moment that stays the same. Never goes back.
     fn now(&self) -> Duration;

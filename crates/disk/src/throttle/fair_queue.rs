@@ -1,17 +1,20 @@
-//! Who is next: start-time fair queuing.
+//! The choice of the next request: start-time fair queuing.
 //!
-//! Each key that waits has a *position*: how much time its requests have taken of the limits. The one with the least is
-//! next, and moves on by the share that its request takes. So keys that always wait get equal shares, whatever
-//! their requests cost and however many of them wait. One that comes back after a rest begins where the others are: it has
-//! saved nothing. One that comes back soon, as a client with one request at a time does, has its former position.
+//! Each key that waits has a *position*: how much time its requests have taken of the limits. The
+//! one with the least is next, and moves on by the share that its request takes. So keys that
+//! always wait get equal shares, whatever their requests cost and however many of them wait. One
+//! that comes back after a rest begins where the others are: it has saved nothing. One that comes
+//! back soon, as a client with one request at a time does, has its former position.
 //!
-//! Reads and writes have positions of their own, because they may have limits of their own, and wait for those alone. What
-//! a key takes of the limits of all requests counts for both: its reads may hold its writes back, but by a `span` at most,
-//! and the other way round. Where both may go, the lesser position is next as long as they are so close; otherwise
-//! they take turns, and so do those of one key that are equal.
+//! Reads and writes have positions of their own, because they may have limits of their own, and
+//! wait for those alone. What a key takes of the limits of all requests counts for both: its reads
+//! may hold its writes back, but by a `span` at most, and the other way round. Where both may go,
+//! the lesser position is next as long as they are so close; otherwise they take turns, and so do
+//! those of one key that are equal.
 //!
-//! Among the keys that wait with a request that may be let go now, each is next after finitely many others, because every
-//! turn moves a position by at least one, and no turn of its other direction moves it beyond its span.
+//! Among the keys that wait with a request that may be let go now, each is next after finitely many
+//! others, because every turn moves a position by at least one, and no turn of its other direction
+//! moves it beyond its span.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
@@ -37,7 +40,7 @@ pub(super) struct FairQueue<K> {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
-    /// What requests of both directions took of the limits of all requests.
+    /// The share that requests of both directions took of the limits of all requests.
     taken_of_all: u64,
     /// By direction: what its requests took.
     taken: [u64; 2],
@@ -79,7 +82,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
     pub(super) fn enter(&mut self, key: K, direction: Direction) {
         let index = direction as usize;
         if self.waiting[index].is_empty() {
-            // Those of the other direction may have been at it meanwhile.
+            // Requests of the other direction may have moved it meanwhile.
             self.virtual_time[index] = self.virtual_time[0].max(self.virtual_time[1]);
         }
         let entry = self.entries.entry(key).or_default();

@@ -1,4 +1,5 @@
-//! A group of disks with common limits: all of it behind one lock, which is held for a few steps at a time.
+//! A group of disks with common limits: all of it behind one lock, which is held for a few steps at
+//! a time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +14,9 @@ use super::clock::{LoopClock, ThrottleClock};
 use super::limits::RateLimits;
 use super::queue::{Class, MemberKey, PartyKey, Poll, Queue, Ticket, WaitCounts, Wakers};
 
-/// Disks that share limits, as a throttle group of QEMU: [`Disk::join_throttle_group`](crate::Disk::join_throttle_group).
-/// The disks may be served by any event loops.
+/// Disks that share limits, as a throttle group of QEMU:
+/// [`Disk::join_throttle_group`](crate::Disk::join_throttle_group). The disks may be served by any
+/// event loops.
 pub struct ThrottleGroup {
     is_unlimited: AtomicBool,
     queue: Mutex<Queue>,
@@ -47,8 +49,9 @@ impl ThrottleGroup {
         self.queue.lock().limits()
     }
 
-    /// Puts other limits in force, for requests that wait, too. What a limit has saved or is owed stays, as far as it fits
-    /// into the new one; a limit that is new starts without anything saved, but for what bursts may save.
+    /// Puts other limits in force, for requests that wait, too. What a limit has saved or is owed
+    /// stays, as far as it fits into the new one; a limit that is new starts without anything
+    /// saved, but for what bursts may save.
     pub fn set_limits(&self, limits: RateLimits) {
         self.change(|queue, now, wakers| queue.set_limits(limits, now, wakers));
         self.is_unlimited.store(limits.is_unlimited(), Ordering::Relaxed);

@@ -1,12 +1,14 @@
-//! What limits are asked for.
+//! The limits of a disk.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// Limits on the rates of a disk or of a group of disks. `None` is no limit. All that are given hold at once.
+/// Limits on the rates of a disk or of a group of disks. `None` is no limit. All that are given
+/// hold at once.
 ///
-/// A read, write, zero write, discard or prefetch is one operation, whatever its length. Bytes are those of reads, writes
-/// and prefetches, and of zero writes where the host has to write zeros. Flushes count nowhere.
+/// A read, write, zero write, discard or prefetch is one operation, whatever its length. Bytes are
+/// those of reads, writes and prefetches, and of zero writes where the host has to write zeros.
+/// Flushes count nowhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimits {
     /// Operations a second.
@@ -40,10 +42,11 @@ impl RateLimits {
     }
 }
 
-/// How rates may be exceeded for a while: up to `factor` times the rate for `time`, out of what was not used before.
+/// How rates may be exceeded for a while: up to `factor` times the rate for `time`, out of what was
+/// not used before.
 ///
-/// What a limit of rate `r` leaves unused is saved, up to `(factor - 1) · r · time`. So after a rest a disk may run at
-/// `factor · r` for `time`, and then runs at `r`.
+/// The unused part of a limit of rate `r` is saved, up to `(factor - 1) · r · time`. So after a
+/// rest a disk may run at `factor · r` for `time`, and then runs at `r`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Burst {
     percent: u32,

@@ -16,7 +16,7 @@ use super::group::{Begin, ThrottleGroup};
 use super::limits::RateLimits;
 use super::queue::{Class, MemberKey, Outcome};
 
-/// What requests of a disk have waited for their limits, since the disk is in its group.
+/// The waits of a disk's requests for their limits, since the disk is in its group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ThrottleStats {
@@ -28,15 +28,15 @@ pub struct ThrottleStats {
     pub delayed_time: Duration,
 }
 
-/// What a request is to its limits.
+/// The cost of a request for its limits.
 pub(crate) struct RequestCost {
     class: Class,
     cost: Cost,
 }
 
 impl RequestCost {
-    /// Of a request to a disk whose writes are at least as durable as `durability`, and whose storage has zero writes as
-    /// `write_zeroes` says. `None` for a request without limits.
+    /// Of a request to a disk whose writes are at least as durable as `durability`, and whose
+    /// storage has zero writes as `write_zeroes` says. `None` for a request without limits.
     pub(crate) fn of(
         request: &Request,
         durability: Durability,
@@ -101,7 +101,8 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    /// Lets a request go, or gives the future to await before it goes. One relaxed load where there are no limits.
+    /// Lets a request go, or gives the future to await before it goes. One relaxed load where there
+    /// are no limits.
     pub(crate) fn admit(
         &self,
         cost: impl FnOnce() -> Option<RequestCost>,

@@ -1,12 +1,13 @@
-//! Who waits: the disks of a group, their parties, and the requests of each. Plain data, behind the group's lock.
+//! The waiting requests: the disks of a group, their parties, and the requests of each. Plain data,
+//! behind the group's lock.
 //!
-//! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. It was polled after it became that,
-//! or its waker was handed out to be called. A request that comes later and may be let go earlier becomes the timekeeper
-//! in its place.
+//! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. It was
+//! polled after it became that, or its waker was handed out to be called. A request that comes
+//! later and may be let go earlier becomes the timekeeper in its place.
 //!
-//! The timekeeper of one loop, which *leads*, has a timer for the moment when the next request may be let go. The timers
-//! of the others are due [`BACKUP_DELAY`] later: if the leading loop is held up, another one lets the request go in its
-//! place, and leads from then on.
+//! The timekeeper of one loop, which *leads*, has a timer for the moment when the next request may
+//! be let go. The timers of the others are due [`BACKUP_DELAY`] later: if the leading loop is held
+//! up, another one lets the request go in its place, and leads from then on.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::task::Waker;
@@ -22,8 +23,8 @@ use super::limits::RateLimits;
 /// How many requests are let go while the lock is held.
 const MAX_BATCH: usize = 64;
 
-/// Timers are set no more often than this. Requests that may be let go meanwhile are let go together; what that delays
-/// them is made up for, because a bucket holds more.
+/// Timers are set no more often than this. Requests that may be let go meanwhile are let go
+/// together; what that delays them is made up for, because a bucket holds more.
 pub(super) const QUANTUM: Nanos = 250_000;
 
 /// How late a timekeeper is when another loop takes its place.
@@ -100,7 +101,7 @@ impl Party {
     }
 }
 
-/// What a disk's requests waited.
+/// The waits of a disk's requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WaitCounts {
     pub(super) waiting: u64,
@@ -147,7 +148,7 @@ struct Timekeeper {
 /// Tasks to be woken once the lock is released.
 pub(super) type Wakers = Vec<Waker>;
 
-/// What a request that waits has to do.
+/// The next step of a request that waits.
 pub(super) enum Poll {
     Done(Outcome),
     /// Wait to be woken, and, for a timekeeper, until this time at the latest.
@@ -173,7 +174,8 @@ impl Queue {
         self.buckets.limits()
     }
 
-    /// Other limits, for those that wait, too. The timekeepers are woken, because their time may be another one now.
+    /// Other limits, for those that wait, too. The timekeepers are woken, because their time may be
+    /// another one now.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos, wakers: &mut Wakers) {
         self.buckets.set_limits(limits, now);
         self.wake_timekeepers(wakers);
@@ -215,7 +217,7 @@ impl Queue {
         if self.members[key].is_lifted {
             return true;
         }
-        // Those that wait and might go now are first.
+        // Requests that wait and might go now are first.
         let is_behind = |direction: Direction| {
             self.order.has(direction) && self.buckets.ready_at(direction) <= now
         };
@@ -252,7 +254,8 @@ impl Queue {
         ticket
     }
 
-    /// Lets go what may be let go. `true` if there may be more, because the lock has been held long enough.
+    /// Lets go what may be let go. `true` if there may be more, because the lock has been held long
+    /// enough.
     pub(super) fn dispatch(&mut self, now: Nanos, wakers: &mut Wakers) -> bool {
         for _ in 0..MAX_BATCH {
             let is_ready = |direction: &Direction| {
@@ -333,8 +336,9 @@ impl Queue {
         self.leave_loop(ticket, event_loop, wakers);
     }
 
-    /// Takes a request out of those of its loop. If it was the timekeeper, the last one is in its place: it will wait
-    /// longest. If it was the last one of the leading loop, any other loop leads.
+    /// Takes a request out of those of its loop. If it was the timekeeper, the last one is in its
+    /// place: it will wait longest. If it was the last one of the leading loop, any other loop
+    /// leads.
     fn leave_loop(&mut self, ticket: Ticket, event_loop: ThreadId, wakers: &mut Wakers) {
         let Some(own) = self.loops.get_mut(&event_loop) else { return };
         own.tickets.remove(&ticket);
@@ -407,7 +411,8 @@ impl Queue {
         waiting.map(|direction| self.buckets.ready_at(direction)).min().unwrap_or(Nanos::MAX)
     }
 
-    /// A request's future is dropped before it was told the end of its wait: what it took goes back.
+    /// A request's future is dropped before it was told the end of its wait: what it took goes
+    /// back.
     pub(super) fn cancel(&mut self, ticket: Ticket, now: Nanos, wakers: &mut Wakers) {
         let Some(waiter) = self.waiters.get(&ticket) else { return };
         let cost = waiter.cost;
@@ -417,7 +422,7 @@ impl Queue {
             Some(Outcome::Lifted | Outcome::Moved) => {}
         }
         self.waiters.remove(&ticket);
-        // What was put back may let others go, now or sooner.
+        // A part that was put back may let others go, now or sooner.
         self.dispatch(now, wakers);
         self.wake_timekeepers(wakers);
     }

@@ -5,8 +5,8 @@ use blockhouse_format::Amendments;
 
 use crate::disk::Disk;
 
-/// Changes options of the image, durably: see [`Format::amend`](blockhouse_format::Format::amend). The disk is to be closed
-/// and opened anew after this. No request may be in flight.
+/// Changes options of the image, durably: see [`Format::amend`](blockhouse_format::Format::amend).
+/// The disk is to be closed and opened anew after this. No request may be in flight.
 ///
 /// # Errors
 /// As there; `ReadOnly`.

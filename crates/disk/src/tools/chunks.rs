@@ -32,8 +32,8 @@ pub(super) enum Source {
     Backing,
 }
 
-/// Does `work` on all chunks, several at a time. Ends with the first error, once all that were begun
-/// have ended.
+/// Does `work` on all chunks, several at a time. Ends with the first error, once all that were
+/// begun have ended.
 pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     chunks: impl Stream<Item = Result<T>>,
     work: impl Fn(T) -> F,

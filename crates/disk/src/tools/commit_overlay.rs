@@ -1,15 +1,15 @@
 //! An overlay's data into its backing file.
 //!
-//! Until the backing file has everything, durably, the overlay keeps all it has; and while the overlay is
-//! emptied, what it drops reads the same from the backing file. So a crash at any point leaves a disk that
-//! reads as before, and the commit can be made again.
+//! Until the backing file has everything, durably, the overlay keeps all it has; and while the
+//! overlay is emptied, what it drops reads the same from the backing file. So a crash at any point
+//! leaves a disk that reads as before, and the commit can be made again.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, ToolProgress};
 
 use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
 use crate::disk::Disk;
 
-/// What becomes of an overlay whose data is in its backing file.
+/// The treatment of an overlay whose data is in its backing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterCommit {
     /// It is emptied: its space is given back.
@@ -18,10 +18,10 @@ pub enum AfterCommit {
     Keep,
 }
 
-/// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the overlay if `after` says
-/// so.
-/// A base that is shorter is made as long. Durable when it returns. No other request may be in flight
-/// on either.
+/// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the
+/// overlay if `after` says so.
+/// A base that is shorter is made as long. Durable when it returns. No other request may be in
+/// flight on either.
 ///
 /// # Errors
 /// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or what a storage

@@ -1,9 +1,9 @@
 //! CompareJob two disks, whatever their formats: is every byte the same, and if not, which is the
 //! first that is not?
 //!
-//! What lies past the end of the shorter one counts as zeros. What both maps show as zeros is not
-//! read. Several chunks are in flight at the same time, on any number of threads; they begin in
-//! ascending order, so the first difference is found although they end in any order.
+//! The part past the end of the shorter one counts as zeros. Ranges that both maps show as zeros
+//! are not read. Several chunks are in flight at the same time, on any number of threads; they
+//! begin in ascending order, so the first difference is found although they end in any order.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -122,8 +122,8 @@ impl<S: Storage> CompareJob<S> {
     }
 }
 
-/// The offset of the first byte that is data in one of two disks and a hole or zeros in the other, or
-/// a hole in one and zeros in the other; past the end of the shorter one nothing is compared.
+/// The offset of the first byte that is data in one of two disks and a hole or zeros in the other,
+/// or a hole in one and zeros in the other; past the end of the shorter one nothing is compared.
 ///
 /// # Errors
 /// What looking at the maps answers.

@@ -1,9 +1,10 @@
-//! Copies a disk, a part of it, or several one after the other, into another one, whatever their formats.
+//! Copies a disk, a part of it, or several one after the other, into another one, whatever their
+//! formats.
 //!
-//! What the source's map shows as zeros is never read; what was read and turns out to be zeros is not
-//! written. Several chunks are in flight at the same time and end in any order; no two of them touch
-//! the same cluster of the target. Any number of threads can work on one copy, each on its own event
-//! loop. Nothing is durable before the target is closed.
+//! The ranges that the source's map shows as zeros are never read; bytes that turn out to be zeros
+//! are not written. Several chunks are in flight at the same time and end in any order; no two of
+//! them touch the same cluster of the target. Any number of threads can work on one copy, each on
+//! its own event loop. Nothing is durable before the target is closed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,35 +27,36 @@ const SECTOR: u64 = 512;
 /// How many requests of one chunk are in flight together.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// What the target holds before.
+/// The target's content before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetContent {
     /// All of it reads as zeros.
     Zero,
-    /// Anything, for instance a part of the copy: it is read, and what is right is not written again.
+    /// Anything, for instance a part of the copy: it is read, and what is right is not written
+    /// again.
     Unknown,
 }
 
 /// How a copy is made.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyOptions {
-    /// What the target holds before.
+    /// The target's content before.
     pub target_content: TargetContent,
     /// Whether data is stored in compressed clusters, where that saves something.
     pub compress: bool,
-    /// How many chunks each thread has in flight, at least one. A chunk takes 1 MiB of memory or as
-    /// much as a cluster of the target, twice that where the target is read too.
+    /// How many chunks each thread has in flight, at least one. A chunk takes 1 MiB of memory or
+    /// as much as a cluster of the target, twice that where the target is read too.
     pub max_in_flight: usize,
 }
 
 /// How far a copy has come, in bytes of the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyProgress {
-    /// What needs no more work, holes included.
+    /// The bytes that need no more work, holes included.
     pub done: u64,
     /// The size of the disk.
     pub total: u64,
-    /// What was written.
+    /// The bytes that were written.
     pub written: u64,
 }
 
@@ -77,7 +79,7 @@ pub struct CopyJob<S: Storage> {
     has_failed: AtomicBool,
     /// Where the scan is.
     passed: AtomicU64,
-    /// What of that is still in flight.
+    /// The part of it that is still in flight.
     in_flight: AtomicU64,
 }
 
@@ -107,8 +109,8 @@ struct PartsScan<S: Storage> {
 }
 
 impl<S: Storage> CopyJob<S> {
-    /// The copy of all of `source` to the start of `target`, which nothing else may change meanwhile.
-    /// What the target has beyond that stays as it is.
+    /// The copy of all of `source` to the start of `target`, which nothing else may change
+    /// meanwhile. The rest of a longer target stays as it is.
     ///
     /// # Errors
     /// `InvalidInput` when the target is smaller, or data is to be compressed where the target's
@@ -118,8 +120,8 @@ impl<S: Storage> CopyJob<S> {
         Self::of_parts(vec![(source, all)], target, options)
     }
 
-    /// As [`new`](Self::new), of parts of sources, one after the other, each at any offset and of any length. What follows
-    /// them up to the end of the target's last sector is zeros then.
+    /// As [`new`](Self::new), of parts of sources, one after the other, each at any offset and of
+    /// any length. What follows them up to the end of the target's last sector is zeros then.
     ///
     /// # Errors
     /// As [`new`](Self::new); `InvalidInput` for a part that reaches past the end of its source.
@@ -156,7 +158,8 @@ impl<S: Storage> CopyJob<S> {
         })
     }
 
-    /// Zeros are written as data is, so that all of the copy takes space. Before [`work`](Self::work).
+    /// Zeros are written as data is, so that all of the copy takes space. Before
+    /// [`work`](Self::work).
     #[must_use]
     pub fn writing_zeros(mut self) -> Self {
         self.is_dense = true;
@@ -200,8 +203,8 @@ impl<S: Storage> CopyJob<S> {
         }
     }
 
-    /// Works until nothing is left to begin and all that this call began has ended. To be called once
-    /// by each thread that is to work.
+    /// Works until nothing is left to begin and all that this call began has ended. To be called
+    /// once by each thread that is to work.
     ///
     /// # Errors
     /// The first error of this thread, which names the file and the offset. The others stop soon
@@ -362,8 +365,8 @@ pub(super) async fn read<S: Storage>(
     read_from(disk, 0, disk.size(), chunk, buffer).await
 }
 
-/// As [`read`], where the chunk's ranges are less than the disk's offsets by `shift`, modulo 2^64; from `end` on, which is
-/// within the disk, they read as zeros.
+/// As [`read`], where the chunk's ranges are less than the disk's offsets by `shift`, modulo 2^64;
+/// from `end` on, which is within the disk, they read as zeros.
 async fn read_from<S: Storage>(
     disk: &Disk<S>,
     shift: u64,
@@ -379,7 +382,7 @@ async fn read_from<S: Storage>(
     let mut data = Vec::new();
     for range in &chunk.data {
         let range = within(range);
-        // What lies past the end belongs to a longer disk.
+        // The part past the end belongs to a longer disk.
         if range.start < range.end {
             buffer.bytes_mut()[end..range.start].fill(0);
             end = range.end;

@@ -1,4 +1,5 @@
-//! The writing half of a copy: what was read and is worth it is written, in plain or in compressed clusters.
+//! The writing half of a copy: what was read and is worth it is written, in plain or in compressed
+//! clusters.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ const MIN_HOLE: u64 = 4096;
 /// How many requests of one chunk are in flight together.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// What is written to the target of a copy.
+/// The writes to the target of a copy.
 pub(super) struct CopyWriter<S: Storage> {
     target: Arc<Disk<S>>,
     compress: bool,
@@ -32,7 +33,8 @@ pub(super) struct CopyWriter<S: Storage> {
 }
 
 impl<S: Storage> CopyWriter<S> {
-    /// Writes to `target`, in compressed clusters where that saves something and `compress` says so.
+    /// Writes to `target`, in compressed clusters where that saves something and `compress` says
+    /// so.
     ///
     /// # Errors
     /// `InvalidInput` where the target's format has no compressed clusters.

@@ -1,10 +1,11 @@
-//! The mark of a disk that is being made by a mirror: until it is complete, its first sector holds a text in place of
-//! the data.
+//! The mark of a disk that is being made by a mirror: until it is complete, its first sector holds
+//! a text in place of the data.
 //!
-//! Guarantee: a disk without the mark that had it before is complete. The mark is written durably before anything else
-//! is, and replaced by the sector's data durably after everything else is durable. Disks write a sector as a whole, so
-//! that write is the moment in which the disk becomes complete. The mark is in the disk, not beside it, so it works on
-//! every kind of target, and no program takes the disk for a bootable one.
+//! Guarantee: a disk without the mark that had it before is complete. The mark is written durably
+//! before anything else is, and replaced by the sector's data durably after everything else is
+//! durable. Disks write a sector as a whole, so that write is the moment in which the disk becomes
+//! complete. The mark is in the disk, not beside it, so it works on every kind of target, and no
+//! program takes the disk for a bootable one.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Request, Result, Storage,
@@ -19,7 +20,8 @@ pub const MARK_BYTES: u64 = 512;
 /// How the mark begins.
 const MAGIC: &[u8] = b"blockhouse: mirror not complete\n";
 
-/// Puts the mark on a disk, durably. `source` says what it is a mirror of, for people who look at it.
+/// Puts the mark on a disk, durably. `source` says what it is a mirror of, for people who look at
+/// it.
 ///
 /// # Errors
 /// What the storage answers.
@@ -32,7 +34,8 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
     disk.submit_unlimited(Request::Write { offset: 0, from, durability }).await
 }
 
-/// Refuses a disk that has the mark. One whose first sector cannot be read is admitted: it has none that can be told.
+/// Refuses a disk that has the mark. One whose first sector cannot be read is admitted: it has none
+/// that can be told.
 ///
 /// # Errors
 /// `Corrupt`, with what to do; what looking the sector up answers.
@@ -44,8 +47,8 @@ pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
     }
     let _guard = format.begin_read();
     let extent = format.map(ByteRange::between(0, end), Intent::Read).await?;
-    // The mark is in the image itself, never in compressed form. It is read beside the counters of what guests do, but
-    // where it has to be decrypted.
+    // The mark is in the image itself, never in compressed form. It is read beside the counters of
+    // what guests do, but where it has to be decrypted.
     let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
     let read = match layer.is_encrypted() {

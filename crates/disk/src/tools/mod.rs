@@ -1,6 +1,7 @@
 //! Work on whole disks: copying, comparing, committing an overlay, rebasing it.
 //!
-//! [`scan`] finds what has to be read at all; [`chunks`] cuts one image into chunks by where they come from.
+//! [`scan`] finds what has to be read at all; [`chunks`] cuts one image into chunks by where they
+//! come from.
 
 mod amend;
 mod chunks;

@@ -1,8 +1,8 @@
 //! Copying parts of a disk to another one, again and again, while both may be used.
 //!
-//! Guarantees: zeros become zeros without their bytes, and take no space where the target has had none. A copy is in
-//! memory no longer than the part that it copies, which the caller bounds. Copies of overlapping ranges are the caller's to
-//! keep apart.
+//! Guarantees: zeros become zeros without their bytes, and take no space where the target has had
+//! none. A copy is in memory no longer than the part that it copies, which the caller bounds.
+//! Copies of overlapping ranges are the caller's to keep apart.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,8 +36,8 @@ pub struct RangeCopy<S: Storage> {
 }
 
 impl<S: Storage> RangeCopy<S> {
-    /// Copies to a target that is as long as the source; all of it reads as zeros if `is_zero` says so. `granularity` is
-    /// the unit in which is remembered what the target holds.
+    /// Copies to a target that is as long as the source; all of it reads as zeros if `is_zero` says
+    /// so. `granularity` is the unit in which is remembered what the target holds.
     ///
     /// # Errors
     /// As [`DirtyMap::new`].
@@ -55,9 +55,10 @@ impl<S: Storage> RangeCopy<S> {
         Ok(Self { source, target, written, unit })
     }
 
-    /// Makes dirty what has to be copied to make the target equal: where the source has data, or the target may have
-    /// something else than zeros. To be called while the source's changes are marked in `dirty`. `go_on` is asked now and
-    /// then; nothing more is looked at when it says no.
+    /// Makes dirty what has to be copied to make the target equal: where the source has data, or
+    /// the target may have something else than zeros. To be called while the source's changes
+    /// are marked in `dirty`. `go_on` is asked now and then; nothing more is looked at when it
+    /// says no.
     ///
     /// # Errors
     /// What looking at the maps answers.
@@ -78,8 +79,9 @@ impl<S: Storage> RangeCopy<S> {
         Ok(())
     }
 
-    /// Makes dirty what the source's image has itself, where the target is its backing file. To be called while the source's
-    /// changes are marked in `dirty`. `go_on` as in [`mark_needed`](Self::mark_needed).
+    /// Makes dirty what the source's image has itself, where the target is its backing file. To be
+    /// called while the source's changes are marked in `dirty`. `go_on` as in
+    /// [`mark_needed`](Self::mark_needed).
     ///
     /// # Errors
     /// What looking at the map answers.
@@ -97,8 +99,8 @@ impl<S: Storage> RangeCopy<S> {
         Ok(())
     }
 
-    /// Makes `range` of the target what it is in the source. Not durable before the target is flushed. How many bytes
-    /// were written.
+    /// Makes `range` of the target what it is in the source. Not durable before the target is
+    /// flushed. How many bytes were written.
     ///
     /// # Errors
     /// What either storage answers; the message says which.
@@ -143,8 +145,8 @@ impl<S: Storage> RangeCopy<S> {
         Ok(parts[0].bytes() == parts[1].bytes())
     }
 
-    /// Writes to the target what the source gets at the same time: `from`, at `offset`. Not durable before the target is
-    /// flushed.
+    /// Writes to the target what the source gets at the same time: `from`, at `offset`. Not durable
+    /// before the target is flushed.
     ///
     /// # Errors
     /// What the target answers.

@@ -1,9 +1,9 @@
 //! An overlay over another backing file than before, with the same content.
 //!
-//! What the new backing file would change is first written into the overlay, durably; only then is the
-//! overlay told its new backing file, with one write of its header. A crash before that leaves an overlay
-//! of the old file that has more clusters of its own than it needs. What block status shows as zeros
-//! in the backing files, before and after, is not read.
+//! The changes that the new backing file would make are first written into the overlay, durably;
+//! only then is the overlay told its new backing file, with one write of its header. A crash before
+//! that leaves an overlay of the old file that has more clusters of its own than it needs. What
+//! block status shows as zeros in the backing files, before and after, is not read.
 
 use blockhouse_core::{Buffer, Durability, ExtentState, Request, Result, Storage, ToolProgress};
 use blockhouse_format::{Backing, Intent};
@@ -29,8 +29,9 @@ pub enum Compress {
     Clusters,
 }
 
-/// Copies into `disk` what it would read otherwise if `new` were its backing file; with `None`, what it
-/// would lose if it had none. With [`Compress::Clusters`] the image has to have compressed clusters. Durable when it returns. No other request may be in flight.
+/// Copies into `disk` what it would read otherwise if `new` were its backing file; with `None`,
+/// what it would lose if it had none. With [`Compress::Clusters`] the image has to have compressed
+/// clusters. Durable when it returns. No other request may be in flight.
 ///
 /// # Errors
 /// `ReadOnly`, or what a storage answered; the content is the same as before in any case.

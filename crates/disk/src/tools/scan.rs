@@ -1,7 +1,8 @@
-//! Which parts of disks have to be read at all: a scan of their block status, from the start to the end.
+//! Which parts of disks have to be read at all: a scan of their block status, from the start to the
+//! end.
 //!
-//! Cut into chunks at multiples of one size, so that no two of them touch the same cluster of a copy.
-//! Long runs that all disks read as zeros are passed over at the pace of their maps.
+//! Cut into chunks at multiples of one size, so that no two of them touch the same cluster of a
+//! copy. Long runs that all disks read as zeros are passed over at the pace of their maps.
 
 use std::ops::Deref;
 
@@ -20,7 +21,7 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// What of the chunk lies in `range`, a part of it.
+    /// The part of the chunk in `range`, which it contains.
     pub(super) fn part(&self, range: ByteRange) -> Self {
         let clip = |data: &ByteRange| {
             let (start, end) = (data.offset().max(range.offset()), data.end().min(range.end()));
@@ -45,7 +46,7 @@ pub(super) struct StatusScan<D> {
 /// A disk and the run of it that was asked for last.
 struct CachedStatus<D> {
     disk: D,
-    /// What is added to the scan's offsets for those of the disk, modulo 2^64.
+    /// The difference from the scan's offsets to those of the disk, modulo 2^64.
     shift: u64,
     cache: BlockStatusCache,
     status: BlockStatus,
@@ -53,7 +54,7 @@ struct CachedStatus<D> {
     end: u64,
 }
 
-/// What all disks say of a run.
+/// The common status of all disks for a run.
 #[derive(Clone, Debug)]
 struct StatusRun {
     reads_as_zeros: bool,
@@ -81,7 +82,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         }
     }
 
-    /// The scan begins at `offset`, and looks at the first disk at offsets that are higher by `shift`, modulo 2^64.
+    /// The scan begins at `offset`, and looks at the first disk at offsets that are higher by
+    /// `shift`, modulo 2^64.
     pub(super) fn between(mut self, offset: u64, shift: u64) -> Self {
         self.offset = offset;
         if let Some(first) = self.disks.first_mut() {
@@ -90,7 +92,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         self
     }
 
-    /// Zeros count as data (`is_dense`), and so does what has no status that can be read (`forgives`).
+    /// Zeros count as data (`is_dense`), and so does what has no status that can be read
+    /// (`forgives`).
     pub(super) fn taking(mut self, is_dense: bool, forgives: bool) -> Self {
         (self.is_dense, self.forgives) = (is_dense, forgives);
         self
@@ -134,7 +137,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         (offset + self.chunk_size - offset % self.chunk_size).min(self.size)
     }
 
-    /// What is at the place that the scan has come to.
+    /// The status at the scan's place.
     async fn query(&mut self) -> Result<StatusRun> {
         let mut all = StatusRun { reads_as_zeros: !self.is_dense, end: self.size };
         if self.is_dense {

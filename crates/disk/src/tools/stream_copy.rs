@@ -1,8 +1,9 @@
 //! A disk from a stream of bytes, whose length is known at its end.
 //!
-//! Guarantees: zeros of the stream take no space in a new target. A target that may grow is made longer in large steps
-//! while bytes come, and as long as the stream in the end, in whole sectors. Memory is bounded: a few pieces are in
-//! flight together. Nothing is durable before the target is closed.
+//! Guarantees: zeros of the stream take no space in a new target. A target that may grow is made
+//! longer in large steps while bytes come, and as long as the stream in the end, in whole sectors.
+//! Memory is bounded: a few pieces are in flight together. Nothing is durable before the target is
+//! closed.
 
 use std::sync::Arc;
 
@@ -22,12 +23,12 @@ const SECTOR: usize = 512;
 /// How a stream is copied.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamOptions {
-    /// What the target holds before.
+    /// The target's content before.
     pub target_content: TargetContent,
     /// Whether data is stored in compressed clusters, where that saves something.
     pub compress: bool,
-    /// Whether the target becomes as long as the stream; otherwise it is long enough already, and what it has beyond
-    /// the stream stays as it is.
+    /// Whether the target becomes as long as the stream; otherwise it is long enough already, and
+    /// what it has beyond the stream stays as it is.
     pub resize: bool,
 }
 
@@ -35,12 +36,13 @@ pub struct StreamOptions {
 pub const STREAM_PIECE: usize = 2 << 20;
 
 /// Writes a stream to the start of `target`, which nothing else may use meanwhile: pieces of
-/// [`STREAM_PIECE`], of which only the last is shorter. Answers the length of the stream in bytes; a part of a sector
-/// at its end is filled up with zeros. `progress` advances by what is written.
+/// [`STREAM_PIECE`], of which only the last is shorter. Answers the length of the stream in bytes;
+/// a part of a sector at its end is filled up with zeros. `progress` advances by what is written.
 ///
 /// # Errors
-/// What the stream or a storage answers; `NoSpace` where the target is too short and is not to grow; `InvalidInput` where
-/// its format has no compressed clusters. A part of the copy is there then.
+/// What the stream or a storage answers; `NoSpace` where the target is too short and is not to
+/// grow; `InvalidInput` where its format has no compressed clusters. A part of the copy is there
+/// then.
 pub async fn copy_stream<S: Storage>(
     target: &Arc<Disk<S>>,
     pieces: impl Stream<Item = Result<Buffer>> + Unpin,

@@ -1,4 +1,5 @@
-//! Space for a part of a disk that nothing has been written to, so that writing to it cannot fail for want of space.
+//! Space for a part of a disk that nothing has been written to, so that writing to it cannot fail
+//! for want of space.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, Request, Result, Storage, ToolProgress,
@@ -12,12 +13,13 @@ const WRITE_SIZE: u64 = 1 << 20;
 const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
 
-/// Takes the space of `range`, which reads as zeros before and after: in a qcow2 image each of its clusters has its
-/// place then. Durable with the next flush. No other request may be in flight there.
+/// Takes the space of `range`, which reads as zeros before and after: in a qcow2 image each of its
+/// clusters has its place then. Durable with the next flush. No other request may be in flight
+/// there.
 ///
 /// # Errors
-/// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` where the host cannot set space aside, and zeros have to be
-/// written; or what the storage answers. A part of the space may be taken then.
+/// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` where the host cannot set space aside, and
+/// zeros have to be written; or what the storage answers. A part of the space may be taken then.
 pub async fn take_space<S: Storage>(
     disk: &Disk<S>,
     range: ByteRange,
@@ -44,7 +46,7 @@ pub async fn take_space<S: Storage>(
             continue;
         }
         let sent = match mode {
-            // What is no whole cluster of the disk: its first bytes or its last ones.
+            // A part that is no whole cluster of the disk: its first bytes or its last ones.
             SpaceMode::Falloc => {
                 let unit = disk.cluster_size().unwrap_or(WRITE_SIZE);
                 left.truncate(unit - left.offset() % unit)

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// What is compared at a time: cheap to stop at, long enough to be compared quickly.
+/// The length of one comparison: cheap to stop at, long enough to be compared quickly.
 const STEP: usize = 4096;
 static ZEROS: [u8; STEP] = [0; STEP];
 
@@ -11,7 +11,8 @@ pub(super) fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(STEP).all(|chunk| *chunk == ZEROS[..chunk.len()])
 }
 
-/// Cuts a part of a buffer into units: those of the disk, of which `offset` is where the buffer begins.
+/// Cuts a part of a buffer into units: those of the disk, of which `offset` is where the buffer
+/// begins.
 pub(super) fn units(
     part: Range<usize>,
     offset: u64,
@@ -26,8 +27,8 @@ pub(super) fn units(
     })
 }
 
-/// The parts of `length` bytes at `offset` of the disk whose [`units`] are `wanted` (asked by their place in the buffer), the
-/// units that follow each other in one.
+/// The parts of `length` bytes at `offset` of the disk whose [`units`] are `wanted` (asked by their
+/// place in the buffer), the units that follow each other in one.
 pub(super) fn runs(
     length: usize,
     offset: u64,

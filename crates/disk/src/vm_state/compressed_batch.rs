@@ -10,7 +10,7 @@ pub(super) struct CompressedBatch {
     length: u64,
 }
 
-/// What became of a cluster.
+/// The outcome for a cluster.
 pub(super) enum AddResult {
     /// It is in the batch.
     Added,

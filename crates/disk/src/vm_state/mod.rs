@@ -1,14 +1,15 @@
 //! The state of a machine as a stream into an image, and back.
 //!
-//! Producers send small writes, many below 100 bytes. They are collected in aligned *windows* of the larger of a
-//! cluster and 1 MiB; a full window is written while the next one fills, 8 at most are in flight. Clusters are
-//! taken in runs; those of zeros take no space. Any offset may be written in any order: a window
-//! that comes back is waited for and read again, so that overlapping writes take effect in order. Nothing refers
-//! to what was stored until [`VmStateWriter::finish`] takes the snapshot, in one step.
+//! Producers send small writes, many below 100 bytes. They are collected in aligned *windows* of
+//! the larger of a cluster and 1 MiB; a full window is written while the next one fills, 8 at most
+//! are in flight. Clusters are taken in runs; those of zeros take no space. Any offset may be
+//! written in any order: a window that comes back is waited for and read again, so that overlapping
+//! writes take effect in order. Nothing refers to what was stored until [`VmStateWriter::finish`]
+//! takes the snapshot, in one step.
 //!
-//! The first error ends everything: what is in flight is waited for, all space is given back, and each later
-//! call fails with the same error. Memory is bounded: the windows, and 8 or 16 bytes for each cluster of
-//! the state.
+//! The first error ends everything: what is in flight is waited for, all space is given back, and
+//! each later call fails with the same error. Memory is bounded: the windows, and 8 or 16 bytes for
+//! each cluster of the state.
 
 mod compressed_batch;
 mod reader;
@@ -60,8 +61,9 @@ enum Stage {
 }
 
 impl<'a, S: Storage> VmStateWriter<'a, S> {
-    /// Begins to store a machine's state, of which a snapshot is taken at the end: as it is, which is as
-    /// fast as the disk, or in compressed clusters of a kind that must be the image's own.
+    /// Begins to store a machine's state, of which a snapshot is taken at the end: as it is, which
+    /// is as fast as the disk, or in compressed clusters of a kind that must be the image's
+    /// own.
     ///
     /// # Errors
     /// `ReadOnly`; `Unsupported` for a format without snapshots, an image with a data file, or a
@@ -98,12 +100,12 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         self.tables.size()
     }
 
-    /// Stores `bytes` at `offset` of the state, over what was stored there before. The answer means that
-    /// they were taken, not that they are on the disk.
+    /// Stores `bytes` at `offset` of the state, over what was stored there before. The answer means
+    /// that they were taken, not that they are on the disk.
     ///
     /// # Errors
-    /// `NoSpace`, or what the storage answered, to this or an earlier write; every later call fails with
-    /// the same.
+    /// `NoSpace`, or what the storage answered, to this or an earlier write; every later call fails
+    /// with the same.
     pub async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check()?;
         match self.try_write(offset, bytes).await {
@@ -124,7 +126,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
     }
 
-    /// Stores what is left and takes a snapshot of the disk with the state, both durable when it returns.
+    /// Stores what is left and takes a snapshot of the disk with the state, both durable when it
+    /// returns.
     ///
     /// # Errors
     /// As [`write`](Self::write) and [`DiskSnapshots::create`](crate::DiskSnapshots::create).
@@ -386,7 +389,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 }
 
 impl<S: Storage> Drop for VmStateWriter<'_, S> {
-    /// What is in flight may still write to its clusters: they leak until the image is repaired.
+    /// Writes in flight may still reach its clusters: they leak until the image is repaired.
     fn drop(&mut self) {
         if let (Stage::Storing, true) = (&self.stage, self.in_flight.is_empty()) {
             self.give_all_back();

@@ -25,8 +25,8 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     /// The machine's state, of a disk that was opened on a snapshot.
     ///
     /// # Errors
-    /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one; `Corrupt` where the
-    /// snapshot's tables are too short for it.
+    /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one;
+    /// `Corrupt` where the snapshot's tables are too short for it.
     pub fn new(disk: &'a Disk<S>) -> Result<Self> {
         let states = disk.format().vm_states()?;
         let state = states.vm_state()?;

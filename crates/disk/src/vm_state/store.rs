@@ -8,7 +8,7 @@ use futures_util::future::join_all;
 
 use crate::disk::Disk;
 
-/// What became of a write.
+/// The outcome of a write.
 pub(super) struct WriteResult {
     /// Of which windows it was.
     pub(super) windows: Vec<u64>,
@@ -26,8 +26,8 @@ struct Part {
     host: u64,
 }
 
-/// Stores clusters of a window: `plain` says which, in ascending order, and where they have their place
-/// already. `first` is the cluster of the state with which the window begins.
+/// Stores clusters of a window: `plain` says which, in ascending order, and where they have their
+/// place already. `first` is the cluster of the state with which the window begins.
 pub(super) async fn store_plain<S: Storage>(
     disk: &Disk<S>,
     window: u64,

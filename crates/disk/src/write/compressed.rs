@@ -6,18 +6,19 @@ use super::Writer;
 use super::prepared_extent::PreparedExtent;
 use crate::durability::RequestSync;
 
-/// What became of a cluster that was to be compressed.
+/// The outcome for a cluster that was to be compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompressResult {
     /// It is stored in compressed form.
     Compressed,
-    /// Compression would save nothing: nothing was changed, and the cluster is to be written like any data.
+    /// Compression would save nothing: nothing was changed, and the cluster is to be written like
+    /// any data.
     Incompressible,
 }
 
 impl<S: Storage> Writer<S> {
-    /// Stores the one cluster at `range` in compressed form; `bytes` are its bytes, fewer than a cluster where
-    /// the disk ends.
+    /// Stores the one cluster at `range` in compressed form; `bytes` are its bytes, fewer than a
+    /// cluster where the disk ends.
     pub(crate) async fn write_compressed(
         &self,
         range: ByteRange,
@@ -35,7 +36,8 @@ impl<S: Storage> Writer<S> {
         let ExtentState::Compressed { host, length } = extent.state else {
             return Err(self.layer.misplaced(&extent));
         };
-        // After the host range, as for copy on write: a write that waits for this memory holds none of it.
+        // After the host range, as for copy on write: a write that waits for this memory holds none
+        // of it.
         self.layer.invalidate(extent.alloc_range);
         let mut memory = self.layer.cluster_buffers().for_cow(length as usize).await?;
         let (content, padding) = memory.bytes_mut().split_at_mut(compressed.len());
@@ -54,7 +56,7 @@ impl<S: Storage> Writer<S> {
         let compressed = if bytes.len() as u64 == cluster_size {
             format.compress(bytes)?
         } else {
-            // What lies past the disk's end reads as zeros, should it grow.
+            // The part past the disk's end reads as zeros, should it grow.
             let mut whole = bytes.to_vec();
             whole.resize(cluster_size as usize, 0);
             format.compress(&whole)?

@@ -1,9 +1,10 @@
-//! Copy on read: what a guest reads from the backing file becomes the image's own, so that each cluster is fetched once
-//! (`copy-on-read` of QEMU).
+//! Copy on read: what a guest reads from the backing file becomes the image's own, so that each
+//! cluster is fetched once (`copy-on-read` of QEMU).
 //!
-//! Guarantees: a read gets what it would get without. Of requests that read the same clusters at the same time the first one
-//! fetches them. No change waits for that, and no newer write is undone (`populate`). An error of the image ends the populating and no read. The data needs no flush: what a crash loses is left to the
-//! backing file again.
+//! Guarantees: a read gets what it would get without. Of requests that read the same clusters at
+//! the same time the first one fetches them. No change waits for that, and no newer write is undone
+//! (`populate`). An error of the image ends the populating and no read. The data needs no flush:
+//! what a crash loses is left to the backing file again.
 
 use std::cell::Cell;
 
@@ -19,8 +20,9 @@ use crate::layer::{BlockStatusCache, Reader};
 const MAX_FETCHES: usize = 8;
 
 impl<S: Storage> Writer<S> {
-    /// Fills `into` with the bytes of `range`, and makes the clusters that the image leaves to its backing file its own, where
-    /// `begin_change` gives a guard after they were read. Why that failed is told to `failed`.
+    /// Fills `into` with the bytes of `range`, and makes the clusters that the image leaves to its
+    /// backing file its own, where `begin_change` gives a guard after they were read. Why that
+    /// failed is told to `failed`.
     ///
     /// # Errors
     /// As a read's.
@@ -43,8 +45,8 @@ impl<S: Storage> Writer<S> {
         run_bounded(MAX_FETCHES, &WorkBudget::new(), &stopped, stream::iter(fetches)).await
     }
 
-    /// Makes the clusters of `range` that the image leaves to its backing file its own, but for those where `begin_change` gives
-    /// no guard after they were read.
+    /// Makes the clusters of `range` that the image leaves to its backing file its own, but for
+    /// those where `begin_change` gives no guard after they were read.
     ///
     /// # Errors
     /// What the backing file or the image answers. What was filled before stays filled.
@@ -83,7 +85,8 @@ impl<S: Storage> Writer<S> {
         })
     }
 
-    /// As [`read_and_populate`](Self::read_and_populate), of a piece whose clusters fit into one buffer.
+    /// As [`read_and_populate`](Self::read_and_populate), of a piece whose clusters fit into one
+    /// buffer.
     async fn read_piece<G>(
         &self,
         piece: ByteRange,

@@ -1,8 +1,8 @@
 //! Copy on write: new space gets what a write leaves out of it.
 //!
-//! New space becomes visible as a whole, so the bytes around the guest's own are filled with what the
-//! guest would have read there. They are read while the old mapping still holds, and written together
-//! with the guest's data.
+//! New space becomes visible as a whole, so the bytes around the guest's own are filled with what
+//! the guest would have read there. They are read while the old mapping still holds, and written
+//! together with the guest's data.
 
 use blockhouse_core::{ByteRange, Durability, Extent, IoVector, Result, Storage};
 use futures_util::future::join;
@@ -53,8 +53,8 @@ impl CowRegions {
 }
 
 impl<S: Storage> Writer<S> {
-    /// Writes `from` to the extent's bytes and the old bytes around them, as one write. `host` is the host
-    /// offset of the extent's first byte.
+    /// Writes `from` to the extent's bytes and the old bytes around them, as one write. `host` is
+    /// the host offset of the extent's first byte.
     pub(super) async fn write_with_cow(
         &self,
         extent: PreparedExtent<'_, S>,

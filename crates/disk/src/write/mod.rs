@@ -2,15 +2,15 @@
 //!
 //! 1. The caller has checked the request and holds a claim to its range ([`Writer::claim`]).
 //! 2. The format prepares an extent for the first part of the range ([`PreparedExtent`]).
-//! 3. The durability of the write is decided ([`RequestSync`]): for all extents together where all are
-//!    known, else for each part.
-//! 4. The data is written, with what copy on write adds (`cow`); through an aligned buffer where it is not
-//!    aligned (`unaligned`).
+//! 3. The durability of the write is decided ([`RequestSync`]): for all extents together where all
+//!    are known, else for each part.
+//! 4. The data is written, with what copy on write adds (`cow`); through an aligned buffer where it
+//!    is not aligned (`unaligned`).
 //! 5. The extent is linked, or given back where the write failed or its future was dropped.
 //!
-//! A request of several extents has several of them in flight (see [`crate::parts`]). All operations of a
-//! request are waited for, also when one fails, since a request that was answered must not touch the disk
-//! or its memory any more.
+//! A request of several extents has several of them in flight (see [`crate::parts`]). All
+//! operations of a request are waited for, also when one fails, since a request that was answered
+//! must not touch the disk or its memory any more.
 
 mod compressed;
 mod copy_on_read;
@@ -206,8 +206,8 @@ impl<S: Storage> Writer<S> {
         };
         extent.begin_io();
         let outcome = self.layer.write_data(host, from, durability).await;
-        // Before the link, which may itself wait for a writeback. On another loop's thread the writeback
-        // may begin between the two: then one more follows.
+        // Before the link, which may itself wait for a writeback. On another loop's thread the
+        // writeback may begin between the two: then one more follows.
         drop(data_write);
         extent.complete(outcome, durability).await
     }

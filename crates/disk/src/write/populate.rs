@@ -1,11 +1,12 @@
-//! What an image leaves to its backing file becomes its own.
+//! Ranges that an image leaves to its backing file become its own.
 //!
-//! Guarantees: the content of the disk does not change, at any moment. The backing file is read without a claim, so no change
-//! waits for it. Then an exclusive claim covers whole clusters, and only what the image leaves to its backing file still is
-//! written: a change of the same clusters comes before or after.
-//! What the image has already is not written again, but for the rest of a cluster some subclusters of which it has. Zeros take
-//! no space where the format has a flag for them, and bitmaps record no change. Data is linked after it is written, as every write's, so a crash leaves a
-//! cluster as it was, or filled.
+//! Guarantees: the content of the disk does not change, at any moment. The backing file is read
+//! without a claim, so no change waits for it. Then an exclusive claim covers whole clusters, and
+//! only what the image leaves to its backing file still is written: a change of the same clusters
+//! comes before or after. Ranges that the image has already are not written again, but for the rest
+//! of a cluster some subclusters of which it has. Zeros take no space where the format has a flag
+//! for them, and bitmaps record no change. Data is linked after it is written, as every write's, so
+//! a crash leaves a cluster as it was, or filled.
 
 use blockhouse_core::{
     Buffer, ByteRange, ExtentState, Fallback, IoVector, Result, Storage, Unmap, WorkBudget,
@@ -31,8 +32,9 @@ pub struct BackedRange {
 }
 
 impl<S: Storage> Writer<S> {
-    /// The first part of `range` that the image leaves to its backing file, as far as that reaches. `cache` is that of
-    /// questions about this disk, and may be old: what is behind the image never changes.
+    /// The first part of `range` that the image leaves to its backing file, as far as that reaches.
+    /// `cache` is that of questions about this disk, and may be old: what is behind the image
+    /// never changes.
     pub(crate) async fn next_backed(
         &self,
         range: ByteRange,
@@ -78,15 +80,17 @@ impl<S: Storage> Writer<S> {
         clusters.before(self.layer.format().end())
     }
 
-    /// Those of them from the start of `range` on that lie inside it; `None` where it begins in the middle of one.
+    /// The clusters from the start of `range` on that lie inside it; `None` where it begins in the
+    /// middle of one.
     fn clusters_inside(&self, range: ByteRange) -> Option<ByteRange> {
         let inside = range.align_inward(self.populate_unit())?;
         (inside.offset() == range.offset()).then_some(inside)
     }
 
-    /// Makes whole clusters the image's own, where it leaves anything of them to its backing file; how many bytes. Not
-    /// durable before the next flush. `begin_change` is asked when the backing file was read, and the image is changed while
-    /// what it gives is held; nothing is changed where it gives nothing, and the result is `None`.
+    /// Makes whole clusters the image's own, where it leaves anything of them to its backing file;
+    /// how many bytes. Not durable before the next flush. `begin_change` is asked when the
+    /// backing file was read, and the image is changed while what it gives is held; nothing is
+    /// changed where it gives nothing, and the result is `None`.
     pub(crate) async fn populate<G>(
         &self,
         part: BackedRange,
@@ -122,8 +126,9 @@ impl<S: Storage> Writer<S> {
         Ok(filled)
     }
 
-    /// Stores those of the clusters of `range` that the image leaves to its backing file; how many bytes. `bytes` are those of all
-    /// of them, as they were read before `claim` was had: what the backing file has does not change.
+    /// Stores those of the clusters of `range` that the image leaves to its backing file; how many
+    /// bytes. `bytes` are those of all of them, as they were read before `claim` was had: what
+    /// the backing file has does not change.
     pub(super) async fn store_backed(
         &self,
         range: ByteRange,
@@ -144,7 +149,8 @@ impl<S: Storage> Writer<S> {
         Ok(filled)
     }
 
-    /// Writes clusters: those with data, and those that are zeros. `bytes` begin with the byte at `start`.
+    /// Writes clusters: those with data, and those that are zeros. `bytes` begin with the byte at
+    /// `start`.
     async fn store_run(
         &self,
         run: ByteRange,

@@ -1,8 +1,9 @@
-//! Space for a part of a disk, taken without sending zeros: filled with zeros that the storage writes
-//! (`Storage::prepare_zeroes`), or set aside by it (`Storage::write_zeroes` that keeps the space).
+//! Space for a part of a disk, taken without sending zeros: filled with zeros that the storage
+//! writes (`Storage::prepare_zeroes`), or set aside by it (`Storage::write_zeroes` that keeps the
+//! space).
 //!
-//! The same steps as for a write, but that the storage makes the data. What it refuses, and what is not whole in its
-//! clusters and blocks, is left to a write of zeros.
+//! The same steps as for a write, but that the storage makes the data. What it refuses, and what is
+//! not whole in its clusters and blocks, is left to a write of zeros.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Offload, Result, Storage, Unmap,
@@ -13,15 +14,16 @@ use blockhouse_format::{Intent, SpaceMode};
 use super::Writer;
 
 impl<S: Storage> Writer<S> {
-    /// Takes the space of `range`, which reads as zeros before and after; what is left of it, from the first byte on
-    /// for which that could not be. The caller has the claim.
+    /// Takes the space of `range`, which reads as zeros before and after; what is left of it, from
+    /// the first byte on for which that could not be. The caller has the claim.
     ///
     /// # Errors
     /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let budget = WorkBudget::new();
         let block = self.layer.block_size();
-        // A cluster of which the range has the first bytes only is left, and keeps no whole one before it from its space.
+        // A cluster of which the range has the first bytes only is left, and keeps no whole one
+        // before it from its space.
         let unit = self.layer.format().cluster_size().unwrap_or(1);
         let end = range.end() / unit * unit;
         let mut rest = range;

@@ -35,7 +35,7 @@ impl<'a, S: Storage> PreparedExtent<'a, S> {
         self.stage = Stage::Writing;
     }
 
-    /// No operation is in flight any more.
+    /// No operation is in flight.
     pub(super) fn end_io(&mut self) {
         self.stage = Stage::Idle;
     }

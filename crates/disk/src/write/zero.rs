@@ -1,10 +1,10 @@
 //! Changes without data: zero writes and discards.
 //!
-//! Whole blocks are zeroed by the storage's own operation where it has one. Otherwise zeros are written as
-//! data, in chunks from one buffer, unless the request allows no fallback. A discard that the storage does
-//! not have is no failure, since it is a hint. What a zero write covers of a block in part is written like
-//! any unaligned data. Extents are changed one after the other, and long requests yield between them (see
-//! [`WorkBudget`]).
+//! Whole blocks are zeroed by the storage's own operation where it has one. Otherwise zeros are
+//! written as data, in chunks from one buffer, unless the request allows no fallback. A discard
+//! that the storage does not have is no failure, since it is a hint. What a zero write covers of a
+//! block in part is written like any unaligned data. Extents are changed one after the other, and
+//! long requests yield between them (see [`WorkBudget`]).
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Fallback, Offload, Result,

@@ -1,5 +1,5 @@
-//! How much a bitmap says too much after a crash: whole extents around changes, as many as may be active, and those of
-//! requests in flight.
+//! How much a bitmap says too much after a crash: whole extents around changes, as many as may be
+//! active, and those of requests in flight.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;

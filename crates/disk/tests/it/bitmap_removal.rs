@@ -1,5 +1,6 @@
-//! Crashes at every storage operation of a removal of a bitmap for which a transaction finds no space: the image has all of
-//! the old bitmaps or all of the new, with their bits, and is never corrupt.
+//! Crashes at every storage operation of a removal of a bitmap for which a transaction finds no
+//! space: the image has all of the old bitmaps or all of the new, with their bits, and is never
+//! corrupt.
 
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,7 +55,7 @@ async fn make(image: SimDisk, random: &mut Rng, block: u64) -> Result<Bitmaps> {
     bitmaps_of(&opened(image).await?).await
 }
 
-/// What is left; or why it cannot be read.
+/// The bitmaps that are left; or the reason why they cannot be read.
 fn recover(image: Vec<u8>) -> Result<Bitmaps, String> {
     let sim = Sim::new(0);
     let image = SimDisk::new(&sim, plain_config(), image);

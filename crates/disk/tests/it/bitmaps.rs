@@ -1,4 +1,5 @@
-//! What recording changes in a bitmap costs, counted in storage operations; and what it leaves after the process dies.
+//! The cost of recording changes in a bitmap, counted in storage operations; and the bitmap after
+//! the process dies.
 
 use std::rc::Rc;
 

@@ -1,5 +1,6 @@
-//! Chains of backing files beside a flat array: images of all makes over each other, read, written and grown, while what was
-//! found out about the chain is remembered; and what a read through a long chain costs.
+//! Chains of backing files beside a flat array: images of all makes over each other, read, written
+//! and grown, while what was found out about the chain is remembered; and what a read through a
+//! long chain costs.
 
 use std::cell::Cell;
 use std::future::poll_fn;
@@ -97,7 +98,8 @@ impl Chain {
     }
 }
 
-/// A random range of a disk of `size` bytes: often one that is aligned, often one that another one was as well.
+/// A random range of a disk of `size` bytes: often one that is aligned, often one that another one
+/// was as well.
 fn range(size: usize, random: &mut Rng) -> std::ops::Range<usize> {
     let unit = [1, 512, 4096, 65536][random.usize(..4)];
     let start = random.usize(..size) / unit * unit;
@@ -172,7 +174,8 @@ async fn use_chain(sim: Sim, mut random: Rng) -> Result<()> {
     check(&disk, &chain.content, 0..chain.content.len()).await
 }
 
-/// A guest goes on while its image is copied into the backing file, which is open for writing from some moment on.
+/// A guest goes on while its image is copied into the backing file, which is open for writing from
+/// some moment on.
 async fn attach_base(sim: Sim, mut random: Rng) -> Result<()> {
     let count = random.usize(2..6);
     let mut chain = Chain::new(&sim, count, &mut random).await?;
@@ -203,7 +206,7 @@ async fn attach_base(sim: Sim, mut random: Rng) -> Result<()> {
     disk.close().await
 }
 
-/// What was in an image is in its backing file later, and read from there.
+/// The data of an image is in its backing file later, and read from there.
 async fn commit(sim: Sim, mut random: Rng) -> Result<()> {
     let count = random.usize(3..6);
     let mut chain = Chain::new(&sim, count, &mut random).await?;
@@ -242,8 +245,8 @@ fn a_chain_that_was_committed_holds_what_a_flat_array_holds() {
     for_seeds(env!("CARGO_PKG_NAME"), test, 30, |seed| simulated(seed, commit));
 }
 
-/// The disks of a raw image of `size` bytes and of so many images over it, with clusters of `cluster` bytes, each with one of its
-/// own if they are to be `filled`.
+/// The disks of a raw image of `size` bytes and of this many images over it, with clusters of
+/// `cluster` bytes, each with one of its own if they are to be `filled`.
 async fn tall(
     sim: &Sim,
     overlays: u64,
@@ -337,7 +340,8 @@ fn the_first_long_read_asks_each_image_once_and_yields() {
         .expect("a read");
     });
     assert!(buffer.bytes().iter().all(|&byte| byte == 0xba));
-    // Each time that layers are asked takes memory of its own, for a future: 1024 clusters are asked for together.
+    // Each time that layers are asked takes memory of its own, for a future: 1024 clusters are
+    // asked for together.
     let count = allocated.count_total;
     assert!(count < 200, "{count} allocations for 1024 clusters");
     assert!(

@@ -1,5 +1,6 @@
-//! Crashes at every storage operation of a commit, of a rebase and of a change of options: the overlay reads as before,
-//! over whatever backing file its header names, and has the old options or the new ones.
+//! Crashes at every storage operation of a commit, of a rebase and of a change of options: the
+//! overlay reads as before, over whatever backing file its header names, and has the old options or
+//! the new ones.
 
 use std::sync::Arc;
 
@@ -104,7 +105,7 @@ fn case(block: u32, random: &mut Rng) -> Result<Case> {
     Ok(Case { overlay: storage.content(), old, new, content })
 }
 
-/// What the overlay reads, over the base that it names.
+/// The overlay's bytes, over the base that it names.
 fn recover(overlay: Vec<u8>, old: &[u8], new: &[u8]) -> Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let storage = SimDisk::new(&sim, plain(), overlay);
@@ -272,7 +273,8 @@ fn change_options(seed: u64) -> Result<Report, String> {
     let work = async move {
         let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
         match amend(&disk, changes).await {
-            // All of the header is in one sector, and the name of the backing file may take the rest of it.
+            // All of the header is in one sector, and the name of the backing file may take the
+            // rest of it.
             Err(error)
                 if error.kind() == ErrorKind::InvalidInput && disk.cluster_size() == Some(512) => {}
             outcome => {

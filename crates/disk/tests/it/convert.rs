@@ -39,7 +39,7 @@ fn content(random: &mut Rng) -> Vec<u8> {
     bytes
 }
 
-/// What a new image is like; `None` is raw.
+/// The kind of a new image; `None` is raw.
 fn kind(size: u64, random: &mut Rng) -> Option<CreateOptions> {
     if random.u8(..4) == 0 {
         return None;
@@ -206,7 +206,7 @@ fn a_part_is_copied_from_any_offset() {
         let file = storage(&sim, any_blocks(&mut random), kind.as_ref(), size);
         let to = Arc::new(create(&file, kind.as_ref()).await);
         let part = ByteRange::between(first as u64, (first + length) as u64);
-        // What the target has is compared with the part, too.
+        // The target's own content is compared with the part, too.
         let content = [TargetContent::Zero, TargetContent::Unknown][random.usize(..2)];
         let how = CopyOptions { target_content: content, compress: false, max_in_flight: 3 };
         let copying = CopyJob::of_parts(vec![(Arc::clone(&from), part)], Arc::clone(&to), how);

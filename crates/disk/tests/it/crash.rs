@@ -1,5 +1,5 @@
-//! Crashes at every point of random workloads on a disk: nothing that was acknowledged as durable is
-//! lost, no read sees what it must not, nobody waits for ever.
+//! Crashes at every point of random workloads on a disk: nothing that was acknowledged as durable
+//! is lost, no read sees what it must not, nobody waits for ever.
 
 use std::future::Future;
 
@@ -72,7 +72,7 @@ fn a_seed_says_the_same_twice() {
     }
 }
 
-/// Whether the exploration finds out about `lie` within so many seeds.
+/// Whether the exploration finds out about `lie` within this many seeds.
 fn is_caught(lie: Lie, seeds: u64) -> bool {
     (0..seeds).any(|seed| {
         let build =

@@ -1,4 +1,5 @@
-//! Zero detection: writes of zeros become zero writes where that is asked for, for raw and qcow2 alike.
+//! Zero detection: writes of zeros become zero writes where that is asked for, for raw and qcow2
+//! alike.
 
 use blockhouse_core::{Buffer, Durability, Request, Unmap};
 use blockhouse_disk::{DetectZeroes, Discard, Disk, ImageFormat, Options};
@@ -9,7 +10,7 @@ use crate::common::{Rig, steady};
 
 const LENGTH: usize = 8192;
 
-/// What reaches the storage of a raw disk for a write with one byte of that value.
+/// The operations at the storage of a raw disk for a write with one byte of that value.
 fn operations_of(options: Options, byte: u8, durability: Durability) -> Vec<Operation> {
     let rig = Rig::new(steady(), 1 << 16, options);
     let mut buffer = Buffer::new(LENGTH);

@@ -1,4 +1,4 @@
-//! What a durable request costs: the exact operations on the storage.
+//! The cost of a durable request: the exact operations on the storage.
 
 use blockhouse_core::SyncMode::{Data as DataSync, Full as FullSync};
 use blockhouse_core::{Durability, Fua, Request, Unmap, WriteCache};

@@ -1,4 +1,5 @@
-//! Who flushes, who waits, who is spared, and what a failure means for those who come later.
+//! Flushes: the requests that make one, wait for one, are spared one, and the effect of a failure
+//! on later ones.
 
 use std::rc::Rc;
 
@@ -155,8 +156,8 @@ fn a_durable_write_that_found_no_room_is_not_held_against_the_disk() {
     rig.submit(Request::Flush).unwrap();
 }
 
-/// Through a page cache the errno of a durable write may be that of an older write that could not be
-/// written back, and the host reports it once.
+/// Through a page cache the errno of a durable write may be that of an older write that could not
+/// be written back, and the host reports it once.
 #[test]
 fn a_durable_write_that_reports_the_loss_of_older_writes_is_a_failed_flush_whatever_its_errno() {
     for errno in [errno::ENOSPC, errno::EDQUOT, errno::EFBIG, errno::EIO] {
@@ -231,8 +232,9 @@ fn a_new_size_is_fully_synced() {
     assert_eq!(rig.log(), [Resize(2 << 20), Flush(FullSync)]);
 }
 
-/// A process that wrote and was killed leaves its data in the disk's cache. The next one has written nothing, but
-/// its client may have been told by the first that the write is done, and asks for the flush now.
+/// A process that wrote and was killed leaves its data in the disk's cache. The next one has
+/// written nothing, but its client may have been told by the first that the write is done, and asks
+/// for the flush now.
 #[test]
 fn a_flush_covers_what_a_killed_process_wrote_before() {
     for seed in 0..20 {

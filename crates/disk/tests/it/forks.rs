@@ -1,5 +1,6 @@
-//! Forks beside a flat array, and with crashes at every operation: what a disk and its children read is what was written, what was flushed
-//! survives whichever file has it, and a flush covers the layers.
+//! Forks beside a flat array, and with crashes at every operation: what a disk and its children
+//! read is what was written, what was flushed survives whichever file has it, and a flush covers
+//! the layers.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -54,7 +55,8 @@ pub(crate) async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
     Ok(buffer.bytes().to_vec())
 }
 
-/// What may be read of each byte after a crash: what was durable, and what was written since.
+/// The values that may be read of each byte after a crash: the durable one, and those written
+/// since.
 #[derive(Clone, Default)]
 pub(crate) struct Promise {
     pub(crate) durable: Vec<u8>,
@@ -216,7 +218,7 @@ async fn use_disk(
     disk.close().await
 }
 
-/// What the last of these images reads over the others.
+/// The bytes of the last of these images over the others.
 pub(crate) fn recover(images: Vec<(Vec<u8>, ImageFormat)>) -> Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let storages: Vec<_> = images

@@ -1,6 +1,7 @@
-//! A qcow2 image on a device that a volume manager makes longer whenever it likes: its guests' changes are held where
-//! there is no room, none fails, and all come to their end. A loss of power at any moment keeps what a flush has covered.
-//! Of what was on the device before, and on what it gets, nothing is ever read.
+//! A qcow2 image on a device that a volume manager makes longer whenever it likes: its guests'
+//! changes are held where there is no room, none fails, and all come to their end. A loss of power
+//! at any moment keeps what a flush has covered. Of what was on the device before, and on what it
+//! gets, nothing is ever read.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -22,11 +23,11 @@ const STALE: u8 = 0xaa;
 const SECTOR: usize = 512;
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// What a sector may hold: its last value comes last. `None`: anything, after a discard.
+/// The values that a sector may hold: its last one comes last. `None`: anything, after a discard.
 #[derive(Clone)]
 struct Sector(Vec<Option<u8>>);
 
-/// What all sectors of one guest may hold.
+/// The values that all sectors of one guest may hold.
 type Model = Arc<Mutex<Vec<Sector>>>;
 
 fn sectors_of(range: ByteRange) -> std::ops::Range<usize> {
@@ -226,7 +227,7 @@ fn a_held_change_fails_when_holding_ends() {
                 let outcome =
                     disk.submit(Request::Write { offset, from, durability: Durability::None });
                 let outcome = outcome.await;
-                // What is kept of a request is given back with its answer.
+                // The memory of a request is given back with its answer.
                 assert!(!buffer.is_lent());
                 outcome
             }
@@ -248,7 +249,8 @@ fn a_held_change_fails_when_holding_ends() {
             at += 1;
         };
         assert_eq!((disk.held_requests(), at > 0), (1, true));
-        // Neither reads, nor writes to mapped clusters, nor what needs the whole image waits for it.
+        // Neither reads, nor writes to mapped clusters, nor what needs the whole image waits for
+        // it.
         write(0).await.expect("it is mapped");
         disk.set_access(Access::ReadOnly).await.expect("nothing is in flight");
         disk.set_access(Access::ReadWrite).await.expect("it can be written to");

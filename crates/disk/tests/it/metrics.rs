@@ -1,4 +1,5 @@
-//! What a disk is measured by, against the log of the simulated storage beneath it and the requests that were made.
+//! The counters of a disk, against the log of the simulated storage beneath it and the requests
+//! that were made.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ use crate::common::{Rig, blocks_of, discard, memory, span, steady, write, zeroes
 
 const SIZE: u64 = 1 << 20;
 
-/// What is asked for: an operation, where and how much, in sectors.
+/// A request: an operation, where and how much, in sectors.
 type Asked = (Operation, u64, u64);
 
 fn asked() -> impl Strategy<Value = Asked> {

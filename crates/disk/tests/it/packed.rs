@@ -1,6 +1,6 @@
 //! Compressed clusters among everything else that may happen to an image: they share host clusters,
-//! are overwritten, discarded and compressed again, side by side. Afterwards the image reads as a flat
-//! model says, nothing is leaked, and no crash on the way corrupts it.
+//! are overwritten, discarded and compressed again, side by side. Afterwards the image reads as a
+//! flat model says, nothing is leaked, and no crash on the way corrupts it.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ use crate::require_qemu;
 /// The last cluster is cut by the disk's end.
 const SIZE: u64 = (1 << 20) + 5 * 512;
 
-/// What is done to whole clusters.
+/// The work on whole clusters.
 #[derive(Clone, Copy, Debug)]
 enum Verb {
     Compress,

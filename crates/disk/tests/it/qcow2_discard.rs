@@ -1,5 +1,5 @@
-//! When the space of discarded clusters goes back to the host, when others may have it, and where the
-//! file ends after it was closed.
+//! When the space of discarded clusters goes back to the host, when others may have it, and where
+//! the file ends after it was closed.
 
 use std::rc::Rc;
 
@@ -131,7 +131,8 @@ fn what_is_trimmed_and_written_again_and_again_does_not_make_the_file_longer() {
     assert!(rig.storage.size() < MIB, "nothing is in it any more: {}", rig.storage.size());
 }
 
-/// A disk over a new image at the beginning of a device of so many bytes, with anything behind it.
+/// A disk over a new image at the beginning of a device of this many bytes, with anything behind
+/// it.
 fn on_device(image: CreateOptions, length: u64) -> Rig {
     on_device_like(steady(), image, length)
 }
@@ -224,7 +225,7 @@ fn a_device_that_was_full_before_gives_what_was_trimmed() {
 
 #[test]
 fn writes_wait_for_clusters_that_are_being_freed_on_a_full_device() {
-    // Clusters are punched only when no table on disk refers to them any more.
+    // Clusters are punched only when no table on disk refers to them.
     let config = Config { read_after_discard: ReadAfterDiscard::Undefined, ..steady() };
     let rig = on_device_like(config, CreateOptions::new(2 * MIB), MIB);
     let full = fill(&rig, CLUSTER, 32);

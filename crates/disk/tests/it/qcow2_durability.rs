@@ -1,4 +1,4 @@
-//! What the durability of requests on a qcow2 image costs, counted in storage operations: one FUA
+//! The cost of durable requests on a qcow2 image, counted in storage operations: one FUA
 //! write for each host extent where the mapping is durable already, FUA writes in the order of the
 //! tables for a lone write that needs space, shared flushes for everything else.
 
@@ -17,7 +17,7 @@ const SIZE: u64 = 64 * CLUSTER;
 const FUA: Durability = Durability::Data;
 const PLAIN: Durability = Durability::None;
 
-/// What storage operations were done, in their order; reads of tables left out.
+/// The storage operations in their order; reads of tables left out.
 fn changes(rig: &Rig) -> Vec<Operation> {
     rig.log().into_iter().filter(|operation| !matches!(operation, Operation::Read(_))).collect()
 }
@@ -43,7 +43,8 @@ fn cost(rig: &Rig) -> Cost {
     cost
 }
 
-/// The entry's place, where all that was done is data and refcount plainly, a flush, and the entry by FUA.
+/// The entry's place, where all that was done is data and refcount plainly, a flush, and the entry
+/// by FUA.
 #[track_caller]
 fn entry_behind_one_flush(rig: &Rig) -> ByteRange {
     let done = changes(rig);

@@ -1,4 +1,4 @@
-//! What others put into an image: header extensions and feature bits that are not ours.
+//! The parts of an image by other programs: header extensions and feature bits that are not ours.
 
 use std::path::Path;
 use std::process::Command;
@@ -100,7 +100,8 @@ fn unknown_header_extensions_are_kept() {
     assert_eq!(before[104..512], after[104..512]);
 }
 
-/// A server that uses the page cache is killed: its file may end anywhere. Smaller clusters than a page fit all the same.
+/// A server that uses the page cache is killed: its file may end anywhere. Smaller clusters than a
+/// page fit all the same.
 #[test]
 fn an_image_of_small_clusters_whose_file_ends_inside_of_a_sector_is_opened_past_the_page_cache() {
     require_qemu!();

@@ -1,5 +1,5 @@
-//! A host without room under a qcow2 image, at every write and from every request on: the guest learns
-//! it by ENOSPC, nothing else is lost, and when there is room again all works again.
+//! A host without room under a qcow2 image, at every write and from every request on: the guest
+//! learns it by ENOSPC, nothing else is lost, and when there is room again all works again.
 
 use blockhouse_core::{
     Alignment, Buffer, ByteRange, Durability, ErrorKind, Fallback, Request, Unmap, errno,
@@ -9,7 +9,7 @@ use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 const SIZE: u64 = 192 << 10;
-/// What the disk is made to be in the middle.
+/// The disk's size from the middle on.
 const LARGER: u64 = 288 << 10;
 const STEPS: usize = 14;
 
@@ -72,7 +72,7 @@ async fn carry_out(disk: &Disk<SimDisk>, step: Step) -> blockhouse_core::Result<
     }
 }
 
-/// What each byte is, where that is known.
+/// The value of each byte, where that is known.
 struct Model(Vec<Option<u8>>);
 
 impl Model {

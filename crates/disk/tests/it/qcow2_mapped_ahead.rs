@@ -1,5 +1,6 @@
-//! Clusters that are mapped ahead of a run of first writes: what such writes cost, where nothing is mapped ahead, that
-//! the disk is the same as without, and that no death of the process forgets them.
+//! Clusters that are mapped ahead of a run of first writes: what such writes cost, where nothing is
+//! mapped ahead, that the disk is the same as without, and that no death of the process forgets
+//! them.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -16,7 +17,8 @@ use crate::qcow2_prepared::{CLUSTER, SIZE, able, changes, rig};
 const FUA: Durability = Durability::Data;
 const PLAIN: Durability = Durability::None;
 
-/// Writes a block durably to each of these clusters, one after the other. Returns for each how many writes that took.
+/// Writes a block durably to each of these clusters, one after the other. Returns for each how many
+/// writes that took.
 fn writes_of(rig: &Rig, clusters: impl IntoIterator<Item = u64>) -> Vec<usize> {
     let count = |cluster: u64| {
         rig.submit(write(cluster * CLUSTER + 4096, 4096, 3, FUA)).unwrap();
@@ -104,7 +106,8 @@ fn nothing_is_mapped_ahead_over_what_is_there() {
         rig.submit(write(15 * CLUSTER, CLUSTER as usize, 9, PLAIN)).unwrap();
         rig.submit(zeros_that_stay(15 * CLUSTER)).unwrap();
     });
-    // 10 maps 11 ahead; 12 is an overwrite; 14 cannot map 15, which has a host cluster that does not hold its data.
+    // 10 maps 11 ahead; 12 is an overwrite; 14 cannot map 15, which has a host cluster that does
+    // not hold its data.
     assert_eq!(counts[10..20], [3, 1, 1, 3, 3, 2, 3, 3, 1, 1]);
     let mut kept = vec![9; CLUSTER as usize];
     kept[4096..8192].fill(3);
@@ -159,7 +162,8 @@ fn a_longer_disk_maps_nothing_ahead_beyond_the_end_that_it_has() {
     let opened = storage.clone();
     let disk = sim.block_on(async move {
         let backing = Some(Backing { name: b"base".to_vec(), format: Some("raw".into()) });
-        // Without zero flags, what the backing file has beyond the end is covered by clusters of zeros.
+        // Without zero flags, what the backing file has beyond the end is covered by clusters of
+        // zeros.
         let version = Version::V2;
         let options = CreateOptions { backing, version, ..CreateOptions::new(SHORT) };
         qcow2::create(&opened, &options).await.unwrap();
@@ -245,8 +249,8 @@ fn what_a_failed_write_has_mapped_ahead_is_durable_with_the_first_write_to_it() 
     }
 }
 
-/// What the next process finds after a death: opened, replayed, read, closed. Returns how many entries were replayed,
-/// and the guest's bytes.
+/// The next process's findings after a death: opened, replayed, read, closed. Returns how many
+/// entries were replayed, and the guest's bytes.
 fn next_process(
     storage: &SimDisk,
     memory: &SimMemory,

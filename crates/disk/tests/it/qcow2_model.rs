@@ -1,6 +1,6 @@
-//! qcow2 images of every make beside a flat array: after any sequence of batches of requests side by
-//! side, of growth and of reopening, a closed image has no error and no leak for `qemu-img check`, and
-//! for `qemu-img compare` it is the array.
+//! qcow2 images of every make beside a flat array: after any sequence of batches of requests side
+//! by side, of growth and of reopening, a closed image has no error and no leak for `qemu-img
+//! check`, and for `qemu-img compare` it is the array.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -237,15 +237,15 @@ impl Bench {
                 Verb::Discard => {
                     let bytes = self.read(range.clone());
                     self.check_discarded(range.clone(), &bytes);
-                    // Whatever is there now has to stay.
+                    // The present bytes have to stay.
                     self.flat[range].copy_from_slice(&bytes);
                 }
             }
         }
     }
 
-    /// A discard leaves each byte or makes it zero; it brings back nothing that was overwritten. Where
-    /// the image cannot say zero, what lies over the backing file stays.
+    /// A discard leaves each byte or makes it zero; it brings back nothing that was overwritten.
+    /// Where the image cannot say zero, what lies over the backing file stays.
     fn check_discarded(&self, range: std::ops::Range<usize>, found: &[u8]) {
         let base = self.base.as_ref().map_or(0, Vec::len);
         let keeps = if self.version == Version::V2 { base } else { 0 };

@@ -1,16 +1,16 @@
-//! Whether the crashes of `qcow2_crash` would find what they are for: storages that carry out a wrong
-//! order behind the back of a right one, each of which has to be caught within few seeds.
+//! Whether the crashes of `qcow2_crash` would find what they are for: storages that carry out a
+//! wrong order behind the back of a right one, each of which has to be caught within few seeds.
 //!
-//! A mapper that wrote its tables in the wrong order would look the same from below. What is written
-//! late is held back in memory, seen by reads, until after the flush or durable write that should have
-//! covered it.
+//! A mapper that wrote its tables in the wrong order would look the same from below. What is
+//! written late is held back in memory, seen by reads, until after the flush or durable write that
+//! should have covered it.
 
 use crate::crashed::jury::Jury;
 use crate::crashed::{Kind, explore_kind};
 use crate::storages::{AnyStorage, Broken, Policy};
 
-/// The first of so many seeds that finds what has this word in it, and what it found. A wrong order may
-/// show in other ways first, such as clusters that leak.
+/// The first of so many seeds that finds what has this word in it, and what it found. A wrong order
+/// may show in other ways first, such as clusters that leak.
 fn found_by(policy: Policy, kind: Kind, seeds: u64, word: &str) -> Option<(u64, String)> {
     // Our own check has to be enough.
     static JURY: Jury = Jury::for_one_in(u32::MAX);

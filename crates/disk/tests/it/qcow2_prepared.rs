@@ -1,5 +1,6 @@
-//! First durable writes into space that was prepared with written zeros: what they cost, when space is prepared, and
-//! that it is given back; and crashes at every point, none of which shows what the host had in such space before.
+//! First durable writes into space that was prepared with written zeros: what they cost, when space
+//! is prepared, and that it is given back; and crashes at every point, none of which shows what the
+//! host had in such space before.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -31,7 +32,8 @@ pub fn able() -> Config {
     Config { prepare_zeroes: Support::Yes, free_space: Some(1 << 40), ..steady() }
 }
 
-/// A disk over a new image whose first tables are made, and where a durable write has taken a new cluster.
+/// A disk over a new image whose first tables are made, and where a durable write has taken a new
+/// cluster.
 pub fn rig(config: Config) -> Rig {
     let rig = Rig::qcow2(config, CreateOptions::new(SIZE));
     rig.submit(write(SIZE - CLUSTER, 4096, 1, PLAIN)).unwrap();
@@ -41,7 +43,7 @@ pub fn rig(config: Config) -> Rig {
     rig
 }
 
-/// What was done; reads of tables left out.
+/// The operations; reads of tables left out.
 pub fn changes(rig: &Rig) -> Vec<Operation> {
     rig.log().into_iter().filter(|operation| !matches!(operation, Operation::Read(_))).collect()
 }
@@ -109,7 +111,7 @@ fn space_is_prepared_in_pieces_and_only_while_durable_writes_need_it() {
     assert!((4..=6).contains(&pieces.len()), "{pieces:?}");
     assert_eq!(pieces[0], 64 * CLUSTER);
     assert_eq!(flushes, pieces.len(), "one for each, and none for a write");
-    // What is left of the last piece is used up, and no more is prepared.
+    // The rest of the last piece is used up, and no more is prepared.
     for cluster in 300..500 {
         rig.submit(write(cluster * CLUSTER, 4096, 3, PLAIN)).unwrap();
     }
@@ -228,7 +230,8 @@ struct Written {
 enum Guests {
     /// To any, one sector of each durably.
     Scattered,
-    /// From each to the next one, so that others are mapped ahead; a flush follows some writes instead.
+    /// From each to the next one, so that others are mapped ahead; a flush follows some writes
+    /// instead.
     Runs,
     /// The same, all of each cluster.
     WholeRuns,
@@ -346,7 +349,8 @@ fn space_that_counts_as_prepared_too_early_is_found_out() {
     eprintln!("{:?}", found.expect("it went unnoticed"));
 }
 
-/// Makes the disk longer and takes the space of what is added; bytes that were prepared, and bytes that were sent.
+/// Makes the disk longer and takes the space of what is added; bytes that were prepared, and bytes
+/// that were sent.
 fn lengthen(rig: &Rig, from: u64, to: u64) -> (u64, u64) {
     let done = take(rig, from, to, SpaceMode::Full).expect("room");
     (prepared(&done).iter().sum(), sent(&done))

@@ -173,7 +173,7 @@ fn chains_that_cannot_be_trusted_are_refused() {
     let line = refusal(&top);
     assert!(line.contains("loop") && line.contains("middle.qcow2 -> "), "{line}");
 
-    // What is no file.
+    // A thing that is no file.
     for (name, why) in
         [("nbd://localhost/disk", "--allow-remote"), ("json:{\"driver\":\"raw\"}", "file.filename")]
     {
@@ -182,14 +182,14 @@ fn chains_that_cannot_be_trusted_are_refused() {
         assert!(line.contains("middle.qcow2") && line.contains(why), "{line}");
     }
 
-    // What is not there, with the way to it.
+    // A file that does not exist, with the way to it.
     rebase(&middle, &["-b", "gone.raw", "-F", "raw"]);
     let line = refusal(&top);
     for word in ["top.qcow2 -> ", "middle.qcow2: ", "gone.raw", "No such file"] {
         assert!(line.contains(word), "{word}: {line}");
     }
 
-    // What is not what it is said to be.
+    // A file of another format than is said.
     rebase(&middle, &["-b", "base.raw", "-F", "qcow2"]);
     assert!(refusal(&top).contains("not a qcow2 image"));
 }

@@ -1,5 +1,5 @@
-//! Crashes at every storage operation of growing and shrinking: the disk has the old or the new size,
-//! what it keeps is unchanged, what it gains reads as zeros, and no image is corrupt.
+//! Crashes at every storage operation of growing and shrinking: the disk has the old or the new
+//! size, what it keeps is unchanged, what it gains reads as zeros, and no image is corrupt.
 
 use std::iter;
 use std::rc::Rc;
@@ -104,7 +104,7 @@ fn any_size(random: &mut Rng) -> u64 {
     random.u64(1..=512) * 512
 }
 
-/// What is left: the size, and the bytes; or why it cannot be read.
+/// The disk that is left: its size and bytes; or the reason why it cannot be read.
 fn recover(files: Files<Vec<u8>>) -> Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let files = Files::with(&sim, &plain(), files);

@@ -1,5 +1,5 @@
-//! A refcount table that moves while durable writes are in flight: no crash finds its old place in use
-//! by somebody else.
+//! A refcount table that moves while durable writes are in flight: no crash finds its old place in
+//! use by somebody else.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -49,7 +49,7 @@ fn before_the_move(image: &CreateOptions) -> u64 {
     filled - (64 << 10)
 }
 
-/// What a crash left: no corruption, and all that was acknowledged.
+/// The image after a crash: no corruption, and all acknowledged writes.
 fn judge(image: Vec<u8>, acknowledged: &[u64]) -> Result<(), String> {
     let sim = Sim::new(0);
     let storage = SimDisk::new(&sim, Config::default(), image);
@@ -128,8 +128,8 @@ fn crash_at_every_stage_of_a_table_move() {
     });
 }
 
-/// The L1 table of a disk that grows moves on a device, whose end no write can pass. `spare` clusters of it
-/// are free, the last one is in use or not.
+/// The L1 table of a disk that grows moves on a device, whose end no write can pass. `spare`
+/// clusters of it are free, the last one is in use or not.
 fn grow_on_a_device(block: u32, spare: u64, has_end_in_use: bool) {
     const CLUSTER: u64 = 65_536;
     let sim = Sim::new(spare);

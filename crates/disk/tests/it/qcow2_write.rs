@@ -14,7 +14,7 @@ use crate::require_qemu;
 /// Not a multiple of most cluster sizes.
 const SIZE: u64 = (3 << 20) + 5 * 512;
 
-/// What images are made with; those with a backing file get one of this many bytes.
+/// The options that images are made with; those with a backing file get one of this many bytes.
 const KINDS: [(&str, Option<u64>); 9] = [
     ("cluster_size=64k", None),
     ("cluster_size=4k,refcount_bits=1", None),

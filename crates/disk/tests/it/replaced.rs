@@ -1,4 +1,5 @@
-//! What is in flight on an image while another one takes its place comes to its end, and the image is closed after that.
+//! Requests in flight on an image while another one takes its place come to their end, and the
+//! image is closed after that.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +14,7 @@ use crate::common::{DATA, steady};
 const SIZE: u64 = 1 << 20;
 /// Small, so that requests go on from one to the next for long.
 const CLUSTER: u64 = 4 << 10;
-/// What every byte of the disks is.
+/// The value of every byte of the disks.
 const CONTENT: u8 = 5;
 
 fn storage(sim: &Sim, needs_close: bool, content: Vec<u8>) -> SimDisk {
@@ -70,7 +71,7 @@ async fn switch(disk: &Disk<SimDisk>, next: Disk<SimDisk>) {
     replaced.close().await.expect("the replaced image is closed");
 }
 
-/// What is begun before the switch.
+/// The work that is begun before the switch.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Read,
@@ -130,7 +131,8 @@ fn an_image_is_closed_after_what_is_in_flight_on_it_and_its_base() {
     }
 }
 
-/// The first switch is waited for, the second one comes while the writes are made durable where the first one led to.
+/// The first switch is waited for, the second one comes while the writes are made durable where the
+/// first one led to.
 #[test]
 fn a_durable_write_that_waited_for_a_switch_ends_before_its_image_is_closed() {
     for first_needs in [false, true] {

@@ -1,4 +1,4 @@
-//! What a disk accepts and refuses, and to whom it says so.
+//! The requests that a disk accepts and refuses, and the receivers of the errors.
 
 use blockhouse_core::{Durability, ErrorKind, Fallback, Offload, Request, Storage, Unmap, errno};
 use blockhouse_disk::{Access, BlockStatus, BlockStatusCache, Discard, Disk, Options};

@@ -1,5 +1,6 @@
-//! Rollbacks beside a flat array, with crashes at every operation: before the overlay is gone the disk is the overlay, with all that was
-//! durable, whatever was prepared in the layer; afterwards it is what it was at the fork. Bitmaps of the layer have all that differs.
+//! Rollbacks beside a flat array, with crashes at every operation: before the overlay is gone the
+//! disk is the overlay, with all that was durable, whatever was prepared in the layer; afterwards
+//! it is what it was at the fork. Bitmaps of the layer have all that differs.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -68,7 +69,7 @@ async fn roll_back(world: &World, disk: &Disk<SimDisk>, before: &Promise) -> Res
     *world.top.borrow_mut() = Top::Layer;
     let durable = before.now();
     world.promise.replace(Promise { durable, ..Promise::new() });
-    // Never closed: it is no file any more.
+    // Never closed: it is no file.
     drop(quiesced.go_back_to(lower).await?);
     Ok(())
 }

@@ -206,7 +206,8 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
             }
             let taken = disk.snapshots().create("one").await.is_ok();
             inner.clear_faults();
-            // The last write of all decides which tables are in force: after it failed, nothing goes on.
+            // The last write of all decides which tables are in force: after it failed, nothing
+            // goes on.
             if !taken && disk.flush().await.is_ok() {
                 fill_some(&disk, 8..40, cluster_size).await;
                 disk.close().await.expect("no faults any more");
@@ -220,8 +221,8 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
     }
 }
 
-/// Fills a disk with ones, over and over again, while snapshots of it come and go and others ask for its
-/// block status: it never has a zero.
+/// Fills a disk with ones, over and over again, while snapshots of it come and go and others ask
+/// for its block status: it never has a zero.
 fn status_beside_changes(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();

@@ -1,6 +1,7 @@
-//! Crashes at every storage operation while snapshots are taken and deleted beside guests that write, and either is
-//! cancelled: no image is corrupt, each snapshot is there as a whole or not at all, and holds what had completed; nothing
-//! durable is lost. What is closed in order has no leaks, also after changes that were cancelled.
+//! Crashes at every storage operation while snapshots are taken and deleted beside guests that
+//! write, and either is cancelled: no image is corrupt, each snapshot is there as a whole or not at
+//! all, and holds what had completed; nothing durable is lost. What is closed in order has no
+//! leaks, also after changes that were cancelled.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -15,7 +16,7 @@ use crate::crashed::jury::Jury;
 use crate::crashed::plain_config;
 
 const SECTOR: u64 = 512;
-/// What guests write, in sectors, and what they only make a mess of behind it.
+/// The sectors that guests write, and those behind them that they only make a mess of.
 const WRITTEN: u64 = 256;
 const SECTORS: u64 = 384;
 
@@ -175,8 +176,8 @@ fn zeros(range: ByteRange, random: &mut Rng) -> Request {
     Request::WriteZeroes { range, unmap, fallback, durability }
 }
 
-/// Whether sectors hold what they may hold at a moment: every write up to `began` that `must` be there, none that
-/// began after `ended`.
+/// Whether sectors hold what they may hold at a moment: every write up to `began` that `must` be
+/// there, none that began after `ended`.
 fn judge(
     found: &[u8],
     log: &[Write],
@@ -215,7 +216,7 @@ async fn read_all(disk: &Disk<SimDisk>) -> Result<Vec<u8>, String> {
     Ok(buffer.bytes().to_vec())
 }
 
-/// What is wrong with the image that was left at this time.
+/// The fault of the image that was left at this time.
 fn recover(image: Vec<u8>, state: ImageState, log: &Log, now: Duration) -> Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let storage = SimDisk::new(&sim, plain_config(), image);

@@ -1,5 +1,5 @@
-//! Zero writes and discards of parts of clusters in images with subclusters: tables say it, no data is
-//! written, and a cluster without data is given back.
+//! Zero writes and discards of parts of clusters in images with subclusters: tables say it, no data
+//! is written, and a cluster without data is given back.
 
 use std::sync::Arc;
 
@@ -33,7 +33,8 @@ async fn read(disk: &Disk<SimDisk>, offset: u64, length: u64) -> Vec<u8> {
     buffer.bytes().to_vec()
 }
 
-/// Two clusters of data, the first of which is emptied unit by unit from the end on; what a check says.
+/// Two clusters of data, the first of which is emptied unit by unit from the end on; what a check
+/// says.
 fn emptied(how: How, is_backed: bool) -> CheckReport {
     let sim = Sim::new(1);
     let storage = SimDisk::new(&sim, Config::default(), Vec::new());

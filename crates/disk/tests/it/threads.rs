@@ -1,5 +1,6 @@
-//! One disk, many threads: a flush that returns has covered everything its thread wrote before, blocks
-//! that threads share lose nobody's bytes, and rounds of qcow2 tables that they share serve everybody.
+//! One disk, many threads: a flush that returns has covered everything its thread wrote before,
+//! blocks that threads share lose nobody's bytes, and rounds of qcow2 tables that they share serve
+//! everybody.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -75,7 +76,8 @@ fn threads_share_blocks_without_losing_bytes() {
     assert!(issued <= asked);
 }
 
-/// Each thread writes clusters of its own durably, and reads them in what would be left of the image.
+/// Each thread writes clusters of its own durably, and reads them in what would be left of the
+/// image.
 #[test]
 fn threads_share_rounds_of_tables() {
     const CLUSTER: u64 = 4096;

@@ -1,4 +1,5 @@
-//! Limits on the rates of whole disks: what waits for them, what does not, and that nobody waits for ever.
+//! Limits on the rates of whole disks: what waits for them, what does not, and that nobody waits
+//! for ever.
 
 use std::cell::Cell;
 use std::future::Future;
@@ -137,8 +138,8 @@ fn a_disk_whose_limits_are_taken_away_goes_on() {
     rig.sim.block_on(write(&rig, Durability::None)).expect("no failure");
 }
 
-/// On real loops: disks of all loops in one group, with futures that are dropped, limits that change, and every request
-/// that is not dropped carried out. A lost wake-up would hang.
+/// On real loops: disks of all loops in one group, with futures that are dropped, limits that
+/// change, and every request that is not dropped carried out. A lost wake-up would hang.
 #[test]
 fn no_wake_up_is_lost_between_loops() {
     const TASKS: usize = 24;
@@ -189,7 +190,8 @@ fn no_wake_up_is_lost_between_loops() {
     assert_eq!(shared.throttle_stats().waiting, 0);
 }
 
-/// Reads until so many reads were carried out; one of four is dropped after a while if it still waits.
+/// Reads until this many reads were carried out; one of four is dropped after a while if it still
+/// waits.
 async fn read_and_drop(disk: Arc<Disk<AnyStorage>>, done: Arc<AtomicU64>, count: u64, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut left = count;
@@ -220,7 +222,8 @@ fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
     let group = ThrottleGroup::new(iops(50));
     let (group, path) = (&group, file.path());
     let is_over = &AtomicBool::new(false);
-    // Reads with so many tasks at a time until the test is over. A held-up loop blocks its thread now and then.
+    // Reads with this many tasks at a time until the test is over. A held-up loop blocks its thread
+    // now and then.
     let serve = |tasks: usize, is_held_up: bool| {
         let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used).unwrap();
         let disk = Arc::new(Disk::raw(file, Options::default()).unwrap());

@@ -1,5 +1,5 @@
-//! Reads of compressed images: each cluster is unpacked once for small reads in a row, and never shown
-//! after it was overwritten.
+//! Reads of compressed images: each cluster is unpacked once for small reads in a row, and never
+//! shown after it was overwritten.
 
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ const IMAGES: [&[u8]; 2] = [
 ];
 const PACKED: u64 = SIZE / CLUSTER - 2;
 
-/// What is in the images.
+/// The content of the images.
 fn byte_at(at: u64) -> u8 {
     if (9000..14_000).contains(&at) { 3 } else { (at / 100 % 251) as u8 }
 }

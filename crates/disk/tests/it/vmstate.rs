@@ -1,5 +1,5 @@
-//! The state of a machine on a simulated disk: any offset in any order against a flat model, what it costs in
-//! operations, crashes after every operation, a failure of every operation.
+//! The state of a machine on a simulated disk: any offset in any order against a flat model, what
+//! it costs in operations, crashes after every operation, a failure of every operation.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -96,7 +96,7 @@ async fn store_some(
     Ok(())
 }
 
-/// What is there of the state.
+/// The part of the state that is there.
 async fn load(storage: SimDisk) -> Result<Vec<u8>> {
     let disk =
         Disk::open_snapshot(storage, ImageFormat::Qcow2, Options::default(), "state").await?;
@@ -175,7 +175,7 @@ fn any_offset_in_any_order_is_what_was_written_last() {
     });
 }
 
-/// What a sequential stream cost.
+/// The cost of a sequential stream.
 #[derive(Debug, PartialEq, Eq)]
 struct Cost {
     /// Before the snapshot was taken, of anything.
@@ -376,7 +376,7 @@ fn store_with_failure(nth: u64, compression: Option<Compression>, wanted: i32) -
     });
     let (report, names) = check(storage.content());
     assert_eq!(report.corruptions, 0, "write {nth}: {report:?}");
-    // What could not be written down any more is left for a repair.
+    // A change that could not be written is left for a repair.
     assert!(report.leaks == 0 || !closed, "write {nth}: {report:?}");
     assert!(names.len() == usize::from(stored) || !is_known, "write {nth}: {names:?}");
     stored
@@ -398,7 +398,7 @@ fn a_save_that_fails_keeps_no_memory() {
     let fail = |nth| {
         assert!(!store_with_failure(nth, None, errno::EIO));
     };
-    // What is made once for all is made now.
+    // The parts that are made once for all are made now.
     (0..8).for_each(fail);
     let kept = allocation_counter::measure(|| (0..8).for_each(fail));
     assert_eq!((kept.count_current, kept.bytes_current), (0, 0), "{kept:?}");
@@ -422,7 +422,7 @@ fn a_state_that_is_given_up_leaves_nothing() {
     assert_eq!((report.corruptions, report.leaks, names.len()), (0, 0, 0), "{report:?}");
 }
 
-/// What a snapshot holds.
+/// The content of a snapshot.
 #[derive(Clone)]
 struct Kept {
     disk: Vec<u8>,

@@ -1,19 +1,21 @@
-//! Adaptive polling: whether a loop that has nothing to do busy-polls for a moment before it sleeps.
+//! Adaptive polling: whether a loop that has nothing to do busy-polls for a moment before it
+//! sleeps.
 //!
-//! To sleep and be woken costs more than many requests do. So busy-polling pays where the next event comes
-//! soon, and is waste where it does not. The loop keeps a decaying estimate for each *source* of an event (a
-//! read of that file that completed, a write of it that was submitted, a message on that socket): how soon
-//! the next event followed. After a write to a slow disk was submitted it sleeps. After that write completed,
-//! when the guest's next request follows quickly, it polls. So one slow source does not stop the polling for
-//! the others.
+//! To sleep and be woken costs more than many requests do. So busy-polling pays where the next
+//! event comes soon, and is waste where it does not. The loop keeps a decaying estimate for each
+//! *source* of an event (a read of that file that completed, a write of it that was submitted, a
+//! message on that socket): how soon the next event followed. After a write to a slow disk was
+//! submitted it sleeps. After that write completed, when the guest's next request follows quickly,
+//! it polls. So one slow source does not stop the polling for the others.
 //!
-//! Busy-polling gains nothing if the device dominates the latency, or if the producer of the event needs this
-//! processor. So the loop sometimes tries the other choice (a probe) and keeps the one after which the next
-//! event comes sooner.
+//! Busy-polling gains nothing if the device dominates the latency, or if the producer of the event
+//! needs this processor. So the loop sometimes tries the other choice (a probe) and keeps the one
+//! after which the next event comes sooner.
 //!
-//! Guarantees: no memory is allocated after the start. Wasted polling takes at most an eighth of the time in which the loop
-//! works, beyond a short burst: where events come a little later than it polls, it costs little more than a loop that never
-//! polls. A loop without events costs nothing, since only an event ends its sleep.
+//! Guarantees: no memory is allocated after the start. Wasted polling takes at most an eighth of
+//! the time in which the loop works, beyond a short burst: where events come a little later than it
+//! polls, it costs little more than a loop that never polls. A loop without events costs nothing,
+//! since only an event ends its sleep.
 
 use std::os::fd::RawFd;
 use std::time::Duration;
@@ -28,12 +30,12 @@ pub const DEFAULT_POLLING: Duration = Duration::from_micros(50);
 /// How many estimates there are. Sources that share one make it less exact, and nothing else.
 const ESTIMATES: usize = 1024;
 
-/// An interval counts as at most this many times the longest poll time, so that the estimate comes down
-/// within few events when a source becomes quick again.
+/// An interval counts as at most this many times the longest poll time, so that the estimate comes
+/// down within few events when a source becomes quick again.
 const MAX_INTERVAL: u64 = 4;
 
-/// An estimate moves this fraction of the way to each interval that is seen. A comparison of two choices moves
-/// more slowly, since single intervals differ by more than the two do.
+/// An estimate moves this fraction of the way to each interval that is seen. A comparison of two
+/// choices moves more slowly, since single intervals differ by more than the two do.
 const WEIGHT: u64 = 4;
 const SLOW_WEIGHT: u64 = 8;
 
@@ -44,15 +46,16 @@ const MIN_GAIN: u64 = 8;
 const MIN_BACKOFF: u16 = 16;
 const MAX_BACKOFF: u16 = 256;
 
-/// Where the estimate is above the limit, but events are not rare either, one wait in this many polls all the
-/// same: an interval in which the loop slept includes the time that waking takes.
+/// Where the estimate is above the limit, but events are not rare either, one wait in this many
+/// polls all the same: an interval in which the loop slept includes the time that waking takes.
 const PROBE_ONE_IN: u32 = 8;
 
-/// A loop may waste this fraction of the time in which it works, and of what it may waste it saves up so much, in nanoseconds.
+/// A loop may waste this fraction of the time in which it works, and of what it may waste it saves
+/// up so much, in nanoseconds.
 const WASTE_SHARE: u64 = 8;
 const MAX_BUDGET: u64 = 1_000_000;
 
-/// What an event came from: an index of the table of estimates.
+/// The source of an event: an index of the table of estimates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EventSource(u16);
 
@@ -73,7 +76,8 @@ impl EventSource {
         Self((((descriptor as usize) << 4 | 15) % ESTIMATES) as u16)
     }
 
-    /// `None` where the event says nothing of the next: an operation was submitted that waits for a peer.
+    /// `None` where the event says nothing of the next: an operation was submitted that waits for a
+    /// peer.
     pub(crate) fn of(operation: &Operation, phase: Phase) -> Option<Self> {
         if operation.waits_for_others() && phase == Phase::Submitted {
             return None;
@@ -85,12 +89,13 @@ impl EventSource {
     }
 }
 
-/// What is known of the events after one source. All times are in nanoseconds.
+/// The estimate of the events after one source. All times are in nanoseconds.
 #[derive(Clone)]
 struct Estimate {
     /// How soon the next event follows.
     interval: u64,
-    /// The same of intervals in which the loop polled, and of those in which it slept, if there were any.
+    /// The same of intervals in which the loop polled, and of those in which it slept, if there
+    /// were any.
     polled: Option<u64>,
     blocked: Option<u64>,
     /// Which choice won when that was last compared.
@@ -105,13 +110,15 @@ pub(crate) struct PollGovernor {
     max_poll_time: u64,
     /// By source.
     estimates: Box<[Estimate]>,
-    /// The source of the last event, and of the last one when the wait began: its end is another event.
+    /// The source of the last event, and of the last one when the wait began: its end is another
+    /// event.
     last: EventSource,
     waiting_after: EventSource,
     /// Waits in which the estimate was against polling.
     declined: u32,
     budget: u64,
-    /// When the last wait ended, or began if it goes on: the loop works from then until the next one.
+    /// When the last wait ended, or began if it goes on: the loop works from then until the next
+    /// one.
     works_since: Option<Timestamp>,
 }
 
@@ -155,7 +162,7 @@ impl PollGovernor {
         let worthwhile = match estimate.interval {
             interval if interval <= self.max_poll_time => estimate.should_poll(),
             interval => {
-                // What was compared was under other conditions.
+                // The comparison was made under other conditions.
                 *estimate = Estimate::new(interval);
                 interval < rare * 3 / 4 && self.is_probe()
             }
@@ -174,14 +181,14 @@ impl PollGovernor {
         self.budget = self.budget.saturating_add(worked / WASTE_SHARE).min(MAX_BUDGET);
     }
 
-    /// Updates the estimate after the wait that `poll_time` was asked for: the next event came after
-    /// `interval`.
+    /// Updates the estimate after the wait that `poll_time` was asked for: the next event came
+    /// after `interval`.
     pub(crate) fn update(&mut self, interval: Duration, outcome: PollResult) {
         self.works_since = self.works_since.map(|began| began + interval);
         let interval = nanoseconds(interval).min(MAX_INTERVAL * self.max_poll_time);
         let estimate = &mut self.estimates[usize::from(self.waiting_after.0)];
         match outcome {
-            // What was measured asleep is outdated.
+            // A measurement from sleep is outdated.
             PollResult::Hit => estimate.interval = estimate.interval.min(self.max_poll_time),
             PollResult::Slept { wasted } => {
                 self.budget = self.budget.saturating_sub(nanoseconds(wasted));

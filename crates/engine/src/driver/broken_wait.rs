@@ -1,8 +1,9 @@
-//! Answers of the calls that a loop waits in (`io_uring_enter`, `epoll_wait`, `io_getevents`) which they are
-//! not expected to give.
+//! Answers of the calls that a loop waits in (`io_uring_enter`, `epoll_wait`, `io_getevents`) which
+//! they are not expected to give.
 //!
-//! Some pass: the kernel was short of memory. So a loop goes on, with a pause, so that it does not spin. Where every call fails for seconds the loop can serve nothing
-//! any more: then it panics, so that a service manager can start the server anew.
+//! Some pass: the kernel was short of memory. So a loop goes on, with a pause, so that it does not
+//! spin. Where every call fails for seconds the loop can serve nothing any more: then it panics, so
+//! that a service manager can start the server anew.
 
 use std::io;
 use std::time::Duration;

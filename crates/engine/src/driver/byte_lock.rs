@@ -8,8 +8,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// descriptor.
 ///
 /// # Errors
-/// EAGAIN or EACCES when another open of the file holds it exclusively; EBADF for a file not open for reading; what
-/// a file system without locks answers.
+/// EAGAIN or EACCES when another open of the file holds it exclusively; EBADF for a file not open
+/// for reading; what a file system without locks answers.
 pub fn lock_byte_shared(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte(offset)).map(drop)
 }

@@ -1,8 +1,9 @@
 //! Syncs and durable writes whose future was dropped.
 //!
-//! The host reports each failure to make data durable once (`errseq_t` in Linux). When the future of a sync
-//! or a durable write is dropped, the operation is *detached*: it goes on, and its outcome must not be lost.
-//! The next flush of the file waits until all detached operations have completed, and fails if one failed.
+//! The host reports each failure to make data durable once (`errseq_t` in Linux). When the future
+//! of a sync or a durable write is dropped, the operation is *detached*: it goes on, and its
+//! outcome must not be lost. The next flush of the file waits until all detached operations have
+//! completed, and fails if one failed.
 
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 
@@ -24,8 +25,8 @@ impl DetachedSyncs {
         self.in_flight.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// A detached operation has completed with the kernel's `result`. A write whose memory is gone (EFAULT)
-    /// made nothing durable, and lost nothing that was.
+    /// A detached operation has completed with the kernel's `result`. A write whose memory is gone
+    /// (EFAULT) made nothing durable, and lost nothing that was.
     pub(crate) fn complete(&self, result: i32) {
         if result < 0 && result != -libc::EFAULT {
             self.failure.store(-result, Ordering::Release);

@@ -41,8 +41,8 @@ pub(crate) struct Epoll {
     shared: Arc<LoopShared>,
     pool: Arc<ThreadPool>,
     aio: Option<LinuxAio>,
-    /// By descriptor. An entry stays when no operation waits: the next one needs it again, and there are no
-    /// more of them than descriptors.
+    /// By descriptor. An entry stays when no operation waits: the next one needs it again, and
+    /// there are no more of them than descriptors.
     sockets: HashMap<RawFd, SocketWaiters>,
     /// Results that are known before the next `poll`.
     ready: Vec<Completion>,

@@ -66,13 +66,14 @@ impl File {
         }
     }
 
-    /// Whether the file's locks are given back when it is dropped, because it is this process's alone.
+    /// Whether the file's locks are given back when it is dropped, because it is this process's
+    /// alone.
     pub(crate) fn releases_locks(&self) -> bool {
         self.releases_locks.load(Ordering::Acquire)
     }
 
-    /// Says whether the file's locks are given back when it is dropped. They belong to the open file
-    /// description, which another process may have, too.
+    /// Says whether the file's locks are given back when it is dropped. They belong to the open
+    /// file description, which another process may have, too.
     pub(crate) fn set_releases_locks(&self, releases: bool) {
         self.releases_locks.store(releases, Ordering::Release);
     }
@@ -108,7 +109,7 @@ impl File {
 
     /// Opens the path and makes sure that this file is there.
     fn reopen_at(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-        // What took its place may be a pipe, and those wait.
+        // A new file in its place may be a pipe, and those wait.
         let descriptor = rustix::fs::open(path, flags | OFlags::NONBLOCK, Mode::empty())?;
         let identity = |descriptor: &OwnedFd| {
             rustix::fs::fstat(descriptor).map(|status| (status.st_dev, status.st_ino))
@@ -132,8 +133,8 @@ impl File {
 }
 
 impl Drop for File {
-    /// A ring may keep the file open for a moment more, in a slot or for an operation that is over, and its
-    /// locks with it.
+    /// A ring may keep the file open for a moment more, in a slot or for an operation that is over,
+    /// and its locks with it.
     fn drop(&mut self) {
         if *self.releases_locks.get_mut() {
             // A file system without locks refuses, and then there is none.

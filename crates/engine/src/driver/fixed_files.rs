@@ -1,12 +1,13 @@
-//! Open files in a ring's own table (`IORING_REGISTER_FILES`), so that a request names a slot there and
-//! the kernel need not look the descriptor up.
+//! Open files in a ring's own table (`IORING_REGISTER_FILES`), so that a request names a slot there
+//! and the kernel need not look the descriptor up.
 //!
-//! A file has a small id of its own, which the process gives out at open. Each ring finds the slot by one
-//! look into an array. A slot is filled by the file's first request on that ring.
+//! A file has a small id of its own, which the process gives out at open. Each ring finds the slot
+//! by one look into an array. A slot is filled by the file's first request on that ring.
 //!
-//! Guarantees: a slot is emptied only after the file was closed. That is after its last request completed,
-//! as each request owns the file; so no request finds another file in its slot. An id is given out again
-//! only after every ring has emptied the file's slot. A file that finds no slot keeps its descriptor.
+//! Guarantees: a slot is emptied only after the file was closed. That is after its last request
+//! completed, as each request owns the file; so no request finds another file in its slot. An id is
+//! given out again only after every ring has emptied the file's slot. A file that finds no slot
+//! keeps its descriptor.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -23,7 +24,8 @@ const SLOTS: u32 = 256;
 /// Whether the rings know open files by slots of their own tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FixedFiles {
-    /// Every request names a slot, where the kernel (5.19 on) has such tables and the file found one.
+    /// Every request names a slot, where the kernel (5.19 on) has such tables and the file found
+    /// one.
     On,
     /// Every request names the plain descriptor.
     Off,
@@ -33,7 +35,7 @@ pub enum FixedFiles {
 /// itself, or a ring that has it in a slot.
 pub(crate) struct FileId(u32);
 
-/// What is free below `next`, the smallest id that was never given out.
+/// The free ids below `next`, the smallest id that was never given out.
 struct FileIds {
     free: Vec<u32>,
     next: u32,
@@ -62,7 +64,7 @@ impl Drop for FileId {
     }
 }
 
-/// What a request of a ring names as its file.
+/// The name of a file in a ring's request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileRef {
     Fd(RawFd),
@@ -109,7 +111,7 @@ impl FixedTable {
         Self { owner, state, file_slots: Vec::new(), slots: Vec::new(), free: Vec::new() }
     }
 
-    /// What a request for that file is to name. Its first request puts it into a free slot.
+    /// The name of that file in a request. Its first request puts it into a free slot.
     pub(crate) fn file_ref(
         &mut self,
         ring: &Submitter<'_>,
@@ -188,7 +190,7 @@ impl FixedTable {
     }
 }
 
-/// What stands for "no file" where a descriptor is expected.
+/// The value that stands for "no file" where a descriptor is expected.
 const EMPTY: RawFd = -1;
 
 fn fill(ring: &Submitter<'_>, slot: u32, descriptor: RawFd) -> io::Result<()> {

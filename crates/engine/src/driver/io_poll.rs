@@ -1,9 +1,9 @@
-//! Which completions on a file can be polled for, instead of waiting for the device's interrupts: those of
-//! direct I/O on a block device with queues made for that. Of a file in a file system on such a device it
-//! is those of reads alone.
+//! Which completions on a file can be polled for, instead of waiting for the device's interrupts:
+//! those of direct I/O on a block device with queues made for that. Of a file in a file system on
+//! such a device it is those of reads alone.
 //!
-//! It is found out at open, from what the kernel says of the device; a kernel that refuses all the same is
-//! believed from then on. Nothing here changes anything.
+//! It is found out at open, from what the kernel says of the device; a kernel that refuses all the
+//! same is believed from then on. Nothing here changes anything.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -23,10 +23,12 @@ pub enum IoPoll {
     Off,
 }
 
-/// Finds out whether completions of direct I/O on `path`, a file or block device, can be polled for.
+/// Finds out whether completions of direct I/O on `path`, a file or block device, can be polled
+/// for.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] with the reason and what to do; the host's, if it cannot be found out.
+/// [`ErrorKind::Unsupported`] with the reason and what to do; the host's, if it cannot be found
+/// out.
 pub fn check_io_poll(path: &Path) -> Result<()> {
     let name = path.display().to_string();
     let status = rustix::fs::stat(path)
@@ -55,11 +57,11 @@ pub(crate) struct Pollable {
 /// Which writes can be polled for, where reads can.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PollableWrites {
-    /// None: after a write to a file in a file system there is more to do, so Linux completes it by an
-    /// interrupt (`fs/iomap/direct-io.c`), and to poll for it would be waste.
+    /// None: after a write to a file in a file system there is more to do, so Linux completes it by
+    /// an interrupt (`fs/iomap/direct-io.c`), and to poll for it would be waste.
     None,
-    /// Those without `RWF_DSYNC`. Where the device has no FUA, the kernel makes a flush of its own after
-    /// a durable one, and may not poll for that.
+    /// Writes without `RWF_DSYNC`. Where the device has no FUA, the kernel makes a flush of its own
+    /// after a durable one, and may not poll for that.
     Plain,
     All,
 }
@@ -70,7 +72,7 @@ impl Pollable {
         Self { reads: false.into(), writes: PollableWrites::None }
     }
 
-    /// What the device says that the file, open for direct I/O, is or lies on.
+    /// The polling of the device that the file, open for direct I/O, is or lies on.
     pub(crate) fn find(file: &impl AsFd) -> Self {
         let Ok(status) = rustix::fs::fstat(file) else { return Self::none() };
         let queue = RequestQueue::of_file(&status);
@@ -105,7 +107,7 @@ impl Pollable {
 
 #[cfg(test)]
 impl Pollable {
-    /// Whatever the device says.
+    /// Every operation, whatever the device supports.
     pub(crate) fn everything() -> Self {
         Self { reads: true.into(), writes: PollableWrites::All }
     }

@@ -89,7 +89,7 @@ impl LinuxAio {
         Ok(Self { context, event, blocks, queued, addresses, in_flight: 0, broken_wait })
     }
 
-    /// What becomes readable when something completed.
+    /// The descriptor that becomes readable when something completed.
     pub(crate) fn event(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
@@ -233,7 +233,8 @@ impl Signaller {
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
         check(unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) })?;
         let signaller = Self { context, readable, event };
-        // The kernel looks at the eventfd first, then finds that nothing can be read to this address.
+        // The kernel looks at the eventfd first, then finds that nothing can be read to this
+        // address.
         let nowhere =
             ControlBlock { opcode: PREAD, buffer: u64::MAX, bytes: 8, ..signaller.block() };
         match signaller.submit(&nowhere) {
@@ -271,7 +272,8 @@ impl Signaller {
 
     fn submit(&self, block: &ControlBlock) -> io::Result<()> {
         let blocks = [std::ptr::from_ref(block)];
-        // SAFETY: one valid address of a block, which the kernel copies; the block names no memory of ours.
+        // SAFETY: one valid address of a block, which the kernel copies; the block names no memory
+        // of ours.
         let result =
             unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, blocks.as_ptr()) };
         check(result).map(|_| ())

@@ -1,7 +1,9 @@
-//! The part of a loop that all threads share: the headers of its tasks, the ready queue, and the mailbox.
+//! The part of a loop that all threads share: the headers of its tasks, the ready queue, and the
+//! mailbox.
 //!
-//! A waker knows its task's loop. On the loop's own thread it puts the task into the ready queue. On any
-//! other thread it posts a message, and notifies the loop if it sleeps (`mailbox` says what that guarantees).
+//! A waker knows its task's loop. On the loop's own thread it puts the task into the ready queue.
+//! On any other thread it posts a message, and notifies the loop if it sleeps (`mailbox` says what
+//! that guarantees).
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -60,7 +62,7 @@ impl LoopShared {
         }
     }
 
-    /// What the engine watches while the loop sleeps.
+    /// The descriptor that the engine watches while the loop sleeps.
     pub(crate) fn notifier(&self) -> BorrowedFd<'_> {
         self.notifier.as_fd()
     }
@@ -78,7 +80,7 @@ impl Unregister<Mapping> for LoopShared {
     }
 }
 
-/// What a waker points to. Shared with any thread; the future itself never leaves its loop.
+/// The target of a waker. Shared with any thread; the future itself never leaves its loop.
 pub(crate) struct TaskHeader {
     /// The index of the future in the loop's table, or `MAIN`.
     pub(crate) index: usize,
@@ -126,7 +128,7 @@ impl TaskHeader {
     }
 }
 
-/// The tasks of a loop that are to be polled.
+/// The tasks of a loop to be polled.
 pub(crate) struct Ready {
     shared: Arc<LoopShared>,
     queue: RefCell<VecDeque<Arc<TaskHeader>>>,

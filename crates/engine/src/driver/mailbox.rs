@@ -1,13 +1,13 @@
 //! The protocol between a thread that submits and a loop that is about to sleep.
 //!
-//! Guarantee: a message that is posted to a mailbox is taken by its loop before the loop sleeps, or the poster
-//! is told to notify the loop, which ends the sleep by one system call. Only the first message of a batch
-//! needs that, and none does while the loop runs. This upholds invariant 6 (ARCHITECTURE.md): no request
-//! waits for a sleeping loop.
+//! Guarantee: a message that is posted to a mailbox is taken by its loop before the loop sleeps, or
+//! the poster is told to notify the loop, which ends the sleep by one system call. Only the first
+//! message of a batch needs that, and none does while the loop runs. This upholds invariant 6
+//! (ARCHITECTURE.md): no request waits for a sleeping loop.
 //!
 //! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that no
-//! order of events exists in which a loop falls asleep over a message. `mailbox::loom_model` checks every
-//! interleaving of the protocol, and that the check fails without the notification.
+//! order of events exists in which a loop falls asleep over a message. `mailbox::loom_model` checks
+//! every interleaving of the protocol, and that the check fails without the notification.
 
 #[cfg(loom)]
 use loom::sync::{
@@ -23,19 +23,19 @@ use std::sync::{
 /// Messages for one loop, from any thread.
 pub(crate) struct Mailbox<M> {
     inbox: Mutex<Inbox<M>>,
-    /// Whether the inbox holds something: lets a running loop look without taking the mutex. Only a
-    /// hint for it to look soon; what counts is decided under the mutex.
+    /// Whether the inbox holds something: lets a running loop look without taking the mutex. Only
+    /// a hint for it to look soon; what counts is decided under the mutex.
     maybe_nonempty: AtomicBool,
 }
 
 struct Inbox<M> {
     messages: Vec<M>,
     asleep: bool,
-    /// Whether the loop is gone: no message is taken any more.
+    /// Whether the loop is gone: no message is taken.
     closed: bool,
 }
 
-/// What a poster has to do after posting.
+/// The duty of a poster after posting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Wake {
@@ -171,8 +171,8 @@ mod loom_model {
         }
     }
 
-    /// All interleavings with at most this many forced switches: every known lost wake-up shows with
-    /// two, and without a bound two posters take hours.
+    /// All interleavings with at most this many forced switches: every known lost wake-up shows
+    /// with two, and without a bound two posters take hours.
     const SWITCHES: usize = 3;
 
     fn check(threads: usize, messages: usize) {

@@ -1,5 +1,5 @@
-//! The three engines (io_uring, Linux AIO by epoll, threads) behind one trait, and what they share: operations in flight,
-//! open and registered files, registered buffers, watches of descriptors.
+//! The three engines (io_uring, Linux AIO by epoll, threads) behind one trait, and what they share:
+//! operations in flight, open and registered files, registered buffers, watches of descriptors.
 
 pub(crate) mod adaptive_poll;
 pub(crate) mod broken_wait;
@@ -47,16 +47,16 @@ pub(crate) trait Driver {
     /// next `poll`, so that one system call submits many.
     fn start(&mut self, token: Token, operation: &Operation);
 
-    /// Asks for an operation that may wait without bound (on a socket) to be cancelled. Its result is
-    /// reported all the same, `-ECANCELED` if it was.
+    /// Asks for an operation that may wait without bound (on a socket) to be cancelled. Its result
+    /// is reported all the same, `-ECANCELED` if it was.
     fn cancel(&mut self, token: Token, operation: &Operation);
 
-    /// Whether `poll` may find something. A loop that busy-polls asks again and again. No event is missed; an
-    /// engine that cannot tell says yes.
+    /// Whether `poll` may find something. A loop that busy-polls asks again and again. No event is
+    /// missed; an engine that cannot tell says yes.
     fn may_have_events(&mut self) -> bool;
 
-    /// Has each time that the descriptor becomes readable reported by a later `poll`, and once if it
-    /// is readable already. It stays open until `unwatch`.
+    /// Has each time that the descriptor becomes readable reported by a later `poll`, and once if
+    /// it is readable already. It stays open until `unwatch`.
     fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()>;
 
     /// Ends a watch. Events of it that were found before may still be reported.
@@ -75,8 +75,8 @@ pub(crate) trait Driver {
     /// operation is in flight.
     fn io_poll(&mut self, io_poll: IoPoll);
 
-    /// Whether operations are in flight that only `poll` completes, without an interrupt. While there are
-    /// any, `poll` does not sleep.
+    /// Whether operations are in flight that only `poll` completes, without an interrupt. While
+    /// there are any, `poll` does not sleep.
     fn is_polling(&self) -> bool;
 
     /// Puts memory into slots of the engine's own table, if it has such a table.
@@ -92,11 +92,12 @@ pub(crate) trait Driver {
     fn unregister_all_memory(&mut self);
 
     /// Submits what waits for submission, then sleeps as `wait` says until something happens (a
-    /// completion, a notification, the deadline), then appends all results to `done`. `operations` holds
-    /// everything that was started.
+    /// completion, a notification, the deadline), then appends all results to `done`. `operations`
+    /// holds everything that was started.
     fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>);
 
-    /// Opens a file by the ring: its descriptor or a negative errno. `None` without a ring. For tests of its restrictions.
+    /// Opens a file by the ring: its descriptor or a negative errno. `None` without a ring. For
+    /// tests of its restrictions.
     #[cfg(debug_assertions)]
     fn attempt_open(&mut self) -> Option<i32> {
         None

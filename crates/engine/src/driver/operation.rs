@@ -1,9 +1,9 @@
-//! What a loop asks of the kernel, and the table of what is in flight.
+//! The operations that a loop asks of the kernel, and the table of those in flight.
 //!
-//! This file upholds invariant 3 (ARCHITECTURE.md). From the moment an [`Operation`] is handed to an engine
-//! until its completion it stays in the table, unmoved, with everything that the kernel accesses: the
-//! memory, the list of its segments, the file descriptor. That holds also when its future is dropped, and
-//! when the loop is.
+//! This file upholds invariant 3 (ARCHITECTURE.md). From the moment an [`Operation`] is handed to
+//! an engine until its completion it stays in the table, unmoved, with everything that the kernel
+//! accesses: the memory, the list of its segments, the file descriptor. That holds also when its
+//! future is dropped, and when the loop is.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -44,7 +44,8 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Whether it waits for a peer, so that it may take any time to complete, and can be asked to stop.
+    /// Whether it waits for a peer, so that it may take any time to complete, and can be asked to
+    /// stop.
     pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
@@ -70,7 +71,8 @@ impl Operation {
         }
     }
 
-    /// Where the outcome is recorded if the future is dropped: it may be the only report of a failure.
+    /// Where the outcome is recorded if the future is dropped: it may be the only report of a
+    /// failure.
     fn detached_syncs(&self) -> Option<&DetachedSyncs> {
         match self {
             Self::Sync { file, .. } => Some(&file.detached_syncs),
@@ -115,12 +117,12 @@ impl WriteThrough {
     }
 }
 
-/// A command to a device's driver, which tells when it has something. It can be ended by a command to the device alone:
-/// the ring cannot cancel it.
+/// A command to a device's driver, which tells when it has something. It can be ended by a command
+/// to the device alone: the ring cannot cancel it.
 pub(crate) struct DeviceCommand {
     pub(crate) file: Arc<OwnedFd>,
     pub(crate) code: u32,
-    /// What the driver reads, before the address of `memory`.
+    /// The bytes that the driver reads, before the address of `memory`.
     pub(crate) argument: [u8; 8],
     /// One segment, which the driver may read and write until the command completes.
     pub(crate) memory: IoVector,
@@ -186,12 +188,13 @@ enum State {
 
 /// All operations in flight.
 ///
-/// Its methods run no foreign code except the cloning and dropping of wakers. What is to be woken or dropped
-/// is handed out, for when the table is not borrowed any more.
+/// Its methods run no foreign code except the cloning and dropping of wakers. What is to be woken
+/// or dropped is handed out, for when the table is no longer borrowed.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
-    /// The tasks that wait for a free slot. While there are any, every free slot is reserved for a woken one.
+    /// The tasks that wait for a free slot. While there are any, every free slot is reserved for a
+    /// woken one.
     waiting: WaitQueue,
 }
 
@@ -205,8 +208,8 @@ impl OperationTable {
         }
     }
 
-    /// Takes the operation out of `operation` and in here, if there is a free slot. Otherwise `waiter`
-    /// has to come again with the ticket when it is woken.
+    /// Takes the operation out of `operation` and in here, if there is a free slot. Otherwise
+    /// `waiter` has to come again with the ticket when it is woken.
     pub(crate) fn insert(
         &mut self,
         operation: &mut Option<Operation>,
@@ -241,8 +244,8 @@ impl OperationTable {
             .expect("a token does not outlive its operation")
     }
 
-    /// The kernel is done. Gives the waker to call; `None` for a detached operation, which is to be released
-    /// and its result discarded.
+    /// The kernel is done. Gives the waker to call; `None` for a detached operation, which is to be
+    /// released and its result discarded.
     #[must_use]
     pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
         let state = &mut self.slots[token.index()].state;
@@ -266,8 +269,8 @@ impl OperationTable {
         }
     }
 
-    /// The future was dropped. Gives the result, if the operation is over and to be released and its result
-    /// discarded.
+    /// The future was dropped. Gives the result, if the operation is over and to be released and
+    /// its result discarded.
     pub(crate) fn detach(&mut self, token: Token) -> Option<i32> {
         if let Some(syncs) = self.operation(token).detached_syncs() {
             syncs.detach();
@@ -306,8 +309,9 @@ impl OperationTable {
 }
 
 impl Drop for OperationTable {
-    /// A loop waits for its operations before it ends. Commands to a device that was not stopped are left,
-    /// or any if the loop panicked: what the kernel may still write to must stay for ever.
+    /// A loop waits for its operations before it ends. Commands to a device that was not stopped
+    /// are left, or any if the loop panicked: what the kernel may still write to must stay for
+    /// ever.
     fn drop(&mut self) {
         if self.in_flight().next().is_some() {
             std::mem::forget(std::mem::take(&mut self.slots));

@@ -1,8 +1,8 @@
 //! Whether a task is in the ready queue, or on its way there.
 //!
-//! Guarantee: what a thread did before it woke a task is seen by a poll that begins after that. Most
-//! wake-ups find the task queued already and do nothing but look; such a one must be sure that the
-//! poll to come has not begun to look for itself. So each side changes the flag by one atomic
+//! Guarantee: what a thread did before it woke a task is seen by a poll that begins after that.
+//! Most wake-ups find the task queued already and do nothing but look; such a one must be sure that
+//! the poll to come has not begun to look for itself. So each side changes the flag by one atomic
 //! operation that also reads it: of the two, one comes first, and the other knows it.
 //! `queued_flag::loom_model` checks it; with a plain load or store on either side it fails.
 

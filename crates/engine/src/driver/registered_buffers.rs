@@ -1,15 +1,17 @@
-//! A guest's memory in a ring's own table (`IORING_REGISTER_BUFFERS2`): the kernel finds and pins its
-//! pages once, and not for each request.
+//! A guest's memory in a ring's own table (`IORING_REGISTER_BUFFERS2`): the kernel finds and pins
+//! its pages once, and not for each request.
 //!
-//! Memory is divided into buffers, because the kernel takes 1 GiB at most for a slot. A request whose bytes
-//! lie in one buffer names the slot; any other is done without the table.
+//! Memory is divided into buffers, because the kernel takes 1 GiB at most for a slot. A request
+//! whose bytes lie in one buffer names the slot; any other is done without the table.
 //!
 //! Guarantees (they uphold invariant 3, ARCHITECTURE.md):
-//! - A buffer is found by address, and is the memory that the request means: the request owns the mapping
-//!   that its address is in, the table owns the mapping of each of its slots, and two mappings that exist
-//!   have no address in common. So an address is not given to other memory while a slot names it.
-//! - A slot is emptied only after the last owner of the memory is gone, which is after the last request
-//!   completed, as each owns its memory. So no request finds an empty slot, or other memory there.
+//! - A buffer is found by address, and is the memory that the request means: the request owns the
+//!   mapping that its address is in, the table owns the mapping of each of its slots, and two
+//!   mappings that exist have no address in common. So an address is not given to other memory
+//!   while a slot names it.
+//! - A slot is emptied only after the last owner of the memory is gone, which is after the last
+//!   request completed, as each owns its memory. So no request finds an empty slot, or other memory
+//!   there.
 
 use std::io;
 use std::ptr;
@@ -27,8 +29,8 @@ const SLOTS: u16 = 4096;
 /// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
 const MAX_SLOT_BYTES: usize = 1 << 30;
 
-/// The most that the kernel takes for one request in several segments of a slot (`MAX_RW_COUNT`). Without a slot it does
-/// the beginning of a longer one.
+/// The most that the kernel takes for one request in several segments of a slot (`MAX_RW_COUNT`).
+/// Without a slot it does the beginning of a longer one.
 const MAX_VECTORED_BYTES: usize = 0x7fff_f000;
 
 /// Memory in one slot.
@@ -57,17 +59,18 @@ pub(crate) struct BufferTable {
 }
 
 impl BufferTable {
-    /// The table of a ring that the loop `owner` has. It takes nothing before the first memory comes.
+    /// The table of a ring that the loop `owner` has. It takes nothing before the first memory
+    /// comes.
     pub(crate) fn new(owner: Arc<dyn Unregister<Mapping>>) -> Self {
         Self { owner, exists: false, buffers: Vec::new(), free: Vec::new() }
     }
 
-    /// Puts all of the memory that is not there yet into slots. What could not be registered when this
-    /// fails is used without a slot.
+    /// Puts all of the memory that is not there yet into slots. What could not be registered when
+    /// this fails is used without a slot.
     ///
     /// # Errors
-    /// The kernel's: it is too old for such tables (before 5.19), does not pin memory of this kind, or
-    /// not as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that is full.
+    /// The kernel's: it is too old for such tables (before 5.19), does not pin memory of this kind,
+    /// or not as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that is full.
     pub(crate) fn add(
         &mut self,
         ring: &Submitter<'_>,
@@ -86,8 +89,8 @@ impl BufferTable {
             let full = || io::Error::from_raw_os_error(libc::ENOSPC);
             let slot = *self.free.last().ok_or_else(full)?;
             let address = mapping.start().as_ptr().with_addr(start);
-            // SAFETY: the range is inside of the mapping, which the table keeps until it has emptied
-            // the slot.
+            // SAFETY: the range is inside of the mapping, which the table keeps until it has
+            // emptied the slot.
             unsafe { fill(ring, slot, address, length)? };
             self.free.pop();
             let buffer =
@@ -122,8 +125,8 @@ impl BufferTable {
     pub(crate) fn unregister(&mut self, ring: &Submitter<'_>, mapping: &Mapping) {
         let is_unused = |buffer: &mut BufferSlot| ptr::eq(&*buffer.mapping, mapping);
         for buffer in self.buffers.extract_if(.., is_unused) {
-            // SAFETY: no memory at all. It cannot fail for a slot of the table; if it did, the slot would
-            // be filled anew all the same, as to fill it replaces what is there.
+            // SAFETY: no memory at all. It cannot fail for a slot of the table; if it did, the slot
+            // would be filled anew all the same, as to fill it replaces what is there.
             let _ = unsafe { fill(ring, buffer.slot, ptr::null_mut(), 0) };
             self.free.push(buffer.slot);
         }
@@ -178,7 +181,8 @@ mod tests {
         Arc::new(Mapping::of(&file, 0, length, page, &FaultDomain::unconnected()).unwrap())
     }
 
-    /// A table with the buffers of these mappings, in slots by their order, that no kernel knows of.
+    /// A table with the buffers of these mappings, in slots by their order, that no kernel knows
+    /// of.
     fn table(mappings: &[Arc<Mapping>]) -> BufferTable {
         let mut table = BufferTable::new(Arc::new(Ignore));
         for mapping in mappings {
@@ -201,7 +205,8 @@ mod tests {
             Segment { address, length }
         };
         let (owner, lost) = (Arc::clone(mapping) as _, mapping.domain().mark());
-        // SAFETY: inside of the mapping, just checked, which the vector owns; nothing else refers to it.
+        // SAFETY: inside of the mapping, just checked, which the vector owns; nothing else refers
+        // to it.
         unsafe { IoVector::from_shared(owner, segments.iter().map(segment), lost) }
     }
 

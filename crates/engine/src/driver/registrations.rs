@@ -1,7 +1,8 @@
 //! Which loops' rings have a resource in slots of their tables: an open file, a mapping of memory.
 //!
-//! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is told. The loop keeps
-//! the resource itself (its id, its address) from being given to another until the slot is empty.
+//! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is told. The
+//! loop keeps the resource itself (its id, its address) from being given to another until the slot
+//! is empty.
 
 use std::sync::{Arc, Weak};
 
@@ -13,8 +14,8 @@ pub(crate) trait Unregister<T>: Send + Sync {
     fn unregister(&self, resource: Arc<T>);
 }
 
-/// A resource and the loops that have it in slots. Each user of the resource owns this. When the last one drops
-/// it, every loop is told.
+/// A resource and the loops that have it in slots. Each user of the resource owns this. When the
+/// last one drops it, every loop is told.
 pub(crate) struct Registrations<T> {
     resource: Arc<T>,
     tables: Mutex<Vec<Weak<dyn Unregister<T>>>>,

@@ -1,4 +1,5 @@
-//! What the kernel says of a block device's request queue, in /sys (its Documentation/ABI/stable/sysfs-block).
+//! The kernel's files about a block device's request queue, in /sys (its
+//! Documentation/ABI/stable/sysfs-block).
 
 use std::fs;
 use std::path::PathBuf;
@@ -21,8 +22,8 @@ impl RequestQueue {
         Self { device: format!("/sys/dev/block/{major}:{minor}").into() }
     }
 
-    /// An attribute, without white space around. `None` where the kernel has no such attribute, or the file
-    /// system is on no block device that it tells of.
+    /// An attribute, without white space around. `None` where the kernel has no such attribute, or
+    /// the file system is on no block device that it tells of.
     pub(crate) fn attribute(&self, name: &str) -> Option<String> {
         // A partition has no queue of its own: the disk that it is on stands above it.
         let read = |queue: &str| fs::read_to_string(self.device.join(queue).join(name));
@@ -45,7 +46,7 @@ impl RequestQueue {
         self.attribute("io_poll").is_some_and(|text| text == "1")
     }
 
-    /// What the device is called in /sys: a disk or a partition.
+    /// The device's name in /sys: a disk or a partition.
     pub(crate) fn device_name(&self) -> Option<String> {
         let place = fs::canonicalize(&self.device).ok()?;
         Some(place.file_name()?.to_string_lossy().into_owned())

@@ -1,12 +1,14 @@
-//! What a ring may be asked for: the opcodes and registrations that the engine uses, and nothing else
+//! The restrictions of a ring: the opcodes and registrations that the engine uses, and nothing else
 //! (`IORING_REGISTER_RESTRICTIONS`, `io_uring_register(2)`).
 //!
-//! Guarantees: a ring that [`enable`] returned for carries out no other opcode, takes no other registration, and
-//! no call lifts that again. Reason: a seccomp filter sees no requests of a ring, so code that an attacker runs in this
-//! process could otherwise open files and connect sockets by a ring of ours.
+//! Guarantees: a ring that [`enable`] returned for carries out no other opcode, takes no other
+//! registration, and no call lifts that again. Reason: a seccomp filter sees no requests of a ring,
+//! so code that an attacker runs in this process could otherwise open files and connect sockets by
+//! a ring of ours.
 //!
-//! The ring must be made disabled (`IORING_SETUP_R_DISABLED`), since the kernel takes restrictions only before it is
-//! enabled. What is needed once, to examine or fill the ring, is done before and is not restricted.
+//! The ring must be made disabled (`IORING_SETUP_R_DISABLED`), since the kernel takes restrictions
+//! only before it is enabled. What is needed once, to examine or fill the ring, is done before and
+//! is not restricted.
 
 use std::io;
 
@@ -35,8 +37,8 @@ pub(crate) mod registration {
     pub(crate) const BUFFERS_UPDATE: u8 = 16;
 }
 
-/// Whether a loop's ring may be asked for commands to devices (`IORING_OP_URING_CMD`): what those do is up to a device's
-/// driver, so only loops that serve such a device have them.
+/// Whether a loop's ring may be asked for commands to devices (`IORING_OP_URING_CMD`): what those
+/// do is up to a device's driver, so only loops that serve such a device have them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceCommands {
     /// The kernel refuses them.
@@ -46,7 +48,8 @@ pub enum DeviceCommands {
     Allowed,
 }
 
-/// Whether a request in several segments can name a slot of registered memory that has them all (`IORING_OP_READV_FIXED`).
+/// Whether a request in several segments can name a slot of registered memory that has them all
+/// (`IORING_OP_READV_FIXED`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VectoredSlots {
     /// The kernel has no such requests, or wrong ones.
@@ -55,8 +58,9 @@ pub(crate) enum VectoredSlots {
 }
 
 impl VectoredSlots {
-    /// Linux 6.15 has them, but may reach for other bytes of memory in huge pages that does not begin with one (fixed by
-    /// "io_uring: don't assume uaddr alignment in io_vec_fill_bvec" in 6.16). What came with 6.16 tells the two apart.
+    /// Linux 6.15 has them, but may reach for other bytes of memory in huge pages that does not
+    /// begin with one (fixed by "io_uring: don't assume uaddr alignment in io_vec_fill_bvec" in
+    /// 6.16). What came with 6.16 tells the two apart.
     pub(crate) fn of(probe: &Probe) -> Self {
         let needed = VECTORED.iter().chain(&[opcode::Pipe::CODE]);
         match needed.copied().all(|code| probe.is_supported(code)) {
@@ -69,7 +73,7 @@ impl VectoredSlots {
 /// The opcodes of requests in several segments of registered memory.
 const VECTORED: [u8; 2] = [opcode::ReadvFixed::CODE, opcode::WritevFixed::CODE];
 
-/// What a kind of ring may be asked for.
+/// The operations that a kind of ring may be asked for.
 #[derive(Clone, Copy)]
 pub(crate) struct Allowed {
     /// Opcodes of submission entries.
@@ -78,7 +82,7 @@ pub(crate) struct Allowed {
     pub(crate) registrations: &'static [u8],
     /// Flags of submission entries.
     pub(crate) flags: squeue::Flags,
-    /// Those of the flags that each entry must have.
+    /// The flags that each entry must have.
     required: squeue::Flags,
     /// Beside the opcodes.
     commands: DeviceCommands,
@@ -150,8 +154,8 @@ pub(crate) const SIGNAL: Allowed = Allowed {
     vectored_slots: VectoredSlots::Unavailable,
 };
 
-/// Restricts a ring that was made disabled, and enables it. The calling thread is the one that submits to it, where the
-/// ring is for one thread.
+/// Restricts a ring that was made disabled, and enables it. The calling thread is the one that
+/// submits to it, where the ring is for one thread.
 ///
 /// # Errors
 /// The kernel's: EBADFD for a ring that is enabled already.
@@ -249,7 +253,7 @@ mod tests {
         let Some(mut plain) = ring(&LOOP) else { return };
         assert_eq!(result_of(&mut plain, entry()), -libc::EACCES);
         let Some(mut allowed) = ring(&LOOP.with(DeviceCommands::Allowed)) else { return };
-        // What becomes of it is up to the file's driver.
+        // Its effect is up to the file's driver.
         assert!(result_of(&mut allowed, entry()) != -libc::EACCES);
         assert_eq!(result_of(&mut allowed, opcode::Nop::new().build()), -libc::EACCES);
     }

@@ -35,11 +35,13 @@ impl Segments {
 }
 
 // SAFETY: what the addresses point to is owned by an operation in a loop's table, which keeps it
-// alive and untouched until the result of `run` is reported to that loop (guaranteed by `operation`).
+// alive and untouched until the result of `run` is reported to that loop (guaranteed by
+// `operation`).
 unsafe impl Send for FileCall {}
 
 impl FileCall {
-    /// The call for a file operation; `None` for one on a socket, and for a command, which has no call.
+    /// The call for a file operation; `None` for one on a socket, and for a command, which has no
+    /// call.
     pub(crate) fn of(operation: &Operation) -> Option<Self> {
         Some(match operation {
             Operation::Read(transfer) => Self::Read {
@@ -70,8 +72,9 @@ impl FileCall {
     /// # Safety
     /// The operation that this was made of still exists, unmoved, and is not used otherwise.
     pub(crate) unsafe fn run(self) -> i32 {
-        // SAFETY: descriptor and segments belong to an operation that exists (the caller guarantees it),
-        // so the descriptor is open and the segments are valid for the kernel to read and write.
+        // SAFETY: descriptor and segments belong to an operation that exists (the caller guarantees
+        // it), so the descriptor is open and the segments are valid for the kernel to read
+        // and write.
         retry(|| unsafe {
             match self {
                 // One segment needs no array to be copied in: a twentieth of a short read.

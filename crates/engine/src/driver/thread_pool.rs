@@ -2,8 +2,8 @@
 //! Linux AIO can be had, and the rare calls that neither offers.
 //!
 //! One pool serves all loops of the process. Threads are started when work waits and none is idle,
-//! up to a bound, and stay. Where not even the first one can be had, the loop that asks makes the call itself:
-//! it is slower then, and no request fails for it.
+//! up to a bound, and stay. Where not even the first one can be had, the loop that asks makes the
+//! call itself: it is slower then, and no request fails for it.
 
 use std::collections::VecDeque;
 use std::io;

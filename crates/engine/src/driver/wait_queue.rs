@@ -1,8 +1,8 @@
 //! The queue of tasks that wait for a slot in a full table, first come, first served.
 //!
 //! Guarantees:
-//! - A slot that becomes free while a task waits is reserved for the task that waits longest. Tasks that
-//!   were served just now cannot take it again and again.
+//! - A slot that becomes free while a task waits is reserved for the task that waits longest. Tasks
+//!   that were served just now cannot take it again and again.
 //! - A task that was woken and then dropped passes its slot on to the next.
 //! - To wait costs one entry, however often a task is polled.
 
@@ -18,7 +18,8 @@ pub(crate) struct WaitQueue {
     woken: usize,
 }
 
-/// A position in the queue. Its holder passes it to `try_acquire` until it has a slot, or to `cancel`.
+/// A position in the queue. Its holder passes it to `try_acquire` until it has a slot, or to
+/// `cancel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ticket(u64);
 
@@ -36,8 +37,8 @@ impl WaitQueue {
         ticket
     }
 
-    /// Whether the holder was woken: it has the reserved slot now, and the ticket is used up. Otherwise
-    /// `waiter` is handed out when it is woken.
+    /// Whether the holder was woken: it has the reserved slot now, and the ticket is used up.
+    /// Otherwise `waiter` is handed out when it is woken.
     pub(crate) fn try_acquire(&mut self, ticket: Ticket, waiter: &Waker) -> bool {
         match self.find(ticket) {
             Some(index) => {
@@ -59,7 +60,8 @@ impl WaitQueue {
         Some(waiter)
     }
 
-    /// The holder of a ticket waits no more. If it was woken already the next task is, by the caller.
+    /// The holder of a ticket waits no more. If it was woken already the next task is, by the
+    /// caller.
     #[must_use]
     pub(crate) fn cancel(&mut self, ticket: Ticket) -> Option<Waker> {
         match self.find(ticket) {

@@ -6,10 +6,11 @@ use std::task::{Context, Poll, Waker};
 
 use crate::driver::adaptive_poll::EventSource;
 
-/// A source of events that a loop polls by itself, such as a ring in shared memory. Neither method may
-/// make or drop watches, or run a loop.
+/// A source of events that a loop polls by itself, such as a ring in shared memory. Neither method
+/// may make or drop watches, or run a loop.
 pub trait PollSource {
-    /// Whether there is something to do. Called in every iteration of the loop, so it must be quick.
+    /// Whether there is something to do. Called in every iteration of the loop, so it must be
+    /// quick.
     fn is_ready(&self) -> bool;
 
     /// The loop is about to sleep: has the eventfd signalled from now on. Says whether there was
@@ -32,7 +33,7 @@ impl PollSource for () {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WatchKey(pub(crate) u32);
 
-/// What happened to the descriptor of a watch.
+/// The events at the descriptor of a watch.
 #[derive(Default)]
 pub(crate) struct Events {
     happened: Cell<bool>,
@@ -40,7 +41,8 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// Ready when something happened since the last time; otherwise the task is woken by the next event.
+    /// Ready when something happened since the last time; otherwise the task is woken by the next
+    /// event.
     pub(crate) fn poll(&self, context: &mut Context<'_>) -> Poll<()> {
         if self.happened.take() {
             return Poll::Ready(());
@@ -69,7 +71,7 @@ pub(crate) struct Watches {
 
 struct WatchEntry {
     key: WatchKey,
-    /// What the loop's estimates know its events by.
+    /// The source of its events for the loop's estimates.
     event_source: EventSource,
     events: Rc<Events>,
     poll_source: Rc<dyn PollSource>,
@@ -96,8 +98,8 @@ impl Watches {
         drop(entry);
     }
 
-    /// Passes an event on. One for a watch that is gone is ignored. Gives its source, unless the loop has
-    /// polled the event before: then it says nothing of what comes next.
+    /// Passes an event on. One for a watch that is gone is ignored. Gives its source, unless the
+    /// loop has polled the event before: then it says nothing of what comes next.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;
@@ -110,7 +112,8 @@ impl Watches {
         self.signal_those(|source| source.is_ready())
     }
 
-    /// Enables the notifications of all sources, as the loop is about to sleep. Gives one that is ready.
+    /// Enables the notifications of all sources, as the loop is about to sleep. Gives one that is
+    /// ready.
     pub(crate) fn enable_notify(&self) -> Option<EventSource> {
         self.signal_those(|source| source.enable_notify())
     }

@@ -1,11 +1,11 @@
 //! Signalling an eventfd of another process without ever waiting for it.
 //!
-//! A write to an eventfd waits while its counter is full, unless its `O_NONBLOCK` is set. The other process
-//! changes both as it likes, also between a check and the write, and a loop that waits delays all requests
-//! that it serves. The kernel's own signals never wait: a full counter stays full. So what signals here is
-//! the completion of an operation that does nothing, by a ring of its own or, where that is forbidden, by
-//! Linux AIO. The kernel takes nothing but an eventfd for that, which tells eventfds from other
-//! descriptors, too.
+//! A write to an eventfd waits while its counter is full, unless its `O_NONBLOCK` is set. The other
+//! process changes both as it likes, also between a check and the write, and a loop that waits
+//! delays all requests that it serves. The kernel's own signals never wait: a full counter stays
+//! full. So what signals here is the completion of an operation that does nothing, by a ring of its
+//! own or, where that is forbidden, by Linux AIO. The kernel takes nothing but an eventfd for that,
+//! which tells eventfds from other descriptors, too.
 
 use std::cell::RefCell;
 use std::io;
@@ -26,7 +26,8 @@ impl EventSignal {
     /// A way to signal `event`.
     ///
     /// # Errors
-    /// `InvalidInput` when it is no eventfd; the kernel's when neither io_uring nor Linux AIO can be used.
+    /// `InvalidInput` when it is no eventfd; the kernel's when neither io_uring nor Linux AIO can
+    /// be used.
     pub fn new(event: impl AsFd) -> io::Result<Self> {
         let event = event.as_fd();
         let by_aio = || Signaller::new(event).map(Way::Aio);
@@ -64,8 +65,8 @@ fn by_ring(ring: SignalRing, event: BorrowedFd<'_>) -> io::Result<Way> {
     Ok(Way::Ring(Box::new(RefCell::new(ring))))
 }
 
-/// Whether a descriptor that came from elsewhere is an eventfd. Where that cannot be found out, the answer
-/// is no.
+/// Whether a descriptor that came from elsewhere is an eventfd. Where that cannot be found out, the
+/// answer is no.
 pub fn is_eventfd(descriptor: impl AsFd) -> bool {
     is_eventfd_by("/proc/self/fd", descriptor.as_fd())
 }
@@ -78,8 +79,8 @@ fn is_eventfd_by(links: &str, descriptor: BorrowedFd<'_>) -> bool {
     }
 }
 
-/// As [`is_eventfd`], by registering it with a ring that this thread keeps for that: to make one for each
-/// question costs more than a front-end pays for asking it.
+/// As [`is_eventfd`], by registering it with a ring that this thread keeps for that: to make one
+/// for each question costs more than a front-end pays for asking it.
 fn is_eventfd_by_ring(descriptor: BorrowedFd<'_>) -> bool {
     thread_local! {
         static RING: Option<SignalRing> = SignalRing::new().ok();

@@ -179,8 +179,8 @@ impl Local {
         }
     }
 
-    /// The future of an operation was dropped. The operation goes on; one that may wait without bound is asked
-    /// to stop.
+    /// The future of an operation was dropped. The operation goes on; one that may wait without
+    /// bound is asked to stop.
     pub(crate) fn detach(&self, token: Token) {
         let result = self.operations.borrow_mut().detach(token);
         match result {
@@ -198,7 +198,8 @@ impl Local {
         }
     }
 
-    /// Asks the operation of a future that waits for it to stop if it may wait without bound. It may have completed.
+    /// Asks the operation of a future that waits for it to stop if it may wait without bound. It
+    /// may have completed.
     pub(crate) fn stop(&self, token: Token) {
         if self.operations.borrow().is_in_flight(token) {
             self.cancel(token);
@@ -232,7 +233,8 @@ impl Local {
         self.driver.borrow_mut().unwatch(key, descriptor);
     }
 
-    /// One iteration: waits if there is nothing to do, then passes on everything that happened meanwhile.
+    /// One iteration: waits if there is nothing to do, then passes on everything that happened
+    /// meanwhile.
     pub(crate) fn poll(&self, done: &mut Vec<Completion>, messages: &mut Vec<LoopMessage>) {
         let has_events = self.poll_sources();
         let is_busy = has_events || !self.tasks.is_idle() || self.driver.borrow().is_polling();
@@ -319,7 +321,7 @@ impl Local {
     fn run_driver(&self, wait: Wait, done: &mut Vec<Completion>) {
         let mut driver = self.driver.borrow_mut();
         driver.poll(wait, &self.operations.borrow(), done);
-        // What completed counts as completed now; requests that begin in this iteration begin now.
+        // Completions count as of now; requests that begin in this iteration begin now.
         clock::renew();
         while let Some(key) = driver.next_event() {
             self.note_event(self.watches.signal(key));

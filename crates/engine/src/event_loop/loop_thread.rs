@@ -1,7 +1,7 @@
 //! An event loop on a thread of its own, for programs whose own threads do something else.
 //!
-//! Guarantee: when [`LoopThread::stop`] returns, the loop's tasks are dropped and the kernel has returned
-//! all memory that their operations lent to it.
+//! Guarantee: when [`LoopThread::stop`] returns, the loop's tasks are dropped and the kernel has
+//! returned all memory that their operations lent to it.
 
 use std::future::Future;
 use std::io;
@@ -23,7 +23,8 @@ use crate::event_loop::{EventLoop, Handle};
 ///
 /// let disk_loop = LoopThread::start("disk-0".into(), EngineChoice::Auto, |_| ())?;
 /// println!("{}", disk_loop.report());
-/// // The closure runs on the loop's thread and makes a future there; this thread waits for its outcome.
+/// // The closure runs on the loop's thread and makes a future there; this thread waits for its
+/// // outcome.
 /// assert_eq!(disk_loop.run(|| async { 6 * 7 }), 42);
 /// disk_loop.stop();
 /// # Ok::<(), std::io::Error>(())
@@ -92,8 +93,8 @@ impl LoopThread {
         &self.report
     }
 
-    /// Runs the future that `make` returns on the loop, and blocks the calling thread until it is ready.
-    /// Must not be called on the loop's own thread, which would wait for itself.
+    /// Runs the future that `make` returns on the loop, and blocks the calling thread until it is
+    /// ready. Must not be called on the loop's own thread, which would wait for itself.
     ///
     /// # Panics
     /// When the loop's thread panicked.

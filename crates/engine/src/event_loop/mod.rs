@@ -1,8 +1,8 @@
 //! The event loop: one per thread, with an engine of its own.
 //!
-//! An iteration polls the tasks that are ready, then has the engine submit everything that they asked for and
-//! reap everything that completed, with one system call where the engine can. Other threads reach a loop
-//! through its [`Handle`]; `mailbox` says what it guarantees to them.
+//! An iteration polls the tasks that are ready, then has the engine submit everything that they
+//! asked for and reap everything that completed, with one system call where the engine can. Other
+//! threads reach a loop through its [`Handle`]; `mailbox` says what it guarantees to them.
 
 pub(crate) mod event_signal;
 pub(crate) mod local;
@@ -35,8 +35,9 @@ use crate::driver::ring_restrictions::DeviceCommands;
 use crate::event_loop::local::{EnterGuard, Local, current, try_current};
 use crate::event_loop::spawn::spawn_party;
 
-/// How often the tasks that are ready are polled between two system calls. A request goes from task to task
-/// (receiver, handler, sender). With one poll for each iteration it would cost as many system calls.
+/// How often the tasks that are ready are polled between two system calls. A request goes from task
+/// to task (receiver, handler, sender). With one poll for each iteration it would cost as many
+/// system calls.
 const MAX_POLLS_PER_ITERATION: usize = 3;
 
 /// A loop that runs futures on this thread. It stays on the thread that made it.
@@ -71,8 +72,8 @@ impl EventLoop {
         Self::with_commands(choice, DeviceCommands::Refused)
     }
 
-    /// As [`new`](Self::new), with a ring that carries out commands to devices or refuses them, for as long as it exists.
-    /// The other engines carry out none.
+    /// As [`new`](Self::new), with a ring that carries out commands to devices or refuses them, for
+    /// as long as it exists. The other engines carry out none.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -83,18 +84,18 @@ impl EventLoop {
         Ok(Self { local: Rc::new(local), done: Vec::new(), messages: Vec::new() })
     }
 
-    /// Before it sleeps, the loop busy-polls for up to `time` if it expects an event that soon; zero means
-    /// never. A new loop does for [`DEFAULT_POLLING`].
+    /// Before it sleeps, the loop busy-polls for up to `time` if it expects an event that soon;
+    /// zero means never. A new loop does for [`DEFAULT_POLLING`].
     ///
     /// [`DEFAULT_POLLING`]: crate::DEFAULT_POLLING
     pub fn set_max_poll_time(&mut self, time: Duration) {
         self.local.set_max_poll_time(time);
     }
 
-    /// Whether this loop's ring keeps open files in a table of its own, [`FixedFiles::Off`] unless set
-    /// here. The other engines have no such table, and nothing changes for them. A file that is
-    /// dropped on another thread, or while this loop does not run, stays open in the table until the
-    /// loop's next iteration; its locks go at once.
+    /// Whether this loop's ring keeps open files in a table of its own, [`FixedFiles::Off`] unless
+    /// set here. The other engines have no such table, and nothing changes for them. A file
+    /// that is dropped on another thread, or while this loop does not run, stays open in the
+    /// table until the loop's next iteration; its locks go at once.
     ///
     /// # Panics
     /// While operations are in flight.
@@ -107,11 +108,11 @@ impl EventLoop {
     }
 
     /// Whether this loop polls for completions where [`check_io_poll`] finds nothing against it;
-    /// [`IoPoll::Off`] unless set here. Those are completions of direct reads, and on block devices of
-    /// writes, durable ones among them where the device needs no flush for that. While any such operation
-    /// is in flight the loop does not sleep; with none, it sleeps as usual. Everything else, and what the
-    /// kernel refuses to poll for, completes as without. Only the io_uring engine can; nothing changes
-    /// for the others.
+    /// [`IoPoll::Off`] unless set here. Those are completions of direct reads, and on block devices
+    /// of writes, durable ones among them where the device needs no flush for that. While any
+    /// such operation is in flight the loop does not sleep; with none, it sleeps as usual.
+    /// Everything else, and what the kernel refuses to poll for, completes as without. Only the
+    /// io_uring engine can; nothing changes for the others.
     ///
     /// [`check_io_poll`]: crate::check_io_poll
     ///
@@ -173,9 +174,9 @@ impl EventLoop {
 }
 
 impl Drop for EventLoop {
-    /// Drops all tasks, then waits until the kernel has given back everything that it holds, but for
-    /// commands to devices: these complete when their device is stopped, which may have been refused. They
-    /// keep their memory and their files until the process ends.
+    /// Drops all tasks, then waits until the kernel has given back everything that it holds, but
+    /// for commands to devices: these complete when their device is stopped, which may have
+    /// been refused. They keep their memory and their files until the process ends.
     fn drop(&mut self) {
         let local = &self.local;
         let _entered = EnterGuard::new(local);
@@ -184,11 +185,11 @@ impl Drop for EventLoop {
         local.in_flight().into_iter().for_each(|token| local.cancel(token));
         while local.has_transfers_in_flight() {
             local.poll(&mut self.done, &mut self.messages);
-            // No task runs any more, neither a new one nor one that was woken.
+            // No task runs, neither a new one nor one that was woken.
             local.tasks.clear();
         }
         drop(local.shared.mailbox.close());
-        // Nothing tells of closed files and unused memory any more; a future may keep the ring itself.
+        // Nothing tells of closed files and unused memory; a future may keep the ring itself.
         local.set_fixed_files(FixedFiles::Off);
         local.unregister_all_memory();
     }
@@ -223,9 +224,9 @@ impl Handle {
         current(|local| Self(Arc::clone(&local.shared)))
     }
 
-    /// Runs the future that `make` makes on the loop's thread. With what it spawns it is a party: while
-    /// it computes for long, those of others get their turns in between. The loop is woken if it sleeps, once
-    /// for all that is submitted before it runs again.
+    /// Runs the future that `make` makes on the loop's thread. With what it spawns it is a party:
+    /// while it computes for long, those of others get their turns in between. The loop is
+    /// woken if it sleeps, once for all that is submitted before it runs again.
     pub fn spawn<F, R>(&self, make: impl FnOnce() -> F + Send + 'static) -> Submission<R>
     where
         F: Future<Output = R> + 'static,

@@ -1,8 +1,9 @@
 //! Rings whose completions signal an eventfd, and a reserve of them.
 //!
-//! Guarantees: a ring from the reserve goes back there when its owner drops it, and is not the eventfd's any more then.
-//! Where the reserve is empty, a ring is made anew. Reason for the reserve: a process that may make no rings any more
-//! (a sandbox forbids that, since a new ring has no restrictions) goes on to serve guests that connect later.
+//! Guarantees: a ring from the reserve goes back there when its owner drops it, and is no longer
+//! the eventfd's then. Where the reserve is empty, a ring is made anew. Reason for the reserve: a
+//! process that may make no rings (a sandbox forbids that, since a new ring has no restrictions)
+//! goes on to serve guests that connect later.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -24,7 +25,8 @@ struct Reserve {
     capacity: usize,
 }
 
-/// Makes `count` further rings for signals in advance. How many there could be: none where io_uring is forbidden.
+/// Makes `count` further rings for signals in advance. How many there could be: none where io_uring
+/// is forbidden.
 pub fn reserve_signal_rings(count: usize) -> usize {
     let made: Vec<_> = (0..count).map_while(|_| make().ok()).collect();
     let made_count = made.len();
@@ -75,7 +77,8 @@ impl SignalRing {
         let ring = &mut *self.0;
         // SAFETY: the entry refers to no memory and to no descriptor.
         let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
-        // If the queue is full, then an entry whose submission failed is still in it; to submit that is enough.
+        // If the queue is full, then an entry whose submission failed is still in it; to submit
+        // that is enough.
         drop(pushed);
         for _ in 0..ATTEMPTS {
             // No completion is asked for.

@@ -30,7 +30,8 @@ pub fn has_timers() -> bool {
     local::try_current(|_| ()).is_some()
 }
 
-/// Waits for the future, but not longer than `limit`: then the future is dropped, and there is no output.
+/// Waits for the future, but not longer than `limit`: then the future is dropped, and there is no
+/// output.
 pub async fn timeout<T>(limit: Duration, future: impl Future<Output = T>) -> Option<T> {
     let (mut future, mut end) = (pin!(future), sleep(limit));
     poll_fn(|cx| match future.as_mut().poll(cx) {

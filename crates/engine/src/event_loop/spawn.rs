@@ -41,14 +41,15 @@ pub fn spawn_detached(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add(Box::pin(future)));
 }
 
-/// As [`spawn_detached`], as a party of its own, which gets its turns beside the others whatever they do.
+/// As [`spawn_detached`], as a party of its own, which gets its turns beside the others whatever
+/// they do.
 pub(crate) fn spawn_party(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add_party(Box::pin(future)));
 }
 
-/// The party of the current task: what was submitted through a [`Handle`](crate::Handle), a client's connection or a
-/// guest's queue, with all that it spawned. A number that no other party of the process has while it exists; 0 where no
-/// event loop runs.
+/// The party of the current task: what was submitted through a [`Handle`](crate::Handle), a
+/// client's connection or a guest's queue, with all that it spawned. A number that no other party
+/// of the process has while it exists; 0 where no event loop runs.
 pub fn current_party() -> usize {
     local::try_current(|local| local.tasks.current_party()).unwrap_or(0)
 }

@@ -111,9 +111,10 @@ impl Drop for Submit {
     }
 }
 
-/// As [`submit`], for an operation that may wait without bound; it is asked to stop when `is_stopped` says so, which
-/// registers the task to be woken otherwise. It completes all the same: with what it has done by then, or with
-/// ECANCELED if that is nothing. So nothing that the kernel has taken in is lost.
+/// As [`submit`], for an operation that may wait without bound; it is asked to stop when
+/// `is_stopped` says so, which registers the task to be woken otherwise. It completes all the same:
+/// with what it has done by then, or with ECANCELED if that is nothing. So nothing that the kernel
+/// has taken in is lost.
 pub(crate) async fn submit_until(
     operation: Operation,
     mut is_stopped: impl FnMut(&Context<'_>) -> bool,

@@ -1,15 +1,16 @@
 //! Tasks of one loop: futures that stay on their thread, in fair turns.
 //!
 //! Tasks belong to parties: what was submitted through a [`Handle`](crate::Handle), a client's
-//! connection or a guest's queue, is one, with all that it spawns. A party that computes for long (a task of
-//! it yields, or many of its tasks are ready at once) is *deferred*. Its tasks run in turns of
-//! [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with what the kernel has
-//! for them. So a party that waits for I/O, and computes little, waits for one such turn at most, whatever
-//! the others do. A deferred party gets a turn at least in every third iteration of the loop.
+//! connection or a guest's queue, is one, with all that it spawns. A party that computes for long
+//! (a task of it yields, or many of its tasks are ready at once) is *deferred*. Its tasks run in
+//! turns of [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with
+//! what the kernel has for them. So a party that waits for I/O, and computes little, waits for one
+//! such turn at most, whatever the others do. A deferred party gets a turn at least in every third
+//! iteration of the loop.
 //!
-//! A party that is the only one of its loop keeps nobody waiting. Of its tasks, as many as are ready are polled before the
-//! loop asks the kernel for more, so that one system call submits what all of them want; within limits, since the kernel
-//! is to have something to do meanwhile.
+//! A party that is the only one of its loop keeps nobody waiting. Of its tasks, as many as are
+//! ready are polled before the loop asks the kernel for more, so that one system call submits what
+//! all of them want; within limits, since the kernel is to have something to do meanwhile.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -54,8 +55,8 @@ struct Party {
 /// How many tasks of a party are polled in an iteration before it is deferred.
 const MAX_POLLS: u32 = 32;
 
-/// For how long a party that is the only one goes on beyond that: tasks that take longer each compute much, and what the
-/// first ones asked the kernel for should not wait for the others.
+/// For how long a party that is the only one goes on beyond that: tasks that take longer each
+/// compute much, and what the first ones asked the kernel for should not wait for the others.
 const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
 
 /// How often in a row deferred parties let the others go first.
@@ -64,8 +65,8 @@ const MAX_WAITS: u32 = 2;
 /// How many operations a task may do in one poll without waiting for any.
 const BUDGET: u32 = 32;
 
-/// What is left of it in the current poll. An operation that completes inline never makes its task wait:
-/// without a bound, a task that does many of them would keep all others from running.
+/// The rest of it in the current poll. An operation that completes inline never makes its task
+/// wait: without a bound, a task that does many of them would keep all others from running.
 #[derive(Default)]
 pub(crate) struct Budget(Cell<u32>);
 
@@ -149,8 +150,9 @@ impl Tasks {
         Rc::as_ptr(&self.party.borrow()).addr()
     }
 
-    /// Polls every task that is ready now, except those of deferred parties. Tasks that become ready
-    /// meanwhile wait for the next iteration, so that no task keeps the loop from its completions.
+    /// Polls every task that is ready now, except those of deferred parties. Tasks that become
+    /// ready meanwhile wait for the next iteration, so that no task keeps the loop from its
+    /// completions.
     pub(crate) fn run_ready(&self) {
         self.iteration.update(|number| number + 1);
         let count = self.ready.len();
@@ -169,8 +171,8 @@ impl Tasks {
         }
     }
 
-    /// Gives the next deferred party its turn, unless others are ready and have not been let go first often
-    /// enough.
+    /// Gives the next deferred party its turn, unless others are ready and have not been let go
+    /// first often enough.
     pub(crate) fn run_deferred(&self) {
         if self.deferred.borrow().is_empty() {
             return;
@@ -183,8 +185,8 @@ impl Tasks {
         self.waited.set(0);
         let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
-        // Not read again after a task that has measured what it did: a turn is longer at most by what its last task computed
-        // after that.
+        // Not read again after a task that has measured what it did: a turn is longer at most by
+        // what its last task computed after that.
         let mut now = clock::now();
         let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
         let mut has_yielded = false;
@@ -341,7 +343,7 @@ impl Party {
 mod tests {
     use super::*;
 
-    /// How many of so many tasks of one party are polled at once, beside another party or alone.
+    /// How many of this many tasks of one party are polled at once, beside another party or alone.
     fn polled_at_once(count: usize, is_alone: bool) -> usize {
         let shared = LoopShared::new().expect("a loop");
         let tasks = Rc::new(Tasks::new(&shared));

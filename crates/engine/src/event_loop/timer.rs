@@ -6,7 +6,7 @@ use std::task::Waker;
 
 use blockhouse_core::metrics::{Timestamp, clock};
 
-/// Who is to be woken when. The second part of the key keeps equal times apart.
+/// The tasks to wake, by time. The second part of the key keeps equal times apart.
 #[derive(Default)]
 pub(crate) struct Timers {
     queue: RefCell<BTreeMap<Key, Waker>>,

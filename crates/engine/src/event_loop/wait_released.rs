@@ -1,7 +1,7 @@
 //! Waiting until the kernel has released the locks and sockets of a killed process.
 //!
-//! The kernel completes the I/O of a killed process before it closes its files and sockets. Until then image
-//! locks are held, and its sockets accept connections.
+//! The kernel completes the I/O of a killed process before it closes its files and sockets. Until
+//! then image locks are held, and its sockets accept connections.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Asks `is_released` until it is so, or has not become so for a second; the last answer. Blocks the thread.
+/// Asks `is_released` until it is so, or has not become so for a second; the last answer. Blocks
+/// the thread.
 ///
 /// # Errors
 /// The first of `is_released`.

@@ -1,11 +1,11 @@
 //! Waiting for events that others signal by an eventfd, such as a guest's kicks.
 //!
-//! Guarantee: an event after [`Watch::new`], or between two waits, ends the next wait. Events that come
-//! together may count as one. The counter is never read, so that an event costs no system call of its
-//! own and a blocking descriptor does no harm: the engine is told of each change.
+//! Guarantee: an event after [`Watch::new`], or between two waits, ends the next wait. Events that
+//! come together may count as one. The counter is never read, so that an event costs no system call
+//! of its own and a blocking descriptor does no harm: the engine is told of each change.
 //!
-//! With a [`PollSource`] the loop polls for events while it is awake, and enables signals only before it
-//! sleeps. So a busy source need not signal at all.
+//! With a [`PollSource`] the loop polls for events while it is awake, and enables signals only
+//! before it sleeps. So a busy source need not signal at all.
 
 use std::future::poll_fn;
 use std::io;
@@ -27,8 +27,9 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches an eventfd from the current thread's loop. If its counter is not zero, that counts as
-    /// an event. The loop polls `poll_source` for events that the eventfd is not signalled for.
+    /// Watches an eventfd from the current thread's loop. If its counter is not zero, that counts
+    /// as an event. The loop polls `poll_source` for events that the eventfd is not signalled
+    /// for.
     ///
     /// # Errors
     /// `InvalidInput` when it is something else; or the kernel's.

@@ -1,9 +1,11 @@
-//! When a file was changed for the last time (`st_ctime`), so that a later change can be told from it.
+//! When a file was changed for the last time (`st_ctime`), so that a later change can be told from
+//! it.
 //!
-//! Guarantee: a change that begins after the return has another time. File systems stamp with a clock that has ticks, so two
-//! changes in one tick may have one time (kernels since 6.13 give the second a time of its own once the first was looked at).
-//! Hence this waits until the tick is over. A file system that keeps whole seconds (ext4 with small inodes) or has a clock that
-//! is ahead of this host's tells nothing.
+//! Guarantee: a change that begins after the return has another time. File systems stamp with a
+//! clock that has ticks, so two changes in one tick may have one time (kernels since 6.13 give the
+//! second a time of its own once the first was looked at). Hence this waits until the tick is over.
+//! A file system that keeps whole seconds (ext4 with small inodes) or has a clock that is ahead of
+//! this host's tells nothing.
 //!
 //! A block device has no such time. How much was written to it stands for one (`device_writes`).
 

@@ -1,9 +1,11 @@
-//! How much was written to a block device since the kernel knows it, so that a later write can be told from it.
+//! How much was written to a block device since the kernel knows it, so that a later write can be
+//! told from it.
 //!
-//! Guarantee: a write, a discard or a zeroing that was sent to the device itself and has completed is counted, whoever sent it from this
-//! host. Not counted is what reaches the same bytes by another device: a partition by its disk, a loop device by its file, a
-//! volume by another host. The kernel counts from zero when it meets the device anew, so a count holds for one *era*: one boot
-//! of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
+//! Guarantee: a write, a discard or a zeroing that was sent to the device itself and has completed
+//! is counted, whoever sent it from this host. Not counted is what reaches the same bytes by
+//! another device: a partition by its disk, a loop device by its file, a volume by another host.
+//! The kernel counts from zero when it meets the device anew, so a count holds for one *era*: one
+//! boot of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -32,7 +34,7 @@ pub struct DeviceWrites {
 }
 
 impl DeviceWrites {
-    /// So many sectors in this era: for tests of those who compare.
+    /// This many sectors in this era: for tests of those who compare.
     pub fn of(era: u64, sectors: u64) -> Self {
         Self { era, sectors }
     }
@@ -84,7 +86,7 @@ impl WriteCounter {
         Some(Self { counts, era })
     }
 
-    /// What was written up to now.
+    /// The writes up to now.
     pub(super) fn read(&self) -> Option<DeviceWrites> {
         let mut bytes = [0; 512];
         let length = self.counts.read_at(&mut bytes, 0).ok()?;

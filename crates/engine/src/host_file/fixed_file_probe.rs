@@ -1,8 +1,8 @@
 //! Finding out what a loop's requests name as their file: its slot in the ring's table, or its
 //! descriptor. A measurement that compares the two is worth nothing without it.
 //!
-//! Method: `dup3` replaces the open descriptor by one of /dev/null. A read through the descriptor then reads
-//! nothing; a read through the registered slot still reads the file.
+//! Method: `dup3` replaces the open descriptor by one of /dev/null. A read through the descriptor
+//! then reads nothing; a read through the registered slot still reads the file.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
@@ -16,9 +16,9 @@ use crate::host_file::{HostFile, OpenMode, PageCache};
 
 const BLOCK: usize = 4096;
 
-/// Whether the current loop's reads of the file at `path` go by a slot ([`FixedFiles::On`]) or by the
-/// descriptor, found out by trying. The file is opened anew for it, with `cache`, and only read; it
-/// must begin with a block of 4096 bytes that are not all zero.
+/// Whether the current loop's reads of the file at `path` go by a slot ([`FixedFiles::On`]) or by
+/// the descriptor, found out by trying. The file is opened anew for it, with `cache`, and only
+/// read; it must begin with a block of 4096 bytes that are not all zero.
 ///
 /// # Errors
 /// The host's; `InvalidInput` for a file that begins otherwise.
@@ -52,8 +52,8 @@ pub async fn probe_fixed_file(path: &Path, cache: PageCache) -> Result<FixedFile
 /// Replaces `file`'s descriptor by `other`, without the engine's knowledge.
 fn replace_fd(file: &HostFile, other: BorrowedFd<'_>) -> rustix::io::Result<()> {
     let number = file.descriptor().as_raw_fd();
-    // SAFETY: both descriptors are open, and the number stays that of an open descriptor, which the file
-    // goes on to own.
+    // SAFETY: both descriptors are open, and the number stays that of an open descriptor, which the
+    // file goes on to own.
     match unsafe { libc::dup3(other.as_raw_fd(), number, libc::O_CLOEXEC) } {
         -1 => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)),
         _ => Ok(()),

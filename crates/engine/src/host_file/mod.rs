@@ -3,9 +3,9 @@
 //! Guarantees: a short transfer is continued and never turned into an error of its own; a durable
 //! write is one request where kernel and file allow it (`RWF_DSYNC`), and otherwise a write and a
 //! sync; every error names the file and the offset and keeps its errno; a failure to write back is
-//! reported to a flush, also where a durable write has reported it already. All operations run on the
-//! loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap there
-//! (`capabilities`) is told for the engine of the loop that asks.
+//! reported to a flush, also where a durable write has reported it already. All operations run on
+//! the loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap
+//! there (`capabilities`) is told for the engine of the loop that asks.
 
 mod change_time;
 mod device_writes;
@@ -50,11 +50,13 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 pub struct HostFile {
     file: Arc<File>,
     /// For the last partial block, which direct I/O cannot reach: the same file through the page
-    /// cache. Where it is written, a block is no less than a page then, so that the two ways never share one.
+    /// cache. Where it is written, a block is no less than a page then, so that the two ways never
+    /// share one.
     tail: Option<Arc<File>>,
-    /// The open file that is flushed. The kernel reports a failure to write back once to each open file
-    /// (`errseq_t`, Linux 4.13), to its next fsync or durable write. So where bytes of ours may be in the
-    /// page cache, durable writes go by an open file of their own, and a flush hears of every failure.
+    /// The open file that is flushed. The kernel reports a failure to write back once to each open
+    /// file (`errseq_t`, Linux 4.13), to its next fsync or durable write. So where bytes of
+    /// ours may be in the page cache, durable writes go by an open file of their own, and a
+    /// flush hears of every failure.
     flushed: Arc<File>,
     name: String,
     kind: FileKind,
@@ -64,7 +66,7 @@ pub struct HostFile {
     offload_block: u32,
     fua_cost: FuaCost,
     write_cache: WriteCache,
-    /// What the kernel has refused so far. Support is found out per file, once.
+    /// The operations that the kernel has refused so far. Support is found out per file, once.
     unsupported: Unsupported,
     /// Of a block device: how much was written to it.
     writes: Option<WriteCounter>,
@@ -87,7 +89,8 @@ impl HostFile {
         self.kind
     }
 
-    /// The room in the file's file system: what this process may still take, which others may take first, and all that there is.
+    /// The room in the file's file system: what this process may still take, which others may take
+    /// first, and all that there is.
     ///
     /// # Errors
     /// The host's.
@@ -105,8 +108,8 @@ impl HostFile {
         found.map_err(|error| self.error("cannot find the free space", error))
     }
 
-    /// How much was written to the block device by whoever on this host; `None` of a file, and where the kernel does not tell. Every
-    /// write that has completed is in it.
+    /// How much was written to the block device by whoever on this host; `None` of a file, and
+    /// where the kernel does not tell. Every write that has completed is in it.
     pub fn device_writes(&self) -> Option<DeviceWrites> {
         self.writes.as_ref()?.read()
     }
@@ -173,18 +176,18 @@ impl HostFile {
     fn write_failed(&self, error: Errno, offset: u64, through: WriteThrough) -> Error {
         let failed = self.error_at("cannot write", error, offset);
         let is_confined = match failed.kind() {
-            // The kernel found no memory at the data's addresses: it stops before it syncs anything. So a
-            // guest that takes its memory away fails no flush of others.
+            // The kernel found no memory at the data's addresses: it stops before it syncs
+            // anything. So a guest that takes its memory away fails no flush of others.
             _ if error == Errno::FAULT => true,
-            // What older writes have lost is still reported to the next flush.
+            // Losses of older writes are still reported to the next flush.
             ErrorKind::NoSpace => through == WriteThrough::Yes && self.reports_twice(),
             _ => false,
         };
         if is_confined { failed.confined() } else { failed }
     }
 
-    /// Whether a failure to write back that a durable write has reported is reported to the next flush
-    /// as well. In memory, and past the page cache, there is no such failure.
+    /// Whether a failure to write back that a durable write has reported is reported to the next
+    /// flush as well. In memory, and past the page cache, there is no such failure.
     fn reports_twice(&self) -> bool {
         !Arc::ptr_eq(&self.file, &self.flushed)
             || self.file.medium == Medium::Memory
@@ -246,8 +249,9 @@ impl HostFile {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
-                // A short read is the end of the file or a partial transfer. Another read would tell,
-                // but at the end the rest is usually not aligned for O_DIRECT. So check the size.
+                // A short read is the end of the file or a partial transfer. Another read would
+                // tell, but at the end the rest is usually not aligned for
+                // O_DIRECT. So check the size.
                 Ok(count) => {
                     advance(&mut transfer, count);
                     if count == 0 || self.ends_at(transfer.offset)? {
@@ -262,8 +266,8 @@ impl HostFile {
         }
     }
 
-    /// Whether the file ends at `offset` or before. It is asked anew: another process may have made it
-    /// longer, and what is taken for the end here reads as zeros.
+    /// Whether the file ends at `offset` or before. It is asked anew: another process may have made
+    /// it longer, and what is taken for the end here reads as zeros.
     fn ends_at(&self, offset: u64) -> Result<bool> {
         let size = probe::size(&*self.file);
         let size =
@@ -271,8 +275,8 @@ impl HostFile {
         Ok(size <= offset)
     }
 
-    /// Writes without `RWF_DSYNC`, which the kernel refused, and syncs. If the write succeeds, then it was the
-    /// flag that the kernel refused, and it is not used again.
+    /// Writes without `RWF_DSYNC`, which the kernel refused, and syncs. If the write succeeds, then
+    /// it was the flag that the kernel refused, and it is not used again.
     async fn write_emulating(&self, transfer: Transfer) -> Result<()> {
         Box::pin(self.write_all(transfer.offset, transfer.vector, WriteThrough::No)).await?;
         self.unsupported.fua.store(true, Relaxed);
@@ -306,7 +310,8 @@ impl HostFile {
         }
     }
 
-    /// Zeros with space behind them. Where the file system does not do that at once (tmpfs, NFS), a hole that gets space.
+    /// Zeros with space behind them. Where the file system does not do that at once (tmpfs, NFS), a
+    /// hole that gets space.
     async fn zero_with_space(&self, range: ByteRange) -> Result<()> {
         let Unsupported { punch_hole, zero_range, set_aside, .. } = &self.unsupported;
         match self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await {
@@ -321,8 +326,8 @@ impl HostFile {
     }
 
     /// Whether a durable write is one request. The kernel may refuse that; and to writes to a block
-    /// device that the calling thread waits for it adds a flush, so that the engine that has no others
-    /// is better off with a plain write and a flush, which several can share.
+    /// device that the calling thread waits for it adds a flush, so that the engine that has no
+    /// others is better off with a plain write and a flush, which several can share.
     fn fua(&self) -> Fua {
         let is_direct_device =
             self.kind == FileKind::BlockDevice && self.file.caching == Caching::Direct;
@@ -333,8 +338,8 @@ impl HostFile {
         }
     }
 
-    /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush, whatever
-    /// the disk has.
+    /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush,
+    /// whatever the disk has.
     fn fua_cost(&self) -> FuaCost {
         match (self.file.medium, self.file.caching) {
             (Medium::Memory, _) => FuaCost::NoFlush,
@@ -343,10 +348,10 @@ impl HostFile {
         }
     }
 
-    /// In the page cache durable writes to one file go one after the other, each with a flush of its
-    /// own, while plain ones are copies. Past it they go side by side and the kernel has them share
-    /// flushes, as many as the engine has in flight: of the engine `threads` each takes a thread until
-    /// the disk has flushed, and those beyond wait.
+    /// In the page cache durable writes to one file go one after the other, each with a flush of
+    /// its own, while plain ones are copies. Past it they go side by side and the kernel has
+    /// them share flushes, as many as the engine has in flight: of the engine `threads` each
+    /// takes a thread until the disk has flushed, and those beyond wait.
     fn group_commit(&self) -> GroupCommit {
         let has_few_in_flight = || local::engine() == Some(Engine::Threads);
         match (self.fua_cost(), self.file.caching) {
@@ -358,7 +363,8 @@ impl HostFile {
         }
     }
 
-    /// Whether zeros can be written without sending them. A file in memory has nothing that it would spare.
+    /// Whether zeros can be written without sending them. A file in memory has nothing that it
+    /// would spare.
     fn can_prepare_zeroes(&self) -> Offload {
         let is_refused = self.unsupported.prepare_zeroes.load(Relaxed);
         match is_refused || self.file.medium == Medium::Memory {
@@ -492,7 +498,8 @@ impl Storage for HostFile {
         self.kind == FileKind::Regular
     }
 
-    /// Whole blocks first, because only they can be refused. The edges of a device's blocks are written.
+    /// Whole blocks first, because only they can be refused. The edges of a device's blocks are
+    /// written.
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         let Some(whole) = range.align_inward(self.offload_block.into()) else {
             return self.write_few_zeros(range).await;
@@ -573,7 +580,8 @@ impl Storage for HostFile {
         result.and(earlier).map_err(|error| self.error("cannot flush", error))
     }
 
-    /// The file's position, which no request uses, goes no further than files of its file system do.
+    /// The file's position, which no request uses, goes no further than files of its file system
+    /// do.
     fn check_size(&self, size: u64) -> Result<()> {
         match rustix::fs::seek(&*self.file, SeekFrom::Start(size)) {
             Err(Errno::INVAL) if self.kind == FileKind::Regular => {
@@ -601,8 +609,8 @@ impl Storage for HostFile {
         change_time::last_change(self).await
     }
 
-    /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what was
-    /// written beyond it meanwhile.
+    /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what
+    /// was written beyond it meanwhile.
     async fn extend_hint(&self, size: u64) {
         let refused = &self.unsupported.extend;
         if size <= self.size() || refused.load(Relaxed) {
@@ -657,7 +665,7 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation,
         }
         match rustix::fs::seek(file, SeekFrom::Hole(start)) {
             Ok(hole) if hole > start => return Ok((Allocation::Data, hole.min(end) - start)),
-            // What was data the call before is none any more: once again.
+            // The data of the call before is gone: once again.
             Ok(_) | Err(Errno::NXIO) => {}
             Err(error) => return Err(error),
         }

@@ -35,8 +35,8 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Tells the file system. One that does not know such wishes does without, as QEMU has it; of a size of extents, which
-    /// is never a guess, that is said.
+    /// Tells the file system. One that does not know such wishes does without, as QEMU has it; of a
+    /// size of extents, which is never a guess, that is said.
     pub(super) fn apply(self, file: BorrowedFd<'_>, path: &Path) {
         if self.no_copy_on_write
             && let Ok(flags) = ioctl_getflags(file)
@@ -54,15 +54,16 @@ impl NewFile {
 
 fn set_extent_size(file: BorrowedFd<'_>, size: u32) -> std::io::Result<()> {
     let mut attributes = Attributes::default();
-    // SAFETY: the kernel writes a `struct fsxattr`, as long as `attributes`, which lives until the call ends; the borrow
-    // keeps the file open.
+    // SAFETY: the kernel writes a `struct fsxattr`, as long as `attributes`, which lives until the
+    // call ends; the borrow keeps the file open.
     let got = unsafe { libc::ioctl(file.as_raw_fd(), GET_ATTRIBUTES, &raw mut attributes) };
     if got != 0 {
         return Err(std::io::Error::last_os_error());
     }
     attributes.flags |= HAS_EXTENT_SIZE;
     attributes.extent_size = size;
-    // SAFETY: the kernel reads a `struct fsxattr`, as long as `attributes`; the borrow keeps the file open.
+    // SAFETY: the kernel reads a `struct fsxattr`, as long as `attributes`; the borrow keeps the
+    // file open.
     match unsafe { libc::ioctl(file.as_raw_fd(), SET_ATTRIBUTES, &raw const attributes) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error()),

@@ -57,7 +57,7 @@ impl PageCache {
     }
 }
 
-/// What of a file is open a second time already.
+/// The files that are open a second time already.
 #[derive(Default)]
 struct Reopened {
     tail: Option<OwnedFd>,
@@ -68,18 +68,19 @@ struct Reopened {
 const SAMPLE: usize = 4096;
 
 impl HostFile {
-    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing. Its mode is 0600 less
-    /// the umask: what guests keep on their disks, and in snapshots their memory, is their owner's alone.
+    /// Makes a new regular file of `size` bytes, all holes, and opens it for writing. Its mode is
+    /// 0600 less the umask: what guests keep on their disks, and in snapshots their memory, is
+    /// their owner's alone.
     ///
     /// # Errors
-    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set, or
-    /// the new file cannot be opened as it was asked for, it is removed again.
+    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set,
+    /// or the new file cannot be opened as it was asked for, it is removed again.
     pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
         Self::create_as(path, size, cache, NewFile::default())
     }
 
-    /// As [`create`](Self::create), with what its file system is to know; or what is there is emptied, which stays where
-    /// that fails.
+    /// As [`create`](Self::create), with what its file system is to know; or what is there is
+    /// emptied, which stays where that fails.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -87,7 +88,8 @@ impl HostFile {
         let failed = |what: &'static str, error: Errno| {
             Error::host(what, error.into()).on(&path.display().to_string())
         };
-        // Without O_DIRECT: a file system that does not know it refuses to open what it has just made.
+        // Without O_DIRECT: a file system that does not know it refuses to open what it has just
+        // made.
         let makes = match how.is_in_place {
             true => OFlags::TRUNC,
             false => OFlags::CREATE | OFlags::EXCL,
@@ -118,8 +120,9 @@ impl HostFile {
     /// Opens an existing file or block device.
     ///
     /// # Errors
-    /// The kernel's; [`ErrorKind::InvalidInput`] for what is neither file nor block device; [`ErrorKind::Locked`] for a
-    /// block device that is to be written and is mounted, or in use by another writer.
+    /// The kernel's; [`ErrorKind::InvalidInput`] for what is neither file nor block device;
+    /// [`ErrorKind::Locked`] for a block device to be written and is mounted, or in use by
+    /// another writer.
     pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         Self::open_at(path, path, access, cache)
     }
@@ -142,7 +145,7 @@ impl HostFile {
         };
         let descriptor = opened.map_err(|error| {
             let found = std::fs::metadata(place);
-            // What direct I/O says of a folder or a pipe misleads.
+            // The error of direct I/O for a folder or a pipe misleads.
             if found.as_ref().is_ok_and(|found| !is_disk(found)) {
                 return no_disk(&name);
             }
@@ -163,12 +166,13 @@ impl HostFile {
         Self::examine(file, path, mode, Reopened::default())
     }
 
-    /// As [`open`](Self::open), for a file that was found before: `found` was opened with `O_PATH`. So the
-    /// file that was found is the file that is opened, whatever its path leads to by now. `path` is for
-    /// messages.
+    /// As [`open`](Self::open), for a file that was found before: `found` was opened with `O_PATH`.
+    /// So the file that was found is the file that is opened, whatever its path leads to by
+    /// now. `path` is for messages.
     ///
     /// # Errors
-    /// As [`open`](Self::open); ESTALE where /proc is not mounted and the path leads to another file by now.
+    /// As [`open`](Self::open); ESTALE where /proc is not mounted and the path leads to another
+    /// file by now.
     pub fn open_found(
         found: BorrowedFd<'_>,
         path: &Path,
@@ -190,7 +194,8 @@ impl HostFile {
         }
     }
 
-    /// As [`open`](Self::open), for a file that another process has opened so, and for the same ways to it.
+    /// As [`open`](Self::open), for a file that another process has opened so, and for the same
+    /// ways to it.
     ///
     /// The locks that it holds belong to both processes. They stay when the value is dropped, until
     /// [`own_locks`](Self::own_locks).
@@ -210,8 +215,8 @@ impl HostFile {
         Self::examine(file, path, access.flags(), Reopened { tail, flushed })
     }
 
-    /// Another value for the same open files, as they were opened, which messages call `path`. The locks stay this one's until
-    /// they are [moved](Self::move_locks_to).
+    /// Another value for the same open files, as they were opened, which messages call `path`. The
+    /// locks stay this one's until they are [moved](Self::move_locks_to).
     ///
     /// # Errors
     /// The kernel's; ENOMEM where descriptors run out.
@@ -233,9 +238,10 @@ impl HostFile {
         Self::adopt(path, files, access, cache)
     }
 
-    /// Makes a file longer that ends inside of a block, up to the block's end. So blocks need not be as large as a
-    /// page any more, as they are where the last partial one is written another way. To be called before anything
-    /// is read or written. A file that another process may still use stays as it is.
+    /// Makes a file longer that ends inside of a block, up to the block's end. So blocks need not
+    /// be as large as a page any more, as they are where the last partial one is written
+    /// another way. To be called before anything is read or written. A file that another
+    /// process may still use stays as it is.
     ///
     /// # Errors
     /// The kernel's.
@@ -252,7 +258,8 @@ impl HostFile {
         Ok(())
     }
 
-    /// Whether the file ends inside of a block, so that [`fill_last_block`](Self::fill_last_block) changes it.
+    /// Whether the file ends inside of a block, so that [`fill_last_block`](Self::fill_last_block)
+    /// changes it.
     pub fn has_partial_block(&self) -> bool {
         !self.size().is_multiple_of(u64::from(self.alignment.offset))
     }
@@ -266,7 +273,8 @@ impl HostFile {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
         if access == OFlags::RDWR && !size.is_multiple_of(u64::from(alignment.offset)) {
-            // So that the last partial block, which is written another way, has its page for itself.
+            // So that the last partial block, which is written another way, has its page for
+            // itself.
             let page = rustix::param::page_size() as u32;
             alignment.offset = alignment.offset.max(page);
         }
@@ -323,8 +331,9 @@ impl HostFile {
     }
 }
 
-/// Opens for writing. `O_EXCL` has the kernel refuse a block device that is mounted, is part of another device, or was
-/// opened so by another program, by whatever node; of files it means nothing without `O_CREAT`.
+/// Opens for writing. `O_EXCL` has the kernel refuse a block device that is mounted, is part of
+/// another device, or was opened so by another program, by whatever node; of files it means nothing
+/// without `O_CREAT`.
 fn open_alone(place: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let mut opened = Err(Errno::BUSY);
     // A killed process holds its devices until its I/O has ended.
@@ -346,8 +355,8 @@ fn busy(name: &str, user: Option<String>) -> Error {
         .hint("unmount it, or stop its user, first; two writers would destroy each other's data")
 }
 
-/// The open file that is flushed: one that no durable write goes by, where the page cache may hold what
-/// was written. If it cannot be opened once more, then the same one serves for both.
+/// The open file that is flushed: one that no durable write goes by, where the page cache may hold
+/// what was written. If it cannot be opened once more, then the same one serves for both.
 fn open_for_flushes(
     file: &Arc<File>,
     access: OFlags,
@@ -364,10 +373,11 @@ fn open_for_flushes(
     opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)
 }
 
-/// Sets the flags that reads and writes are to have. Not `O_NONBLOCK`: to io_uring that would mean "fail
-/// rather than wait".
+/// Sets the flags that reads and writes are to have. Not `O_NONBLOCK`: to io_uring that would mean
+/// "fail rather than wait".
 fn set_file_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
-    // To note when a disk was last read is work at every read. Only the file's owner may leave it out.
+    // To note when a disk was last read is work at every read. Only the file's owner may leave it
+    // out.
     match rustix::fs::fcntl_setfl(descriptor, flags | OFlags::NOATIME) {
         Err(Errno::PERM) => rustix::fs::fcntl_setfl(descriptor, flags),
         outcome => outcome,
@@ -396,7 +406,7 @@ fn no_disk(name: &str) -> Error {
 
 const READ_ONLY_FILE_SYSTEM: &str = "its file system is mounted for reading only";
 
-/// What a person can do about a file that does not open, whatever it was to be opened for.
+/// The hint about a file that does not open, whatever it was to be opened for.
 fn advice(error: Errno, path: &Path, cache: PageCache) -> Option<String> {
     Some(match error {
         Errno::NOENT => missing(path),
@@ -418,7 +428,7 @@ fn is_url(path: &Path) -> bool {
     })
 }
 
-/// What is missing of a path.
+/// The missing part of a path.
 fn missing(path: &Path) -> String {
     if is_url(path) {
         return "images are not opened by their URL: download it first, or serve it by NBD, as \

@@ -1,8 +1,9 @@
-//! The open files of a [`HostFile`], on their way to another process, or to another value in this one.
+//! The open files of a [`HostFile`], on their way to another process, or to another value in this
+//! one.
 //!
-//! Guarantee: the process that adopts them has the same open file descriptions. Byte locks are not released for a
-//! moment, and a failure to write back that no flush has reported yet is reported to the next one
-//! (`errseq_t`), whichever of the two processes issues it.
+//! Guarantee: the process that adopts them has the same open file descriptions. Byte locks are not
+//! released for a moment, and a failure to write back that no flush has reported yet is reported to
+//! the next one (`errseq_t`), whichever of the two processes issues it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use super::HostFile;
 use crate::driver::byte_lock;
 
-/// What a [`HostFile`] has open: one to three open files.
+/// The open files of a [`HostFile`]: one to three.
 #[derive(Debug)]
 pub struct OpenFiles<F> {
     /// The file, which holds the locks.
@@ -44,13 +45,14 @@ impl HostFile {
         }
     }
 
-    /// Whether another process holds its locks as well: it has handed the file over, and [`own_locks`](Self::own_locks) was
-    /// not called.
+    /// Whether another process holds its locks as well: it has handed the file over, and
+    /// [`own_locks`](Self::own_locks) was not called.
     pub fn shares_locks(&self) -> bool {
         !self.file.releases_locks()
     }
 
-    /// The locks are this process's alone from now on: they are given back when the value is dropped.
+    /// The locks are this process's alone from now on: they are given back when the value is
+    /// dropped.
     pub fn own_locks(&self) {
         self.file.set_releases_locks(true);
     }

@@ -1,4 +1,4 @@
-//! What an open file is and what it demands, found out once at open.
+//! The kind of an open file and its demands, found out once at open.
 //!
 //! Nothing here changes the file. Where the kernel does not tell, the safe answer is taken.
 
@@ -19,7 +19,7 @@ const RAMFS_MAGIC: u32 = 0x8584_58f6;
 /// The alignment that satisfies every device with blocks of up to a page.
 const SAFE_ALIGNMENT: u32 = 4096;
 
-/// What holds the bytes.
+/// The holder of the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A file of a file system.
@@ -44,7 +44,8 @@ pub(crate) fn size(file: &impl AsFd) -> io::Result<u64> {
 }
 
 /// Whether the bytes are in memory: those of a regular file in a file system that lives there. The
-/// node of a block device mostly lies on such a file system too, which says nothing about its bytes.
+/// node of a block device mostly lies on such a file system too, which says nothing about its
+/// bytes.
 pub(crate) fn medium(descriptor: &impl AsFd) -> Medium {
     let regular = rustix::fs::fstat(descriptor)
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::RegularFile);
@@ -56,7 +57,7 @@ pub(crate) fn medium(descriptor: &impl AsFd) -> Medium {
     }
 }
 
-/// What direct I/O on the file demands.
+/// The demands of direct I/O on the file.
 ///
 /// # Errors
 /// When the file cannot do direct I/O at all.
@@ -81,8 +82,8 @@ pub(crate) fn alignment(file: &File, kind: FileKind) -> io::Result<Alignment> {
     }
 }
 
-/// The block that zeroing and discarding without data demand: a device's sector, also through the page
-/// cache. File systems take any range.
+/// The block that zeroing and discarding without data demand: a device's sector, also through the
+/// page cache. File systems take any range.
 pub(crate) fn offload_block(file: &File, kind: FileKind) -> io::Result<u32> {
     match kind {
         FileKind::BlockDevice => Ok(rustix::fs::ioctl_blksszget(file)?),
@@ -104,7 +105,7 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
     if result < 0 && refused.contains(&code) { Fua::Emulated } else { Fua::Native }
 }
 
-/// What the block device of_file the file says of itself.
+/// The block device's description, of the file's.
 pub(crate) struct Device {
     pub(crate) fua_cost: FuaCost,
     pub(crate) write_cache: WriteCache,
@@ -113,8 +114,9 @@ pub(crate) struct Device {
     pub(crate) discard: Offload,
 }
 
-/// Whether the device writes zeros that it is not sent (`FALLOC_FL_WRITE_ZEROES`). Older kernels tell of a queue, but not
-/// of that, and have no such call. Where none is told of, as of a network's file system, its first use tells.
+/// Whether the device writes zeros that it is not sent (`FALLOC_FL_WRITE_ZEROES`). Older kernels
+/// tell of a queue, but not of that, and have no such call. Where none is told of, as of a
+/// network's file system, its first use tells.
 fn prepare_zeroes(queue: &RequestQueue) -> Offload {
     match queue.attribute("write_zeroes_unmap_max_bytes") {
         Some(limit) if limit != "0" => Offload::Available,
@@ -123,8 +125,8 @@ fn prepare_zeroes(queue: &RequestQueue) -> Offload {
     }
 }
 
-/// Asks the block device that the file is or lies on. A file system without one is taken to know its
-/// own ways with zeros and holes.
+/// Asks the block device that the file is or lies on. A file system without one is taken to know
+/// its own ways with zeros and holes.
 ///
 /// Only what goes straight to a device without a write cache is stable when it completes: the page
 /// cache is volatile, and so are a file system's metadata, whatever is of_file.

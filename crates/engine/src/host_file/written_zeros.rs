@@ -1,9 +1,10 @@
 //! Zeros that are written without being sent: `FALLOC_FL_WRITE_ZEROES` (Linux 6.17).
 //!
-//! A file system marks space from any other `fallocate` as unwritten, so that the first write to it is a change of its
-//! journal, too. This mode leaves *written* extents. The kernel has it only where the disk itself makes zeros without
-//! being sent them (`write_zeroes_unmap_max_bytes` of its queue), so it is never slow. Whether it is there is found out
-//! by its first use, remembered for the file, and logged.
+//! A file system marks space from any other `fallocate` as unwritten, so that the first write to it
+//! is a change of its journal, too. This mode leaves *written* extents. The kernel has it only
+//! where the disk itself makes zeros without being sent them (`write_zeroes_unmap_max_bytes` of its
+//! queue), so it is never slow. Whether it is there is found out by its first use, remembered for
+//! the file, and logged.
 
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use crate::event_loop::submit::submit;
 /// `FALLOC_FL_WRITE_ZEROES` from `<linux/falloc.h>`.
 const WRITE_ZEROES: i32 = 0x80;
 
-/// What the log says where it is refused.
+/// The log's line where it is refused.
 pub(super) const REFUSED: &str = "the kernel, its file system or its disk writes no zeros without being sent them \
     (FALLOC_FL_WRITE_ZEROES): first durable writes to new space change the file system's journal, too";
 
@@ -42,12 +43,12 @@ pub(super) fn is_refusal(error: Errno) -> bool {
     matches!(error, Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV | Errno::INVAL)
 }
 
-/// What the file system has left for this user.
+/// The free space of the file system for this user.
 pub(super) async fn free_space(file: &Arc<File>) -> Result<u64, Errno> {
     file_system(file).await.map(|(left, _)| left)
 }
 
-/// What is left of the file's file system, and all that it has.
+/// The free and the whole space of the file's file system.
 pub(super) async fn file_system(file: &Arc<File>) -> Result<(u64, u64), Errno> {
     let file = Arc::clone(file);
     blocking(move || room_of(&file)).await

@@ -28,15 +28,15 @@ impl Fault {
     }
 }
 
-/// How many pages of a domain are replaced one by one. Each may divide its mapping in three, and the
-/// kernel bounds the mappings of a process (`vm.max_map_count`, 65,530 by default).
+/// How many pages of a domain are replaced one by one. Each may divide its mapping in three, and
+/// the kernel bounds the mappings of a process (`vm.max_map_count`, 65,530 by default).
 pub(super) const MAX_REPLACED_PAGES: u32 = 64;
 
-/// How many mappings of a domain there can be at a time: four times the regions that a front-end may
-/// share (509), since operations keep sets of regions that were replaced.
+/// How many mappings of a domain there can be at a time: four times the regions that a front-end
+/// may share (509), since operations keep sets of regions that were replaced.
 pub(super) const MAX_DOMAIN_MAPPINGS: usize = 4 * 512;
 
-/// What a fault in one of its mappings ends.
+/// The users that a fault in one of its mappings ends.
 #[derive(Debug)]
 pub struct FaultDomain {
     failed: AtomicBool,
@@ -52,8 +52,8 @@ pub struct FaultDomain {
 }
 
 impl FaultDomain {
-    /// A domain whose first fault shuts this connection down, both ways. So who waits for a message on it
-    /// is woken, and who looks at [`has_failed`](Self::has_failed) knows.
+    /// A domain whose first fault shuts this connection down, both ways. So who waits for a message
+    /// on it is woken, and who looks at [`has_failed`](Self::has_failed) knows.
     pub fn of_connection(connection: UnixStream) -> Arc<Self> {
         Self::new(Some(connection.into()))
     }
@@ -70,8 +70,8 @@ impl FaultDomain {
         Arc::new(Self { failed, address, is_hardware, mappings, replaced_pages, connection })
     }
 
-    /// Whether memory of the domain has vanished under an access. `false` means that no value that this
-    /// thread has read so far came from a page of zeros that stands for a lost one.
+    /// Whether memory of the domain has vanished under an access. `false` means that no value that
+    /// this thread has read so far came from a page of zeros that stands for a lost one.
     #[inline]
     pub fn has_failed(&self) -> bool {
         // The value was read before the mark is.
@@ -95,8 +95,8 @@ impl FaultDomain {
         &self.failed
     }
 
-    /// Marks the domain. Async-signal-safe. Two first faults at once may leave the address of one and the
-    /// kind of the other.
+    /// Marks the domain. Async-signal-safe. Two first faults at once may leave the address of one
+    /// and the kind of the other.
     pub(super) fn fail(&self, fault: Fault) {
         if !self.failed.load(Ordering::Relaxed) {
             self.address.store(fault.address(), Ordering::Relaxed);
@@ -105,7 +105,7 @@ impl FaultDomain {
         }
     }
 
-    /// Counts a mapping that is to be made. Says whether there can be one more.
+    /// Counts a mapping to be made. Says whether there can be one more.
     pub(super) fn acquire_mapping(&self) -> bool {
         let next = |count: usize| (count < MAX_DOMAIN_MAPPINGS).then_some(count + 1);
         self.mappings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()

@@ -1,20 +1,20 @@
-//! Whole pages of another process's file in our address space. As long as a [`Mapping`] exists, nothing
-//! else has its addresses.
+//! Whole pages of another process's file in our address space. As long as a [`Mapping`] exists,
+//! nothing else has its addresses.
 //!
-//! The pages are a stranger's: they vanish when the file is cut short, or when the host has no page for a
-//! hole (huge pages, a full tmpfs). A touch is answered by SIGBUS then, whose default action ends the
-//! process. Guarantees:
+//! The pages are a stranger's: they vanish when the file is cut short, or when the host has no page
+//! for a hole (huge pages, a full tmpfs). A touch is answered by SIGBUS then, whose default action
+//! ends the process. Guarantees:
 //! - A fault in a mapping ends what its [`FaultDomain`] stands for, and nothing else: the handler
-//!   (`sigbus`) puts a page of zeros in the place, marks the domain and shuts its connection down. However
-//!   many pages are lost, a domain divides its mappings a bounded number of times.
-//! - The mark is set before the zeros can be seen. So a value was there if the domain is unmarked after it
-//!   was read.
+//!   (`sigbus`) puts a page of zeros in the place, marks the domain and shuts its connection down.
+//!   However many pages are lost, a domain divides its mappings a bounded number of times.
+//! - The mark is set before the zeros can be seen. So a value was there if the domain is unmarked
+//!   after it was read.
 //! - A SIGBUS elsewhere has the effect that it would have without us.
-//! - The handler changes no memory but pages of mappings that exist: the thread that touched one owns it,
-//!   so it can be neither unmapped nor, in the `registry`, changed meanwhile.
+//! - The handler changes no memory but pages of mappings that exist: the thread that touched one
+//!   owns it, so it can be neither unmapped nor, in the `registry`, changed meanwhile.
 //!
-//! The kernel's own accesses (a transfer of io_uring, AIO, `preadv2`) get EFAULT there: no signal, and no
-//! mark.
+//! The kernel's own accesses (a transfer of io_uring, AIO, `preadv2`) get EFAULT there: no signal,
+//! and no mark.
 
 mod fault_domain;
 mod registry;
@@ -65,12 +65,13 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `length` bytes of the file from `offset` on, to be read and written; both are multiples of
-    /// `page`, the size of the file's pages. A fault there is one of `domain`. Core files do not get them.
+    /// Maps `length` bytes of the file from `offset` on, to be read and written; both are multiples
+    /// of `page`, the size of the file's pages. A fault there is one of `domain`. Core files do
+    /// not get them.
     ///
     /// # Errors
-    /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of, in all or of
-    /// `domain`.
+    /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of, in all or
+    /// of `domain`.
     pub(crate) fn of(
         file: impl AsFd,
         offset: u64,
@@ -105,7 +106,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they hold what a guest has in its memory.
+    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they hold what a guest has in its
+    /// memory.
     fn leave_out_of_core_files(&self) -> rustix::io::Result<()> {
         // SAFETY: the mapping is this object's own. Neither its content nor its pages change.
         unsafe {
@@ -114,10 +116,11 @@ impl Mapping {
         }
     }
 
-    /// Has the kernel take all pages now that were not touched yet. Where it cannot, they are taken when
-    /// they are touched, as always.
+    /// Has the kernel take all pages now that were not touched yet. Where it cannot, they are taken
+    /// when they are touched, as always.
     pub(crate) fn populate(&self) {
-        // SAFETY: the mapping is this object's own. Pages come to be there, and none changes its content.
+        // SAFETY: the mapping is this object's own. Pages come to be there, and none changes its
+        // content.
         let _ = unsafe {
             let start = self.start.as_ptr().cast();
             rustix::mm::madvise(start, self.length, rustix::mm::Advice::LinuxPopulateWrite)
@@ -141,9 +144,9 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // First, so that the handler never finds addresses that are another's by then.
         registry::MAPPINGS.remove(&self.registration);
-        // SAFETY: the mapping is this object's own, and nothing that refers to it outlives it: who uses
-        // the bytes, and a ring that has them in a slot, own it. It fails only for a mapping that is not
-        // there.
+        // SAFETY: the mapping is this object's own, and nothing that refers to it outlives it: who
+        // uses the bytes, and a ring that has them in a slot, own it. It fails only for a
+        // mapping that is not there.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

@@ -1,10 +1,11 @@
-//! Which addresses belong to mappings of memory that a front-end shares, for a signal handler to ask.
+//! Which addresses belong to mappings of memory that a front-end shares, for a signal handler to
+//! ask.
 //!
-//! A bounded table of slots. Looking up takes no lock and waits for nothing, so it may be done in a handler
-//! whatever the interrupted thread was about; changes are serialised by a mutex that look-ups do not know.
-//! A slot is written between two changes of its version (a sequence lock). A thread that faults keeps
-//! the mapping there alive, so the slot of that mapping does not change meanwhile: a slot that changes during
-//! a look-up belongs to another mapping and is skipped.
+//! A bounded table of slots. Looking up takes no lock and waits for nothing, so it may be done in a
+//! handler whatever the interrupted thread was about; changes are serialised by a mutex that
+//! look-ups do not know. A slot is written between two changes of its version (a sequence lock). A
+//! thread that faults keeps the mapping there alive, so the slot of that mapping does not change
+//! meanwhile: a slot that changes during a look-up belongs to another mapping and is skipped.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,8 +16,9 @@ use parking_lot::Mutex;
 
 use super::fault_domain::FaultDomain;
 
-/// How many mappings there can be at a time: a quarter of what the kernel allows a process by default
-/// (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when all are taken.
+/// How many mappings there can be at a time: a quarter of what the kernel allows a process by
+/// default (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when
+/// all are taken.
 pub(super) const MAX_MAPPINGS: usize = 1 << 14;
 
 /// All mappings of this process.
@@ -78,8 +80,8 @@ impl<const N: usize> Registry<N> {
         }
     }
 
-    /// Notes a mapping, which nothing has touched yet; `None` when all slots are taken. The domain must
-    /// live until [`remove`](Self::remove).
+    /// Notes a mapping, which nothing has touched yet; `None` when all slots are taken. The domain
+    /// must live until [`remove`](Self::remove).
     pub(super) fn insert(&self, pages: Pages, domain: &Arc<FaultDomain>) -> Option<Registration> {
         let mut free = self.free.lock();
         let index = match free.pop() {
@@ -92,7 +94,7 @@ impl<const N: usize> Registry<N> {
         Some(Registration(index as u32))
     }
 
-    /// Forgets a mapping, which nothing touches any more.
+    /// Forgets a mapping, which nothing touches.
     pub(super) fn remove(&self, registration: &Registration) {
         let mut free = self.free.lock();
         let none = Pages { start: 0, length: 0, page: 1 };
@@ -125,7 +127,8 @@ impl Slot {
     fn write(&self, pages: Pages, domain: *mut FaultDomain) {
         let version = self.version.load(Relaxed);
         self.version.store(version.wrapping_add(1), Relaxed);
-        // Who sees one of the values below sees that the version is odd, or another one later.
+        // A reader that sees one of the values below sees that the version is odd, or another one
+        // later.
         fence(Release);
         self.start.store(pages.start, Relaxed);
         self.length.store(pages.length, Relaxed);

@@ -1,19 +1,21 @@
 //! The handler of SIGBUS: a fault in a stranger's memory ends what depends on it, and nothing else.
 //!
-//! It runs in the thread that touched the page, in the middle of a load, a store or a copy, so it takes no
-//! lock, allocates nothing, and touches no shared memory. When it returns, the access is made once more,
-//! and finds a page of zeros. The first faults replace one page each: the others may be intact, and the
-//! kernel may be about to read a guest's data from them. Where many pages of a domain are lost, or one
-//! cannot be replaced alone, the whole mapping is replaced: single pages divide it, and a process may have
-//! only so many mappings. What a transfer of the kernel's reads there from then on is zeros, of a request
-//! that is never acknowledged, as the domain has failed.
+//! It runs in the thread that touched the page, in the middle of a load, a store or a copy, so it
+//! takes no lock, allocates nothing, and touches no shared memory. When it returns, the access is
+//! made once more, and finds a page of zeros. The first faults replace one page each: the others
+//! may be intact, and the kernel may be about to read a guest's data from them. Where many pages of
+//! a domain are lost, or one cannot be replaced alone, the whole mapping is replaced: single pages
+//! divide it, and a process may have only this many mappings. What a transfer of the kernel's reads
+//! there from then on is zeros, of a request that is never acknowledged, as the domain has failed.
 //!
-//! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) changes nothing: the kernel has taken the
-//! page away, and an access to it is a fault of its own. An earlier handler would take the report for a fault
-//! and restore the default action, which ends the process at the next fault of a guest's memory.
+//! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) changes nothing: the kernel
+//! has taken the page away, and an access to it is a fault of its own. An earlier handler would
+//! take the report for a fault and restore the default action, which ends the process at the next
+//! fault of a guest's memory.
 //!
-//! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to the handler of SIGBUS that was installed before, as
-//! the standard library does for its reports of stack overflows; in the end to the default action.
+//! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to the handler of SIGBUS
+//! that was installed before, as the standard library does for its reports of stack overflows; in
+//! the end to the default action.
 
 use std::ffi::c_int;
 use std::io;
@@ -26,14 +28,14 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::fault_domain::{Fault, FaultDomain};
 use super::registry::{MAPPINGS, Pages};
 
-/// Codes of `siginfo_t` (`<asm-generic/siginfo.h>`): no page at the address, or one whose memory is broken
-/// and was read.
+/// Codes of `siginfo_t` (`<asm-generic/siginfo.h>`): no page at the address, or one whose memory is
+/// broken and was read.
 const BUS_ADRERR: c_int = 2;
 const BUS_MCEERR_AR: c_int = 4;
 /// Memory is broken, and nothing has read it (`vm.memory_failure_early_kill`).
 const BUS_MCEERR_AO: c_int = 5;
 
-/// What handled the signal before. Stored before our handler is installed.
+/// The earlier handler of the signal. Stored before our handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A handler that wants to know more (`SA_SIGINFO`).
@@ -76,7 +78,8 @@ fn current() -> io::Result<libc::sigaction> {
 
 /// Async-signal-safe.
 fn set(action: &libc::sigaction) -> io::Result<()> {
-    // SAFETY: the action is the default one, or our handler with the signature that its flags demand.
+    // SAFETY: the action is the default one, or our handler with the signature that its flags
+    // demand.
     match unsafe { libc::sigaction(libc::SIGBUS, action, ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -84,8 +87,8 @@ fn set(action: &libc::sigaction) -> io::Result<()> {
 }
 
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel gives both to a handler with `SA_SIGINFO`, valid until it returns; the address
-    // is there for the codes that it is used with. errno belongs to this thread.
+    // SAFETY: the kernel gives both to a handler with `SA_SIGINFO`, valid until it returns; the
+    // address is there for the codes that it is used with. errno belongs to this thread.
     let (code, address, errno) =
         unsafe { ((*info).si_code, (*info).si_addr().addr(), *libc::__errno_location()) };
     let fault = match code {
@@ -127,8 +130,8 @@ fn replace(pages: Pages, address: usize, domain: &FaultDomain) -> bool {
     }
 }
 
-/// Puts zeros in the place of whole pages of one mapping. It fails for lack of memory, and where the
-/// process would have more mappings than the kernel allows.
+/// Puts zeros in the place of whole pages of one mapping. It fails for lack of memory, and where
+/// the process would have more mappings than the kernel allows.
 fn put_zeros(start: usize, length: usize) -> bool {
     let start = ptr::without_provenance_mut(start);
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -163,8 +166,8 @@ fn pass_on(signal: c_int, code: c_int, info: *mut libc::siginfo_t, context: *mut
             handler(signal);
         }
     }
-    // The default action may have been set by the handler (the standard library's does that). It follows
-    // for a fault by itself, for a signal that was sent only if it is sent again.
+    // The default action may have been set by the handler (the standard library's does that). It
+    // follows for a fault by itself, for a signal that was sent only if it is sent again.
     if was_sent && current().is_ok_and(|action| action.sa_sigaction == libc::SIG_DFL) {
         // SAFETY: async-signal-safe; the signal is pending until we return.
         unsafe { libc::raise(signal) };

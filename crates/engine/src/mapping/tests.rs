@@ -225,7 +225,8 @@ fn a_report_of_broken_memory_leaves_the_handler_in_place() {
 fn child_with_a_report_of_broken_memory() {
     let (domain, cut) = (FaultDomain::unconnected(), file(1));
     let mapping = map(&cut, 1, &domain);
-    // SAFETY: all-zero is a valid siginfo_t; the kernel reads it, and sends the signal to this process.
+    // SAFETY: all-zero is a valid siginfo_t; the kernel reads it, and sends the signal to this
+    // process.
     let sent = unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
         (info.si_signo, info.si_code) = (libc::SIGBUS, 5);

@@ -1,8 +1,9 @@
 //! Memory for keys: in pages of its own, locked, and wiped when it is dropped.
 //!
-//! Guarantees: no other value shares the pages; they are left out of core files, are empty in child processes, and
-//! are overwritten with zeros before the kernel gets them back. They are locked in memory (`mlock`), so that no swap
-//! device gets them, where the process's limit (`RLIMIT_MEMLOCK`) allows it: [`Locked::is_in_memory`] says so.
+//! Guarantees: no other value shares the pages; they are left out of core files, are empty in child
+//! processes, and are overwritten with zeros before the kernel gets them back. They are locked in
+//! memory (`mlock`), so that no swap device gets them, where the process's limit (`RLIMIT_MEMLOCK`)
+//! allows it: [`Locked::is_in_memory`] says so.
 
 use std::io;
 use std::marker::PhantomData;
@@ -21,7 +22,8 @@ struct Pages {
 
 // SAFETY: the object owns its pages, which are not tied to a thread.
 unsafe impl Send for Pages {}
-// SAFETY: by a shared reference it gives out nothing but the address and the length, which never change.
+// SAFETY: by a shared reference it gives out nothing but the address and the length, which never
+// change.
 unsafe impl Sync for Pages {}
 
 impl Pages {
@@ -47,8 +49,9 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: the pages are this object's own, all of them can be written, and nothing refers to them any more.
-        // Volatile, so that the compiler does not leave out a write that nothing reads.
+        // SAFETY: the pages are this object's own, all of them can be written, and nothing refers
+        // to them. Volatile, so that the compiler does not leave out a write that nothing
+        // reads.
         unsafe {
             let words = self.start.cast::<u64>().as_ptr();
             for index in 0..self.length / size_of::<u64>() {
@@ -63,7 +66,7 @@ impl Drop for Pages {
 
 /// A value in memory for keys.
 ///
-/// What made the value may have left parts of it on the stack or in registers.
+/// The code that made the value may have left parts of it on the stack or in registers.
 pub struct Locked<T> {
     pages: Pages,
     value: PhantomData<T>,
@@ -77,7 +80,8 @@ impl<T> Locked<T> {
     pub fn new(value: T) -> io::Result<Self> {
         const { assert!(align_of::<T>() <= 4096, "a page aligns it") };
         let pages = Pages::new(size_of::<T>())?;
-        // SAFETY: the pages are as long as the value, aligned for it, and nothing else refers to them.
+        // SAFETY: the pages are as long as the value, aligned for it, and nothing else refers to
+        // them.
         unsafe { pages.start.cast::<T>().write(value) };
         Ok(Self { pages, value: PhantomData })
     }
@@ -92,7 +96,8 @@ impl<T> Deref for Locked<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: `new` stored a value, which lives until the drop, and is borrowed as this object is.
+        // SAFETY: `new` stored a value, which lives until the drop, and is borrowed as this object
+        // is.
         unsafe { self.pages.start.cast::<T>().as_ref() }
     }
 }
@@ -111,7 +116,7 @@ pub struct LockedBytes {
 }
 
 impl LockedBytes {
-    /// So many zeros.
+    /// This many zeros.
     ///
     /// # Errors
     /// As [`Locked::new`].
@@ -144,7 +149,8 @@ impl Deref for LockedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the pages have at least `length` bytes, are filled from the beginning, and borrowed as this object is.
+        // SAFETY: the pages have at least `length` bytes, are filled from the beginning, and
+        // borrowed as this object is.
         unsafe { std::slice::from_raw_parts(self.pages.start.as_ptr(), self.length) }
     }
 }

@@ -1,5 +1,5 @@
-//! Finding out from outside what memory the rings of a process have in slots of their tables. A measurement
-//! that compares registered memory with other is worth nothing without it.
+//! Finding out from outside what memory the rings of a process have in slots of their tables. A
+//! measurement that compares registered memory with other is worth nothing without it.
 //!
 //! How: the kernel lists the slots with their lengths in the ring's `/proc/PID/fdinfo`.
 
@@ -9,11 +9,12 @@ use std::path::Path;
 /// How often a busy ring is asked.
 const MAX_ATTEMPTS: u32 = 10_000;
 
-/// How many slots of `length` bytes the io_uring rings of a process have, which is named by its folder in
-/// `/proc`. A ring that is closed meanwhile has none.
+/// How many slots of `length` bytes the io_uring rings of a process have, which is named by its
+/// folder in `/proc`. A ring that is closed meanwhile has none.
 ///
 /// # Errors
-/// The host's, for a process that is gone or another user's; `TimedOut` for a ring that does not tell.
+/// The host's, for a process that is gone or another user's; `TimedOut` for a ring that does not
+/// tell.
 pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usize> {
     let ending = format!("/{length}");
     let mut count = 0;
@@ -29,8 +30,8 @@ pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usi
     Ok(count)
 }
 
-/// What the kernel says of a ring; nothing if it is gone. While the ring is busy the kernel leaves its tables
-/// out, so it is asked again.
+/// The kernel's text about a ring; nothing if it is gone. While the ring is busy the kernel leaves
+/// its tables out, so it is asked again.
 fn about(ring: &Path) -> io::Result<String> {
     for _ in 0..MAX_ATTEMPTS {
         let about = match std::fs::read_to_string(ring) {

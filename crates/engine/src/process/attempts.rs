@@ -1,4 +1,5 @@
-//! What an attacker inside of the process would try, for tests of a sandbox: in builds with debug assertions only.
+//! The attempts of an attacker inside of the process, for tests of a sandbox: in builds with debug
+//! assertions only.
 
 use std::io;
 use std::os::fd::AsRawFd;

@@ -1,10 +1,10 @@
-//! Taking rights from all threads of the process: files and ports (Landlock, `landlock(7)`), and the capabilities of root
-//! (`capabilities(7)`).
+//! Taking rights from all threads of the process: files and ports (Landlock, `landlock(7)`), and
+//! the capabilities of root (`capabilities(7)`).
 //!
-//! The kernel restricts the calling thread and those that it starts later. So each other thread is sent a signal, whose
-//! handler makes the calls. Guarantee: where this succeeds, every thread of the process is restricted, also one that
-//! was started meanwhile. Reason for the method: capabilities have no call for all threads, and Landlock has none before
-//! Linux 7.0.
+//! The kernel restricts the calling thread and those that it starts later. So each other thread is
+//! sent a signal, whose handler makes the calls. Guarantee: where this succeeds, every thread of
+//! the process is restricted, also one that was started meanwhile. Reason for the method:
+//! capabilities have no call for all threads, and Landlock has none before Linux 7.0.
 
 use std::collections::HashSet;
 use std::ffi::c_int;
@@ -18,8 +18,8 @@ use parking_lot::Mutex;
 
 /// How long a thread may take to handle the signal.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a thread may sleep with the signal blocked, as threads do for a moment when they start others. One that goes on to,
-/// as those of Ceph's library, never handles it.
+/// How long a thread may sleep with the signal blocked, as threads do for a moment when they start
+/// others. One that goes on to, as those of Ceph's library, never handles it.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often it is asked whether it has.
 const RETRY_DELAY: Duration = Duration::from_micros(50);
@@ -33,7 +33,7 @@ static HANDLED: AtomicU32 = AtomicU32::new(0);
 /// The error of one of them, or zero.
 static FAILURE: AtomicI32 = AtomicI32::new(0);
 
-/// What is left to a process.
+/// The rights that are left to a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Confinement<'a> {
     /// A ruleset of Landlock; `None`: files and ports stay as they are.
@@ -42,8 +42,8 @@ pub struct Confinement<'a> {
     pub capabilities: u64,
 }
 
-/// Confines all threads for good, and takes from them the right to gain privileges by executing (`no_new_privs`). The
-/// calling thread comes last.
+/// Confines all threads for good, and takes from them the right to gain privileges by executing
+/// (`no_new_privs`). The calling thread comes last.
 ///
 /// # Errors
 /// The kernel's; `TimedOut` where a thread blocks the signal. Some threads may be restricted then.
@@ -56,7 +56,8 @@ pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     FAILURE.store(0, Ordering::SeqCst);
     let signal = libc::SIGRTMAX() - 1;
     let before = install(signal, on_signal as *const () as usize)?;
-    // Where that fails the handler stays: the signal may still wait for a thread, and would end the process.
+    // Where that fails the handler stays: the signal may still wait for a thread, and would end the
+    // process.
     restrict_others(signal)?;
     install(signal, before)?;
     match restrict_this_thread() {
@@ -88,8 +89,9 @@ fn restrict_others(signal: c_int) -> io::Result<()> {
     }
 }
 
-/// Whether a thread is one of io_uring's workers (`PF_IO_WORKER` in `<linux/sched.h>`), which runs no code of the process
-/// and takes no signal. What it does for a request it does with the rights of the thread that made the request.
+/// Whether a thread is one of io_uring's workers (`PF_IO_WORKER` in `<linux/sched.h>`), which runs
+/// no code of the process and takes no signal. What it does for a request it does with the rights
+/// of the thread that made the request.
 fn is_of_kernel(thread: libc::pid_t) -> bool {
     const IO_WORKER: u32 = 0x10;
     // The fields that follow the name (proc_pid_stat(5)); a thread that has ended has none.
@@ -143,8 +145,8 @@ fn install(signal: c_int, handler: usize) -> io::Result<usize> {
     action.sa_sigaction = handler;
     action.sa_flags = libc::SA_RESTART;
     let mut before = action;
-    // SAFETY: the handler is async-signal-safe, and has the signature of one without SA_SIGINFO; both actions are
-    // variables of our own.
+    // SAFETY: the handler is async-signal-safe, and has the signature of one without SA_SIGINFO;
+    // both actions are variables of our own.
     match unsafe { libc::sigaction(signal, &raw const action, &raw mut before) } {
         0 => Ok(before.sa_sigaction),
         _ => Err(io::Error::last_os_error()),
@@ -180,7 +182,7 @@ fn restrict_this_thread() -> c_int {
     }
 }
 
-/// What `capget` and `capset` are about: this thread, in the form of two times 32 bits.
+/// The subject of `capget` and `capset`: this thread, in the form of two times 32 bits.
 #[repr(C)]
 struct CapabilityHeader {
     version: u32,
@@ -196,14 +198,15 @@ struct CapabilityBits {
     inheritable: u32,
 }
 
-/// Leaves to the calling thread those of its capabilities that `kept` has, and none to what it would execute. False where
-/// the kernel refuses, with the errno. A thread that has no others calls nothing: a service manager's filter may forbid the
-/// call. Async-signal-safe.
+/// Leaves to the calling thread those of its capabilities that `kept` has, and none to what it
+/// would execute. False where the kernel refuses, with the errno. A thread that has no others calls
+/// nothing: a service manager's filter may forbid the call. Async-signal-safe.
 fn keep_capabilities(kept: u64) -> bool {
     const VERSION_3: u32 = 0x2008_0522;
     let mut header = CapabilityHeader { version: VERSION_3, thread: 0 };
     let mut halves = [CapabilityBits::default(); 2];
-    // SAFETY: the kernel reads and may write the header, and stores two halves, which both are variables of our own.
+    // SAFETY: the kernel reads and may write the header, and stores two halves, which both are
+    // variables of our own.
     if unsafe { libc::syscall(libc::SYS_capget, &raw mut header, halves.as_mut_ptr()) } != 0 {
         return false;
     }

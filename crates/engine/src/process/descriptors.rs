@@ -7,18 +7,18 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What a person can do where descriptors run out, for the hint of an error.
+/// The hint of an error where descriptors run out.
 pub const DESCRIPTORS_HINT: &str =
     "raise the limit on open files (ulimit -Hn, LimitNOFILE= of the service)";
 
 /// How often a shortage that lasts is reported.
 const REPORT_PERIOD: Duration = Duration::from_secs(60);
 
-/// Raises this process's limit on open descriptors as far as it may, and says what it is then. `None` is
-/// no limit.
+/// Raises this process's limit on open descriptors as far as it may, and says what it is then.
+/// `None` is no limit.
 ///
-/// The soft limit is low for programs that use `select(2)`, which takes no descriptors from 1024 on. This
-/// one does not.
+/// The soft limit is low for programs that use `select(2)`, which takes no descriptors from 1024
+/// on. This one does not.
 ///
 /// # Errors
 /// The kernel's; the limit stays as it is.
@@ -30,8 +30,9 @@ pub fn raise_descriptor_limit() -> io::Result<Option<u64>> {
     Ok(maximum)
 }
 
-/// Keeps what this process has inherited from what it executes: standard input, output and error excepted. Reason: sockets
-/// of the service manager come without `FD_CLOEXEC`, and a process that has one keeps its address in use.
+/// Keeps what this process has inherited from what it executes: standard input, output and error
+/// excepted. Reason: sockets of the service manager come without `FD_CLOEXEC`, and a process that
+/// has one keeps its address in use.
 ///
 /// # Errors
 /// The kernel's: ENOSYS or EINVAL before Linux 5.11.
@@ -47,8 +48,8 @@ pub fn keep_descriptors_from_children() -> io::Result<()> {
     }
 }
 
-/// Whether a connection could not be accepted because descriptors or memory ran out: it waits in the
-/// kernel's queue, and can be accepted later.
+/// Whether a connection could not be accepted because descriptors or memory ran out: it waits in
+/// the kernel's queue, and can be accepted later.
 pub fn is_shortage(error: &io::Error) -> bool {
     let errno = Errno::from_io_error(error);
     is_out_of_descriptors(error) || matches!(errno, Some(Errno::NOMEM | Errno::NOBUFS))

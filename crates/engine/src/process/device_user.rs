@@ -11,8 +11,9 @@ pub fn device_folder(device: Dev) -> PathBuf {
     format!("/sys/dev/block/{}:{}", major(device), minor(device)).into()
 }
 
-/// The user of a block device that bars others from writing to it, in words; `None` where the host names none. A mount
-/// in another mount namespace, or a program with the device open exclusively, has no name here: [`is_in_use`] finds it.
+/// The user of a block device that bars others from writing to it, in words; `None` where the host
+/// names none. A mount in another mount namespace, or a program with the device open exclusively,
+/// has no name here: [`is_in_use`] finds it.
 pub fn device_user(device: Dev) -> Option<String> {
     let number = format!("{}:{}", major(device), minor(device));
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -30,8 +31,8 @@ pub fn device_user(device: Dev) -> Option<String> {
     Some(format!("/dev/{} is built on it", holder.display()))
 }
 
-/// Whether a block device is mounted, part of another device, or open exclusively by a program. A device that this
-/// process may not open counts as free.
+/// Whether a block device is mounted, part of another device, or open exclusively by a program. A
+/// device that this process may not open counts as free.
 pub fn is_in_use(device: Dev) -> bool {
     // The link's target is the device's folder, whose name has '!' where the node's has '/'.
     let Ok(folder) = device_folder(device).canonicalize() else { return false };

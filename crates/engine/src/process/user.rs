@@ -2,12 +2,13 @@
 
 use std::io;
 
-/// Becomes another user for good, on all threads: real, effective and saved ids, and no supplementary groups. A process
-/// that is this user and group already stays as it is. The kernel's workers of io_uring keep their ids, and do what a
-/// thread asks by the rights of that thread.
+/// Becomes another user for good, on all threads: real, effective and saved ids, and no
+/// supplementary groups. A process that is this user and group already stays as it is. The kernel's
+/// workers of io_uring keep their ids, and do what a thread asks by the rights of that thread.
 ///
 /// # Errors
-/// The kernel's: EPERM for a process that may not. Then some of it may have been done, and the process is to end.
+/// The kernel's: EPERM for a process that may not. Then some of it may have been done, and the
+/// process is to end.
 pub fn become_user(user: u32, group: u32) -> io::Result<()> {
     let is_so = |ids: [libc::uid_t; 3], wanted| ids == [wanted; 3];
     let (mut users, mut groups) = ([0; 3], [0; 3]);
@@ -19,8 +20,9 @@ pub fn become_user(user: u32, group: u32) -> io::Result<()> {
     if is_so(users, user) && is_so(groups, group) {
         return Ok(());
     }
-    // The functions of the C library, which change all threads; a system call changes its own thread only.
-    // SAFETY: no groups are read from the null pointer, and the other calls take no memory.
+    // The functions of the C library, which change all threads; a system call changes its own
+    // thread only. SAFETY: no groups are read from the null pointer, and the other calls take
+    // no memory.
     let result = unsafe {
         match libc::setgroups(0, std::ptr::null()) {
             0 => match libc::setresgid(group, group, group) {

@@ -43,9 +43,10 @@ impl Stream {
         (result.map_err(Into::into), list_of(operation))
     }
 
-    /// As [`receive`](Self::receive), until `is_stopped` says so, which registers the task to be woken otherwise.
-    /// Stopped, the receive ends soon: with the bytes that the kernel has taken out of the socket, or with an error
-    /// that [`is_stopped`] tells if there are none. No byte is lost.
+    /// As [`receive`](Self::receive), until `is_stopped` says so, which registers the task to be
+    /// woken otherwise. Stopped, the receive ends soon: with the bytes that the kernel has
+    /// taken out of the socket, or with an error that [`is_stopped`] tells if there are none.
+    /// No byte is lost.
     pub async fn receive_until(
         &self,
         into: IoVectorList,
@@ -68,8 +69,8 @@ impl Stream {
         (Ok(()), from)
     }
 
-    /// Sends what the socket takes at once, in order, waiting until it takes something. Gives the list back
-    /// with all that was sent passed over.
+    /// Sends what the socket takes at once, in order, waiting until it takes something. Gives the
+    /// list back with all that was sent passed over.
     pub async fn send_some(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         let message = Message { socket: Arc::clone(&self.0), list: from };
         let (result, operation) = submit(Operation::Send(message)).await;
@@ -78,9 +79,10 @@ impl Stream {
         (result, from)
     }
 
-    /// As [`send`](Self::send); what the socket takes without waiting goes by a system call of its own.
-    /// That is the cheaper way where nothing is to be done but to wait for the peer's answer: the
-    /// engine's next system call can sleep until then, and has no completion of the send to report.
+    /// As [`send`](Self::send); what the socket takes without waiting goes by a system call of its
+    /// own. That is the cheaper way where nothing is to be done but to wait for the peer's
+    /// answer: the engine's next system call can sleep until then, and has no completion of the
+    /// send to report.
     pub async fn send_directly(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         let operation = Operation::Send(Message { socket: Arc::clone(&self.0), list: from });
         let result = try_socket(&operation);
@@ -114,8 +116,8 @@ pub fn is_stopped(error: &io::Error) -> bool {
 /// How long a listener leaves the kernel alone after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening socket. Several loops may accept from clones of it, if all have the same engine: some
-/// engines need it to be blocking, others not to be.
+/// A listening socket. Several loops may accept from clones of it, if all have the same engine:
+/// some engines need it to be blocking, others not to be.
 #[derive(Clone, Debug)]
 pub struct Listener {
     socket: Arc<OwnedFd>,
@@ -133,19 +135,19 @@ impl Listener {
     }
 
     /// Waits for the next connection. Dropping the future ends the wait; a connection that comes in
-    /// at that very moment is closed. Where descriptors or memory run out, clients wait in the kernel's
-    /// queue until there are some again, with a warning a minute if there is a client.
+    /// at that very moment is closed. Where descriptors or memory run out, clients wait in the
+    /// kernel's queue until there are some again, with a warning a minute if there is a client.
     ///
     /// # Errors
-    /// The kernel's (`accept4(2)`): some, like ECONNABORTED, are about one connection only, and the next
-    /// call may succeed.
+    /// The kernel's (`accept4(2)`): some, like ECONNABORTED, are about one connection only, and the
+    /// next call may succeed.
     pub async fn accept(&self) -> io::Result<Stream> {
         self.accept_until(|_| false).await
     }
 
-    /// As [`accept`](Self::accept), until `is_stopped` says so, which registers the task to be woken otherwise.
-    /// Stopped, it ends soon: with a connection that was accepted in that moment, or with an error that
-    /// [`is_stopped`] tells. No connection is lost.
+    /// As [`accept`](Self::accept), until `is_stopped` says so, which registers the task to be
+    /// woken otherwise. Stopped, it ends soon: with a connection that was accepted in that
+    /// moment, or with an error that [`is_stopped`] tells. No connection is lost.
     ///
     /// # Errors
     /// As [`accept`](Self::accept).
@@ -157,9 +159,11 @@ impl Listener {
             let operation = Operation::Accept { socket: Arc::clone(&self.socket) };
             match submit_until(operation, &mut is_stopped).await.0 {
                 Ok(descriptor) => {
-                    // SAFETY: the kernel has just made this descriptor for us, and this is its only owner.
+                    // SAFETY: the kernel has just made this descriptor for us, and this is its only
+                    // owner.
                     let socket = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
-                    // Blocking, as `Stream::new` makes others: accepted sockets inherit no flags on Linux.
+                    // Blocking, as `Stream::new` makes others: accepted sockets inherit no flags on
+                    // Linux.
                     return Ok(Stream(Arc::new(socket)));
                 }
                 Err(errno) => {

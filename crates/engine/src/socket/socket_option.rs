@@ -1,20 +1,21 @@
-//! What the kernel tells about a socket where the safe wrappers fall short.
+//! Options of a socket where the safe wrappers fall short.
 //!
 //! Guarantee: no value of the kernel is read into a type that cannot hold it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), as this process's PID
-/// namespace names it. `None` where it has no id there, as a process of another PID namespace.
+/// Process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), as this process's
+/// PID namespace names it. `None` where it has no id there, as a process of another PID namespace.
 ///
 /// # Errors
 /// The kernel's (`getsockopt(2)`).
 pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `credentials` and `length` are live for the call, which is over when it returns. The kernel
-    // writes at most `length` bytes, the size of `credentials`, and all of its bit patterns are valid.
+    // SAFETY: `credentials` and `length` are live for the call, which is over when it returns. The
+    // kernel writes at most `length` bytes, the size of `credentials`, and all of its bit
+    // patterns are valid.
     let result = unsafe {
         libc::getsockopt(
             socket.as_fd().as_raw_fd(),
@@ -30,15 +31,16 @@ pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     Ok((credentials.pid > 0).then_some(credentials.pid))
 }
 
-/// Bytes in the send queue of a stream socket (`SIOCOUTQ`): over TCP those that the peer did not acknowledge
-/// yet (tcp(7)), on a Unix socket the memory of those that it did not receive, which is freed in units of
-/// up to 36 KiB.
+/// Bytes in the send queue of a stream socket (`SIOCOUTQ`): over TCP those that the peer did not
+/// acknowledge yet (tcp(7)), on a Unix socket the memory of those that it did not receive, which is
+/// freed in units of up to 36 KiB.
 ///
 /// # Errors
 /// The kernel's (`ioctl(2)`).
 pub fn unsent_bytes(socket: impl AsFd) -> io::Result<usize> {
     let mut count: libc::c_int = 0;
-    // SAFETY: TIOCOUTQ, which is SIOCOUTQ on sockets, writes one `int` to `count`, which is live for the call.
+    // SAFETY: TIOCOUTQ, which is SIOCOUTQ on sockets, writes one `int` to `count`, which is live
+    // for the call.
     let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
     if result != 0 {
         return Err(io::Error::last_os_error());

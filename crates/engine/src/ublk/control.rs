@@ -1,10 +1,12 @@
-//! Commands to the driver as a whole: a ring of its own, since they block, and their entries are longer than a loop's.
+//! Commands to the driver as a whole: a ring of its own, since they block, and their entries are
+//! longer than a loop's.
 //!
-//! Guarantees: the ring can send commands to `/dev/ublk-control` and do nothing else, from the moment that it is made: it
-//! has one file, every entry must name a file by its slot, and no registration is allowed
-//! (`ring_restrictions`). A command's buffer is borrowed until the driver is done with it. Commands are carried out with the
-//! capabilities that the process had when the ring was made (`IORING_REGISTER_PERSONALITY`). Reason: the driver asks for
-//! CAP_SYS_ADMIN to the end of a device, and a server that is confined need not have that for anything else.
+//! Guarantees: the ring can send commands to `/dev/ublk-control` and do nothing else, from the
+//! moment that it is made: it has one file, every entry must name a file by its slot, and no
+//! registration is allowed (`ring_restrictions`). A command's buffer is borrowed until the driver
+//! is done with it. Commands are carried out with the capabilities that the process had when the
+//! ring was made (`IORING_REGISTER_PERSONALITY`). Reason: the driver asks for CAP_SYS_ADMIN to the
+//! end of a device, and a server that is confined need not have that for anything else.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -36,7 +38,8 @@ impl UblkControl {
     /// Opens it.
     ///
     /// # Errors
-    /// The kernel's: `NotFound` without the driver, `PermissionDenied`; or why there can be no ring.
+    /// The kernel's: `NotFound` without the driver, `PermissionDenied`; or why there can be no
+    /// ring.
     pub fn open() -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::open(PATH, flags, Mode::empty())?;
@@ -48,13 +51,15 @@ impl UblkControl {
         Ok(Self { ring, personality, broken_wait: BrokenWait::default(), last: 0 })
     }
 
-    /// Has the driver carry out a command for device `id`. What the argument and the buffer are for is said at the command.
+    /// Has the driver carry out a command for device `id`. What the argument and the buffer are for
+    /// is said at the command.
     ///
     /// # Errors
     /// The driver's.
     ///
     /// # Panics
-    /// For a buffer of more than 64 KiB. When the kernel takes no commands for ten seconds, the process ends.
+    /// For a buffer of more than 64 KiB. When the kernel takes no commands for ten seconds, the
+    /// process ends.
     pub fn command(
         &mut self,
         command: UblkCommand,
@@ -62,14 +67,15 @@ impl UblkControl {
         argument: u64,
         buffer: &mut [u8],
     ) -> io::Result<()> {
-        // SAFETY: the buffer is borrowed until this function returns, which is after the completion: without
-        // a limit of time `wait` returns then, or ends the process.
+        // SAFETY: the buffer is borrowed until this function returns, which is after the
+        // completion: without a limit of time `wait` returns then, or ends the process.
         unsafe { self.push(command, id, argument, buffer) };
         self.wait(None).unwrap_or_else(|| std::process::abort())
     }
 
-    /// As [`command`](Self::command) without a buffer, but not waited for longer than `limit`: `None` then.
-    /// The driver goes on with it, and it is interrupted when this value is dropped.
+    /// As [`command`](Self::command) without a buffer, but not waited for longer than `limit`:
+    /// `None` then. The driver goes on with it, and it is interrupted when this value is
+    /// dropped.
     ///
     /// # Errors
     /// The driver's.
@@ -95,14 +101,15 @@ impl UblkControl {
         let entry = opcode::UringCmd80::new(SLOT, command.code()).cmd(bytes).build();
         self.last += 1;
         let entry = entry.personality(self.personality).user_data(self.last);
-        // SAFETY: the entry refers to the buffer, whose length it tells the driver, and to nothing else. The
-        // caller keeps it borrowed until the completion. Each entry is submitted before the next one is
-        // pushed, so there is room.
+        // SAFETY: the entry refers to the buffer, whose length it tells the driver, and to nothing
+        // else. The caller keeps it borrowed until the completion. Each entry is submitted
+        // before the next one is pushed, so there is room.
         unsafe { self.ring.submission().push(&entry) }.expect("an empty queue has room");
     }
 
-    /// Submits, and waits for the completion of the last command; `None` at the end of `limit`. It does not
-    /// unwind while the driver has a buffer: a wait that fails for seconds ends the process.
+    /// Submits, and waits for the completion of the last command; `None` at the end of `limit`. It
+    /// does not unwind while the driver has a buffer: a wait that fails for seconds ends the
+    /// process.
     fn wait(&mut self, limit: Option<Duration>) -> Option<io::Result<()>> {
         let end = limit.map(|limit| Instant::now() + limit);
         loop {
@@ -135,7 +142,7 @@ impl UblkControl {
         }
     }
 
-    /// What device `id` is like.
+    /// The description of device `id`.
     ///
     /// # Errors
     /// The driver's: ENODEV where there is none.

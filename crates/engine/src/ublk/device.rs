@@ -1,8 +1,9 @@
 //! A device's own file, by which its server takes requests and answers them.
 //!
-//! Guarantees: the memory that the driver copies data from and to is owned by a command in flight, and no shorter than the
-//! longest request of the device, which is what the driver goes by. Descriptors are read only: the driver writes them
-//! before the command that tells of them completes.
+//! Guarantees: the memory that the driver copies data from and to is owned by a command in flight,
+//! and no shorter than the longest request of the device, which is what the driver goes by.
+//! Descriptors are read only: the driver writes them before the command that tells of them
+//! completes.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -29,8 +30,8 @@ const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
     | ublk_flag::BATCH_IO
     | ublk_flag::SHMEM_ZC;
 
-/// `/dev/ublkcN`, open. One process at a time has it open. It is to be stopped ([`UblkCommand::Stop`]) before the loops
-/// that wait for its requests end.
+/// `/dev/ublkcN`, open. One process at a time has it open. It is to be stopped
+/// ([`UblkCommand::Stop`]) before the loops that wait for its requests end.
 ///
 /// [`UblkCommand::Stop`]: super::UblkCommand::Stop
 pub struct UblkDevice {
@@ -57,8 +58,9 @@ impl Descriptors {
         let bytes = |depth: usize| (depth * DESCRIPTOR_BYTES).next_multiple_of(page);
         let (length, offset) = (bytes(depth.into()), usize::from(queue) * bytes(MAX_DEPTH));
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a new mapping at an address of the kernel's choice replaces no other mapping. Its pages stay as long as
-        // the mapping: it keeps the device's file open, and the driver frees them when that is closed.
+        // SAFETY: a new mapping at an address of the kernel's choice replaces no other mapping. Its
+        // pages stay as long as the mapping: it keeps the device's file open, and the
+        // driver frees them when that is closed.
         let mapped = unsafe {
             rustix::mm::mmap(ptr::null_mut(), length, ProtFlags::READ, flags, file, offset as u64)?
         };
@@ -69,8 +71,9 @@ impl Descriptors {
     fn get(&self, tag: u16) -> UblkDescriptor {
         let offset = usize::from(tag) * DESCRIPTOR_BYTES;
         assert!(offset + DESCRIPTOR_BYTES <= self.length, "a tag of the queue");
-        // SAFETY: inside of the mapping, as was just checked, and aligned: it starts at a page, and a descriptor has a
-        // multiple of 8 bytes. The loads are volatile because the driver may write meanwhile; every value is valid.
+        // SAFETY: inside of the mapping, as was just checked, and aligned: it starts at a page, and
+        // a descriptor has a multiple of 8 bytes. The loads are volatile because the driver
+        // may write meanwhile; every value is valid.
         unsafe {
             let start = self.start.add(offset);
             UblkDescriptor {
@@ -94,8 +97,8 @@ impl UblkDevice {
     /// Opens device `id`, which was added or whose recovery was started.
     ///
     /// # Errors
-    /// The kernel's: `NotFound` where its file did not appear, `ResourceBusy` where another process has it open;
-    /// `Unsupported` for a device whose data does not go by plain copies.
+    /// The kernel's: `NotFound` where its file did not appear, `ResourceBusy` where another process
+    /// has it open; `Unsupported` for a device whose data does not go by plain copies.
     pub fn open(control: &mut UblkControl, id: u32) -> io::Result<Self> {
         let info = control.info(id)?;
         if info.flags & OTHER_WAYS != 0 {
@@ -113,7 +116,7 @@ impl UblkDevice {
         })
     }
 
-    /// What it was like when it was opened: its number, queues, limits and flags.
+    /// Its description when it was opened: its number, queues, limits and flags.
     pub fn info(&self) -> &UblkInfo {
         &self.info
     }
@@ -126,12 +129,13 @@ impl UblkDevice {
         self.descriptors[usize::from(queue)].get(tag)
     }
 
-    /// Takes the first request of a tag. Data of a write is in `memory` then, and that of a read is to be put there before
-    /// [`commit`](Self::commit). All tags of a queue are fetched by one thread, whose loop must take commands.
+    /// Takes the first request of a tag. Data of a write is in `memory` then, and that of a read is
+    /// to be put there before [`commit`](Self::commit). All tags of a queue are fetched by one
+    /// thread, whose loop must take commands.
     ///
     /// # Errors
-    /// ENODEV when the device was stopped; EACCES on a loop that takes no commands, EOPNOTSUPP on one without a ring; or
-    /// the driver's.
+    /// ENODEV when the device was stopped; EACCES on a loop that takes no commands, EOPNOTSUPP on
+    /// one without a ring; or the driver's.
     ///
     /// # Panics
     /// When the memory is not one piece, or shorter than the longest request of the device.
@@ -139,8 +143,8 @@ impl UblkDevice {
         self.command(FETCH, queue, tag, 0, memory).await
     }
 
-    /// Answers the request of a tag and takes the next one, as [`fetch`](Self::fetch). The result is a count of bytes, or a
-    /// negative errno. `memory` has the data of a read.
+    /// Answers the request of a tag and takes the next one, as [`fetch`](Self::fetch). The result
+    /// is a count of bytes, or a negative errno. `memory` has the data of a read.
     ///
     /// # Errors
     /// As [`fetch`](Self::fetch).
@@ -184,7 +188,8 @@ mod tests {
     use crate::driver::ring_restrictions::DeviceCommands;
     use crate::event_loop::EventLoop;
 
-    /// What becomes of a command to a file that takes none, on such a loop; `None` where it cannot be had here.
+    /// The outcome of a command to a file that takes none, on such a loop; `None` where it cannot
+    /// be had here.
     fn command_on(engine: Engine, commands: DeviceCommands) -> Option<io::Error> {
         let choice = EngineChoice::Only(engine);
         let mut event_loop = EventLoop::with_commands(choice, commands).ok()?;

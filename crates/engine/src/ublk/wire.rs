@@ -1,5 +1,5 @@
-//! What the driver reads and writes, as bytes and values (`<linux/ublk_cmd.h>`). All fields are in the order of the
-//! processor.
+//! The structures that the driver reads and writes, as bytes and values (`<linux/ublk_cmd.h>`). All
+//! fields are in the order of the processor.
 
 /// Features of the driver or of a device (`UBLK_F_`).
 pub mod ublk_flag {
@@ -48,7 +48,8 @@ pub enum UblkCommand {
     Delete,
     /// Removes a device, which vanishes when nobody has it open.
     DeleteAsync,
-    /// Has the block device appear. Waits until each tag of each queue is fetched. The argument is the server's process.
+    /// Has the block device appear. Waits until each tag of each queue is fetched. The argument is
+    /// the server's process.
     Start,
     /// Removes the block device; all commands of its queues complete.
     Stop,
@@ -101,7 +102,8 @@ impl UblkCommand {
     }
 }
 
-/// A control command as the driver reads it in a submission entry. `address` and `length` are those of the buffer.
+/// A control command as the driver reads it in a submission entry. `address` and `length` are those
+/// of the buffer.
 pub(super) fn control_bytes(id: u32, address: u64, length: u16, argument: u64) -> [u8; 80] {
     let mut bytes = [0; 80];
     bytes[0..4].copy_from_slice(&id.to_ne_bytes());
@@ -113,8 +115,8 @@ pub(super) fn control_bytes(id: u32, address: u64, length: u16, argument: u64) -
     bytes
 }
 
-/// A command of a queue as the driver reads it in a submission entry (`struct ublksrv_io_cmd`), before the address of its
-/// memory.
+/// A command of a queue as the driver reads it in a submission entry (`struct ublksrv_io_cmd`),
+/// before the address of its memory.
 pub(super) fn queue_bytes(queue: u16, tag: u16, result: i32) -> [u8; 8] {
     let mut bytes = [0; 8];
     bytes[0..2].copy_from_slice(&queue.to_ne_bytes());
@@ -140,7 +142,7 @@ pub struct UblkInfo {
     pub server: i32,
     /// A set of [`ublk_flag`].
     pub flags: u64,
-    /// What the server noted; the driver has no use for it.
+    /// The server's note; the driver has no use for it.
     pub note: u64,
 }
 
@@ -148,7 +150,7 @@ impl UblkInfo {
     /// How many bytes it has.
     pub const BYTES: usize = 64;
 
-    /// What the driver reads.
+    /// The bytes that the driver reads.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0..2].copy_from_slice(&self.queues.to_ne_bytes());
@@ -162,7 +164,7 @@ impl UblkInfo {
         bytes
     }
 
-    /// What the driver has written.
+    /// The values that the driver has written.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         Self {
             queues: u16::from_ne_bytes(part(bytes, 0)),
@@ -184,7 +186,7 @@ fn part<const N: usize>(bytes: &[u8], start: usize) -> [u8; N] {
 /// A request (`struct ublksrv_io_desc`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UblkDescriptor {
-    /// What is asked for, and how (`UBLK_IO_OP_`, `UBLK_IO_F_`).
+    /// The operation, and how (`UBLK_IO_OP_`, `UBLK_IO_F_`).
     pub operation: u32,
     /// How many sectors of 512 bytes.
     pub sectors: u32,

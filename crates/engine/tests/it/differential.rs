@@ -10,7 +10,7 @@ use crate::common::memory::Memory;
 use crate::common::seeds::for_seeds;
 use crate::common::{for_every_choice, in_time};
 
-/// What an operation may touch: some of it lies past the end of the file.
+/// The range of operations: some of it lies past the end of the file.
 const SPACE: usize = 1 << 19;
 const BLOCK: usize = 4096;
 
@@ -25,12 +25,12 @@ enum Step {
     Resize(usize),
 }
 
-/// What came of a step, as far as it must be the same everywhere.
+/// The outcome of a step, as far as it must be the same everywhere.
 #[derive(Clone, Debug, PartialEq)]
 enum Outcome {
     Done,
     Bytes(Vec<u8>),
-    /// Nothing is stored in the first so many bytes.
+    /// Nothing is stored in the first this many bytes.
     Hole(usize),
     Failed(i32),
 }
@@ -97,7 +97,7 @@ struct Model(Vec<u8>);
 impl Model {
     fn check(&mut self, step: &Step, outcome: &Outcome) {
         match (step, outcome) {
-            // What the file system below cannot do leaves everything as it was.
+            // An operation that the file system below cannot do leaves everything as it was.
             (Step::Zero { .. } | Step::Discard { .. }, Outcome::Failed(95 /* EOPNOTSUPP */)) => {}
             (_, Outcome::Failed(code)) => panic!("{step:?} failed with {code}"),
             (Step::Read { at, .. }, Outcome::Bytes(bytes)) => {

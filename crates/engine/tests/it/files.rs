@@ -200,7 +200,8 @@ fn a_lengthened_file_keeps_what_it_has() {
     });
 }
 
-/// Zeros where the host has the call; where it has not, a refusal that is remembered and changes nothing.
+/// Zeros where the host has the call; where it has not, a refusal that is remembered and changes
+/// nothing.
 #[test]
 fn zeros_are_prepared_or_refused_for_good() {
     on_every_file(async |file| {
@@ -352,7 +353,8 @@ fn a_short_read_is_continued_in_a_file_that_has_grown() {
     });
 }
 
-/// A file system that does not zero a range and keep its space at once makes a hole and fills it: tmpfs.
+/// A file system that does not zero a range and keep its space at once makes a hole and fills it:
+/// tmpfs.
 #[test]
 fn zeros_in_memory_have_space_behind_them() {
     on_every_engine(|event_loop| {

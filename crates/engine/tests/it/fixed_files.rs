@@ -79,7 +79,7 @@ fn change_descriptor(file: &HostFile, other: BorrowedFd<'_>) {
     assert_eq!(number, file.descriptor().as_raw_fd());
 }
 
-/// What is read and written by a file whose descriptor means another file meanwhile.
+/// The marks that are read and written by a file whose descriptor means another file meanwhile.
 fn marks_after_change(fixed: FixedFiles) -> Option<(u8, [u8; 2])> {
     let mut event_loop = new_loop(fixed)?;
     let folder = folder();

@@ -172,7 +172,7 @@ fn a_task_that_never_has_to_wait_keeps_nobody_from_running() {
 }
 
 /// Operations of all kinds are given up before, while and after the kernel has them. In the end
-/// nobody holds memory, places or connections any more.
+/// nobody holds memory, places or connections.
 #[test]
 fn operations_given_up_at_any_time_give_everything_back() {
     const TEST: &str = "operations_given_up_at_any_time_give_everything_back";
@@ -222,7 +222,7 @@ async fn give_up_many(rng: &mut Rng, file: &Rc<HostFile>, guard: &Arc<()>) {
         let patience = sleep(Duration::from_micros(rng.u64(..300)));
         futures_util::future::select(operation, patience).await;
     }
-    // What was given up last may need a moment.
+    // The last reference may need a moment.
     while Arc::strong_count(guard) > 1 {
         sleep(Duration::from_millis(1)).await;
     }

@@ -240,8 +240,8 @@ async fn spawn_and_wait(future: impl Future<Output = ()> + 'static) {
     spawn(future).await;
 }
 
-/// A party that computes all the time beside one that goes from task to task: between two steps of the
-/// second one the first gets a turn, not as many polls as it has tasks.
+/// A party that computes all the time beside one that goes from task to task: between two steps of
+/// the second one the first gets a turn, not as many polls as it has tasks.
 #[test]
 fn a_party_that_computes_lets_others_go_first() {
     const TASKS: u64 = 256;

@@ -1,5 +1,5 @@
-//! A guest's memory in a ring's own table: that requests go by its pages there, and that slots come and go
-//! with the memory. Skipped where there is no io_uring, or one without such tables.
+//! A guest's memory in a ring's own table: that requests go by its pages there, and that slots come
+//! and go with the memory. Skipped where there is no io_uring, or one without such tables.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -76,12 +76,13 @@ fn slots_of(length: usize) -> usize {
     count_registered_buffers(Path::new("/proc/self"), length).unwrap()
 }
 
-/// Lets the loop hear of what is not used any more.
+/// Lets the loop hear of what is no longer used.
 async fn turn() {
     sleep(Duration::from_millis(1)).await;
 }
 
-/// What the guest finds read, and the file written, when the pages were taken away meanwhile.
+/// The marks that the guest finds read, and the file written, when the pages were taken away
+/// meanwhile.
 fn marks_without_pages(register: impl FnOnce(&GuestMemory)) -> Option<(u8, u8)> {
     let mut event_loop = new_loop()?;
     let folder = folder();
@@ -120,8 +121,8 @@ fn takes_several_segments() -> bool {
     probe.is_supported(io_uring::opcode::ReadvFixed::CODE) && probe.is_supported(newest)
 }
 
-/// What the guest finds read, and the file written, when the pages were taken away that both halves of a block were
-/// registered with.
+/// The marks that the guest finds read, and the file written, when the pages were taken away that
+/// both halves of a block were registered with.
 fn marks_of_halves_without_pages() -> Option<(u8, u8)> {
     let mut event_loop = new_loop()?;
     let folder = folder();
@@ -161,8 +162,8 @@ fn guest_of_two_regions(length: usize) -> GuestMemory {
     memory
 }
 
-/// Segments in any order, of any length, some overlapping, in one region or in two: always the bytes that they name,
-/// and no others.
+/// Segments in any order, of any length, some overlapping, in one region or in two: always the
+/// bytes that they name, and no others.
 #[test]
 fn several_segments_name_their_own_bytes() {
     const LENGTH: usize = 24 * BLOCK;

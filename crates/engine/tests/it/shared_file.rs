@@ -11,7 +11,7 @@ const BLOCK: usize = 4096;
 const TASKS: usize = 16;
 const ROUNDS: usize = 20;
 
-/// What a writer leaves in a block.
+/// The mark of a writer in a block.
 fn mark(writer: usize, block: usize, round: usize) -> [u8; 3] {
     [writer as u8 + 1, block as u8, round as u8]
 }

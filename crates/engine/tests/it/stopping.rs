@@ -1,5 +1,5 @@
-//! Operations on sockets that are stopped and begun again, and files that another `HostFile` takes over: nothing of
-//! what the kernel has taken in is lost.
+//! Operations on sockets that are stopped and begun again, and files that another `HostFile` takes
+//! over: nothing of what the kernel has taken in is lost.
 
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,4 +1,5 @@
-//! Numbers in bytes of a known length. The caller has read a whole header, so no offset lies past its end.
+//! Numbers in bytes of a known length. The caller has read a whole header, so no offset lies past
+//! its end.
 
 /// The unit of disks, and of most offsets, in bytes.
 pub(super) const SECTOR: u64 = 512;

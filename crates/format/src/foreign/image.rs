@@ -109,8 +109,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Bytes of the unit in which the image allocates space, a power of two; `None` where all has its place from the
-    /// beginning.
+    /// Bytes of the unit in which the image allocates space, a power of two; `None` where all has
+    /// its place from the beginning.
     pub fn cluster_size(&self) -> Option<u64> {
         match &self.mapping {
             Mapping::Vdi(vdi) => Some(vdi.block_size()),
@@ -133,13 +133,14 @@ impl<S: Storage> Foreign<S> {
         &self.storage
     }
 
-    /// Where the host offsets of extents point to: the file, or [those](Self::extent_files) that it names.
+    /// Where the host offsets of extents point to: the file, or [those](Self::extent_files) that it
+    /// names.
     pub(crate) fn data(&self) -> &S {
         self.data.as_ref().unwrap_or(&self.storage)
     }
 
-    /// The names of the files with the disk's data, as bytes of the host's file system, relative to the image's
-    /// folder; empty where the image is one file.
+    /// The names of the files with the disk's data, as bytes of the host's file system, relative to
+    /// the image's folder; empty where the image is one file.
     pub fn extent_files(&self) -> &[Vec<u8>] {
         match &self.mapping {
             Mapping::Vmdk(vmdk) => vmdk.files(),
@@ -158,7 +159,8 @@ impl<S: Storage> Foreign<S> {
     /// Refuses an image as the [backing](Self::backing) file of this one that it cannot be.
     ///
     /// # Errors
-    /// `Corrupt` where it was changed since this image was made, `InvalidInput` where it is of another format.
+    /// `Corrupt` where it was changed since this image was made, `InvalidInput` where it is of
+    /// another format.
     pub(crate) fn check_backing(&self, backing: Option<&Self>) -> Result<()> {
         let Mapping::Vmdk(vmdk) = &self.mapping else { return Ok(()) };
         let parent = match backing.map(|backing| &backing.mapping) {
@@ -176,8 +178,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The same image with its [files](Self::extent_files), before anything is read: each is one of `ranges` of
-    /// `data`.
+    /// The same image with its [files](Self::extent_files), before anything is read: each is one of
+    /// `ranges` of `data`.
     ///
     /// # Errors
     /// `InvalidInput` where it has none, or another number; else as [`open`](Self::open).
@@ -212,8 +214,8 @@ impl<S: Storage> Foreign<S> {
     /// Where the first bytes of `range` are, which is not empty and inside the disk.
     ///
     /// # Errors
-    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong, also where blocks
-    /// elsewhere on the disk share their data; what the storage answers.
+    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong,
+    /// also where blocks elsewhere on the disk share their data; what the storage answers.
     pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent != Intent::Read {
             return Err(self.read_only());
@@ -235,7 +237,7 @@ impl<S: Storage> Foreign<S> {
                 if rest.is_empty() {
                     break;
                 }
-                // What is wrong further on is told to the read that gets there.
+                // Damage further on is reported to the read that gets there.
                 match self.piece(rest).await {
                     Ok(next) if piece.continues_as(&next) => piece.length += next.length,
                     _ => break,
@@ -286,8 +288,9 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Refuses an image whose blocks share data, before the first of it is read: some makers write such tables, and no
-    /// single block looks wrong. A table with too many blocks to count, or that cannot be read here, is read as it is.
+    /// Refuses an image whose blocks share data, before the first of it is read: some makers write
+    /// such tables, and no single block looks wrong. A table with too many blocks to count, or
+    /// that cannot be read here, is read as it is.
     async fn check_apart(&self) -> Result<()> {
         if let Ok(Some(survey)) = self.survey().await {
             survey.check_apart()?;

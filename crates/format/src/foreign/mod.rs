@@ -1,13 +1,16 @@
-//! Formats of other programs, for reading only: what is stored elsewhere can be served, compared and converted.
+//! Formats of other programs, for reading only: what is stored elsewhere can be served, compared
+//! and converted.
 //!
-//! Guarantees: nothing is ever written to such an image. Every field of a header is checked before it is used, and
-//! metadata is read page by page when it is needed, so an image takes no more memory than [`tables`] allows,
-//! whatever its header states. Guest data that the file does not have, because it was truncated, is an error and
-//! never zeros.
+//! Guarantees: nothing is ever written to such an image. Every field of a header is checked before
+//! it is used, and metadata is read page by page when it is needed, so an image takes no more
+//! memory than [`tables`] allows, whatever its header states. Guest data that the file does not
+//! have, because it was truncated, is an error and never zeros.
 //!
-//! - [`image`]: the one type that the rest of the crate knows, [`Foreign`]; it asks the format by one `match`.
+//! - [`image`]: the one type that the rest of the crate knows, [`Foreign`]; it asks the format by
+//!   one `match`.
 //! - A folder for each format: its header, and where the bytes of the disk are ([`piece`]).
-//! - [`tables`]: pages of metadata in memory, as [`patches`] of a log that was not replayed change them. [`overlap`]: which blocks a check finds twice.
+//! - [`tables`]: pages of metadata in memory, as [`patches`] of a log that was not replayed change
+//!   them. [`overlap`]: which blocks a check finds twice.
 
 mod fields;
 mod image;

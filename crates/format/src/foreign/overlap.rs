@@ -1,4 +1,5 @@
-//! Which blocks of a file belong to more than one block of a disk: for checks, and before the disk is read.
+//! Which blocks of a file belong to more than one block of a disk: for checks, and before the disk
+//! is read.
 //!
 //! Takes 8 bytes of memory for each block in use, up to [`MAX_BLOCKS`].
 
@@ -12,7 +13,7 @@ const MAX_BLOCKS: usize = 16 << 20;
 /// How many problems are told in words.
 const MAX_PROBLEMS: usize = 1000;
 
-/// What a check finds, as it goes along.
+/// The findings of a check, as it goes along.
 pub(super) struct Survey {
     report: CheckReport,
     /// Where each block in use starts.
@@ -48,7 +49,8 @@ impl Survey {
         Ok(())
     }
 
-    /// Notes a block of the disk that is at `start` and is counted as a problem: others may not share its data, either.
+    /// Notes a block of the disk that is at `start` and is counted as a problem: others may not
+    /// share its data, either.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -59,8 +61,8 @@ impl Survey {
         Ok(())
     }
 
-    /// Counts something that is wrong. `what` is asked for the words where they are kept: tables of millions of damaged
-    /// entries take no time for the others.
+    /// Counts something that is wrong. `what` is asked for the words where they are kept: tables of
+    /// millions of damaged entries take no time for the others.
     pub(super) fn problem(&mut self, what: impl FnOnce() -> String) {
         self.report.corruptions += 1;
         if self.report.problems.len() < MAX_PROBLEMS {
@@ -68,7 +70,7 @@ impl Survey {
         }
     }
 
-    /// What was found, once all blocks are counted.
+    /// The findings, once all blocks are counted.
     pub(super) fn finish(mut self) -> CheckReport {
         self.starts.sort_unstable();
         let starts = std::mem::take(&mut self.starts);

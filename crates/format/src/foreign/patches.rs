@@ -1,4 +1,5 @@
-//! Changes of a file that are in memory alone: what a log says that was not replayed. Reads of metadata see them.
+//! Changes of a file that are in memory alone: what a log says that was not replayed. Reads of
+//! metadata see them.
 //!
 //! Guarantees: at most [`MAX_PAGES`] pages and [`MAX_ZEROS`] ranges of zeros.
 
@@ -54,7 +55,7 @@ impl Patches {
         Ok(())
     }
 
-    /// Says that the file has at least so many bytes.
+    /// Says that the file has at least this many bytes.
     pub(super) fn extend_file(&mut self, size: u64) {
         self.file_size = self.file_size.max(size);
     }

@@ -1,4 +1,4 @@
-//! What the bytes of a disk are from one offset on: the answer of each format's look-up.
+//! The content of a disk from one offset on: the answer of each format's look-up.
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState};
 
@@ -8,7 +8,7 @@ pub(super) struct Piece {
     pub(super) state: ExtentState,
     /// How many bytes, at least one.
     pub(super) length: u64,
-    /// What compressed bytes decompress to; `None` for all other states.
+    /// The range that compressed bytes decompress to; `None` for all other states.
     pub(super) unit: Option<ByteRange>,
 }
 

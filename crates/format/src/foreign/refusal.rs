@@ -1,4 +1,5 @@
-//! What is wrong with an image, as errors that say where and what to do. The caller adds the file's name.
+//! The faults of an image, as errors that say where and what to do. The caller adds the file's
+//! name.
 
 use std::borrow::Cow;
 

@@ -1,7 +1,8 @@
 //! Metadata in memory: pages of the file, the least recently used one out first.
 //!
-//! Guarantees: at most [`MAX_PAGES`] pages of [`PAGE_SIZE`] bytes (or one of the storage's blocks, where that is
-//! more) are kept, however large the tables of the image are. An image is only read, so a page never changes.
+//! Guarantees: at most [`MAX_PAGES`] pages of [`PAGE_SIZE`] bytes (or one of the storage's blocks,
+//! where that is more) are kept, however large the tables of the image are. An image is only read,
+//! so a page never changes.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,8 +1,9 @@
-//! What a LUKS header says, whatever its version: ciphers, key slots, digests of the key.
+//! The content of a LUKS header, whatever its version: ciphers, key slots, digests of the key.
 //!
-//! Guarantees: every value was checked where the header was parsed. Sizes and offsets are within the limits below,
-//! ranges do not overflow, and names of unknown algorithms are errors that quote printable ASCII only. How much work
-//! a slot asks for is not limited here: whoever derives keys does.
+//! Guarantees: every value was checked where the header was parsed. Sizes and offsets are within
+//! the limits below, ranges do not overflow, and names of unknown algorithms are errors that quote
+//! printable ASCII only. How much work a slot asks for is not limited here: whoever derives keys
+//! does.
 
 use blockhouse_core::ByteRange;
 
@@ -27,7 +28,8 @@ pub struct LuksHeader {
     pub key_bytes: usize,
     /// Bytes that are encrypted together: 512, 1024, 2048 or 4096.
     pub sector_size: u32,
-    /// What is added to the number of each sector, in units of 512 bytes, for its initialization vector.
+    /// The number that is added to that of each sector, in units of 512 bytes, for its
+    /// initialization vector.
     pub iv_tweak: u64,
     /// Where the disk begins, in bytes from the start of the header.
     pub payload: u64,
@@ -35,7 +37,8 @@ pub struct LuksHeader {
     pub payload_size: Option<u64>,
     /// The key slots in use, in the order in which they are tried.
     pub slots: Vec<LuksSlot>,
-    /// Where the areas of all key slots begin, used or not, in bytes from the start of the header; of version 1 only.
+    /// Where the areas of all key slots begin, used or not, in bytes from the start of the header;
+    /// of version 1 only.
     pub slot_offsets: Vec<u64>,
 }
 
@@ -44,11 +47,11 @@ pub struct LuksHeader {
 pub struct LuksSlot {
     /// Its number in the header.
     pub number: u32,
-    /// What it takes to open it, or why that is not supported.
+    /// The parameters that open it, or the reason why that is not supported.
     pub key: Result<LuksSlotKey, String>,
 }
 
-/// What it takes to open a key slot.
+/// The parameters that open a key slot.
 #[derive(Clone, Debug)]
 pub struct LuksSlotKey {
     /// How the passphrase becomes the key of the slot's area.
@@ -61,9 +64,9 @@ pub struct LuksSlotKey {
     pub area_key_bytes: usize,
     /// Stripes of the area, each as long as the disk's key.
     pub stripes: u32,
-    /// What the stripes are merged with.
+    /// The hash that the stripes are merged with.
     pub stripe_hash: LuksHash,
-    /// What tells whether a key is the disk's.
+    /// The digest that tells whether a key is the disk's.
     pub digest: LuksDigest,
 }
 
@@ -162,7 +165,7 @@ impl LuksCipher {
         found.ok_or_else(|| format!("the cipher '{}' is not supported", printable(name)))
     }
 
-    /// Whether it has keys of so many bytes.
+    /// Whether it has keys of this many bytes.
     pub(super) fn takes_key(self, bytes: u64) -> bool {
         match self {
             Self::AesXtsPlain | Self::AesXtsPlain64 => matches!(bytes, 32 | 48 | 64),

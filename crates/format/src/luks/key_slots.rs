@@ -1,8 +1,8 @@
 //! Changes of the key slots of a header of version 1.
 //!
-//! Order: a slot's area is durable before its record says that it is in use. Where a slot is given up, its area is
-//! overwritten durably before the record changes, so that an old copy of the record opens nothing. After a crash between
-//! the two the slot is in use and opens nothing.
+//! Order: a slot's area is durable before its record says that it is in use. Where a slot is given
+//! up, its area is overwritten durably before the record changes, so that an old copy of the record
+//! opens nothing. After a crash between the two the slot is in use and opens nothing.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -10,7 +10,7 @@ use super::luks1::{END_OF_SLOTS, NewLuks, slot_record};
 use super::{Encryption, LuksHeader};
 use crate::aligned_read;
 
-/// What a key slot holds.
+/// The content of a key slot.
 pub struct NewLuksSlot {
     /// Iterations of the passphrase's derivation.
     pub iterations: u32,
@@ -57,8 +57,8 @@ impl Encryption {
     /// Puts a key into a slot, durably. What the slot held is lost.
     ///
     /// # Errors
-    /// `Unsupported` for another version than 1; `Corrupt` where the slot's area overlaps other data; or what the storage
-    /// answers.
+    /// `Unsupported` for another version than 1; `Corrupt` where the slot's area overlaps other
+    /// data; or what the storage answers.
     pub async fn set_slot<S: Storage>(
         &self,
         storage: &S,

@@ -20,8 +20,8 @@ const SLOT_AREA: usize = 40;
 const ENABLED: u32 = 0x00ac_71f3;
 const DISABLED: u32 = 0x0000_dead;
 
-/// Reads the header in `bytes`, 4 KiB of them, the magic of which is known. An error is the reason and the
-/// offset of the field.
+/// Reads the header in `bytes`, 4 KiB of them, the magic of which is known. An error is the reason
+/// and the offset of the field.
 pub(super) fn parse(bytes: &[u8]) -> Result<LuksHeader, (String, usize)> {
     let name = format!("{}-{}", text(bytes, 8, 32), text(bytes, 40, 32));
     let cipher = LuksCipher::parse(&name).map_err(|why| (why, 8))?;
@@ -92,8 +92,8 @@ fn slot(
     Ok(LuksSlot { number, key: Ok(key) })
 }
 
-/// The record of a key slot: where it is in the header, and its bytes. `area` is where its area begins, in bytes from the
-/// start of the header; `None` for one that is not in use.
+/// The record of a key slot: where it is in the header, and its bytes. `area` is where its area
+/// begins, in bytes from the start of the header; `None` for one that is not in use.
 pub(super) fn slot_record(
     number: u32,
     area: u64,
@@ -134,7 +134,7 @@ pub struct NewLuks {
 impl NewLuks {
     /// How the sectors of the disk and the slot's area are encrypted.
     pub const CIPHER: LuksCipher = LuksCipher::AesXtsPlain64;
-    /// What keys are derived with, and stripes merged.
+    /// The hash that keys are derived with, and stripes merged.
     pub const HASH: LuksHash = LuksHash::Sha256;
     /// Bytes of the disk's key.
     pub const KEY: usize = 64;

@@ -1,7 +1,8 @@
-//! The header of LUKS version 2 as bytes ("LUKS2 On-Disk Format Specification", version 1.1.1): two copies, each a
-//! sector of 4 KiB and an area of JSON, with a checksum over both.
+//! The header of LUKS version 2 as bytes ("LUKS2 On-Disk Format Specification", version 1.1.1): two
+//! copies, each a sector of 4 KiB and an area of JSON, with a checksum over both.
 //!
-//! Of two good copies the one with the higher sequence number counts. A copy whose checksum is wrong is not looked into.
+//! Of two good copies the one with the higher sequence number counts. A copy whose checksum is
+//! wrong is not looked into.
 
 use serde_json::Value;
 use sha2::{Digest, Sha256, Sha512};
@@ -17,7 +18,8 @@ pub(super) const LENGTHS: [u64; 9] =
     [0x4000, 0x8000, 0x1_0000, 0x2_0000, 0x4_0000, 0x8_0000, 0x10_0000, 0x20_0000, 0x40_0000];
 const CHECKSUM: std::ops::Range<usize> = 448..512;
 
-/// Bytes of a whole copy, as its binary part says. An error is the reason and the offset of the field.
+/// Bytes of a whole copy, as its binary part says. An error is the reason and the offset of the
+/// field.
 pub(super) fn length(binary: &[u8], magic: [u8; 6]) -> Result<u64, (String, usize)> {
     if binary[..6] != magic {
         return Err(("the magic bytes are missing".into(), 0));

@@ -1,6 +1,7 @@
 //! The JSON of a LUKS2 header: one encrypted segment, and the key slots that open it.
 //!
-//! Refused by name: containers in the middle of a reencryption, with integrity tags, or with segments of other kinds.
+//! Refused by name: containers in the middle of a reencryption, with integrity tags, or with
+//! segments of other kinds.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -69,7 +70,7 @@ pub(super) fn parse(json: &Value, uuid: &str) -> Result<LuksHeader, String> {
     })
 }
 
-/// What the container demands of programs that open it.
+/// The container's demands on programs that open it.
 fn check_requirements(json: &Value) -> Result<(), String> {
     let requirements = json.pointer("/config/requirements/mandatory");
     let first = requirements.and_then(Value::as_array).and_then(|list| list.first());

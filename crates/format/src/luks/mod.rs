@@ -1,11 +1,12 @@
 //! LUKS containers: a header with encrypted keys, and a disk of encrypted sectors.
 //!
-//! - [`LuksHeader`] is what a header says (`header`): of version 1 (`luks1`), or of version 2 with its copies (`luks2`)
-//!   and its JSON (`metadata`). [`LuksHeader::read`] finds it in a storage.
+//! - [`LuksHeader`] is what a header says (`header`): of version 1 (`luks1`), or of version 2 with
+//!   its copies (`luks2`) and its JSON (`metadata`). [`LuksHeader::read`] finds it in a storage.
 //! - [`Luks`] is the mapping: the disk lies in the storage from one offset on.
 //!
-//! Nothing here derives keys or decrypts: the I/O path does, with `blockhouse-crypt`. So what is mapped are the places
-//! of encrypted bytes. Headers are hostile input: at most 8 MiB are read, and every field is checked.
+//! Nothing here derives keys or decrypts: the I/O path does, with `blockhouse-crypt`. So what is
+//! mapped are the places of encrypted bytes. Headers are hostile input: at most 8 MiB are read, and
+//! every field is checked.
 
 mod header;
 mod key_slots;
@@ -28,16 +29,18 @@ pub use luks1::NewLuks;
 
 use crate::{Abort, Access, aligned_read};
 
-/// What to do about a container that cannot be read as it is.
+/// The hint about a container that cannot be read as it is.
 const DAMAGED: &str =
     "its header is damaged: restore it (cryptsetup luksHeaderRestore) or a copy of the image";
 const OTHER_PROGRAM: &str = "cryptsetup may open it, or can make another container of it";
 
 impl LuksHeader {
-    /// Reads the header that begins at `start` of the storage, whose first `room` bytes may be its own.
+    /// Reads the header that begins at `start` of the storage, whose first `room` bytes may be its
+    /// own.
     ///
     /// # Errors
-    /// `Corrupt` for what is no header or is damaged, `Unsupported` for what is not built; what the storage answers.
+    /// `Corrupt` for what is no header or is damaged, `Unsupported` for what is not built; what the
+    /// storage answers.
     pub async fn read<S: Storage>(storage: &S, start: u64, room: u64) -> Result<Self> {
         let first = aligned_read::read(storage, start, luks2::BINARY).await?;
         let header = match luks1::version(&first) {
@@ -141,8 +144,9 @@ fn refusal(what: String, offset: u64) -> Error {
         .hint(OTHER_PROGRAM)
 }
 
-/// Makes a container of `storage`, durably: `header` is one of [`NewLuks`] with its areas. What follows in the storage is
-/// the disk then, which reads as whatever its bytes decrypt to: never as zeros.
+/// Makes a container of `storage`, durably: `header` is one of [`NewLuks`] with its areas. What
+/// follows in the storage is the disk then, which reads as whatever its bytes decrypt to: never as
+/// zeros.
 ///
 /// # Errors
 /// What the storage answers.
@@ -163,10 +167,12 @@ pub struct Encryption {
 }
 
 impl Encryption {
-    /// That of an image whose header of LUKS is at `place`. Sectors are numbered by their host offsets.
+    /// That of an image whose header of LUKS is at `place`. Sectors are numbered by their host
+    /// offsets.
     ///
     /// # Errors
-    /// As [`LuksHeader::read`]; `Unsupported` for another version than 1, which alone is defined there.
+    /// As [`LuksHeader::read`]; `Unsupported` for another version than 1, which alone is defined
+    /// there.
     pub(crate) async fn of_clusters<S: Storage>(storage: &S, place: ByteRange) -> Result<Self> {
         let header = LuksHeader::read(storage, place.offset(), place.length()).await?;
         if header.version != 1 {
@@ -186,7 +192,7 @@ impl Encryption {
         &self.header
     }
 
-    /// What the number of the sector at `host` is for its initialization vector, in units of 512 bytes.
+    /// The number of the sector at `host` for its initialization vector, in units of 512 bytes.
     pub fn sector_number(&self, host: u64) -> u64 {
         (host.wrapping_sub(self.origin) / 512).wrapping_add(self.header.iv_tweak)
     }
@@ -210,7 +216,8 @@ impl Encryption {
     }
 }
 
-/// A container as a mapping: the disk lies in the storage from the header's payload on, one extent for all of it.
+/// A container as a mapping: the disk lies in the storage from the header's payload on, one extent
+/// for all of it.
 pub struct Luks<S: Storage> {
     storage: S,
     header: LuksHeader,
@@ -221,8 +228,8 @@ impl<S: Storage> Luks<S> {
     /// Reads the header of the container in `storage`.
     ///
     /// # Errors
-    /// As [`LuksHeader::read`]; `Corrupt` where the file ends before the disk does; `Unsupported` where the disk is to be
-    /// written, and its blocks lie across those of the storage.
+    /// As [`LuksHeader::read`]; `Corrupt` where the file ends before the disk does; `Unsupported`
+    /// where the disk is to be written, and its blocks lie across those of the storage.
     pub async fn open(storage: S, access: Access) -> Result<Self> {
         let header = LuksHeader::read(&storage, 0, storage.size()).await?;
         let room = storage.size().checked_sub(header.payload);
@@ -292,17 +299,18 @@ impl<S: Storage> Luks<S> {
         self.storage.flush(sync).await
     }
 
-    /// What a container does not have.
+    /// The error for a thing that a container does not have.
     pub(crate) fn lacks(&self, what: &str) -> Error {
         let what = format!("a LUKS container has no {what}");
         Error::new(ErrorKind::Unsupported, what).on(self.storage.name())
     }
 
-    /// Makes the disk end elsewhere, with its file. A longer one reads as anything there, as that of a new container.
+    /// Makes the disk end elsewhere, with its file. A longer one reads as anything there, as that
+    /// of a new container.
     ///
     /// # Errors
-    /// `Unsupported` where the header says how long the disk is; `InvalidInput` for a part of a sector; or what the
-    /// storage answers.
+    /// `Unsupported` where the header says how long the disk is; `InvalidInput` for a part of a
+    /// sector; or what the storage answers.
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
         if size == self.size() {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Numbers and texts in bytes of a known length: the caller has read a whole header, so no offset lies past its end.
+//! Numbers and texts in bytes of a known length: the caller has read a whole header, so no offset
+//! lies past its end.
 
 pub(super) fn be16(bytes: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes(array(bytes, offset))

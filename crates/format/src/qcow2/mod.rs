@@ -5,8 +5,8 @@
 //! is used, tables are read into bounded memory, and what is wrong is an error that names the
 //! structure and its offset.
 //!
-//! Components, each in a folder that uses only those of lower floors. A component owns its fields; its page
-//! tells its life cycle and its locking.
+//! Components, each in a folder that uses only those of lower floors. A component owns its fields;
+//! its page tells its life cycle and its locking.
 //!
 //! | floor | folder | owns |
 //! | --- | --- | --- |
@@ -20,7 +20,8 @@
 //! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
 //! | 1 | `layout` | nothing: header, entries, tables as bytes |
 //!
-//! [`Qcow2`] holds them together: each of its methods checks what a caller may do, and asks a component.
+//! [`Qcow2`] holds them together: each of its methods checks what a caller may do, and asks a
+//! component.
 
 mod allocator;
 mod bitmaps;
@@ -74,11 +75,11 @@ pub struct Qcow2<S: Storage> {
     metadata: ImageMetadata<S>,
     transactions: Transactions,
     bitmaps: LiveBitmaps,
-    /// What never changes while the image is open.
+    /// The facts that never change while the image is open.
     facts: Facts,
 }
 
-/// What an image says of itself, and what was found out when it was opened.
+/// The image's description, and the findings when it was opened.
 struct Facts {
     compression: Compression,
     backing: Option<Backing>,
@@ -92,8 +93,8 @@ struct Facts {
     snapshot: Option<Snapshot>,
 }
 
-/// Checks an image that does not change meanwhile and whose changes are all flushed. Takes about 6 bytes of
-/// memory for each cluster in use (with refcounts of 16 bits), however long the file is.
+/// Checks an image that does not change meanwhile and whose changes are all flushed. Takes about 6
+/// bytes of memory for each cluster in use (with refcounts of 16 bits), however long the file is.
 ///
 /// # Errors
 /// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
@@ -113,7 +114,7 @@ pub async fn check_with<S: Storage>(
     check::report::check_tables(image.storage(), &header, progress).await
 }
 
-/// What an image is.
+/// The properties of an image.
 impl<S: Storage> Qcow2<S> {
     fn geometry(&self) -> Geometry {
         self.metadata.geometry()
@@ -134,8 +135,8 @@ impl<S: Storage> Qcow2<S> {
         self.geometry().cluster_size()
     }
 
-    /// Bytes of what is allocated to the guest at a time: a subcluster, or a cluster where there are
-    /// none.
+    /// Bytes of what is allocated to the guest at a time: a subcluster, or a cluster where there
+    /// are none.
     pub fn subcluster_size(&self) -> u64 {
         self.geometry().subcluster_size()
     }
@@ -145,7 +146,8 @@ impl<S: Storage> Qcow2<S> {
         self.facts.compression
     }
 
-    /// The backing file, where unallocated clusters are read from; what lies past its end reads as zeros.
+    /// The backing file, where unallocated clusters are read from; what lies past its end reads as
+    /// zeros.
     pub fn backing(&self) -> Option<&Backing> {
         self.facts.backing.as_ref()
     }
@@ -170,18 +172,19 @@ impl<S: Storage> Qcow2<S> {
         self.data_file().is_some_and(DataFile::is_raw_disk)
     }
 
-    /// What the image says of its data file, if it is a [`Sidecar`].
+    /// The image's description of its data file, if it is a [`Sidecar`].
     pub fn sidecar_mark(&self) -> Option<DataFileMark> {
         DataFileMark::of(self.metadata.lock().tables.headers().disk())
     }
 
-    /// Whether it is a [`Sidecar`]: the disk is the data file, byte for byte, and no change of it concerns the tables.
+    /// Whether it is a [`Sidecar`]: the disk is the data file, byte for byte, and no change of it
+    /// concerns the tables.
     pub fn is_sidecar(&self) -> bool {
         self.facts.is_sidecar
     }
 
-    /// The extent of a range of a sidecar's disk; `None` of other images, and of what is not yet a part of the disk, for which the
-    /// tables get their entries.
+    /// The extent of a range of a sidecar's disk; `None` of other images, and of what is not yet a
+    /// part of the disk, for which the tables get their entries.
     fn fixed_extent(&self, range: ByteRange) -> Option<Extent> {
         let is_fixed = self.facts.is_sidecar && range.end() <= self.size();
         let state = ExtentState::Mapped { host: range.offset() };
@@ -189,7 +192,8 @@ impl<S: Storage> Qcow2<S> {
         is_fixed.then_some(Extent { guest: range, alloc_range: range, state, flags })
     }
 
-    /// What the file was found to have lost when the image was opened, for reading: reads of it fail.
+    /// The losses of the file that were found when the image was opened, for reading: reads of them
+    /// fail.
     pub fn truncation(&self) -> Option<Truncation> {
         self.facts.truncation
     }
@@ -262,7 +266,7 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.marking(mapped.await).await
     }
 
-    /// What comes before a change of `range` is prepared; the part of it that may be prepared then.
+    /// The preparation of a change of `range`; the part of it that may be prepared then.
     async fn begin_change(&self, range: ByteRange) -> Result<ByteRange> {
         self.begin_changes().await?;
         match self.bitmaps.try_record(range) {
@@ -271,7 +275,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// What comes before changes.
+    /// The preparation of changes.
     async fn begin_changes(&self) -> Result<()> {
         self.metadata.check_writable()?;
         self.metadata.check_intact()?;
@@ -299,9 +303,9 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.marking(prepared).await
     }
 
-    /// The host offset of the first bytes of `range` although their content does not come from there,
-    /// `None` for none; and for how many bytes that holds, contiguously. `range` is one that
-    /// [`map`](Self::map) answered for reading as zeros, a hole or the backing file's.
+    /// The host offset of the first bytes of `range` although their content does not come from
+    /// there, `None` for none; and for how many bytes that holds, contiguously. `range` is one
+    /// that [`map`](Self::map) answered for reading as zeros, a hole or the backing file's.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -359,8 +363,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// What lies in a data file must begin before its end. A data file that is the raw disk may be shorter:
-    /// others change it.
+    /// An extent in a data file must begin before its end. A data file that is the raw disk may be
+    /// shorter: others change it.
     fn within_data_file(&self, extent: Extent) -> Result<Extent> {
         if let (Some(data), ExtentState::Mapped { host }) =
             (self.metadata.writer().data_file(), extent.state)
@@ -409,13 +413,14 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// How many changes `log` has of which the disk may know nothing: what [`Format::replay`](crate::Format::replay)
-/// would look at. For people, and for who decides whether the memory is still needed. 0 for memory that holds no log.
+/// How many changes `log` has of which the disk may know nothing: what
+/// [`Format::replay`](crate::Format::replay) would look at. For people, and for who decides whether
+/// the memory is still needed. 0 for memory that holds no log.
 pub fn redo_log_len(log: &dyn StateMemory) -> u64 {
     RedoLog::count(log)
 }
 
-/// What outlives the process.
+/// The state that outlives the process.
 impl<S: Storage> Qcow2<S> {
     /// As [`Format::replay`](crate::Format::replay).
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
@@ -436,8 +441,8 @@ impl<S: Storage> Qcow2<S> {
 
 /// Persistent bitmaps.
 impl<S: Storage> Qcow2<S> {
-    /// All bitmaps, in the order in which they were added; none where another program has changed the disk without
-    /// recording its changes in them.
+    /// All bitmaps, in the order in which they were added; none where another program has changed
+    /// the disk without recording its changes in them.
     ///
     /// # Errors
     /// `Corrupt` where the directory contradicts the format.
@@ -455,7 +460,8 @@ impl<S: Storage> Qcow2<S> {
         self.bitmaps.observe_losses(observer);
     }
 
-    /// Whether the image has bitmaps that are in step with the disk. Of an image that is open for writing.
+    /// Whether the image has bitmaps that are in step with the disk. Of an image that is open for
+    /// writing.
     pub fn has_bitmaps(&self) -> bool {
         self.bitmaps.has_any()
     }
@@ -470,19 +476,20 @@ impl<S: Storage> Qcow2<S> {
         self.bitmaps.renew_voucher(&self.metadata).await
     }
 
-    /// Up to how many bytes of the disk each enabled bitmap may say to have changed that have not, because a process
-    /// died that recorded changes in it; 0 where none did. Of an image that is open for writing.
+    /// Up to how many bytes of the disk each enabled bitmap may say to have changed that have not,
+    /// because a process died that recorded changes in it; 0 where none did. Of an image that
+    /// is open for writing.
     pub fn bitmap_excess(&self) -> u64 {
         self.bitmaps.excess(&self.metadata)
     }
 
-    /// What the bitmap of this name says of `range`, which lies inside the disk: extents that follow each other,
-    /// `max` at least unless there are fewer. An enabled bitmap of an image that is open for writing says what was
-    /// recorded up to now.
+    /// The record of the bitmap of this name for `range`, which lies inside the disk: extents that
+    /// follow each other, `max` at least unless there are fewer. An enabled bitmap of an image
+    /// that is open for writing says what was recorded up to now.
     ///
     /// # Errors
-    /// `InvalidInput` where there is no such bitmap, or where it is inconsistent; `Corrupt`; or what the storage
-    /// answers.
+    /// `InvalidInput` where there is no such bitmap, or where it is inconsistent; `Corrupt`; or
+    /// what the storage answers.
     pub async fn bitmap_extents(
         &self,
         name: &str,
@@ -492,8 +499,8 @@ impl<S: Storage> Qcow2<S> {
         transaction::bitmap_extents(&self.metadata, &self.bitmaps, name, range, max).await
     }
 
-    /// Has the enabled bitmaps say that `range` changes, though nothing is written to it; durable when it returns. One in which that
-    /// cannot be recorded is given up, as by a change.
+    /// Has the enabled bitmaps say that `range` changes, though nothing is written to it; durable
+    /// when it returns. One in which that cannot be recorded is given up, as by a change.
     ///
     /// # Errors
     /// What the storage answers.
@@ -506,17 +513,19 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Adds a bitmap without any change in it; durable when it returns. No change of the guest's data may be in flight.
+    /// Adds a bitmap without any change in it; durable when it returns. No change of the guest's
+    /// data may be in flight.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is taken, empty or too long, a granularity that the format does not have or
-    /// that makes too large a bitmap, or a header without room; `Unsupported` for version 2; `NoSpace`; or what the
-    /// storage answers. Nothing has changed then.
+    /// `InvalidInput` for a name that is taken, empty or too long, a granularity that the format
+    /// does not have or that makes too large a bitmap, or a header without room; `Unsupported`
+    /// for version 2; `NoSpace`; or what the storage answers. Nothing has changed then.
     pub async fn add_bitmap(&self, new: &NewBitmap) -> Result<()> {
         transaction::add_bitmap(&self.metadata, &self.transactions, &self.bitmaps, new).await
     }
 
-    /// Changes the bitmap of this name; durable when it returns. No change of the guest's data may be in flight.
+    /// Changes the bitmap of this name; durable when it returns. No change of the guest's data may
+    /// be in flight.
     ///
     /// # Errors
     /// `InvalidInput` where there is none, or where it is inconsistent and not to be removed; or as
@@ -526,11 +535,13 @@ impl<S: Storage> Qcow2<S> {
         transaction::change_bitmap(&self.metadata, transactions, live, name, action).await
     }
 
-    /// Makes changes of bitmaps, all of them or none; durable when it returns. `prepared` is awaited when all is written, before the
-    /// changes become effective; where it fails, none is made. No change of the guest's data may be in flight.
+    /// Makes changes of bitmaps, all of them or none; durable when it returns. `prepared` is
+    /// awaited when all is written, before the changes become effective; where it fails, none
+    /// is made. No change of the guest's data may be in flight.
     ///
     /// # Errors
-    /// As [`add_bitmap`](Self::add_bitmap) and [`change_bitmap`](Self::change_bitmap), or that of `prepared`.
+    /// As [`add_bitmap`](Self::add_bitmap) and [`change_bitmap`](Self::change_bitmap), or that of
+    /// `prepared`.
     pub async fn change_bitmaps(
         &self,
         changes: &[BitmapChange],
@@ -540,8 +551,9 @@ impl<S: Storage> Qcow2<S> {
         transaction::change_bitmaps(&self.metadata, transactions, live, changes, prepared).await
     }
 
-    /// Adds what the bitmap `source_name` of `source`, which may be this image, has recorded to the bitmap `name`,
-    /// whose granularity may be another one; durable when it returns. No change of the guest's data may be in flight.
+    /// Adds what the bitmap `source_name` of `source`, which may be this image, has recorded to the
+    /// bitmap `name`, whose granularity may be another one; durable when it returns. No change
+    /// of the guest's data may be in flight.
     ///
     /// # Errors
     /// `InvalidInput` for disks of different sizes; or as [`change_bitmap`](Self::change_bitmap).
@@ -551,9 +563,10 @@ impl<S: Storage> Qcow2<S> {
         transaction::merge_bitmap(&self.metadata, transactions, live, name, source).await
     }
 
-    /// Has the bitmaps of these names, which `source` has, go on in this image, with their granularity and state; durable when it
-    /// returns. What ones of these names said here is replaced. No change of the guest's data may be in flight, and of `source` none
-    /// from then on, unless `bits` say that all has changed or the bitmaps are disabled.
+    /// Has the bitmaps of these names, which `source` has, go on in this image, with their
+    /// granularity and state; durable when it returns. What ones of these names said here is
+    /// replaced. No change of the guest's data may be in flight, and of `source` none from then
+    /// on, unless `bits` say that all has changed or the bitmaps are disabled.
     ///
     /// # Errors
     /// `InvalidInput` for disks of different sizes; or as [`merge_bitmap`](Self::merge_bitmap).
@@ -582,7 +595,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`Format::resize`](crate::Format::resize), to a larger size only. What lies past the old
-    /// end in the last cluster or in the backing file becomes visible, unless it was made zeros before.
+    /// end in the last cluster or in the backing file becomes visible, unless it was made zeros
+    /// before.
     pub async fn resize(&self, size: u64) -> Result<()> {
         transaction::grow(&self.metadata, (&self.transactions, &self.bitmaps), size).await?;
         self.bitmaps.note_resize(&self.metadata).await
@@ -599,24 +613,26 @@ impl<S: Storage> Qcow2<S> {
         transaction::make_empty(&self.metadata).await
     }
 
-    /// Gives the image another backing file or none, durably. What [`backing`](Self::backing) answers
-    /// stays what it was when the image was opened; the image is to be closed after this. That the new
-    /// file has the content that the image relies on is the caller's business.
+    /// Gives the image another backing file or none, durably. What [`backing`](Self::backing)
+    /// answers stays what it was when the image was opened; the image is to be closed after
+    /// this. That the new file has the content that the image relies on is the caller's
+    /// business.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or what
-    /// the storage answers.
+    /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or
+    /// what the storage answers.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         transaction::set_backing(&self.metadata, backing).await
     }
 
-    /// Changes options of the image, durably: the old ones or the new ones are in force after a crash. What
-    /// [`features`](Self::features) answers is new, all else is as it was when the image was opened; the image is to be
-    /// closed after this.
+    /// Changes options of the image, durably: the old ones or the new ones are in force after a
+    /// crash. What [`features`](Self::features) answers is new, all else is as it was when the
+    /// image was opened; the image is to be closed after this.
     ///
     /// # Errors
-    /// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no room, or the options
-    /// contradict each other; `ReadOnly`; `NoSpace`; or what the storage answers.
+    /// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no
+    /// room, or the options contradict each other; `ReadOnly`; `NoSpace`; or what the storage
+    /// answers.
     pub async fn amend(&self, amendments: Amendments) -> Result<()> {
         transaction::amend(&self.metadata, &self.transactions, amendments).await
     }
@@ -624,19 +640,19 @@ impl<S: Storage> Qcow2<S> {
     /// All snapshots, in the order in which they were taken.
     ///
     /// # Errors
-    /// `Corrupt` where the table contradicts the format; why it is unknown which table is active, after
-    /// a change of it failed at its last step.
+    /// `Corrupt` where the table contradicts the format; why it is unknown which table is active,
+    /// after a change of it failed at its last step.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
         transaction::list_snapshots(&self.metadata).await
     }
 
-    /// Takes a snapshot of the guest's disk, with a machine's state if one is given; durable when it
-    /// returns. No change of the guest's data may be in flight.
+    /// Takes a snapshot of the guest's disk, with a machine's state if one is given; durable when
+    /// it returns. No change of the guest's data may be in flight.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts cannot
-    /// count so far, or when the image has a data file; `NoSpace`; or what the storage answers. Nothing
-    /// has changed then, and `vm_state` is as it was.
+    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts
+    /// cannot count so far, or when the image has a data file; `NoSpace`; or what the storage
+    /// answers. Nothing has changed then, and `vm_state` is as it was.
     pub async fn create_snapshot(
         &self,
         new: &NewSnapshot,
@@ -652,7 +668,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Snapshots::give_back`](crate::Snapshots::give_back).
     pub async fn give_back(&self) {
-        // What fails is recorded where it has to be; what is left is freed later.
+        // A failure is recorded where it has to be; the rest is freed later.
         if self.metadata.reclaim().await.is_ok() {
             let _ = self.metadata.write_back_all().await;
         }
@@ -683,7 +699,8 @@ impl<S: Storage> Qcow2<S> {
         transaction::rename_snapshot(&self.metadata, &self.transactions, name, new_name).await
     }
 
-    /// Refuses snapshots, whose disks share clusters: in a data file each guest cluster has one host offset.
+    /// Refuses snapshots, whose disks share clusters: in a data file each guest cluster has one
+    /// host offset.
     ///
     /// # Errors
     /// `Unsupported` for an image with a data file.
@@ -691,17 +708,18 @@ impl<S: Storage> Qcow2<S> {
         transaction::check_no_data_file(&self.metadata)
     }
 
-    /// Where the machine's state begins in the tables of a snapshot of this disk: after the disk, at
-    /// a whole L1 entry.
+    /// Where the machine's state begins in the tables of a snapshot of this disk: after the disk,
+    /// at a whole L1 entry.
     pub fn vm_state_offset(&self) -> u64 {
         self.geometry().l1_entries_for(self.size()) * self.geometry().l1_entry_span()
     }
 
-    /// Where the state is of the snapshot that the image was opened on; empty for a snapshot without one.
+    /// Where the state is of the snapshot that the image was opened on; empty for a snapshot
+    /// without one.
     ///
     /// # Errors
-    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the snapshot's tables
-    /// do not reach so far; `Unsupported` for an image with a data file.
+    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the
+    /// snapshot's tables do not reach so far; `Unsupported` for an image with a data file.
     pub fn vm_state(&self) -> Result<ByteRange> {
         let snapshot = self.facts.snapshot.as_ref();
         transaction::vm_state_location(&self.metadata, snapshot, self.vm_state_offset())
@@ -712,11 +730,12 @@ impl<S: Storage> Qcow2<S> {
         VmStateTables::new(self.metadata.lock().tables.header(), self.size())
     }
 
-    /// Allocates one to `limit` clusters in a row for a machine's state. Nothing refers to them: they
-    /// are to be [reserved](VmStateTables::reserve) or given back.
+    /// Allocates one to `limit` clusters in a row for a machine's state. Nothing refers to them:
+    /// they are to be [reserved](VmStateTables::reserve) or given back.
     ///
     /// # Errors
-    /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
+    /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a
+    /// data file.
     pub async fn allocate_clusters(&self, limit: u64) -> Result<ByteRange> {
         transaction::allocate_clusters(&self.metadata, limit).await
     }

@@ -1,21 +1,25 @@
 //! Opening and closing an image.
 //!
-//! Opening: 1. the header, L1 table and refcount table are read; 2. a file that was cut off is found out;
-//! 3. where the active tables are is noted, for writing; 4. a flush, for writing: what a process that died has
-//! left in the host's cache is durable then; 5. refcounts of an image that was not closed are counted anew, for
-//! writing. A redo log is replayed after that, if there is one.
+//! Opening: 1. the header, L1 table and refcount table are read; 2. a file that was cut off is
+//! found out;
+//! 3. where the active tables are is noted, for writing; 4. a flush, for writing: what a process
+//!    that died has
+//! left in the host's cache is durable then; 5. refcounts of an image that was not closed are
+//! counted anew, for writing. A redo log is replayed after that, if there is one.
 //!
-//! Closing: 1. the session of the bitmaps ends; 2. all that is dirty is written and all frees are processed; 3. the
-//! file is cut off after the last cluster in use; 4. a flush, and the mark of an image that is open is taken away.
+//! Closing: 1. the session of the bitmaps ends; 2. all that is dirty is written and all frees are
+//! processed; 3. the file is cut off after the last cluster in use; 4. a flush, and the mark of an
+//! image that is open is taken away.
 //!
-//! Settling, for another process that opens the image: as closing, but the file is not cut off, and the image stays
-//! open.
+//! Settling, for another process that opens the image: as closing, but the file is not cut off, and
+//! the image stays open.
 //!
-//! The file is cut off only at closing, because a storage that is being made shorter must not be written
-//! past its new end: then nothing is in flight and nothing follows. A cluster is cut off when its refcount
-//! is 0 in memory and on disk and no active table lies in it. Refcounts of what was there when the image
-//! was opened may be wrong, and a repair could still mend them: such clusters are cut off only if no table,
-//! of the active disk or of a snapshot, refers to any of them. A crash before the cut leaves a longer file.
+//! The file is cut off only at closing, because a storage that is being made shorter must not be
+//! written past its new end: then nothing is in flight and nothing follows. A cluster is cut off
+//! when its refcount is 0 in memory and on disk and no active table lies in it. Refcounts of what
+//! was there when the image was opened may be wrong, and a repair could still mend them: such
+//! clusters are cut off only if no table, of the active disk or of a snapshot, refers to any of
+//! them. A crash before the cut leaves a longer file.
 
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
@@ -35,22 +39,22 @@ use super::{
     Truncation, Version,
 };
 
-/// How often refcount blocks are dropped at closing: one that is counted by another block may make that one
-/// empty.
+/// How often refcount blocks are dropped at closing: one that is counted by another block may make
+/// that one empty.
 const MAX_PASSES: u32 = 8;
 
 /// How an image is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenOptions {
-    /// What for.
+    /// The access.
     pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables and
-    /// what takes space for them are.
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables
+    /// and what takes space for them are.
     pub cache_size: u64,
-    /// What becomes of discarded space.
+    /// The treatment of discarded space.
     pub discard: Discard,
-    /// How many bytes of freed clusters may always wait for a writeback that is run for another reason,
-    /// however short the file is.
+    /// How many bytes of freed clusters may always wait for a writeback that is run for another
+    /// reason, however short the file is.
     pub min_waiting_frees: u64,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
@@ -87,7 +91,7 @@ pub struct Features {
     pub extended_l2: Switch,
     /// Bytes of the disk as the image states it. What is beyond a multiple of 512 is left out.
     pub stated_size: u64,
-    /// What the file has lost, if it was found to be cut off.
+    /// The losses of the file, if it was found to be cut off.
     pub truncation: Option<Truncation>,
     /// Whether the image was not closed, so that refcounts may be wrong.
     pub is_dirty: bool,
@@ -106,8 +110,8 @@ impl<S: Storage> Qcow2<S> {
         Self::open_before_replay(storage, options, None).await
     }
 
-    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what opening itself
-    /// writes does not take the place of what the log refers to.
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what
+    /// opening itself writes does not take the place of what the log refers to.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -159,8 +163,8 @@ impl<S: Storage> Qcow2<S> {
             bitmaps.load(&metadata).await?;
         }
         if options.access == Access::ReadWrite {
-            // A process that died may have left tables that no flush has covered: from now on what is read
-            // counts as durable.
+            // A process that died may have left tables that no flush has covered: from now on what
+            // is read counts as durable.
             metadata.sync(SyncMode::Data).await?;
             if is_dirty {
                 metadata.begin_changes_before_replay().await?;
@@ -185,7 +189,8 @@ impl<S: Storage> Qcow2<S> {
     /// The same image with its [`data_file`](Self::data_file), without which nothing can be mapped.
     ///
     /// # Errors
-    /// `InvalidInput` where the image has none; `Unsupported` when clusters are smaller than its blocks.
+    /// `InvalidInput` where the image has none; `Unsupported` when clusters are smaller than its
+    /// blocks.
     pub fn with_data(mut self, data: S) -> Result<Self> {
         if self.facts.data_file.is_none() {
             return Err(self.error(ErrorKind::InvalidInput, "the image has no data file"));
@@ -237,7 +242,7 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.lock().tables.cache_counts()
     }
 
-    /// What the image says of itself.
+    /// The image's own description.
     pub fn features(&self) -> Features {
         let state = self.metadata.lock();
         let header = state.tables.headers().disk();
@@ -285,7 +290,8 @@ fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Res
 /// flight.
 ///
 /// # Errors
-/// Only of writing tables and reading refcounts. A storage that cannot be made shorter stays as it is.
+/// Only of writing tables and reading refcounts. A storage that cannot be made shorter stays as it
+/// is.
 async fn truncate_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
     metadata.writer().check_failure()?;
     if !metadata.lock().tables.has_counted() {

@@ -14,7 +14,7 @@ struct Search {
 impl Search {
     fn run(&mut self, tables: &mut Tables) -> Step<()> {
         let geometry = tables.geometry();
-        // What no refcount block can be for is not counted.
+        // Clusters that no refcount block can be for are not counted.
         let countable = tables.refcount_table_entries() * geometry.block_refcounts();
         self.below = self.below.min(countable);
         while self.below > 0 {
@@ -37,16 +37,17 @@ impl<S: Storage> Qcow2<S> {
         Search { below: self.storage().size() >> self.geometry().cluster_bits }
     }
 
-    /// Bytes of the storage from `end` on, the first cluster after the last one in use, and of those before it that became free
-    /// while the image is open.
+    /// Bytes of the storage from `end` on, the first cluster after the last one in use, and of
+    /// those before it that became free while the image is open.
     fn room_from(&self, end: u64) -> u64 {
         let clusters = self.storage().size() >> self.geometry().cluster_bits;
         let free = self.metadata.lock().allocator.freed_before(end);
         self.geometry().offset_of(clusters.saturating_sub(end) + free)
     }
 
-    /// How many bytes of clusters still fit into the storage, at least: those that were free already when the image was opened,
-    /// before its last cluster, are not counted. Of an image whose storage does not grow by itself.
+    /// How many bytes of clusters still fit into the storage, at least: those that were free
+    /// already when the image was opened, before its last cluster, are not counted. Of an image
+    /// whose storage does not grow by itself.
     ///
     /// # Errors
     /// What the storage answers.
@@ -56,7 +57,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(self.room_from(search.below))
     }
 
-    /// As [`room_left`](Self::room_left), without reading anything: `None` where that takes more than what is in memory.
+    /// As [`room_left`](Self::room_left), without reading anything: `None` where that takes more
+    /// than what is in memory.
     pub fn room_left_in_memory(&self) -> Option<u64> {
         let mut search = self.search();
         let found = search.run(&mut self.metadata.lock().tables);

@@ -1,7 +1,8 @@
-//! Images that hold the bitmaps of a raw disk: what tells whether they still belong to it, read without opening them.
+//! Images that hold the bitmaps of a raw disk: what tells whether they still belong to it, read
+//! without opening them.
 //!
-//! Such an image is a *sidecar*: its data file is the raw disk, and a header extension says which file that was. Other
-//! programs keep the extension, and may ignore it.
+//! Such an image is a *sidecar*: its data file is the raw disk, and a header extension says which
+//! file that was. Other programs keep the extension, and may ignore it.
 
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ const MAX_FINE: u64 = 64 << 30;
 const FINE: u64 = 64 << 10;
 const COARSE: u64 = 1 << 20;
 
-/// What a sidecar says of itself.
+/// The sidecar's own description.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sidecar {
     /// The name of the file that is the raw disk.
@@ -28,16 +29,17 @@ pub struct Sidecar {
     pub size: u64,
     /// Which file the disk is, in the bytes that it was made with.
     pub identity: [u8; 16],
-    /// When the disk had been changed for the last time when its changes had been recorded for the last time, as
-    /// [`Storage::last_change`] says. Of no use while `is_live`.
+    /// When the disk had been changed for the last time when its changes had been recorded for the
+    /// last time, as [`Storage::last_change`] says. Of no use while `is_live`.
     pub changed: Duration,
-    /// Whether a bitmap is enabled: it has all changes of the disk, unless the disk was changed without it.
+    /// Whether a bitmap is enabled: it has all changes of the disk, unless the disk was changed
+    /// without it.
     pub has_enabled: bool,
     /// Whether a process is recording changes, or died before it closed the image.
     pub is_live: bool,
     /// The size that the disk may have instead, where a process died that changed it.
     pub other_size: Option<u64>,
-    /// What that process has vouched for.
+    /// The voucher of that process.
     pub voucher: Option<Voucher>,
 }
 
@@ -45,7 +47,8 @@ impl Sidecar {
     /// Reads what the image in `storage` says; `None` where it is no sidecar.
     ///
     /// # Errors
-    /// What the storage answers; `Corrupt` or `Unsupported` where it is no image that can be opened.
+    /// What the storage answers; `Corrupt` or `Unsupported` where it is no image that can be
+    /// opened.
     pub async fn read<S: Storage>(storage: &S) -> Result<Option<Self>> {
         let header = read_header(storage).await?;
         let mark = DataFileMark::of(&header);
@@ -54,7 +57,7 @@ impl Sidecar {
             return Ok(None);
         };
         let entries = match bitmap_directory::read(storage, &header).await {
-            // Nothing of them can be lost any more.
+            // Nothing of them can be lost.
             Err(error) if error.kind() == ErrorKind::Corrupt => Vec::new(),
             entries => entries?,
         };
@@ -70,8 +73,8 @@ impl Sidecar {
         }))
     }
 
-    /// How the sidecar of a disk of `size` bytes, in the file `name` of the same folder, is made. `identity` says
-    /// which file that is.
+    /// How the sidecar of a disk of `size` bytes, in the file `name` of the same folder, is made.
+    /// `identity` says which file that is.
     pub fn create_options(size: u64, name: Vec<u8>, identity: [u8; 16]) -> CreateOptions {
         // Its tables have an entry for each cluster.
         let cluster_size = if size > MAX_FINE { COARSE } else { FINE };

@@ -1,8 +1,9 @@
 //! Crashes after every storage operation of random workloads on images: what is left behind has no
-//! corruption, every sector shows only what was written to it, and nothing that was flushed is lost.
+//! corruption, every sector shows only what was written to it, and nothing that was flushed is
+//! lost.
 //!
-//! At the same moments the process dies instead, while the storage's cache and the redo log stay: then nothing
-//! that ended is lost.
+//! At the same moments the process dies instead, while the storage's cache and the redo log stay:
+//! then nothing that ended is lost.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -29,33 +30,34 @@ use crate::common::{has_qemu, read, read_host};
 
 const SECTOR: u64 = 512;
 
-/// What a sector may show.
+/// The values that a sector may show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Value {
     /// The bytes of the write with this number.
     Written(u64),
     Zeros,
-    /// What was there before, or zeros.
+    /// The content before, or zeros.
     Discarded,
 }
 
-/// What happened to each sector, oldest first.
+/// The history of each sector, oldest first.
 #[derive(Default)]
 struct Sector {
     history: Vec<Value>,
     /// How many of the history have ended well, one after the other.
     ended: usize,
-    /// What is older than this must not be seen after a crash.
+    /// Values older than this must not be seen after a crash.
     stable: usize,
-    /// Changes that failed or were given up: they may happen or not, at any time. They are no part of the history,
-    /// because what was there before them may still be there after all that follows.
+    /// Changes that failed or were given up: they may happen or not, at any time. They are no part
+    /// of the history, because what was there before them may still be there after all that
+    /// follows.
     floating: Vec<Value>,
 }
 
-/// What is lost.
+/// The loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
-    /// What is not durable.
+    /// The bytes that are not durable.
     PowerLoss,
     /// The memory of the process.
     ProcessDeath,
@@ -78,7 +80,7 @@ impl Sector {
     }
 
     fn permits(&self, found: Value, end: End) -> bool {
-        // What a discard leaves may be what it found.
+        // A discard may leave the bytes that it found.
         let kept = match end {
             End::PowerLoss => self.stable,
             End::ProcessDeath => self.ended,
@@ -115,7 +117,7 @@ fn sector_bytes(sector: u64, write: u64) -> Vec<u8> {
     [(sector + 1).to_be_bytes(), write.to_be_bytes()].concat().repeat(SECTOR as usize / 16)
 }
 
-/// What is in a sector, unless that was never written to it.
+/// The value in a sector, unless that was never written to it.
 fn value_of(sector: u64, bytes: &[u8]) -> Option<Value> {
     if bytes.iter().all(|&byte| byte == 0) {
         return Some(Value::Zeros);
@@ -152,7 +154,8 @@ impl World {
         }
     }
 
-    /// Reads as slowly as the disk is; whatever is changed meanwhile, no sector shows another's data.
+    /// Reads as slowly as the disk is; whatever is changed meanwhile, no sector shows another's
+    /// data.
     async fn read(&self, random: &mut Rng) {
         let range = self.any_range(random);
         let guard = self.image.begin_read();
@@ -244,8 +247,8 @@ impl World {
         bytes.extend(read(image, tail, 0).await?);
         let mut buffer = Buffer::new(bytes.len());
         buffer.bytes_mut().copy_from_slice(&bytes);
-        // A durable write that fails is a failed flush for all that lies around it; remembering that
-        // is for the storage below, which is none here.
+        // A durable write that fails is a failed flush for all that lies around it; remembering
+        // that is for the storage below, which is none here.
         let may_be_durable = storage.capabilities().fua == Fua::Native && !self.may_fail;
         let durability = if may_be_durable && number.is_multiple_of(3) {
             Durability::Data
@@ -345,8 +348,8 @@ impl Drop for Prepared<'_> {
     }
 }
 
-/// Opens what a crash left behind, with the redo log if that is left, too: what a check finds, and the guest's
-/// bytes.
+/// Opens what a crash left behind, with the redo log if that is left, too: what a check finds, and
+/// the guest's bytes.
 fn recover(
     left: Vec<u8>,
     redo_log: Option<Vec<AtomicU64>>,
@@ -405,7 +408,7 @@ fn new_image(config: &Config, random: &mut Rng) -> Vec<u8> {
         refcount_bits: if is_v2 { 16 } else { [1, 16, 64, 64][random.usize(..4)] },
         lazy_refcounts: switch(!is_v2 && random.u8(..4) == 0),
         extended_l2: switch(!is_v2 && cluster_size == 16_384 && random.bool()),
-        // What is behind reads as zeros here: what counts is that zeros must be said.
+        // The part behind reads as zeros here: it counts that zeros must be said.
         backing: (random.u8(..4) == 0)
             .then(|| Backing { name: b"base".to_vec(), format: Some("raw".into()) }),
         ..CreateOptions::new(size)
@@ -417,8 +420,8 @@ fn new_image(config: &Config, random: &mut Rng) -> Vec<u8> {
     disk.content()
 }
 
-/// Lets operations fail. That a flush which runs beside a failing one must not be believed is for the
-/// storage below to know, which is none here: flushes fail only where nothing runs beside them.
+/// Lets operations fail. That a flush which runs beside a failing one must not be believed is for
+/// the storage below to know, which is none here: flushes fail only where nothing runs beside them.
 fn add_faults(disk: &SimDisk, is_alone: bool, random: &mut Rng) {
     let kinds = [OperationKind::Read, OperationKind::Write, OperationKind::Discard];
     let flushes = [OperationKind::DurableWrite, OperationKind::Flush];
@@ -494,8 +497,8 @@ fn explore(seed: u64) -> Result<Report, String> {
     Ok(*world.report.borrow())
 }
 
-/// Closes the image, with a crash at every operation: unless something failed or was given up, nothing
-/// leaks.
+/// Closes the image, with a crash at every operation: unless something failed or was given up,
+/// nothing leaks.
 fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
     disk.clear_faults();
     let closing = Rc::clone(world);
@@ -517,7 +520,8 @@ fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), Str
             }
             Ok(())
         }
-        // Also where no request failed: a writeback that runs beside the requests tells the next that asks.
+        // Also where no request failed: a writeback that runs beside the requests tells the next
+        // that asks.
         Err(error) if world.may_fail || !was_smooth => {
             let is_remembered = matches!(error.kind(), ErrorKind::Io | ErrorKind::NoSpace);
             if is_remembered { Ok(()) } else { Err(format!("closing: {error:?}")) }

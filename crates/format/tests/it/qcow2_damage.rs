@@ -1,4 +1,5 @@
-//! Images with flipped bytes: every operation ends, with an error that names a place or without one.
+//! Images with flipped bytes: every operation ends, with an error that names a place or without
+//! one.
 
 use std::time::Duration;
 
@@ -123,8 +124,8 @@ async fn change_beside_writes(
     Ok(())
 }
 
-/// Takes or deletes a snapshot of an image that may be damaged; whether that worked. Where a check finds nothing wrong before it,
-/// all works, and a check finds nothing wrong after it.
+/// Takes or deletes a snapshot of an image that may be damaged; whether that worked. Where a check
+/// finds nothing wrong before it, all works, and a check finds nothing wrong after it.
 async fn change_and_check(disk: SimDisk, random: &mut Rng) -> std::result::Result<bool, String> {
     let text = |error: Error| error.to_string();
     let Ok(image) = Qcow2::open(disk.clone(), OpenOptions::default()).await else {
@@ -133,7 +134,8 @@ async fn change_and_check(disk: SimDisk, random: &mut Rng) -> std::result::Resul
     if image.size() < 512 {
         return Ok(false);
     }
-    // A check looks at tables. Compressed data that cannot be decompressed fails the writes to a part of it.
+    // A check looks at tables. Compressed data that cannot be decompressed fails the writes to a
+    // part of it.
     let written = ByteRange::between(0, image.size().min(SIZE));
     let is_readable = read(&image, written, 0).await.is_ok();
     let is_sound = is_readable && check(&image).await.is_ok_and(|report| report.corruptions == 0);

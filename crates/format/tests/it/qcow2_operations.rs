@@ -1,4 +1,4 @@
-//! What reaches the storage, counted; and what a storage without room does to an image.
+//! The operations that reach the storage, counted; and an image whose storage has no room.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -39,7 +39,8 @@ async fn write_durably(image: &Qcow2<SimDisk>, cluster: u64) {
     image.sync_metadata().await.unwrap();
 }
 
-/// The flushes and discards that emptying an image of 8 MiB takes, each of whose clusters has a place.
+/// The flushes and discards that emptying an image of 8 MiB takes, each of whose clusters has a
+/// place.
 fn operations_to_empty(cluster_size: u64) -> [usize; 2] {
     let sim = Sim::new(1);
     let disk = SimDisk::new(&sim, Config::default(), Vec::new());

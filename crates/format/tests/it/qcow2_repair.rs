@@ -1,6 +1,6 @@
 //! Repairs that are interrupted: after a crash at every storage operation of a repair, a repair of
-//! leaks has changed nothing that a guest reads and damaged nothing, and a repair of everything can be
-//! made again and comes to the same disk.
+//! leaks has changed nothing that a guest reads and damaged nothing, and a repair of everything can
+//! be made again and comes to the same disk.
 
 use std::rc::Rc;
 
@@ -171,7 +171,7 @@ fn repaired(image: &[u8], what: Repair) -> Result<(RepairReport, Vec<u8>), Strin
     Ok((outcome.map_err(|error| format!("{what:?}: {error}"))?, left))
 }
 
-/// What a check says and the guest reads.
+/// The report of a check and the guest's bytes.
 fn seen(image: &[u8]) -> Result<(CheckReport, Vec<u8>), String> {
     let (outcome, _) = on_disk(image, |disk| async move {
         let options = OpenOptions { access: Access::ReadOnly, ..OpenOptions::default() };
@@ -261,7 +261,7 @@ fn corruption_is_repaired_and_a_repair_can_be_interrupted() {
             return Err(format!("not repaired: {done:?}"));
         }
         let bytes = Rc::new(seen(&left)?.1);
-        // What was repaired can be written again.
+        // Repaired clusters can be written again.
         let (written, left) = on_disk(&left, |disk| async move {
             let image = Qcow2::open(disk, OpenOptions::default()).await?;
             write(&image, 0, &vec![0xee; SIZE as usize], 0).await?;

@@ -1,5 +1,5 @@
-//! What a dead process had answered is replayed where that is hard: on a block device, which has no space at its
-//! end; with refcounts that cannot count further.
+//! A dead process's answered writes are replayed where that is hard: on a block device, which has
+//! no space at its end; with refcounts that cannot count further.
 
 use std::future::Future;
 use std::rc::Rc;
@@ -31,7 +31,7 @@ fn copy_of(log: &Log) -> Vec<AtomicU64> {
     log.iter().map(|word| AtomicU64::new(word.load(Relaxed))).collect()
 }
 
-/// A new image on a block device of so many clusters, with anything after it.
+/// A new image on a block device of this many clusters, with anything after it.
 fn new_device(options: &CreateOptions, clusters: u64) -> Vec<u8> {
     let sim = Sim::new(0);
     let disk = SimDisk::new(&sim, Config::default(), Vec::new());
@@ -52,7 +52,8 @@ fn options(lazy_refcounts: Switch) -> CreateOptions {
     }
 }
 
-/// Does something with a device in a process, and answers what the device holds when the process has died.
+/// Does something with a device in a process, and answers what the device holds when the process
+/// has died.
 fn die_after<F: Future<Output = ()> + 'static>(
     device: Vec<u8>,
     work: impl FnOnce(SimDisk) -> F,
@@ -63,8 +64,8 @@ fn die_after<F: Future<Output = ()> + 'static>(
     disk.content()
 }
 
-/// A process writes clusters, each with its number, until the device is full or all are written. It flushes nothing,
-/// and dies. Returns which clusters it had answered.
+/// A process writes clusters, each with its number, until the device is full or all are written. It
+/// flushes nothing, and dies. Returns which clusters it had answered.
 fn fill(device: &mut Vec<u8>, log: &Log, clusters: Vec<u64>) -> Vec<u64> {
     let (answered, noted) = (Arc::new(std::sync::Mutex::new(Vec::new())), Arc::clone(log));
     let seen = Arc::clone(&answered);
@@ -153,8 +154,8 @@ fn a_recount_finds_room_on_a_device_without_a_log() {
     });
 }
 
-/// A death after a writeback, and before the log is emptied: the refcount of compressed data is as high as it can
-/// be, and counts what the log has.
+/// A death after a writeback, and before the log is emptied: the refcount of compressed data is as
+/// high as it can be, and counts what the log has.
 #[test]
 fn compressed_data_is_not_counted_beyond_what_a_refcount_holds() {
     let options = CreateOptions {
@@ -193,8 +194,8 @@ fn compressed_data_is_not_counted_beyond_what_a_refcount_holds() {
     });
 }
 
-/// Two servers with different memory serve an image one after the other, and die. The log of the first one does not fit
-/// any more, also where no time of a modification tells so.
+/// Two servers with different memory serve an image one after the other, and die. The log of the
+/// first one does not fit any more, also where no time of a modification tells so.
 #[test]
 fn a_log_is_refused_when_another_process_with_a_log_has_changed_the_image_since() {
     let (first, second) = (new_log(), new_log());
@@ -214,7 +215,8 @@ fn a_log_is_refused_when_another_process_with_a_log_has_changed_the_image_since(
     replay(&mut device, &second, vec![2, 3]);
 }
 
-/// The changes that are prepared take all room of a short log: others wait until one of them is linked.
+/// The changes that are prepared take all room of a short log: others wait until one of them is
+/// linked.
 #[test]
 fn changes_wait_for_others_that_take_all_room_of_the_log() {
     let sim = Sim::new(0);
@@ -236,7 +238,8 @@ fn changes_wait_for_others_that_take_all_room_of_the_log() {
     }
 }
 
-/// A request that holds prepared extents does not wait for room: another one may wait for those extents.
+/// A request that holds prepared extents does not wait for room: another one may wait for those
+/// extents.
 #[test]
 fn who_holds_changes_does_not_wait_for_room() {
     let sim = Sim::new(0);
@@ -262,8 +265,8 @@ fn who_holds_changes_does_not_wait_for_room() {
 /// The first record of a log, and in it the entry.
 const ENTRY_WORD: usize = 8 + 2;
 
-/// The data went into a cluster that two compressed clusters had shared before, and the process died before the lower
-/// refcount was written.
+/// The data went into a cluster that two compressed clusters had shared before, and the process
+/// died before the lower refcount was written.
 #[test]
 fn a_cluster_that_is_counted_too_often_leaks_and_nothing_is_corrupt() {
     /// Of the header: where the refcount table is.

@@ -1,5 +1,5 @@
-//! Snapshots on a simulated disk: random trees of them against a flat model, judged by our check and
-//! by QEMU's tools; crashes after every operation; a failure of every operation.
+//! Snapshots on a simulated disk: random trees of them against a flat model, judged by our check
+//! and by QEMU's tools; crashes after every operation; a failure of every operation.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,7 +15,7 @@ use blockhouse_sim::{Config, Fault, Report, Rng, Sim, SimDisk, Size, for_seeds};
 
 use crate::common::{has_qemu, qemu_check, read, run, unmap, write};
 
-/// What each disk holds: the active one, and the snapshots by name.
+/// The content of each disk: the active one, and the snapshots by name.
 #[derive(Clone, Default, PartialEq, Eq)]
 struct Model {
     active: Vec<u8>,
@@ -79,7 +79,7 @@ async fn scribble(image: &Qcow2<SimDisk>, model: &mut Model, random: &mut Rng) -
             unmap(image, range, intent, 0).await
         }
         1 => {
-            // What a discard leaves is read afterwards.
+            // The bytes that a discard leaves are read afterwards.
             unmap(image, range, Intent::Discard, 0).await?;
             let found = read(image, range, 0).await?;
             bytes.copy_from_slice(&found);
@@ -173,7 +173,7 @@ async fn change_snapshots(
     }
 }
 
-/// What an image holds, and what a check says of it.
+/// The content of an image, and the report of a check.
 fn recover(content: Vec<u8>) -> Result<(Model, CheckReport), String> {
     let sim = Sim::new(0);
     let disk = SimDisk::new(&sim, plain(), content);
@@ -341,7 +341,8 @@ fn change_once(
     }
     disk.clear_faults();
     let ended_well = outcome.is_ok();
-    // Life goes on after a failure, or everything is refused: nothing is overwritten that may be in use.
+    // Life goes on after a failure, or everything is refused: nothing is overwritten that may be in
+    // use.
     let mut run = random.fork();
     let mut later = wanted.clone();
     let image = sim.block_on(async move {
@@ -489,7 +490,8 @@ fn a_snapshot_can_be_read_but_not_written() {
     });
 }
 
-/// Has the L2 entries of a disk refer to clusters that have counters in different slices, and refcounts of 0.
+/// Has the L2 entries of a disk refer to clusters that have counters in different slices, and
+/// refcounts of 0.
 fn refer_to_everywhere(image: &mut [u8], entries: usize) {
     let word = |image: &[u8], at: usize| {
         u64::from_be_bytes(image[at..at + 8].try_into().expect("eight bytes"))

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use crate::common::{FileStorage, has_qemu, qemu_check, read, run, unmap, write};
 
-/// What the backing file is full of.
+/// The byte that fills the backing file.
 const BEHIND: u8 = 9;
 const MAX_SIZE: u64 = 6 << 20;
 
@@ -139,7 +139,7 @@ impl Disk<'_> {
         let old = self.model.len() as u64;
         let new = (old + by).min(MAX_SIZE);
         self.image().resize(new).await.unwrap();
-        // What lies behind the old end is the caller's to hide.
+        // The bytes behind the old end are the caller's to hide.
         let grown = ByteRange::between(old, new);
         unmap(self.image(), grown, Intent::Zero(Unmap::Allowed), self.behind).await.unwrap();
         self.model.resize(new as usize, 0);

@@ -13,7 +13,8 @@ const BLOCK: u64 = 4096;
 const TABLE: usize = 512;
 const DATA: usize = 1024;
 
-/// An image of as many blocks as the table has entries; block `n` of the file is filled with `n + 1`.
+/// An image of as many blocks as the table has entries; block `n` of the file is filled with `n +
+/// 1`.
 fn image(table: &[u32], file_blocks: usize, size: u64) -> Vec<u8> {
     let mut bytes = vec![0; DATA];
     let mut put = |offset: usize, value: u32| {

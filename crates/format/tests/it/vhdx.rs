@@ -1,4 +1,5 @@
-//! VHDX images against a model: any block table, with bitmaps between; logs that were not replayed, whole, cut and stale.
+//! VHDX images against a model: any block table, with bitmaps between; logs that were not replayed,
+//! whole, cut and stale.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
 use blockhouse_format::{ForeignKind, Format, Intent};
@@ -132,7 +133,7 @@ async fn open(sim: &Sim, bytes: Vec<u8>) -> Result<Format<SimDisk>> {
     foreign::open(sim, ForeignKind::Vhdx, bytes).await
 }
 
-/// What each block of an image is, or why it does not open.
+/// The states of an image's blocks, or the reason why it does not open.
 fn blocks(bytes: Vec<u8>) -> Result<Vec<ExtentState>> {
     let sim = Sim::new(1);
     let run = sim.clone();

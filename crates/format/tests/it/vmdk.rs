@@ -16,8 +16,8 @@ const DIRECTORY: usize = SECTOR;
 const TABLES: usize = 2 * SECTOR;
 const GRAINS: usize = 64 * SECTOR;
 
-/// A sparse extent of as many grains as there are entries, with `count` grains in the file; tables without any entry
-/// are not there.
+/// A sparse extent of as many grains as there are entries, with `count` grains in the file; tables
+/// without any entry are not there.
 fn sparse(entries: &[u32], count: usize, capacity: u64) -> Vec<u8> {
     let mut file = vec![0; GRAINS];
     let mut put = |at: usize, value: u32| file[at..at + 4].copy_from_slice(&value.to_le_bytes());

@@ -1,5 +1,5 @@
-//! Dynamic VHD images against a model: any table and any bitmaps, read extent by extent. Fixed ones, whose guest
-//! writes what it likes.
+//! Dynamic VHD images against a model: any table and any bitmaps, read extent by extent. Fixed
+//! ones, whose guest writes what it likes.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
 use blockhouse_format::{ForeignKind, Format, Intent};
@@ -33,7 +33,8 @@ fn footer(size: u64, kind: u32) -> [u8; 512] {
     bytes
 }
 
-/// A dynamic image whose table has these entries; the bitmaps of the blocks of its file follow each other.
+/// A dynamic image whose table has these entries; the bitmaps of the blocks of its file follow each
+/// other.
 fn dynamic(table: &[Option<usize>], bitmaps: &[[u8; 32]], size: u64) -> Vec<u8> {
     let footer = footer(size, 3);
     let mut bytes = footer.to_vec();

@@ -1,11 +1,12 @@
 //! Where the old bytes of each block of a frozen disk are.
 //!
-//! Guarantees: a block is unsaved, claimed by one change that copies it, or saved; what is saved stays so. A claim that is
-//! dropped makes what it has not finished unsaved again. Any thread may ask at any time, and no lock is held across a wait.
+//! Guarantees: a block is unsaved, claimed by one change that copies it, or saved; what is saved
+//! stays so. A claim that is dropped makes what it has not finished unsaved again. Any thread may
+//! ask at any time, and no lock is held across a wait.
 //!
-//! Memory: 16 bytes for each region of 64 MiB; 4 KiB more when its first block is claimed; 64 bytes for each granule of
-//! 64 KiB that is saved in parts, as far as a limit goes (and a quarter more in reserve). Beyond the limit granules are
-//! claimed whole, and need none.
+//! Memory: 16 bytes for each region of 64 MiB; 4 KiB more when its first block is claimed; 64 bytes
+//! for each granule of 64 KiB that is saved in parts, as far as a limit goes (and a quarter more in
+//! reserve). Beyond the limit granules are claimed whole, and need none.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,7 +28,7 @@ pub(super) struct Index {
     changed: Condvar,
 }
 
-/// What a change has to do next.
+/// The next step of a change.
 pub(super) enum Claim<'a> {
     /// Nothing: all of its range is saved.
     Nothing,
@@ -44,7 +45,8 @@ pub(super) struct Claimed<'a> {
 }
 
 impl Index {
-    /// Of a disk of `size` bytes, nothing of which is saved. Tables of granules take `max_tables` bytes at most.
+    /// Of a disk of `size` bytes, nothing of which is saved. Tables of granules take `max_tables`
+    /// bytes at most.
     ///
     /// # Errors
     /// `Io` where the host has no memory for the list of regions.
@@ -73,8 +75,8 @@ impl Index {
         })
     }
 
-    /// Claims the first blocks of `range`, which is on the disk, that are not saved, as far as they follow each other in a
-    /// region; perhaps some blocks around them, in the same granules.
+    /// Claims the first blocks of `range`, which is on the disk, that are not saved, as far as they
+    /// follow each other in a region; perhaps some blocks around them, in the same granules.
     pub(super) fn claim(&self, range: ByteRange) -> Claim<'_> {
         for (number, blocks) in parts(range) {
             let mut region = self.regions[number].lock();
@@ -97,8 +99,8 @@ impl Index {
         Claim::Nothing
     }
 
-    /// Where the first bytes of `range` are, which is on the disk and not empty, and for how many of them that holds. Those
-    /// in the log follow each other there.
+    /// Where the first bytes of `range` are, which is on the disk and not empty, and for how many
+    /// of them that holds. Those in the log follow each other there.
     pub(super) fn lookup(&self, range: ByteRange) -> (Place, u64) {
         let mut found: Option<(Place, u64)> = None;
         'regions: for (number, mut blocks) in parts(range) {
@@ -134,7 +136,7 @@ impl Index {
 }
 
 impl Claimed<'_> {
-    /// What is to be copied still.
+    /// The rest to be copied.
     pub(super) fn rest(&self) -> ByteRange {
         self.rest
     }
@@ -145,7 +147,8 @@ impl Claimed<'_> {
         self.rest.truncate(end - self.rest.offset())
     }
 
-    /// The rest without its first granule, or part of one, which is saved now: in `place`, all together.
+    /// The rest without its first granule, or part of one, which is saved now: in `place`, all
+    /// together.
     pub(super) fn finish_part(&mut self, place: Place) {
         let part = self.first_granules(GRANULE);
         self.index.region(part, |region, blocks| region.finish(blocks, place));
@@ -153,7 +156,8 @@ impl Claimed<'_> {
         self.index.changed.notify_all();
     }
 
-    /// As [`finish_part`](Self::finish_part), of all granules that end before `end`, or there: they are zeros.
+    /// As [`finish_part`](Self::finish_part), of all granules that end before `end`, or there: they
+    /// are zeros.
     pub(super) fn finish_zeros(&mut self, end: u64) {
         while !self.rest.is_empty() && self.first_granules(GRANULE).end() <= end {
             self.finish_part(Place::Zeros);

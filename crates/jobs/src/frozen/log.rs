@@ -1,9 +1,12 @@
-//! Old bytes, in the order in which they were saved: the last in memory, the others in the scratch disk.
+//! Old bytes, in the order in which they were saved: the last in memory, the others in the scratch
+//! disk.
 //!
-//! Guarantees: what was appended can be read, at once and from then on, until the log has ended. Bytes are in memory until
-//! the scratch disk has them. At most `MAX_SEGMENTS` segments are in memory: with all of them full, what is to be appended
-//! waits. The scratch disk gets whole segments, one after the other, where they lie in the log: writes in order, of many
-//! saved blocks each. An error of it, and a log that would get longer than its limit, is told to whom it keeps from going on.
+//! Guarantees: what was appended can be read, at once and from then on, until the log has ended.
+//! Bytes are in memory until the scratch disk has them. At most `MAX_SEGMENTS` segments are in
+//! memory: with all of them full, what is to be appended waits. The scratch disk gets whole
+//! segments, one after the other, where they lie in the log: writes in order, of many saved blocks
+//! each. An error of it, and a log that would get longer than its limit, is told to whom it keeps
+//! from going on.
 
 use std::collections::VecDeque;
 
@@ -44,7 +47,8 @@ pub(super) struct Log<S: Storage> {
 struct Tail {
     /// Bytes of the log.
     end: u64,
-    /// What is in memory: in order, perhaps with gaps. The last one is not full where `end` is inside a segment.
+    /// The part in memory: in order, perhaps with gaps. The last one is not full where `end` is
+    /// inside a segment.
     segments: VecDeque<Segment>,
     has_ended: bool,
 }
@@ -56,7 +60,7 @@ struct Segment {
     buffer: Option<Buffer>,
 }
 
-/// What memory has of the log at some byte.
+/// The part of the log in memory at some byte.
 enum Memory {
     Copied,
     /// The scratch disk has it.
@@ -65,8 +69,8 @@ enum Memory {
 }
 
 impl<S: Storage> Log<S> {
-    /// An empty log, of `limit` bytes at most, `memory` of them in memory (from 128 KiB to 16 MiB). `scratch` is not shorter
-    /// than the log gets.
+    /// An empty log, of `limit` bytes at most, `memory` of them in memory (from 128 KiB to 16 MiB).
+    /// `scratch` is not shorter than the log gets.
     pub(super) fn new(scratch: Disk<S>, limit: u64, memory: u64) -> Self {
         let segment = (memory / MAX_SEGMENTS as u64).clamp(MIN_SEGMENT, MAX_SEGMENT);
         Self {
@@ -95,7 +99,7 @@ impl<S: Storage> Log<S> {
         self.scratch.name()
     }
 
-    /// Takes no bytes any more, and forgets those that it has.
+    /// Takes no bytes, and forgets those that it has.
     pub(super) fn end(&self) {
         let mut tail = self.tail.lock();
         tail.has_ended = true;
@@ -112,7 +116,8 @@ impl<S: Storage> Log<S> {
         let _ = self.scratch.submit(Request::Discard { range, durability }).await;
     }
 
-    /// Appends `bytes`, at most half of what memory has room for; waits until it has. Where they are: together, from this byte on.
+    /// Appends `bytes`, at most half of what memory has room for; waits until it has. Where they
+    /// are: together, from this byte on.
     ///
     /// # Errors
     /// `NoSpace` at the limit; ENOMEM; `Io` once the log has ended.

@@ -1,17 +1,18 @@
 //! Disks as they were at one moment, beside the disks that go on: what backups read.
 //!
 //! Guarantees:
-//! - Several disks are frozen at the same moment: no change of any is in flight then. What was answered before is in
-//!   all of them, and what begins later in none.
-//! - What is read of a [`FrozenDisk`] is what the disk held at its moment, or an error: never anything newer.
-//! - A guest's change waits until what it touches first is read (`old_bytes`), never for a reader. What goes wrong with a
-//!   backup is not the guest's.
+//! - Several disks are frozen at the same moment: no change of any is in flight then. What was
+//!   answered before is in all of them, and what begins later in none.
+//! - What is read of a [`FrozenDisk`] is what the disk held at its moment, or an error: never
+//!   anything newer.
+//! - A guest's change waits until what it touches first is read (`old_bytes`), never for a reader.
+//!   What goes wrong with a backup is not the guest's.
 //!
-//! A reader keeps no change off: it reads the disk that goes on, and then looks whether a change has begun meanwhile. Where
-//! one has, the old bytes are saved.
+//! A reader keeps no change off: it reads the disk that goes on, and then looks whether a change
+//! has begun meanwhile. Where one has, the old bytes are saved.
 //!
-//! From the bottom up: `region` and `index` say where the old bytes of each block are, `log` has them, `old_bytes` copies them,
-//! `view` reads.
+//! From the bottom up: `region` and `index` say where the old bytes of each block are, `log` has
+//! them, `old_bytes` copies them, `view` reads.
 
 mod index;
 mod log;
@@ -33,35 +34,40 @@ use region::BLOCK;
 /// Is told once why a backup has failed. Called by a guest's request: it must not wait.
 pub type FailureTeller = Box<dyn Fn(&str) + Send + Sync>;
 
-/// Begins to wait for as long as a guest's change may be held off while none of its old bytes are saved.
+/// Begins to wait for as long as a guest's change may be held off while none of its old bytes are
+/// saved.
 pub type CopyTimer = Box<dyn Fn() -> ClockSleep + Send + Sync>;
 
 /// How a disk is frozen.
 pub struct FreezeOptions {
-    /// Bytes of the scratch disk that may be in use. With more, the backup fails, as with more than 8 TiB.
+    /// Bytes of the scratch disk that may be in use. With more, the backup fails, as with more
+    /// than 8 TiB.
     pub scratch_limit: u64,
-    /// Bytes of memory for what the scratch disk has not got yet: from 128 KiB to 16 MiB. When it is full, changes wait.
+    /// Bytes of memory for what the scratch disk has not got yet: from 128 KiB to 16 MiB. When it
+    /// is full, changes wait.
     pub memory: u64,
-    /// Bytes of memory that tell where the scratch disk has single blocks of 4 KiB. When they are full, blocks that change
-    /// are copied with those around them, up to 64 KiB.
+    /// Bytes of memory that tell where the scratch disk has single blocks of 4 KiB. When they are
+    /// full, blocks that change are copied with those around them, up to 64 KiB.
     pub max_index_bytes: u64,
     /// When a change of which nothing is saved stops waiting, and the backup fails; `None`: never.
     pub timer: Option<CopyTimer>,
 }
 
-/// A disk as it was when it was [frozen](freeze), for reading. See the module's page. Dropped, the disk goes on without
-/// copies.
+/// A disk as it was when it was [frozen](freeze), for reading. See the module's page. Dropped, the
+/// disk goes on without copies.
 pub struct FrozenDisk<S: Storage> {
     old: Arc<OldBytes<S>>,
     observer: Arc<dyn ChangeObserver>,
 }
 
 impl<S: Storage + Send + Sync> FrozenDisk<S> {
-    /// Prepares to freeze `source`. `scratch` takes the old bytes: [`scratch_size`](Self::scratch_size) bytes long, and
-    /// nothing else uses it. What it holds is of no use afterwards.
+    /// Prepares to freeze `source`. `scratch` takes the old bytes:
+    /// [`scratch_size`](Self::scratch_size) bytes long, and nothing else uses it. What it holds
+    /// is of no use afterwards.
     ///
     /// # Errors
-    /// `InvalidInput` for a scratch disk of another size; `Io` where the host has no memory for 16 bytes for each 64 MiB.
+    /// `InvalidInput` for a scratch disk of another size; `Io` where the host has no memory for 16
+    /// bytes for each 64 MiB.
     pub fn new(
         source: Arc<Disk<S>>,
         scratch: Disk<S>,
@@ -85,9 +91,9 @@ impl<S: Storage> FrozenDisk<S> {
         size.next_multiple_of(BLOCK)
     }
 
-    /// Writes old bytes to the scratch disk, until the disk is [thawed](Self::thaw) or the backup has failed. To be polled
-    /// all that time, from before the disk is frozen on: otherwise changes wait when memory is full. Dropped before, the disk
-    /// is thawed.
+    /// Writes old bytes to the scratch disk, until the disk is [thawed](Self::thaw) or the backup
+    /// has failed. To be polled all that time, from before the disk is frozen on: otherwise
+    /// changes wait when memory is full. Dropped before, the disk is thawed.
     pub fn write_behind(&self) -> impl Future<Output = ()> + use<S> {
         let writer = Writer(Arc::clone(&self.old));
         async move { writer.0.write_behind().await }
@@ -103,12 +109,12 @@ impl<S: Storage> FrozenDisk<S> {
         quiesced.observe(Arc::clone(&self.observer));
     }
 
-    /// Why the backup has failed, if it has: nothing can be read any more.
+    /// Why the backup has failed, if it has: nothing can be read.
     pub fn failure(&self) -> Option<&str> {
         self.old.failure()
     }
 
-    /// Has the disk go on without copies. Nothing can be read of this one any more.
+    /// Has the disk go on without copies. Nothing can be read of this one.
     pub fn thaw(&self) {
         // First, so that nothing newer is read.
         self.old.end();
@@ -116,7 +122,8 @@ impl<S: Storage> FrozenDisk<S> {
     }
 }
 
-/// Writes old bytes. Where it is dropped while it does, nothing else ever would: changes are not to wait for it.
+/// Writes old bytes. Where it is dropped while it does, nothing else ever would: changes are not to
+/// wait for it.
 struct Writer<S: Storage>(Arc<OldBytes<S>>);
 
 impl<S: Storage> Drop for Writer<S> {
@@ -131,8 +138,8 @@ impl<S: Storage> Drop for FrozenDisk<S> {
     }
 }
 
-/// Freezes disks that were prepared, all at the same moment: this is it. For how long their changes were held off. A future
-/// that is dropped has frozen none, and changes go on.
+/// Freezes disks that were prepared, all at the same moment: this is it. For how long their changes
+/// were held off. A future that is dropped has frozen none, and changes go on.
 ///
 /// # Errors
 /// As [`Disk::quiesced`]: none is frozen, and changes go on.

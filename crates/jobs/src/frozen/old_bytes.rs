@@ -1,12 +1,15 @@
-//! What a disk held at one moment, of the parts that have changed since: copied before they change.
+//! The disk's content at one moment, of the parts that have changed since: copied before they
+//! change.
 //!
-//! Guarantees: a change is made when the old bytes of all blocks that it touches are saved (`index`), in memory or in the
-//! scratch disk (`log`), or the backup has failed. So a block that is not saved after it was read, while the backup has not
-//! failed, holds what it held at the moment. A change waits until the blocks that it touches first are read, and for the
-//! scratch disk only when memory is full; for nothing else: readers hold nothing off. Where none of its old bytes are
-//! saved for as long as the timer says, the backup fails, and the change goes on. An error of the scratch disk, and one
-//! that is full, fails the backup and never the change. A long change saves `MAX_PARTS` parts of `PART` bytes at a time.
-//! At most `MAX_COPIES` copies of `MAX_READ` bytes are in memory, beside the log's end.
+//! Guarantees: a change is made when the old bytes of all blocks that it touches are saved
+//! (`index`), in memory or in the scratch disk (`log`), or the backup has failed. So a block that
+//! is not saved after it was read, while the backup has not failed, holds what it held at the
+//! moment. A change waits until the blocks that it touches first are read, and for the scratch disk
+//! only when memory is full; for nothing else: readers hold nothing off. Where none of its old
+//! bytes are saved for as long as the timer says, the backup fails, and the change goes on. An
+//! error of the scratch disk, and one that is full, fails the backup and never the change. A long
+//! change saves `MAX_PARTS` parts of `PART` bytes at a time. At most `MAX_COPIES` copies of
+//! `MAX_READ` bytes are in memory, beside the log's end.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -143,8 +146,9 @@ impl<S: Storage> OldBytes<S> {
         self.index.changed().notify_all();
     }
 
-    /// Writes what memory has to the scratch disk, until the backup has ended or failed. Then no write is in flight, and
-    /// the space is given back: others may need it. No guest's change waits for that.
+    /// Writes what memory has to the scratch disk, until the backup has ended or failed. Then no
+    /// write is in flight, and the space is given back: others may need it. No guest's change
+    /// waits for that.
     pub(super) async fn write_behind(&self) {
         if let Err(error) = self.log.write_behind().await {
             self.fail(&error);
@@ -239,8 +243,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Where zeros lie in a hole of the image, the change makes data of their whole clusters: notes that these are zeros, so
-    /// that they are holes to readers still.
+    /// Where zeros lie in a hole of the image, the change makes data of their whole clusters: notes
+    /// that these are zeros, so that they are holes to readers still.
     async fn save_hole(&self, zeros: ByteRange) -> Result<()> {
         let Some(cluster) = self.source.cluster_size().filter(|size| *size > BLOCK) else {
             return Ok(());
@@ -264,7 +268,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Copies `range`, the first granules that are claimed, or what is claimed of one. Where the last of them is.
+    /// Copies `range`, the first granules that are claimed, or what is claimed of one. Where the
+    /// last of them is.
     async fn copy_data(
         &self,
         claimed: &mut Claimed<'_>,

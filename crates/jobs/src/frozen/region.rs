@@ -1,7 +1,9 @@
-//! Where the old bytes of each block of a region are: a word for each granule, or for each block of it.
+//! Where the old bytes of each block of a region are: a word for each granule, or for each block of
+//! it.
 //!
-//! Guarantees: as the index (`index`), whose part of a disk this is. A granule has one word as long as all of it is in one
-//! state, and where it was saved as a whole; a table of words, one for each block, otherwise.
+//! Guarantees: as the index (`index`), whose part of a disk this is. A granule has one word as long
+//! as all of it is in one state, and where it was saved as a whole; a table of words, one for each
+//! block, otherwise.
 
 use std::ops::Range;
 
@@ -90,7 +92,8 @@ impl From<Place> for Word {
 
 type Table = [Word; GRANULE_BLOCKS];
 
-/// A region is dense where one of so many of its blocks is saved or claimed: changes are likely to touch the others, too.
+/// A region is dense where one of this many of its blocks is saved or claimed: changes are likely
+/// to touch the others, too.
 const DENSE: usize = 16;
 
 /// See the module's page. Blocks are counted from the region's first.
@@ -129,11 +132,12 @@ impl Region {
         self.get(*block) == Word::UNSAVED
     }
 
-    /// Claims the blocks of `wanted` from its first on, which is unsaved, as far as they are. More of the last granule with
-    /// them, as many as there are claimed or saved ones directly before: changes that go on in order read ahead so.
-    /// In a dense region, as many around them in their granules as are unsaved: one read of many blocks costs little more than
-    /// one of a single block. Without `has_room` the granules that have no table yet are claimed whole. The region has `end`
-    /// blocks. What was claimed, and how many tables were made.
+    /// Claims the blocks of `wanted` from its first on, which is unsaved, as far as they are. More
+    /// of the last granule with them, as many as there are claimed or saved ones directly
+    /// before: changes that go on in order read ahead so. In a dense region, as many around
+    /// them in their granules as are unsaved: one read of many blocks costs little more than
+    /// one of a single block. Without `has_room` the granules that have no table yet are claimed
+    /// whole. The region has `end` blocks. What was claimed, and how many tables were made.
     pub(super) fn claim(
         &mut self,
         wanted: Range<usize>,
@@ -192,7 +196,8 @@ impl Region {
         self.set(part, Word::CLAIMED);
     }
 
-    /// Gives claimed blocks of one granule, which are together in `place`, their state: all that the claim has of it.
+    /// Gives claimed blocks of one granule, which are together in `place`, their state: all that
+    /// the claim has of it.
     pub(super) fn finish(&mut self, part: Range<usize>, place: Place) {
         self.set(part, place.into());
     }

@@ -67,7 +67,8 @@ impl<S: Storage> FrozenDisk<S> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let read = Request::Read { offset, into: buffer.lend() };
         self.old.source().submit_unlimited(read).await?;
-        // In this order: a change that began while the disk was read had its old bytes saved before, or the backup failed.
+        // In this order: a change that began while the disk was read had its old bytes saved
+        // before, or the backup failed.
         self.check()?;
         for (part, place) in self.parts(range) {
             let mut into =
@@ -82,7 +83,8 @@ impl<S: Storage> FrozenDisk<S> {
         Ok(())
     }
 
-    /// What the disk held at the start of `range`, which is on it and not empty, and for how many bytes that holds.
+    /// The status at that moment at the start of `range`, which is on it and not empty, and for how
+    /// many bytes that holds.
     ///
     /// # Errors
     /// As [`read`](Self::read).

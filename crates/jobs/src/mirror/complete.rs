@@ -1,13 +1,15 @@
 //! The end of a mirror: the moment in which the target becomes the disk.
 //!
-//! Guarantees: one write decides, that of the first sector in place of the mark, and its outcome is always known: it is
-//! awaited, however long it takes. The guest's changes wait for it for `MAX_PAUSE` at most. Where it failed or was late they
-//! go on at the source. The source's record was removed before, and the mark is written again after the write has ended, so
-//! it is the last that the first sector gets. A mirror that was late goes on, and can be completed another time; one
-//! whose write failed has failed.
+//! Guarantees: one write decides, that of the first sector in place of the mark, and its outcome is
+//! always known: it is awaited, however long it takes. The guest's changes wait for it for
+//! `MAX_PAUSE` at most. Where it failed or was late they go on at the source. The source's record
+//! was removed before, and the mark is written again after the write has ended, so it is the last
+//! that the first sector gets. A mirror that was late goes on, and can be completed another time;
+//! one whose write failed has failed.
 //!
-//! Of a commit, an action of the caller decides ([`Mirror::before_switch`]). Where it fails or is late, the source is the disk,
-//! and the caller [undoes](Mirror::source_kept) what the action has done.
+//! Of a commit, an action of the caller decides ([`Mirror::before_switch`]). Where it fails or is
+//! late, the source is the disk, and the caller [undoes](Mirror::source_kept) what the action has
+//! done.
 
 use std::pin::{Pin, pin};
 use std::time::Duration;
@@ -53,7 +55,8 @@ impl From<Stop> for Failure<'_> {
 }
 
 impl<S: Storage> Mirror<S> {
-    /// Holds the guest's changes off, copies what is left, and ends the job; for how long they were held off.
+    /// Holds the guest's changes off, copies what is left, and ends the job; for how long they were
+    /// held off.
     pub(super) async fn complete(&self, completion: Completion) -> Result<Duration, Stop> {
         if completion != Completion::Copy {
             (self.before_completion)()?;
@@ -69,7 +72,8 @@ impl<S: Storage> Mirror<S> {
             }
         };
         if let Err(failure) = self.copy_rest(end).await {
-            // In this order: whoever opens the source after a crash finds no record when its guest has gone on.
+            // In this order: whoever opens the source after a crash finds no record when its guest
+            // has gone on.
             (self.source_kept)();
             self.copier.hurry(false);
             if !failure.is_late() {
@@ -78,7 +82,8 @@ impl<S: Storage> Mirror<S> {
             drop(quiesced);
             return Err(self.undo(failure).await);
         }
-        // Nothing may copy any more when the disk's requests go to the target: it would bring older bytes back.
+        // Nothing may copy when the disk's requests go to the target: it would bring older bytes
+        // back.
         self.finish_copier();
         let replaced = self.end_source(quiesced, completion)?;
         let pause = self.clock.now().saturating_sub(began);
@@ -86,7 +91,7 @@ impl<S: Storage> Mirror<S> {
         if let Some(replaced) = replaced
             && let Err(error) = replaced.close().await
         {
-            // The guest does not need it any more.
+            // The guest no longer needs it.
             tracing::warn!("after its mirror was complete: {error}");
         }
         Ok(pause)
@@ -127,8 +132,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Gives the target its mark again where it may have lost it: then the write that took it has ended. Why the job
-    /// fails.
+    /// Gives the target its mark again where it may have lost it: then the write that took it has
+    /// ended. Why the job fails.
     async fn undo(&self, failure: Failure<'_>) -> Stop {
         match failure {
             Failure::Marked(stop) => {
@@ -147,7 +152,7 @@ impl<S: Storage> Mirror<S> {
                 let error = late(&self.target);
                 let unmarked = unmarked(&error);
                 self.control.postpone(&unmarked);
-                // Its outcome makes no difference any more.
+                // Its outcome makes no difference.
                 let _ = write.await;
                 if let Err(unmarked) = self.mark_again(unmarked).await {
                     return Stop::Failed(unmarked);
@@ -178,7 +183,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Awaits a step of `disk` while the guest's changes are held off: they go on at this time whatever it does.
+    /// Awaits a step of `disk` while the guest's changes are held off: they go on at this time
+    /// whatever it does.
     async fn before<T>(
         &self,
         end: Duration,

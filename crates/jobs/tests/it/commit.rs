@@ -1,5 +1,6 @@
-//! Commits of overlays whose guests write: the guests notice nothing, what a crash leaves is the disk (overlay and base
-//! together, or the base alone once that is recorded), and the base alone has everything in the end.
+//! Commits of overlays whose guests write: the guests notice nothing, what a crash leaves is the
+//! disk (overlay and base together, or the base alone once that is recorded), and the base alone
+//! has everything in the end.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -25,7 +26,7 @@ const CHANGES: [OperationKind; 4] = [
     OperationKind::Flush,
 ];
 
-/// What is to happen to a commit.
+/// The plan for a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plan {
     Complete,
@@ -36,7 +37,7 @@ enum Plan {
     FailRecord,
 }
 
-/// What a commit does wrong on purpose.
+/// The planted faults of a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Planted {
     Nothing,

@@ -1,5 +1,6 @@
-//! Overlays that copy on read, whose guests write and read: a read gets what was written, also where the overlay's host is full, what
-//! a crash leaves is the disk, and what was read or announced once is not fetched again. Half of them are streamed meanwhile.
+//! Overlays that copy on read, whose guests write and read: a read gets what was written, also
+//! where the overlay's host is full, what a crash leaves is the disk, and what was read or
+//! announced once is not fetched again. Half of them are streamed meanwhile.
 
 use std::cell::RefCell;
 use std::rc::Rc;

@@ -1,5 +1,5 @@
-//! Disks that are frozen while guests write to them: what is read is what they held at that moment, whatever the guests, the
-//! scratch disk and the order of all operations do.
+//! Disks that are frozen while guests write to them: what is read is what they held at that moment,
+//! whatever the guests, the scratch disk and the order of all operations do.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, Si
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Scene};
 
-/// What is to happen to a backup.
+/// The plan for a backup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plan {
     Complete,
@@ -142,7 +142,7 @@ impl Case {
         drop(prepared);
         self.disks.iter().for_each(|(_, model)| model.is_over.set(true));
         for guest in guests {
-            // Whatever becomes of a backup.
+            // The guest ends well, whether the backup did or not.
             guest.join().await.map_err(|error| format!("a guest has an error: {error}"))?;
         }
         for (scene, model) in &self.disks {
@@ -199,7 +199,8 @@ fn a_frozen_disk_is_what_it_was() {
     });
 }
 
-/// An image without data, whose clusters have `cluster_size` bytes, is frozen; then its guest writes here and there.
+/// An image without data, whose clusters have `cluster_size` bytes, is frozen; then its guest
+/// writes here and there.
 async fn freeze_holes(sim: &Sim, cluster_size: u64, random: &mut Rng) -> Result<(), String> {
     let size = (3 * cluster_size).clamp(256 << 10, 4 << 20) + random.u64(..9) * SECTOR;
     let scene = scene::empty(sim, size, cluster_size).await.map_err(|error| error.to_string())?;
@@ -249,8 +250,8 @@ struct Seconds {
     changed: Condvar,
 }
 
-/// Zeros 48 MiB of a disk whose reads take so long, with a timer of 30 seconds. How long the guest waited, and why the backup
-/// has failed.
+/// Zeros 48 MiB of a disk whose reads take so long, with a timer of 30 seconds. How long the guest
+/// waited, and why the backup has failed.
 fn zero_slowly(seed: u64, latency: Duration) -> (Duration, Option<String>) {
     const LENGTH: u64 = 48 << 20;
     let sim = Sim::new(seed);
@@ -312,7 +313,8 @@ fn a_disk_that_does_not_answer_is_named_in_place_of_the_scratch_file() {
     assert!(failure.contains("the disk itself did not answer in time"), "{failure}");
 }
 
-/// For how long guests wait whose changes fill a scratch disk, and some more, which takes an hour to give its space back.
+/// For how long guests wait whose changes fill a scratch disk, and some more, which takes an hour
+/// to give its space back.
 fn fill_slowly_discarded(seed: u64) -> Duration {
     const LENGTH: usize = 1 << 20;
     let sim = Sim::new(seed);
@@ -362,7 +364,8 @@ async fn write_number(disk: &Disk<SimDisk>, number: u64) -> Result<()> {
     disk.submit(Request::Write { offset: 0, from, durability }).await
 }
 
-/// Freezes several disks to which one writer gives numbers in turn, in the way of `freeze_all`, and reads the numbers.
+/// Freezes several disks to which one writer gives numbers in turn, in the way of `freeze_all`, and
+/// reads the numbers.
 ///
 /// # Errors
 /// In words, where they are not those of one moment.

@@ -1,5 +1,6 @@
-//! Whether the tests of frozen disks would find what they are for: scratch disks that do not hold the old bytes when a
-//! guest overwrites them, and disks that are frozen one after the other, have to be caught within few seeds.
+//! Whether the tests of frozen disks would find what they are for: scratch disks that do not hold
+//! the old bytes when a guest overwrites them, and disks that are frozen one after the other, have
+//! to be caught within few seeds.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -23,7 +24,7 @@ const BLOCK: u64 = 4096;
 /// For old bytes that the scratch disk has not got yet: less than the disk has.
 const MEMORY: u64 = 128 << 10;
 
-/// What is done wrong with the old bytes.
+/// The planted faults with the old bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Policy {
     /// Nothing: the wrapper itself changes no outcome.
@@ -44,7 +45,7 @@ enum Policy {
 struct Broken {
     disk: SimDisk,
     policy: Policy,
-    /// What is written with the next write.
+    /// The bytes that are written with the next write.
     held: Mutex<Vec<(u64, Vec<u8>)>>,
     writes: AtomicU64,
 }

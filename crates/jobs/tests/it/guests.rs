@@ -1,7 +1,7 @@
 //! Guests that write to a disk all the time, and what the disk has to hold.
 //!
-//! Each sector is written by one guest alone, as a whole, with a number that no other write has. So a
-//! sector is right if it has the last number that was answered, or a later one.
+//! Each sector is written by one guest alone, as a whole, with a number that no other write has. So
+//! a sector is right if it has the last number that was answered, or a later one.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -18,7 +18,7 @@ const GUESTS: u64 = 3;
 /// Sectors of one guest that follow each other.
 const STRIPE: u64 = 3;
 
-/// What the sectors of a disk hold: the numbers that were written, zero for zeros.
+/// The content of a disk's sectors: the numbers that were written, zero for zeros.
 pub struct Model {
     sectors: RefCell<Vec<Sector>>,
     next: Cell<u32>,
@@ -26,7 +26,8 @@ pub struct Model {
     pub is_over: Cell<bool>,
 }
 
-/// The numbers written to a sector in order, of which the first that may be there still, and the last that was answered.
+/// The numbers written to a sector in order, of which the first that may be there still, and the
+/// last that was answered.
 #[derive(Clone)]
 struct Sector {
     written: Vec<u32>,
@@ -62,13 +63,14 @@ impl Model {
         self.sectors.borrow().iter().map(|sector| sector.answered).collect()
     }
 
-    /// The last changes that were asked for, answered or not, for [`check_between`](Self::check_between).
+    /// The last changes that were asked for, answered or not, for
+    /// [`check_between`](Self::check_between).
     pub fn written(&self) -> Vec<usize> {
         self.sectors.borrow().iter().map(|sector| sector.written.len() - 1).collect()
     }
 
-    /// Whether a disk holds in each sector what was answered at `since`, or something later, and nothing that was asked for
-    /// after `until`.
+    /// Whether a disk holds in each sector what was answered at `since`, or something later, and
+    /// nothing that was asked for after `until`.
     pub fn check_between(
         &self,
         since: &[usize],
@@ -106,7 +108,8 @@ impl Model {
         Ok(())
     }
 
-    /// As [`check_between`](Self::check_between), of the bytes that were read from sector `first` on.
+    /// As [`check_between`](Self::check_between), of the bytes that were read from sector `first`
+    /// on.
     pub fn check_read(
         &self,
         first: u64,
@@ -154,7 +157,7 @@ fn content(number: u32) -> Vec<u8> {
     number.to_be_bytes().repeat(SECTOR as usize / 4)
 }
 
-/// What guests do.
+/// The habits of guests.
 #[derive(Clone, Copy, Debug)]
 struct Habits {
     /// Changes of each guest, at most.

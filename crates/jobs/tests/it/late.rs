@@ -28,12 +28,13 @@ struct Slow {
     is_kept: Rc<Cell<bool>>,
 }
 
-/// A mirror to a disk whose operations take so many microseconds, and which may be behind by so many bytes.
+/// A mirror to a disk whose operations take this many microseconds, and which may be behind by this
+/// many bytes.
 fn slow(seed: u64, latency: u64, mode: CopyMode, backlog: u64) -> Slow {
     slow_of(SIZE, seed, latency, mode, backlog)
 }
 
-/// The same with disks of so many bytes.
+/// The same with disks of this many bytes.
 fn slow_of(size: usize, seed: u64, latency: u64, mode: CopyMode, backlog: u64) -> Slow {
     let sim = Sim::new(seed);
     let from = SimDisk::new(&sim, Config::default(), vec![7; size]);
@@ -63,8 +64,8 @@ impl Slow {
     }
 }
 
-/// Completes a mirror whose last write is late. Whether it failed: the simulation may have the process stand still until the
-/// write has ended, and then it was not late.
+/// Completes a mirror whose last write is late. Whether it failed: the simulation may have the
+/// process stand still until the write has ended, and then it was not late.
 fn complete_late(seed: u64) -> bool {
     let slow = slow(seed, 1_500_000, CopyMode::Background, BACKLOG);
     let Slow { sim, source, target, control, job, is_kept } = slow;
@@ -113,14 +114,14 @@ fn a_last_write_that_comes_too_late_is_undone_when_it_has_come() {
     assert!(late > 10, "{late} of 20 were late");
 }
 
-/// Cancels a mirror whose target is behind, a minute for each operation. Whether writes waited when they had to, and not
-/// otherwise: the simulation may have the process stand still meanwhile.
+/// Cancels a mirror whose target is behind, a minute for each operation. Whether writes waited when
+/// they had to, and not otherwise: the simulation may have the process stand still meanwhile.
 fn cancel_behind(seed: u64) -> bool {
     let Slow { sim, source, control, job, .. } =
         slow(seed, 60_000_000, CopyMode::WriteBlocking, BACKLOG);
     let own = sim.clone();
     sim.block_on(async move { own.sleep(Duration::from_secs(400)).await });
-    // Those that are within the backlog do not wait.
+    // Writes within the backlog do not wait.
     let within = (1..=BACKLOG / BLOCK).map(|block| {
         let (own, source) = (sim.clone(), Arc::clone(&source));
         sim.block_on(async move { Slow::write(own, source, block).await })
@@ -141,12 +142,14 @@ fn cancel_behind(seed: u64) -> bool {
 
 #[test]
 fn writes_wait_only_while_the_target_is_behind_and_the_job_not_cancelled() {
-    // Two of five are: in the others the process stands still for the minute in which the target ends a write.
+    // Two of five are: in the others the process stands still for the minute in which the target
+    // ends a write.
     let count = (0..60).filter(|seed| cancel_behind(*seed)).count();
     assert!(count > 12, "{count} of 60 were so");
 }
 
-/// Blocks that guests write in turn, each of them long after the time before: none of these writes overlaps one on its way.
+/// Blocks that guests write in turn, each of them long after the time before: none of these writes
+/// overlaps one on its way.
 const GUEST_BLOCKS: u64 = 3000;
 /// Many more than there are until a mirror is ready.
 const MAX_WRITES: u64 = 200_000;

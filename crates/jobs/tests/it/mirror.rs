@@ -1,5 +1,5 @@
-//! Mirrors under guests that write, with errors, crashes and reordering: the guest notices nothing, and what is left of
-//! the target has the mark, or everything that was answered.
+//! Mirrors under guests that write, with errors, crashes and reordering: the guest notices nothing,
+//! and what is left of the target has the mark, or everything that was answered.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -19,7 +19,7 @@ const MARK: &[u8] = b"blockhouse: mirror not complete\n";
 /// No mirror takes as many steps of the simulation.
 const MAX_STEPS: u64 = 2_000_000;
 
-/// What is to happen to a mirror.
+/// The plan for a mirror.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plan {
     Complete,
@@ -36,7 +36,7 @@ struct Case {
     model: Rc<Model>,
     source: Scene,
     target: Scene,
-    /// What the target reads before.
+    /// The target's content before.
     before: Vec<u8>,
 }
 
@@ -69,7 +69,7 @@ struct Jury<'a> {
     case: &'a Case,
     control: &'a JobControl,
     random: RefCell<Rng>,
-    /// What was answered when the mark was there last.
+    /// The answered writes when the mark was there last.
     since: RefCell<Vec<usize>>,
     /// How many times it had been postponed when it was asked to complete last.
     postponed_before: Cell<u64>,
@@ -98,7 +98,8 @@ impl Jury<'_> {
         let Case { target, model, before, .. } = self.case;
         let left = target.storage.crash(&mut self.random.borrow_mut());
         let found = recover(left, target.format)?;
-        // Before the mark, the target is what it was. Later the guest may have written the same to its first sector.
+        // Before the mark, the target is what it was. Later the guest may have written the same to
+        // its first sector.
         let is_early = matches!(self.control.stage(), JobStage::Running);
         let has_its_first = found[..SECTOR as usize] == before[..SECTOR as usize];
         // A job that was cancelled early enough has written nothing.
@@ -207,7 +208,7 @@ fn judge(
         case.sim.block_on(async move { guests::read(&disk).await }).map_err(|e| e.to_string())
     };
     case.target.storage.clear_faults();
-    // Whatever image it is on: the guest's disk.
+    // The guest's disk, on either image.
     case.model.check(&now, &content(&case.source)?).map_err(told)?;
     match (case.plan, end) {
         (Plan::Fail | Plan::Complete, JobEnd::Completed { .. }) => {

@@ -1,4 +1,5 @@
-//! Guests whose writes to the same bytes race: the disk holds any of them, and its mirror the same one.
+//! Guests whose writes to the same bytes race: the disk holds any of them, and its mirror the same
+//! one.
 
 use std::rc::Rc;
 use std::sync::Arc;

@@ -27,8 +27,9 @@ impl JobClock for SimClock {
     }
 }
 
-/// Asks a job to complete until it does, or ends otherwise: the simulation may have the process stand still for longer than
-/// the guest may wait. It is ready again before it is asked another time.
+/// Asks a job to complete until it does, or ends otherwise: the simulation may have the process
+/// stand still for longer than the guest may wait. It is ready again before it is asked another
+/// time.
 pub async fn complete(control: &JobControl, completion: Completion) {
     loop {
         let known = control.postponements();
@@ -105,7 +106,8 @@ pub struct Overlay {
     pub base_format: ImageFormat,
 }
 
-/// A disk with these bytes over a base of any kind, which has some of them, and may be shorter, or have a snapshot.
+/// A disk with these bytes over a base of any kind, which has some of them, and may be shorter, or
+/// have a snapshot.
 pub async fn overlay(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Overlay> {
     overlay_with(sim, random, content, Options::default()).await
 }
@@ -161,14 +163,14 @@ pub async fn overlay_with(
     Ok(Overlay { storage, disk, base, base_format })
 }
 
-/// What a disk of this format reads that was left in these bytes.
+/// The content of a disk of this format that was left in these bytes.
 pub fn recover(bytes: Vec<u8>, format: ImageFormat) -> std::result::Result<Vec<u8>, String> {
     recover_chain(bytes, format, None)
 }
 
 impl Overlay {
-    /// What the disk reads that a crash left in these bytes: over its base, if the header names one still. That is never
-    /// written to.
+    /// The content of the disk that a crash left in these bytes: over its base, if the header names
+    /// one still. That is never written to.
     pub fn recover(&self, left: Vec<u8>) -> std::result::Result<Vec<u8>, String> {
         match names_base(&left) {
             true => recover_overlay(left, self.base.content(), self.base_format),
@@ -182,7 +184,7 @@ pub fn names_base(image: &[u8]) -> bool {
     image[8..16].iter().any(|byte| *byte != 0)
 }
 
-/// What an overlay reads that was left in these bytes, over a base of this format.
+/// The content of an overlay that was left in these bytes, over a base of this format.
 pub fn recover_overlay(
     bytes: Vec<u8>,
     base: Vec<u8>,

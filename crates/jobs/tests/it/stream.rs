@@ -1,5 +1,5 @@
-//! Streams of overlays whose guests write: the guests notice nothing, what a crash leaves is the disk, over its base as long
-//! as the header names that, and in the end it needs no base.
+//! Streams of overlays whose guests write: the guests notice nothing, what a crash leaves is the
+//! disk, over its base as long as the header names that, and in the end it needs no base.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ use crate::scene::{self, Overlay, clock, names_base, recover};
 /// No stream takes as many steps of the simulation.
 const MAX_STEPS: u64 = 2_000_000;
 
-/// What is to happen to a stream.
+/// The plan for a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plan {
     Complete,
@@ -39,7 +39,8 @@ const PLANS: &[Plan] =
     &[Plan::Complete, Plan::Complete, Plan::Again, Plan::FailRead, Plan::FullHost, Plan::Outage];
 
 impl Plan {
-    /// What fails while the first stream runs. Guests would read or change what fails, too: they are not there yet.
+    /// The fault while the first stream runs. Guests would read or change the failing ranges, too:
+    /// they are not there yet.
     fn fault(self, overlay: &Overlay) -> Option<(SimDisk, Fault)> {
         let fault = |errno, kind| Fault::chance(0.3, errno).of(kind);
         match self {

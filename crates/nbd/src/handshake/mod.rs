@@ -1,9 +1,10 @@
 //! The handshake as a state machine: bytes of a client in, bytes for it and a decision out.
 //!
-//! Fixed newstyle only ("Fixed newstyle negotiation"). Guarantees, for any input: memory stays below
-//! [`MAX_OPTION`] plus one feed and [`OUTPUT_PAUSE`] plus one reply. An option that is unknown, malformed
-//! or too long gets its error, and the next one is read. The connection ends only where the protocol has no
-//! reply. It does no I/O and does not know what an export is made of: an [`ExportLookup`] finds exports.
+//! Fixed newstyle only ("Fixed newstyle negotiation"). Guarantees, for any input: memory stays
+//! below [`MAX_OPTION`] plus one feed and [`OUTPUT_PAUSE`] plus one reply. An option that is
+//! unknown, malformed or too long gets its error, and the next one is read. The connection ends
+//! only where the protocol has no reply. It does no I/O and does not know what an export is made
+//! of: an [`ExportLookup`] finds exports.
 
 mod negotiation;
 mod negotiator;
@@ -26,7 +27,7 @@ pub const MAX_SKIP: u32 = 32 << 20;
 /// With this many bytes to send, no further option is answered before they are sent.
 pub const OUTPUT_PAUSE: usize = 16 << 10;
 
-/// What to do after a feed. Whatever it is, the output is sent first.
+/// The step after a feed. The output is sent first in each case.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// Receive more and feed it.
@@ -35,14 +36,14 @@ pub enum Progress {
     Again,
     /// The transmission phase starts; bytes that came early are in [`Handshake::into_rest`].
     Transmit(NegotiatedOptions),
-    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte that came before
-    /// belongs to it.
+    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte that
+    /// came before belongs to it.
     StartTls,
     /// Close the connection.
     Close(HandshakeError),
 }
 
-/// What comes next.
+/// The state of a handshake.
 enum State {
     /// The 32 client flags.
     Flags,
@@ -135,8 +136,8 @@ impl Handshake {
         self.pending
     }
 
-    /// Handles one item of the pending bytes from `at` on: how many bytes it took, and the decision.
-    /// `None` when more bytes are needed.
+    /// Handles one item of the pending bytes from `at` on: how many bytes it took, and the
+    /// decision. `None` when more bytes are needed.
     fn step(
         &mut self,
         at: usize,

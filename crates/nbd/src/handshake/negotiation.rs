@@ -1,4 +1,4 @@
-//! What a handshake negotiates: the exports there are, the options that were agreed on, or the error.
+//! The result of a handshake: the exports there are, the options that were agreed on, or the error.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use blockhouse_disk::Access;
 
 use crate::proto::{ALLOCATION_CONTEXT, ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, Framing};
 
-/// A client that has not chosen an export after so many options is disconnected.
+/// A client that has not chosen an export after this many options is disconnected.
 pub const MAX_OPTIONS: u32 = 4096;
 
 /// An export as a client can learn of it, and as the transmission phase depends on it.
@@ -29,7 +29,7 @@ pub struct ExportInfo {
 }
 
 impl ExportInfo {
-    /// What block status can tell about it, with the ids that replies have.
+    /// The contexts of block status, with the ids that replies have.
     pub fn contexts(&self) -> impl Iterator<Item = (u32, MetaContext)> {
         let bitmaps = self.bitmaps.iter().cloned().map(MetaContext::DirtyBitmap);
         let contexts = std::iter::once(MetaContext::Allocation).chain(bitmaps);
@@ -72,7 +72,7 @@ pub trait ExportLookup {
     fn refuse_plain(&self) {}
 }
 
-/// What a client finds of TLS.
+/// The state of TLS for a client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TlsState {
     /// There is none.
@@ -86,15 +86,15 @@ pub enum TlsState {
     Active,
 }
 
-/// What was agreed on for the transmission phase.
+/// The options for the transmission phase.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NegotiatedOptions {
     /// The canonical name of the export.
     pub export: String,
     /// The framing of requests and replies.
     pub framing: Framing,
-    /// What BLOCK_STATUS is answered with, by the ids of the contexts; empty where it is an error, because none was
-    /// selected for the export that was then chosen.
+    /// The contexts that BLOCK_STATUS is answered with, by their ids; empty where it is an error,
+    /// because none was selected for the export that was then chosen.
     pub contexts: Vec<(u32, MetaContext)>,
 }
 
@@ -122,7 +122,8 @@ pub enum HandshakeError {
     /// EXPORT_NAME, which has no error reply, without TLS.
     #[error("the client chose an export without TLS, which is required")]
     TlsRequired,
-    /// Bytes behind STARTTLS that did not wait for its reply. They came in plain, perhaps from somebody between.
+    /// Bytes behind STARTTLS that did not wait for its reply. They came in plain, perhaps from
+    /// somebody between.
     #[error("the client sent data in plain after STARTTLS")]
     DataBeforeTls,
     /// More options than [`MAX_OPTIONS`].

@@ -19,7 +19,7 @@ pub enum Padding {
     Omitted,
 }
 
-/// What follows an option.
+/// The answer to an option.
 pub enum Answer {
     /// Another option.
     Next,
@@ -29,15 +29,16 @@ pub enum Answer {
     Transmit(NegotiatedOptions),
 }
 
-/// What follows an option, or why the connection ends.
+/// The answer to an option, or the reason why the connection ends.
 pub type Decision = Result<Answer, HandshakeError>;
 
-/// What was negotiated with a client so far.
+/// The negotiation with a client so far.
 pub struct Negotiator {
     tls: TlsState,
     padding: Padding,
     framing: Framing,
-    /// The contexts that were selected, and the canonical name of the export that they were selected for.
+    /// The contexts that were selected, and the canonical name of the export that they were
+    /// selected for.
     selected: Option<(String, Vec<(u32, MetaContext)>)>,
 }
 
@@ -47,7 +48,8 @@ impl Negotiator {
         Self { tls, padding: Padding::Sent, framing: Framing::Simple, selected: None }
     }
 
-    /// Forgets what was agreed on without TLS, but for the client's flags, which came before any option.
+    /// Forgets what was agreed on without TLS, but for the client's flags, which came before any
+    /// option.
     pub fn start_over_with_tls(&mut self) {
         *self = Self { padding: self.padding, ..Self::new(TlsState::Active) };
     }
@@ -127,7 +129,8 @@ impl Negotiator {
         }
     }
 
-    /// Does what an option asks for that has replies. The last one, ACK or an error, is left to the caller.
+    /// Does what an option asks for that has replies. The last one, ACK or an error, is left to the
+    /// caller.
     fn answer_with_replies(
         &mut self,
         option: ClientOption,

@@ -51,11 +51,11 @@ impl<'a> ExportRequest<'a> {
 pub struct MetaQueries<'a> {
     name: &'a str,
     has_queries: bool,
-    /// Those that can mean a context of this server.
+    /// The queries that can mean a context of this server.
     queries: Vec<Query<'a>>,
 }
 
-/// What one query says.
+/// The meaning of one query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Query<'a> {
     /// `base:allocation`.

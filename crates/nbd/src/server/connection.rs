@@ -1,7 +1,7 @@
 //! One client from accept to close.
 //!
-//! The log tells what a client does at `debug`, or at `info` where its operator can mend it: a stranger
-//! cannot fill a log with warnings.
+//! The log tells what a client does at `debug`, or at `info` where its operator can mend it: a
+//! stranger cannot fill a log with warnings.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
@@ -56,7 +56,7 @@ enum SetupError {
 pub struct Connection<S: Storage> {
     /// The socket.
     pub stream: Stream,
-    /// Who connected.
+    /// The client.
     pub peer: Peer,
     /// Its entry in the registry.
     pub guard: ConnectionGuard,
@@ -64,7 +64,7 @@ pub struct Connection<S: Storage> {
     pub exports: Exports<S>,
     /// The server's limits.
     pub limits: Limits,
-    /// What the payloads of all connections share.
+    /// The limit that the payloads of all connections share.
     pub byte_limit: Arc<ByteLimit>,
     /// Where memory comes from.
     pub pool: BufferPool,
@@ -116,7 +116,7 @@ impl<S: Storage> Connection<S> {
             let why = "what it has shown was revoked meanwhile".to_owned();
             return Err(SetupError::Tls(AcceptError::Refused(why)));
         }
-        // Who removes the export from now on ends this connection.
+        // A removal of the export from now on ends this connection.
         if !self.exports.has(id) {
             return Err(SetupError::Removed(paused.options.export));
         }
@@ -281,7 +281,7 @@ async fn receive(
 struct LoggedLookup<'a, S: Storage> {
     exports: &'a Exports<S>,
     peer: Peer,
-    /// Who it has shown to be by TLS.
+    /// Its identity by TLS.
     client: RefCell<Option<ClientIdentity>>,
     has_logged: Cell<bool>,
 }

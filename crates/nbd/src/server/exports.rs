@@ -1,7 +1,7 @@
 //! The exports that clients of a socket can find, by name.
 //!
-//! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by any
-//! option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
+//! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by
+//! any option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -23,13 +23,14 @@ const MAX_BITMAP_NAME: usize = 1023;
 
 /// A disk under a name.
 pub struct Export<S: Storage> {
-    /// What clients call it: at most 4096 bytes without NUL. May be empty.
+    /// Its name for clients: at most 4096 bytes without NUL. May be empty.
     pub name: String,
     /// A line for people; empty for none.
     pub description: String,
     /// The disk.
     pub disk: Arc<Disk<S>>,
-    /// The bitmaps that clients may ask for: at most [`MAX_EXPORT_BITMAPS`], with names of at most 1023 bytes.
+    /// The bitmaps that clients may ask for: at most [`MAX_EXPORT_BITMAPS`], with names of at most
+    /// 1023 bytes.
     pub bitmaps: Vec<ExportBitmap>,
     /// Whether clients may change the disk, where that may be changed.
     pub access: Access,
@@ -78,7 +79,7 @@ pub enum ExportError {
     Unfit {
         /// Name, description or list of bitmaps.
         what: &'static str,
-        /// What is wrong with it.
+        /// The fault.
         why: &'static str,
     },
 }
@@ -92,7 +93,8 @@ pub enum ClientEvent {
     Left,
 }
 
-/// What is told of clients: the export's name, who it is, and what it did. Called on event loops, so it must not wait.
+/// The observer of clients: the export's name, the client, and its act. Called on event loops, so
+/// it must not wait.
 pub type ClientObserver = Box<dyn Fn(&str, &str, ClientEvent) + Send + Sync>;
 
 /// The exports that one or several sockets offer, in the order of their addition. The first is also
@@ -101,15 +103,15 @@ pub struct Exports<S: Storage>(Arc<Set<S>>);
 
 struct Set<S: Storage> {
     entries: RwLock<Vec<Entry<S>>>,
-    /// No socket accepts clients for them any more.
+    /// No socket accepts clients for them.
     is_closed: AtomicBool,
     observer: Option<ClientObserver>,
     /// TLS at the sockets where they are offered.
     tls: OnceLock<SocketTls>,
 }
 
-/// An export, and its number: of all that there ever were in this process, so that a later one of the same name is
-/// another one.
+/// An export, and its number: of all that there ever were in this process, so that a later one of
+/// the same name is another one.
 struct Entry<S: Storage> {
     export: Export<S>,
     id: ExportId,
@@ -145,7 +147,7 @@ impl<S: Storage> Exports<S> {
         Self::with_observer(None)
     }
 
-    /// An empty set. The observer is told of its clients.
+    /// An empty set. The observer is notified of its clients.
     pub fn observed(observer: ClientObserver) -> Self {
         Self::with_observer(Some(observer))
     }
@@ -193,7 +195,8 @@ impl<S: Storage> Exports<S> {
         self.0.entries.read().is_empty()
     }
 
-    /// Offers a disk no longer. Connections to it go on; [`Server::remove`](crate::Server::remove) ends them.
+    /// Offers a disk no longer. Connections to it go on; [`Server::remove`](crate::Server::remove)
+    /// ends them.
     pub fn remove(&self, name: &str) -> Option<Export<S>> {
         self.take(name).map(|(export, _)| export)
     }
@@ -219,7 +222,7 @@ impl<S: Storage> Exports<S> {
         self.0.entries.read().iter().any(|entry| entry.id == id)
     }
 
-    /// Has no socket accept clients for them any more.
+    /// Has no socket accept clients for them.
     pub(super) fn close(&self) {
         self.0.is_closed.store(true, Ordering::SeqCst);
     }
@@ -270,8 +273,9 @@ impl<S: Storage> ExportLookup for Exports<S> {
 
 fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
     let disk = &export.disk;
-    // Requests of any alignment are served, so no client needs to do worse by itself. But clients that make a block device
-    // of the export take its sectors from the smallest block, and some refuse a size that is no multiple of it.
+    // Requests of any alignment are served, so no client needs to do worse by itself. But clients
+    // that make a block device of the export take its sectors from the smallest block, and some
+    // refuse a size that is no multiple of it.
     let sector = disk.logical_block_size();
     let has_sectors = sector > 512 && disk.size().is_multiple_of(sector);
     let preferred = disk.physical_block_size().clamp(BLOCK_ALIGNMENT as u64, MAX_PAYLOAD.into());

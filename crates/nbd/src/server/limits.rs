@@ -1,4 +1,4 @@
-//! What the clients of a server may take.
+//! The limits of a server's clients.
 
 use std::time::Duration;
 
@@ -10,39 +10,39 @@ use crate::session::ConnectionLimits;
 /// How long a client may make no progress after shutdown was requested.
 const STALL_AT_END: Duration = Duration::from_secs(2);
 
-/// What clients may take.
+/// The limits of clients.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at once. When all are taken, a client that holds few of them gets one from those
-    /// that hold many, or that never sent a request; otherwise it waits.
+    /// Connections at once. When all are taken, a client that holds few of them gets one from
+    /// those that hold many, or that never sent a request; otherwise it waits.
     pub connections: usize,
     /// The time that a handshake may take, and that a client may wait for its turn before it.
     pub handshake: Duration,
-    /// How long a client may make no progress while it receives its replies or sends a request; `None`
-    /// for ever.
+    /// How long a client may make no progress while it receives its replies or sends a request;
+    /// `None` for ever.
     pub stall: Option<Duration>,
     /// How long a client may send no request; `None` for ever.
     pub idle: Option<Duration>,
-    /// After how much silence a TCP client is probed, and in how long again without an answer it is taken
-    /// for dead; `None` for never.
+    /// After how much silence a TCP client is probed, and in how long again without an answer it
+    /// is taken for dead; `None` for never.
     pub keepalive: Option<Duration>,
     /// Requests in flight on one connection. Further ones wait in the socket.
     pub requests: usize,
     /// Bytes of payloads in flight on one connection; one request is always admitted. Further ones
     /// wait in the socket.
     pub bytes: usize,
-    /// Bytes of payloads in flight on all connections together. Half of them are reserved, in equal
-    /// parts for all connections that there can be; of the other half no connection holds more than what
-    /// is left for all others. One request of each is always admitted.
+    /// Bytes of payloads in flight on all connections together. Half of them are reserved, in
+    /// equal parts for all connections that there can be; of the other half no connection
+    /// holds more than what is left for all others. One request of each is always admitted.
     pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,
 }
 
 impl Default for Limits {
-    /// 256 connections, 30 seconds to shake hands and to make progress, no limit to being idle, one minute
-    /// of silence over TCP, 128 requests and 64 MiB in flight on each connection, 512 MiB on all of them,
-    /// 5 seconds to drain.
+    /// 256 connections, 30 seconds to shake hands and to make progress, no limit to being idle, one
+    /// minute of silence over TCP, 128 requests and 64 MiB in flight on each connection, 512
+    /// MiB on all of them, 5 seconds to drain.
     fn default() -> Self {
         Self {
             connections: 256,

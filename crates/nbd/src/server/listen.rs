@@ -39,9 +39,10 @@ pub struct BoundSocket {
 
 /// The file of a Unix socket, removed on drop if the path still names it.
 ///
-/// A server that started later may have put its own socket there, and that one stays. Drop this while the
-/// socket still listens: then no server that asks first takes the path meanwhile. What remains: a program that
-/// replaces the file without asking, between the comparison and the removal, loses its socket.
+/// A server that started later may have put its own socket there, and that one stays. Drop this
+/// while the socket still listens: then no server that asks first takes the path meanwhile. What
+/// remains: a program that replaces the file without asking, between the comparison and the
+/// removal, loses its socket.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -59,8 +60,8 @@ impl SocketFile {
         Ok(Self::adopt(path.into(), file))
     }
 
-    /// The file at a path, if it is the socket with this device and inode: that of a socket which another process has left
-    /// listening. From now on this process removes it.
+    /// The file at a path, if it is the socket with this device and inode: that of a socket which
+    /// another process has left listening. From now on this process removes it.
     pub fn find(path: &Path, identity: (u64, u64)) -> Option<Self> {
         let found = Self::at(path).ok()?;
         // It is not ours to remove before that is known.
@@ -78,7 +79,8 @@ impl SocketFile {
         Some((found.st_dev, found.st_ino))
     }
 
-    /// Has it stay when this is dropped, or removed after all: another process goes on to listen, or does not.
+    /// Has it stay when this is dropped, or removed after all: another process goes on to listen,
+    /// or does not.
     pub fn set_kept(&self, is_kept: bool) {
         self.is_kept.store(is_kept, Ordering::Relaxed);
     }
@@ -91,7 +93,8 @@ impl SocketFile {
         permit(self, permissions).map_err(|error| error.on(&self.path.display().to_string()))
     }
 
-    /// A file that another process has bound, and has open as `file` (`O_PATH`). From now on this process removes it.
+    /// A file that another process has bound, and has open as `file` (`O_PATH`). From now on this
+    /// process removes it.
     pub fn adopt(path: PathBuf, file: OwnedFd) -> Self {
         Self { path, file, is_kept: AtomicBool::new(false) }
     }
@@ -117,7 +120,8 @@ impl Drop for SocketFile {
     }
 }
 
-/// Who may connect to a Unix socket: the mode and the group of its file. At no moment may anybody else.
+/// The users who may connect to a Unix socket: the mode and the group of its file. At no moment may
+/// anybody else.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SocketPermissions {
     /// The file's mode, whatever the umask, from 0 to 0o777; `None`: as the umask says.
@@ -131,7 +135,7 @@ impl SocketPermissions {
     pub const PRIVATE: Self = Self { mode: Some(0o600), group: None };
 }
 
-/// Listens at the address. The file of a Unix socket that no server listens to any more is replaced.
+/// Listens at the address. The file of a Unix socket that no server listens to is replaced.
 ///
 /// # Errors
 /// When the address is in use, cannot be had or makes no sense; the line names it.
@@ -226,7 +230,8 @@ fn bind_file(path: &Path, permissions: SocketPermissions) -> std::result::Result
     Ok(socket)
 }
 
-/// Gives the file its group and its mode, in this order: the former group gets no rights of the new one.
+/// Gives the file its group and its mode, in this order: the former group gets no rights of the new
+/// one.
 fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
     let SocketPermissions { mode, group } = permissions;
     if let Some(group) = group {
@@ -274,9 +279,9 @@ fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_DELAY: Duration = Duration::from_millis(20);
 
-/// Whether a server listens at the socket, and goes on doing so: the kernel needs a moment to close the
-/// socket of one that was killed. A running server sees one connection, which ends as soon as the server
-/// sends its first bytes.
+/// Whether a server listens at the socket, and goes on doing so: the kernel needs a moment to close
+/// the socket of one that was killed. A running server sees one connection, which ends as soon as
+/// the server sends its first bytes.
 fn is_listening(path: &Path) -> bool {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
@@ -286,7 +291,8 @@ fn is_listening(path: &Path) -> bool {
             // A server that has not accepted the connection may be dying: then the kernel ends it.
             Ok(socket) if is_alive(&socket, left) => return true,
             _ if left.is_zero() => return true,
-            // Too many wait to be accepted, or the server is dead and its socket is about to be closed.
+            // Too many wait to be accepted, or the server is dead and its socket is about to be
+            // closed.
             _ => sleep(RETRY_DELAY.min(left)),
         }
     }

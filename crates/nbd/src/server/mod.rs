@@ -1,9 +1,10 @@
 //! The server: listening sockets, connections, their shares and their orderly end.
 //!
-//! Guarantees: no client keeps others from being served by staying silent, by not receiving its replies, by
-//! what it asks for or by nonsense. Memory holds at most [`Limits::bytes_of_all`] of payloads and the
-//! payload of one request more for each connection, 64 MiB that are kept for the next requests, and about
-//! 200 KiB for each connection. A drain loses nothing that was acknowledged.
+//! Guarantees: no client keeps others from being served by staying silent, by not receiving its
+//! replies, by what it asks for or by nonsense. Memory holds at most [`Limits::bytes_of_all`] of
+//! payloads and the payload of one request more for each connection, 64 MiB that are kept for the
+//! next requests, and about 200 KiB for each connection. A drain loses nothing that was
+//! acknowledged.
 
 mod connection;
 mod exports;
@@ -38,12 +39,12 @@ const POOL_BYTES: usize = 64 << 20;
 /// How long the server waits after the kernel could not accept a connection.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// How long a connection that is ended for another client may go on receiving its replies; half of the
-/// time that a client waits, where that is shorter.
+/// How long a connection that is ended for another client may go on receiving its replies; half of
+/// the time that a client waits, where that is shorter.
 const MAX_END_TIME: Duration = Duration::from_secs(5);
 
-/// An NBD server: what the clients of all its sockets share. Clones are the same server. The [crate's page](crate)
-/// has a whole program.
+/// An NBD server: what the clients of all its sockets share. Clones are the same server. The
+/// [crate's page](crate) has a whole program.
 #[derive(Clone)]
 pub struct Server(Arc<Shared>);
 
@@ -74,9 +75,10 @@ impl Server {
         self.0.limits.drain
     }
 
-    /// Accepts connections until the server [drains](Self::drain) or [`close`](Self::close)s `exports`, and serves them on `loops`, each
-    /// on the next one. They find `exports` and nothing else. Several sockets may be served at once,
-    /// from any loop, with the same exports or with different ones.
+    /// Accepts connections until the server [drains](Self::drain) or [`close`](Self::close)s
+    /// `exports`, and serves them on `loops`, each on the next one. They find `exports` and
+    /// nothing else. Several sockets may be served at once, from any loop, with the same
+    /// exports or with different ones.
     ///
     /// # Errors
     /// When the socket cannot accept connections at all. Trouble with single connections is logged.
@@ -92,7 +94,8 @@ impl Server {
         self.serve_with(listener, exports, loops, Vec::new()).await
     }
 
-    /// As [`serve`](Self::serve), and goes on with connections of this socket that have paused in another process.
+    /// As [`serve`](Self::serve), and goes on with connections of this socket that have paused in
+    /// another process.
     ///
     /// # Errors
     /// As [`serve`](Self::serve).
@@ -167,15 +170,16 @@ impl Server {
         }
     }
 
-    /// Accepts no clients any more at the sockets where `exports` are served: their [`serve`](Self::serve) returns.
-    /// Connections go on.
+    /// Accepts no clients at the sockets where `exports` are served: their [`serve`](Self::serve)
+    /// returns. Connections go on.
     pub fn close<S: Storage>(&self, exports: &Exports<S>) {
         exports.close();
         self.0.registry.wake();
     }
 
-    /// Offers an export no longer, and ends the connections to it as [`drain`](Self::drain) ends all: what they have in
-    /// flight completes. When it returns, none uses the export's disk. `None` where there is none of this name.
+    /// Offers an export no longer, and ends the connections to it as [`drain`](Self::drain) ends
+    /// all: what they have in flight completes. When it returns, none uses the export's disk.
+    /// `None` where there is none of this name.
     pub async fn remove<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Option<Export<S>> {
         let Shared { registry, limits, .. } = &*self.0;
         let (export, id) = exports.take(name)?;
@@ -203,9 +207,9 @@ impl Server {
         self.0.registry.clients(Clients::Encrypted)
     }
 
-    /// Ends the connections that use TLS, as [`drain`](Self::drain) ends all: what they have in flight completes. Those that
-    /// have not taken their replies in `time` are disconnected. Where requests do not complete, it returns after twice
-    /// that time all the same.
+    /// Ends the connections that use TLS, as [`drain`](Self::drain) ends all: what they have in
+    /// flight completes. Those that have not taken their replies in `time` are disconnected.
+    /// Where requests do not complete, it returns after twice that time all the same.
     pub async fn end_encrypted_clients(&self, time: Duration) {
         let ended = self.0.registry.end_clients(Clients::Encrypted, time);
         if timeout(time * 2, ended).await != Some(true) {
@@ -221,16 +225,18 @@ impl Server {
         }
     }
 
-    /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of their socket. Waits until
-    /// all that were accepted have done their handshakes. Those that have not in `time` are disconnected, as are
-    /// those that wait for their turn. All others go on.
+    /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of
+    /// their socket. Waits until all that were accepted have done their handshakes. Those that
+    /// have not in `time` are disconnected, as are those that wait for their turn. All others
+    /// go on.
     pub async fn pause_accepting(&self, time: Duration) {
         self.0.registry.pause_accepting(time).await;
     }
 
-    /// Pauses all connections, after [`pause_accepting`](Self::pause_accepting): no further request is read, those that
-    /// were read complete, and their replies are sent. What each connection goes on from, here after
-    /// [`resume`](Self::resume), or in another process by [`serve_with`](Self::serve_with).
+    /// Pauses all connections, after [`pause_accepting`](Self::pause_accepting): no further request
+    /// is read, those that were read complete, and their replies are sent. What each connection
+    /// goes on from, here after [`resume`](Self::resume), or in another process by
+    /// [`serve_with`](Self::serve_with).
     ///
     /// # Errors
     /// The peers that have not taken their replies in `time`, or whose requests have not completed.
@@ -238,21 +244,22 @@ impl Server {
         self.0.registry.pause(time).await
     }
 
-    /// Goes on after [`pause_accepting`](Self::pause_accepting) and [`pause`](Self::pause), as if nothing had been.
+    /// Goes on after [`pause_accepting`](Self::pause_accepting) and [`pause`](Self::pause), as if
+    /// nothing had been.
     pub fn resume(&self) {
         self.0.registry.resume();
     }
 
-    /// Accepts nothing more, and has every connection end when it has replied to what it has in flight: the beginning of
-    /// [`drain`](Self::drain).
+    /// Accepts nothing more, and has every connection end when it has replied to what it has in
+    /// flight: the beginning of [`drain`](Self::drain).
     pub fn begin_drain(&self) {
         self.0.registry.drain();
     }
 
-    /// Ends the server: accepts nothing more, has every connection complete what it has in flight and
-    /// reply to it, and waits for that. Clients that make no progress for two seconds, or do not receive all
-    /// of their replies in [`Limits::drain`], are disconnected; their requests complete all the same. The
-    /// disks are left to their owner to flush.
+    /// Ends the server: accepts nothing more, has every connection complete what it has in flight
+    /// and reply to it, and waits for that. Clients that make no progress for two seconds, or
+    /// do not receive all of their replies in [`Limits::drain`], are disconnected; their
+    /// requests complete all the same. The disks are left to their owner to flush.
     pub async fn drain(&self) {
         let Shared { registry, limits, .. } = &*self.0;
         self.begin_drain();

@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection.
+//! The other end of a connection.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -13,7 +13,8 @@ use rustix::net::{AddressFamily, getpeername, sockopt};
 pub enum Peer {
     /// A process of this host, by its id.
     Process(i32),
-    /// Another host, or this one over TCP. An IPv6 host has all addresses of its network of 64 bits.
+    /// Another host, or this one over TCP. An IPv6 host has all addresses of its network of 64
+    /// bits.
     Host(IpAddr),
     /// The kernel does not tell, as for a process of another PID namespace.
     Unknown,
@@ -37,8 +38,8 @@ impl Transport {
         }
     }
 
-    /// Sets the options of an accepted connection; over TCP, it is probed after `keepalive` of silence. An
-    /// option that cannot be set is left alone: the connection works without.
+    /// Sets the options of an accepted connection; over TCP, it is probed after `keepalive` of
+    /// silence. An option that cannot be set is left alone: the connection works without.
     pub fn configure(self, stream: &Stream, keepalive: Option<Duration>) {
         if self == Self::Unix {
             return;
@@ -52,7 +53,7 @@ impl Transport {
         let _ = sockopt::set_socket_keepalive(stream, true);
     }
 
-    /// Who connected.
+    /// The other end of a stream.
     pub fn peer(self, stream: &Stream) -> Peer {
         match self {
             Self::Unix => peer_process(stream).ok().flatten().map_or(Peer::Unknown, Peer::Process),

@@ -7,8 +7,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 /// How many requests a connection has in flight, and since when it has none.
 ///
-/// Written by the connection's own thread with plain stores: it costs a request no system call and no
-/// locked instruction. Read when connections are short or an idle limit is set.
+/// Written by the connection's own thread with plain stores: it costs a request no system call and
+/// no locked instruction. Read when connections are short or an idle limit is set.
 pub struct Activity {
     in_flight: AtomicUsize,
     /// When the last request left, or the connection began: milliseconds of [`now`].

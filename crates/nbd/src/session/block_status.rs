@@ -1,4 +1,5 @@
-//! Block status: what is allocated and zero, and what bitmaps say to have changed, as far as it fits into one reply.
+//! Block status: what is allocated and zero, and what bitmaps say to have changed, as far as it
+//! fits into one reply.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
@@ -13,16 +14,17 @@ use crate::proto::reply::{
 };
 use crate::proto::{DIRTY, Framing, StatusFlags};
 
-/// Bytes of memory of a reply: about a thousand extents with 64-bit lengths, two thousand with 32-bit
-/// ones, of all contexts together. A client that wants to know more asks again, as the protocol foresees.
+/// Bytes of memory of a reply: about a thousand extents with 64-bit lengths, two thousand with
+/// 32-bit ones, of all contexts together. A client that wants to know more asks again, as the
+/// protocol foresees.
 pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 
-/// ReqOne that are looked up for a reply, at most: neighbours of the same status become one descriptor,
-/// so the memory of the reply alone would not limit the work.
+/// ReqOne that are looked up for a reply, at most: neighbours of the same status become one
+/// descriptor, so the memory of the reply alone would not limit the work.
 const MAX_LOOKUPS: usize = 8192;
 
-/// Describes the range, which is not empty, from its start on, in each context that was negotiated; of a fragmented
-/// image only the first part of it.
+/// Describes the range, which is not empty, from its start on, in each context that was negotiated;
+/// of a fragmented image only the first part of it.
 pub async fn describe<S: Storage>(
     state: &SessionState<S>,
     to: ReplyTo,
@@ -53,7 +55,7 @@ pub async fn describe<S: Storage>(
     Ok(Reply::Data(DataReply::new(chunks.buffer, start)))
 }
 
-/// What is allocated.
+/// The allocation of a range.
 async fn allocation<S: Storage>(
     state: &SessionState<S>,
     range: ByteRange,
@@ -110,8 +112,8 @@ fn allocation_flags(status: BlockStatus) -> u32 {
     flags.bits()
 }
 
-/// What the bitmap of this name says to have changed. Of one that changes meanwhile: all changes that were acknowledged
-/// before the request, and perhaps later ones.
+/// The changes by the bitmap of this name. Of one that changes meanwhile: all changes that were
+/// acknowledged before the request, and perhaps later ones.
 async fn dirty_bitmap<S: Storage>(
     state: &SessionState<S>,
     name: &str,

@@ -8,7 +8,7 @@ use blockhouse_core::Error;
 use crate::command::PayloadTooLong;
 use crate::proto::request::BadMagic;
 
-/// What the server waits for a client to do.
+/// The act of a client that the server waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Receive its replies.
@@ -46,7 +46,7 @@ pub enum End {
         Direction::Receive => "did not send the rest of a request",
     })]
     Stalled {
-        /// What it did not do.
+        /// The act that is missing.
         direction: Direction,
         /// For how long, at least.
         limit: Duration,

@@ -1,4 +1,4 @@
-//! What a handler does: executes requests on the disk and replies to them.
+//! The work of a handler: it executes requests on the disk and replies to them.
 
 use std::rc::Rc;
 

@@ -7,7 +7,8 @@ use blockhouse_core::{Error, ErrorKind};
 use crate::command::{Command, RequestError};
 use crate::proto::Errno;
 
-/// Logs a connection's first request that the host failed, and only that: a broken disk fails every one.
+/// Logs a connection's first request that the host failed, and only that: a broken disk fails every
+/// one.
 #[derive(Default)]
 pub struct FailureLog {
     has_logged: Cell<bool>,

@@ -15,17 +15,17 @@ use crate::proto::reply::ReplyTo;
 
 /// A request for a handler.
 pub struct Job {
-    /// What it has in flight.
+    /// Its share of the limits.
     pub permit: Permit,
     /// Which request of the client it is.
     pub to: ReplyTo,
-    /// What it asks for.
+    /// Its command.
     pub command: Command,
     /// The payload of a write.
     pub payload: Option<Buffer>,
 }
 
-/// What the task of a handler waits at.
+/// The state of a handler's task.
 #[derive(Default)]
 pub struct Handler {
     job: Cell<Option<Job>>,
@@ -66,7 +66,7 @@ impl IdleHandlers {
         self.0.borrow_mut().pop()
     }
 
-    /// Puts a handler back that has no request any more.
+    /// Puts a handler back that has no request.
     pub fn push(&self, handler: Rc<Handler>) {
         self.0.borrow_mut().push(handler);
     }

@@ -15,8 +15,9 @@ use futures_util::future::{Either, select};
 use super::activity::Activity;
 use super::byte_limit::ByteLimit;
 
-/// One request in flight and the bytes that it occupies, or several. It is held from before a request's
-/// payload is received until its reply was sent, or was dropped because the client is gone.
+/// One request in flight and the bytes that it occupies, or several. It is held from before a
+/// request's payload is received until its reply was sent, or was dropped because the client is
+/// gone.
 pub type Permit = InFlightPermit<Rc<InFlightLimit>>;
 
 /// The limit of one connection.
@@ -41,8 +42,8 @@ impl InFlightLimit {
         Self { in_flight, reserved, byte_limit, activity, released }
     }
 
-    /// Waits until a request of so many bytes is within the limits. While nothing is in flight a request
-    /// is admitted whatever its size. For one task.
+    /// Waits until a request of this many bytes is within the limits. While nothing is in flight a
+    /// request is admitted whatever its size. For one task.
     pub async fn acquire(self: &Rc<Self>, bytes: usize) -> Permit {
         let bytes = bytes as u64;
         while !self.try_acquire(bytes) {

@@ -1,9 +1,9 @@
 //! The transmission phase of one connection.
 //!
-//! A reader decodes requests, handlers execute them, a writer sends the replies; all are tasks of one
-//! thread. Guarantees: a request that fails, fails alone. What a connection has in flight is bounded, and a
-//! client that sends more waits. At the end every request that was read completes, and its reply is sent if
-//! the client is still there.
+//! A reader decodes requests, handlers execute them, a writer sends the replies; all are tasks of
+//! one thread. Guarantees: a request that fails, fails alone. What a connection has in flight is
+//! bounded, and a client that sends more waits. At the end every request that was read completes,
+//! and its reply is sent if the client is still there.
 
 mod activity;
 mod block_status;
@@ -45,7 +45,7 @@ use crate::bitmap::ExportBitmap;
 use crate::handshake::NegotiatedOptions;
 use crate::tls::TlsChannel;
 
-/// What one connection may have in flight, and how long its client may take.
+/// The limits of one connection's requests in flight, and of its client's time.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionLimits {
     /// Requests, and bytes of their payloads.
@@ -72,13 +72,13 @@ pub struct Session<S: Storage> {
     pub bitmaps: Vec<ExportBitmap>,
     /// Whether the client may change the disk.
     pub access: Access,
-    /// What the handshake agreed on.
+    /// The options of the handshake.
     pub options: NegotiatedOptions,
     /// Where the memory of payloads comes from.
     pub pool: BufferPool,
-    /// What may be in flight, and for how long.
+    /// The limits of requests in flight, and of time.
     pub limits: ConnectionLimits,
-    /// What the payloads of all connections share.
+    /// The limit that the payloads of all connections share.
     pub byte_limit: Arc<ByteLimit>,
     /// Whether it is busy, for other threads.
     pub activity: Arc<Activity>,
@@ -88,13 +88,14 @@ pub struct Session<S: Storage> {
 pub enum Outcome {
     /// The connection has ended.
     Ended(End),
-    /// It goes on in another session, which is to be given these bytes: what was received, and belongs to no request that
-    /// was executed. All replies were sent.
+    /// It goes on in another session, which is to be given these bytes: what was received, and
+    /// belongs to no request that was executed. All replies were sent.
     Paused(Vec<u8>),
 }
 
 impl<S: Storage> Session<S> {
-    /// Serves the connection to its end, or to a pause. `first` was received already; `shutdown` ends or pauses it.
+    /// Serves the connection to its end, or to a pause. `first` was received already; `shutdown`
+    /// ends or pauses it.
     pub async fn run(self, first: &[u8], shutdown: Arc<ShutdownSignal>) -> Outcome {
         let limits = self.limits;
         let activity = Arc::clone(&self.activity);
@@ -118,14 +119,16 @@ impl<S: Storage> Session<S> {
         if let End::Paused = end {
             return Outcome::Paused(unparsed);
         }
-        // Where the client has ended it, no operation on the socket is in flight, and closing it is enough.
+        // Where the client has ended it, no operation on the socket is in flight, and closing it is
+        // enough.
         if !matches!(end, End::Disconnected | End::Closed) {
             state.stream.shutdown();
         }
         Outcome::Ended(end)
     }
 
-    /// What the tasks share, a batch for the writer, and the staging buffer with what was received.
+    /// The shared state of the tasks, a batch for the writer, and the staging buffer with the
+    /// received bytes.
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
@@ -156,7 +159,8 @@ impl<S: Storage> Session<S> {
     }
 }
 
-/// Reads requests until there are no more, and waits for what is in flight. Also what was received and not parsed.
+/// Reads requests until there are no more, and waits for what is in flight. Also what was received
+/// and not parsed.
 async fn serve<S: Storage>(
     state: &Rc<SessionState<S>>,
     shutdown: Arc<ShutdownSignal>,

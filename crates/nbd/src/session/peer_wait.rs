@@ -1,13 +1,13 @@
 //! How long the client has made no progress in the middle of a request or a reply.
 //!
-//! Guarantee: a client that does not receive its replies, or does not send the rest of a request, is
-//! found within one and a quarter of the limit; a client that makes progress is not. Progress is each
-//! receive, each part of a reply that the socket takes, and each time that the socket's send queue is
-//! seen to be shorter. The last is the finest: the kernel takes more only once much of its queue is
-//! free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window lets it. An
-//! idle client owes nothing and is never found here. The cost of a request is a few stores. A timer runs
-//! only while the connection is busy: one in a quarter of the limit, with one system call where a reply
-//! waits to be sent.
+//! Guarantee: a client that does not receive its replies, or does not send the rest of a request,
+//! is found within one and a quarter of the limit; a client that makes progress is not. Progress is
+//! each receive, each part of a reply that the socket takes, and each time that the socket's send
+//! queue is seen to be shorter. The last is the finest: the kernel takes more only once much of its
+//! queue is free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window
+//! lets it. An idle client owes nothing and is never found here. The cost of a request is a few
+//! stores. A timer runs only while the connection is busy: one in a quarter of the limit, with one
+//! system call where a reply waits to be sent.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -21,7 +21,7 @@ use blockhouse_engine::{Stream, sleep, unsent_bytes};
 use super::end::{Direction, End};
 use super::shutdown::ShutdownSignal;
 
-/// What a connection waits for its client to do, and how often the client did it.
+/// The wait of a connection for its client, and how often the client ended it.
 #[derive(Default)]
 pub struct PeerWait {
     waits: [Cell<bool>; 2],
@@ -50,8 +50,8 @@ impl PeerWait {
         self.steps[direction as usize].update(|steps| steps.wrapping_add(1));
     }
 
-    /// Resolves when the peer made no progress for `limit`, or for `limit_at_end` after shutdown was
-    /// requested.
+    /// Resolves when the peer made no progress for `limit`, or for `limit_at_end` after shutdown
+    /// was requested.
     pub async fn stalled(
         &self,
         stream: &Stream,
@@ -93,7 +93,8 @@ impl Progress {
         Self { unsent: None, steps: [0, 1].map(|index| (peer_wait.steps[index].get(), now)) }
     }
 
-    /// Looks again. The direction in which the peer has made no progress for `limit`, if there is one.
+    /// Looks again. The direction in which the peer has made no progress for `limit`, if there is
+    /// one.
     fn stalled(
         &mut self,
         peer_wait: &PeerWait,

@@ -1,11 +1,11 @@
 //! The reader: receives as much as there is, decodes it, and gives every request to a handler.
 //!
-//! Small requests come in bulk in the staging buffer. The payload of a large write is received straight
-//! into the memory that the disk takes as it is; only those bytes of it are copied that were staged before
-//! its header was decoded.
+//! Small requests come in bulk in the staging buffer. The payload of a large write is received
+//! straight into the memory that the disk takes as it is; only those bytes of it are copied that
+//! were staged before its header was decoded.
 //!
-//! A pause loses nothing: the receive in flight is stopped and awaited. What was received and not given to a handler is
-//! what [`Reader::into_unparsed`] answers: the bytes as they came.
+//! A pause loses nothing: the receive in flight is stopped and awaited. What was received and not
+//! given to a handler is what [`Reader::into_unparsed`] answers: the bytes as they came.
 
 use std::pin::pin;
 use std::rc::Rc;
@@ -30,11 +30,11 @@ use crate::proto::request::RequestHeader;
 /// Bytes of the staging buffer: 64 requests of 4 KiB writes fill it twice.
 pub const STAGING_BYTES: usize = 128 << 10;
 
-/// After a write of so many bytes another one is expected, and only its header is staged.
+/// After a write of this many bytes another one is expected, and only its header is staged.
 const LARGE_WRITE: usize = 32 << 10;
 
-/// After so many requests the reader yields to the handlers, so that replies are sent while the rest is
-/// still being read.
+/// After this many requests the reader yields to the handlers, so that replies are sent while the
+/// rest is still being read.
 const REQUESTS_PER_YIELD: u32 = 16;
 
 /// The receiving half of a connection.
@@ -47,7 +47,8 @@ pub struct Reader<S: Storage> {
     window: usize,
     /// Requests since the reader yielded last.
     since_yield: u32,
-    /// At a pause, the request whose payload was being received: its header, and as much of its payload.
+    /// At a pause, the request whose payload was being received: its header, and as much of its
+    /// payload.
     incomplete: Vec<u8>,
 }
 
@@ -229,8 +230,8 @@ impl<S: Storage> Reader<S> {
         count
     }
 
-    /// Receives at least one byte: into the rest of a payload first, and what follows into the staging buffer. Ends
-    /// early at one of `stops`.
+    /// Receives at least one byte: into the rest of a payload first, and what follows into the
+    /// staging buffer. Ends early at one of `stops`.
     async fn receive(
         &mut self,
         payload: Option<Payload<'_>>,
@@ -280,7 +281,7 @@ impl<S: Storage> Reader<S> {
 /// The memory of a payload, and how many bytes of it are there.
 type Payload<'a> = (&'a mut Buffer, usize);
 
-/// What ends a receive for which nothing else is said.
+/// The ends of a receive for which nothing else is said.
 const PAUSE_OR_SHUTDOWN: &[Stop] = &[Stop::Pause, Stop::Shutdown];
 
 fn ended_by(stop: Stop) -> End {

@@ -1,9 +1,9 @@
 //! Replies for the writer.
 //!
-//! A reply without data is a few bytes, and all of them that are sent together share one buffer. A reply
-//! with data is sent from the buffer that the disk has filled. Replies may be sent in any order (proto.md,
-//! "Ordering of messages and writes"). Each holds its [`Permit`] until it was sent or dropped, so the queue
-//! never has more replies than there can be permits.
+//! A reply without data is a few bytes, and all of them that are sent together share one buffer. A
+//! reply with data is sent from the buffer that the disk has filled. Replies may be sent in any
+//! order (proto.md, "Ordering of messages and writes"). Each holds its [`Permit`] until it was sent
+//! or dropped, so the queue never has more replies than there can be permits.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -16,8 +16,8 @@ use crate::command::RequestError;
 use crate::proto::Framing;
 use crate::proto::reply::{MAX_SMALL_REPLY, ReplyTo, SuccessForm, encode_error, encode_success};
 
-/// Where the data of a reply starts in its buffer: at a page, so that direct I/O can fill it. The head
-/// stands right before it, so that both are sent as one piece.
+/// Where the data of a reply starts in its buffer: at a page, so that direct I/O can fill it. The
+/// head stands right before it, so that both are sent as one piece.
 pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
 
 /// The outcome of a request, for the client.
@@ -62,7 +62,7 @@ pub struct Batch {
     small: Buffer,
     /// How many of those bytes there are.
     small_end: usize,
-    /// What those replies have in flight; `None` when there are none.
+    /// The permit of those replies; `None` when there are none.
     small_permit: Option<Permit>,
     /// The replies with data.
     data: VecDeque<(DataReply, Permit)>,
@@ -100,8 +100,8 @@ impl Batch {
         }
     }
 
-    /// Lends out the next bytes to be sent, `limit` at most: those of the replies without data first. The
-    /// number of replies with data that end in these bytes.
+    /// Lends out the next bytes to be sent, `limit` at most: those of the replies without data
+    /// first. The number of replies with data that end in these bytes.
     pub fn lend(&mut self, list: &mut IoVectorList, limit: usize) -> usize {
         if self.small_permit.is_some() {
             list.push(self.small.lend_range(0, self.small_end));
@@ -151,8 +151,8 @@ impl Batch {
         Ok(ended)
     }
 
-    /// Drops replies that were sent: those without data, and the first `ended` with data. Their permits
-    /// return.
+    /// Drops replies that were sent: those without data, and the first `ended` with data. Their
+    /// permits return.
     pub fn drop_sent(&mut self, ended: usize) {
         self.small_end = 0;
         self.small_permit = None;
@@ -180,7 +180,7 @@ enum State {
     Closed,
 }
 
-/// What the writer has to do.
+/// The next action of the writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriterAction {
     /// Send the batch.

@@ -1,14 +1,15 @@
-//! What the server asks of a connection, from any thread: to pause, or to shut down.
+//! The server's requests to a connection, from any thread: to pause, or to shut down.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::Context;
 
 use futures_util::task::AtomicWaker;
 
-/// What a connection is to do instead of reading further requests.
+/// The step of a connection instead of reading further requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// To pause between two requests, or in the middle of a payload, until it is resumed or handed over.
+    /// To pause between two requests, or in the middle of a payload, until it is resumed or handed
+    /// over.
     Pause,
     /// To end.
     Shutdown,
@@ -26,7 +27,8 @@ pub struct ShutdownSignal {
 }
 
 impl ShutdownSignal {
-    /// Requests shutdown, for good. The reader stops; requests in flight complete and get their replies.
+    /// Requests shutdown, for good. The reader stops; requests in flight complete and get their
+    /// replies.
     pub fn request(&self) {
         self.requested.store(SHUTDOWN, Ordering::Release);
         self.waiter.wake();
@@ -37,7 +39,7 @@ impl ShutdownSignal {
         self.change(NONE, PAUSE);
     }
 
-    /// Requests no pause any more.
+    /// Requests no pause.
     pub fn resume(&self) {
         self.change(PAUSE, NONE);
     }
@@ -48,7 +50,7 @@ impl ShutdownSignal {
         self.waiter.wake();
     }
 
-    /// What is requested.
+    /// The request.
     pub fn get(&self) -> Option<Stop> {
         match self.requested.load(Ordering::Acquire) {
             PAUSE => Some(Stop::Pause),
@@ -57,7 +59,7 @@ impl ShutdownSignal {
         }
     }
 
-    /// What is requested; the task is woken when that changes. For one task.
+    /// The request; the task is woken when it changes. For one task.
     pub fn poll(&self, context: &Context<'_>) -> Option<Stop> {
         // The waker is registered first, so that a request between the two steps is not missed.
         self.waiter.register(context.waker());

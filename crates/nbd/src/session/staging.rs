@@ -38,8 +38,9 @@ impl Staging {
         self.consume(count)
     }
 
-    /// Lends out free memory, `limit` bytes at most, for the bytes that follow. The bytes that were not
-    /// consumed, a part of a header at most, move to the front first: so there always is free memory.
+    /// Lends out free memory, `limit` bytes at most, for the bytes that follow. The bytes that were
+    /// not consumed, a part of a header at most, move to the front first: so there always is
+    /// free memory.
     pub fn lend(&mut self, limit: usize) -> IoVector {
         let free = self.make_room(limit);
         self.buffer.lend_range(self.end, free)

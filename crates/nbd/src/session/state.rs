@@ -1,4 +1,4 @@
-//! What the tasks of one connection share.
+//! The shared state of one connection's tasks.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::bitmap::ExportBitmap;
 use crate::handshake::NegotiatedOptions;
 use crate::tls::TlsChannel;
 
-/// One connection in its transmission phase. Its tasks (the reader, the handlers and the writer) run on
-/// one thread.
+/// One connection in its transmission phase. Its tasks (the reader, the handlers and the writer)
+/// run on one thread.
 pub struct SessionState<S: Storage> {
     /// The socket.
     pub stream: Stream,
@@ -29,7 +29,7 @@ pub struct SessionState<S: Storage> {
     pub bitmaps: Vec<ExportBitmap>,
     /// Whether the client may change the disk.
     pub access: Access,
-    /// What the handshake agreed on.
+    /// The options of the handshake.
     pub options: NegotiatedOptions,
     /// Where the memory of payloads comes from.
     pub pool: BufferPool,
@@ -46,8 +46,8 @@ pub struct SessionState<S: Storage> {
 }
 
 impl<S: Storage> SessionState<S> {
-    /// Ends the connection at once: nothing more is sent or received, and tasks that wait for the socket
-    /// wake up. Requests in flight complete without a reply.
+    /// Ends the connection at once: nothing more is sent or received, and tasks that wait for the
+    /// socket wake up. Requests in flight complete without a reply.
     pub fn abort(&self) {
         self.replies.abort();
         self.stream.shutdown();

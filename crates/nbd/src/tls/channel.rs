@@ -99,7 +99,7 @@ impl TlsChannel {
         &self.credential
     }
 
-    /// Who the client has shown to be.
+    /// The client's identity.
     pub fn identity(&self) -> &ClientIdentity {
         &self.identity
     }
@@ -109,8 +109,9 @@ impl TlsChannel {
         self.session.borrow().describe()
     }
 
-    /// Receives at least one byte, waiting for the first; 0 is the end. `is_stopped` ends the wait, as in
-    /// [`Stream::receive_until`]. `progress` is called when bytes came, also where they were no whole record.
+    /// Receives at least one byte, waiting for the first; 0 is the end. `is_stopped` ends the wait,
+    /// as in [`Stream::receive_until`]. `progress` is called when bytes came, also where they
+    /// were no whole record.
     ///
     /// # Errors
     /// The socket's; EPROTO-like ones where the client breaks TLS.
@@ -178,8 +179,8 @@ fn identity_of(session: &TlsSession, note: Note) -> ClientIdentity {
     ClientIdentity { names }
 }
 
-/// Lets a Unix socket take a batch while the client has the one before: by itself it has room for less than one, and both
-/// sides wait for each other. TCP makes room by itself.
+/// Lets a Unix socket take a batch while the client has the one before: by itself it has room for
+/// less than one, and both sides wait for each other. TCP makes room by itself.
 fn make_room(stream: &Stream) {
     if sockopt::socket_domain(stream) == Ok(AddressFamily::UNIX) {
         // The kernel doubles it, and takes less where the host's limit is lower.

@@ -1,7 +1,7 @@
 //! A server's secrets: read from files, read again at a reload, and whom they admit.
 //!
-//! Guarantee: what is in force is always a whole set of files that fit each other. Where a reload fails, the old set
-//! stays.
+//! Guarantee: what is in force is always a whole set of files that fit each other. Where a reload
+//! fails, the old set stays.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -66,11 +66,12 @@ impl std::fmt::Debug for Secrets {
 }
 
 impl TlsServer {
-    /// Reads the files. `allowed` has pairs of an export's name and a client's: an export that is in none of them
-    /// admits all clients.
+    /// Reads the files. `allowed` has pairs of an export's name and a client's: an export that is
+    /// in none of them admits all clients.
     ///
     /// # Errors
-    /// A file is missing, unfit or does not fit another one; `allowed` names clients, and no file tells who they are.
+    /// A file is missing, unfit or does not fit another one; `allowed` names clients, and no file
+    /// tells who they are.
     pub fn load(files: TlsFiles, allowed: Vec<(String, String)>) -> Result<Self, TlsError> {
         let secrets = Arc::new(Secrets::read(&files)?);
         let server = Self { files, allowed, current: RwLock::new(secrets) };
@@ -135,7 +136,7 @@ impl TlsServer {
         !self.is_restricted(export) || self.allowed.iter().any(is_it)
     }
 
-    /// What connections use that begin now.
+    /// The secrets of connections that begin now.
     pub(crate) fn secrets(&self) -> Arc<Secrets> {
         Arc::clone(&self.current.read())
     }
@@ -160,7 +161,7 @@ impl Secrets {
         &self.context
     }
 
-    /// What a client has shown in a handshake that is over, and the PSK identity that it named.
+    /// The credential of a client in a handshake that is over, and the PSK identity that it named.
     pub(super) fn credential(&self, ssl: &SslRef, identity: Option<&String>) -> Credential {
         let certificate = || {
             let chain = ssl.peer_cert_chain().into_iter().flatten();

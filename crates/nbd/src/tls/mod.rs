@@ -1,4 +1,5 @@
-//! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the session.
+//! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the
+//! session.
 //!
 //! Guarantees: a client is served only after its handshake, as whoever the handshake has shown it
 //! to be. Nothing that came before the handshake counts afterwards. Sessions are never resumed and
@@ -6,8 +7,9 @@
 //! the server ends the others. A refusal is one line that says what is wrong with what the client
 //! has shown.
 //!
-//! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the socket. A connection without TLS has no channel, and pays
-//! for one test of an `Option` at each system call.
+//! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the
+//! socket. A connection without TLS has no channel, and pays for one test of an `Option` at each
+//! system call.
 
 mod channel;
 mod credentials;
@@ -26,14 +28,16 @@ pub use credentials::TlsServer;
 /// Where the secrets of a server are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TlsFiles {
-    /// A folder with `server-cert.pem` and `server-key.pem`. With `ca-cert.pem`, clients must show a certificate that
-    /// it signed; with `ca-crl.pem`, one that is not in this list of revoked ones. The names are QEMU's.
+    /// A folder with `server-cert.pem` and `server-key.pem`. With `ca-cert.pem`, clients must show
+    /// a certificate that it signed; with `ca-crl.pem`, one that is not in this list of revoked
+    /// ones. The names are QEMU's.
     Certificates(PathBuf),
-    /// A file with a line `IDENTITY:KEY` for each client, the key in hexadecimal digits, as psktool writes it.
+    /// A file with a line `IDENTITY:KEY` for each client, the key in hexadecimal digits, as psktool
+    /// writes it.
     Psk(PathBuf),
 }
 
-/// Who must use TLS.
+/// The rule about TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsMode {
     /// Clients may; those that do not find no export with a list of allowed clients.
@@ -47,13 +51,14 @@ pub enum TlsMode {
 pub struct SocketTls {
     /// The secrets, and whom they admit.
     pub server: Arc<TlsServer>,
-    /// Who must use it.
+    /// The rule.
     pub mode: TlsMode,
 }
 
-/// Who a client has shown to be.
+/// The identity that a client has shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClientIdentity {
-    /// The common names and DNS names of its certificate, or its PSK identity. None where nothing was asked for.
+    /// The common names and DNS names of its certificate, or its PSK identity. None where nothing
+    /// was asked for.
     pub names: Vec<String>,
 }

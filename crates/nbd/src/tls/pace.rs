@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-/// One part of the loop's time in so many.
+/// One part of the loop's time in this many.
 const SHARE: u32 = 4;
 
 /// The handshakes of a loop.

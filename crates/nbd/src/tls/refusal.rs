@@ -1,7 +1,7 @@
 //! Notes of OpenSSL's callbacks about a client, for the line in the log.
 //!
-//! The callbacks run inside a step of a handshake, which nothing interrupts: so a thread's note is about the client
-//! whose step it is.
+//! The callbacks run inside a step of a handshake, which nothing interrupts: so a thread's note is
+//! about the client whose step it is.
 
 use std::cell::RefCell;
 

@@ -1,4 +1,5 @@
-//! Pauses under load: nothing that a client has sent is lost or done twice, and none of its replies.
+//! Pauses under load: nothing that a client has sent is lost or done twice, and none of its
+//! replies.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -27,7 +28,8 @@ fn pause(rig: &Rig, time: Duration) -> Result<Vec<PausedConnection>, Vec<String>
 const DEPTH: u64 = 16;
 const SLOT: u64 = 128 << 10;
 
-/// Writes and reads back at some depth until told to stop, pieces of several sizes at offsets of their own.
+/// Writes and reads back at some depth until told to stop, pieces of several sizes at offsets of
+/// their own.
 fn verify(client: &mut Client, start: u64, is_over: &AtomicBool) {
     let mut expected: HashMap<u64, Vec<u8>> = HashMap::new();
     for round in 0u64.. {

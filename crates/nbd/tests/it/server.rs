@@ -347,14 +347,14 @@ fn an_export_that_is_removed_ends_its_clients_and_no_others() {
         });
         let removed = rig.run(move || async move { server.remove(&exports, "disk").await });
         let disk = removed.expect("it was there").disk;
-        // Nobody but this test and, for a moment, the task that has just ended.
+        // This test and, for a moment, the task that has just ended are the only users.
         wait_for("its users to be gone", || std::sync::Arc::strong_count(&disk) == 1);
         assert!(is_closed(leaves.stream()) && stays.is_served());
         let server = rig.server();
         assert_eq!(server.clients(&rig.exports, "disk"), 0);
         assert!(rig.exports.remove("disk").is_none());
         server.close(&rig.exports);
-        // The rig ends when nothing accepts any more.
+        // The rig ends when nothing accepts.
         wait_for("the socket to be let go", || {
             std::os::unix::net::UnixStream::connect(&rig.path).is_err()
         });

@@ -136,7 +136,7 @@ fn a_dropped_write_happens_all_the_same() {
     assert_eq!(disk.content()[..512], [7; 512]);
 }
 
-/// What the next process finds of two sectors: one that is written, and one whose write is in flight.
+/// The next process's values of two sectors: one that is written, and one whose write is in flight.
 fn found_after_death(seed: u64) -> ([u8; 2], [u8; 2]) {
     let sim = Sim::new(seed);
     let disk = SimDisk::new(&sim, Config::default(), vec![0; 1024]);
@@ -163,7 +163,7 @@ fn a_death_keeps_what_has_ended_and_a_loss_of_power_may_still_take_it() {
     assert!(found.iter().all(|(content, _)| content[0] == 1));
     assert!([0, 2].iter().all(|byte| found.iter().any(|(content, _)| content[1] == *byte)));
     assert!([0, 1].iter().all(|byte| found.iter().any(|(_, image)| image[0] == *byte)));
-    // What the death did not leave does not come back.
+    // Bytes that the death did not leave do not come back.
     assert!(found.iter().all(|(content, image)| image[1] == 0 || image[1] == content[1]));
 }
 

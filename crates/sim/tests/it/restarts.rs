@@ -1,5 +1,5 @@
-//! Whether explorations of processes that die find what they are for: a disk that answers from the memory of its
-//! process, with a log in memory that outlives it, right and with flaws.
+//! Whether explorations of processes that die find what they are for: a disk that answers from the
+//! memory of its process, with a log in memory that outlives it, right and with flaws.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ enum Flaw {
     EarlyTail,
     /// The log is not replayed.
     NoReplay,
-    /// What a process finds is stable to it: it flushes nothing before it has changed something.
+    /// The found bytes are taken for stable: it flushes nothing before it has changed something.
     TrustsPast,
 }
 

@@ -1,5 +1,5 @@
-//! Whether explorations find what they are for: a plain, slow and right disk passes, and each way of
-//! making it wrong is caught.
+//! Whether explorations find what they are for: a plain, slow and right disk passes, and each way
+//! of making it wrong is caught.
 
 use std::cell::Cell;
 

@@ -1,8 +1,9 @@
 //! How long a request waits for a server that keeps the connection and does not answer.
 //!
-//! A guest's request waits as long as it takes: the server may come back. While an image is opened, and while it is
-//! closed, a person or a program waits for the end of that, and there is a limit. Nothing but the whole answer counts:
-//! a server that sends parts of it, or what keeps the connection alive, could do so for ever.
+//! A guest's request waits as long as it takes: the server may come back. While an image is opened,
+//! and while it is closed, a person or a program waits for the end of that, and there is a limit.
+//! Nothing but the whole answer counts: a server that sends parts of it, or what keeps the
+//! connection alive, could do so for ever.
 
 use std::future::Future;
 use std::pin::pin;

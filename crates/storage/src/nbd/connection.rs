@@ -2,11 +2,13 @@
 //!
 //! 1. [`Transmission::submit`] takes a request.
 //! 2. The writer sends all that is queued with one system call.
-//! 3. The reader receives replies, data straight into the memory of the requests, and completes them.
-//! 4. Where the stream fails, both end. If reconnecting is allowed, the requests wait for another stream, and are sent
-//!    again there; else they fail.
-//! 5. What the end of a stream means for writes that were answered and not flushed is judged before the next one is made
-//!    (`storage/nbd/unflushed`), also when the loop ends with the stream. Requests of other loops fail then.
+//! 3. The reader receives replies, data straight into the memory of the requests, and completes
+//!    them.
+//! 4. Where the stream fails, both end. If reconnecting is allowed, the requests wait for another
+//!    stream, and are sent again there; else they fail.
+//! 5. What the end of a stream means for writes that were answered and not flushed is judged before
+//!    the next one is made (`storage/nbd/unflushed`), also when the loop ends with the stream.
+//!    Requests of other loops fail then.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +27,8 @@ use crate::detached::DetachedSyncs;
 /// The pause after a server could not be reached.
 pub(super) const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// Starts the transmission over `stream` on the current thread's loop: the connection `number` of a storage.
+/// Starts the transmission over `stream` on the current thread's loop: the connection `number` of a
+/// storage.
 ///
 /// # Errors
 /// ENOMEM where memory runs out.
@@ -57,7 +60,7 @@ impl Drop for LoopGuard {
     }
 }
 
-/// What works on one stream.
+/// The reader and the writer of one stream.
 struct Halves {
     reader: Reader,
     batch: Batch,
@@ -97,8 +100,8 @@ async fn run(
     }
 }
 
-/// Another stream with the same export. Requests wait for it as long as they may, and fail afterwards. `None`: the
-/// connection is over.
+/// Another stream with the same export. Requests wait for it as long as they may, and fail
+/// afterwards. `None`: the connection is over.
 async fn reconnect(transmission: &Transmission) -> Option<Link> {
     let failure = transmission.take_link_failure();
     let dial = transmission.dial();

@@ -1,14 +1,16 @@
 //! The connections of a storage: which one a request takes, and what a flush covers.
 //!
 //! Guarantees:
-//! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the server grants it, up to
-//!   a limit. Otherwise all loops share the first one whose loop runs.
-//! - No request waits for another connection while there is one: it goes over a shared one until the loop has its own. A
-//!   server may refuse the next client, or not greet it before the first has gone (`qemu-nbd`, nbdkit's `limit`).
-//! - A flush goes to the connection with the oldest stream, of whichever loop: `storage/nbd/unflushed` says why. That loop
-//!   must run.
-//! - A flush fails from the first time on that the oldest stream ended with writes that were answered and not flushed,
-//!   also one that was in flight then and was answered by the server that came back.
+//! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the
+//!   server grants it, up to a limit. Otherwise all loops share the first one whose loop runs.
+//! - No request waits for another connection while there is one: it goes over a shared one until
+//!   the loop has its own. A server may refuse the next client, or not greet it before the first
+//!   has gone (`qemu-nbd`, nbdkit's `limit`).
+//! - A flush goes to the connection with the oldest stream, of whichever loop:
+//!   `storage/nbd/unflushed` says why. That loop must run.
+//! - A flush fails from the first time on that the oldest stream ended with writes that were
+//!   answered and not flushed, also one that was in flight then and was answered by the server that
+//!   came back.
 
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -49,8 +51,8 @@ struct Shared {
 
 #[derive(Default)]
 struct List {
-    /// By the loops that have made them; never empty. Of an export without `CAN_MULTI_CONN` one of them has a loop that
-    /// runs.
+    /// By the loops that have made them; never empty. Of an export without `CAN_MULTI_CONN` one of
+    /// them has a loop that runs.
     connections: Vec<(ThreadId, Arc<Transmission>)>,
     /// The loops that have asked for a connection of their own, and when they may do so again.
     asked: Vec<(ThreadId, Instant)>,
@@ -108,7 +110,8 @@ impl Connections {
         }
     }
 
-    /// Another stream. A server that is gone is waited for as long as requests of a connection that has failed wait.
+    /// Another stream. A server that is gone is waited for as long as requests of a connection that
+    /// has failed wait.
     async fn connect(&self) -> Result<Link> {
         let dial = &self.shared.dial;
         let end = Instant::now() + dial.reconnect_time();
@@ -120,7 +123,7 @@ impl Connections {
         }
     }
 
-    /// Ends all of them, when nothing uses the storage any more.
+    /// Ends all of them, when nothing uses the storage.
     pub(super) fn close(&self) {
         self.shared.unflushed.close();
         let mut list = self.shared.list.lock();
@@ -150,7 +153,8 @@ impl Connections {
         };
         let (kind, flags, body) = (kind::FLUSH, CommandFlags::empty(), Body::Flush(mark));
         let flushed = connection.submit(Command { kind, flags, offset: 0, length: 0, body }).await;
-        // Where the stream ended meanwhile, the flush was sent again over another one, and its success means nothing.
+        // Where the stream ended meanwhile, the flush was sent again over another one, and its
+        // success means nothing.
         unflushed.check()?;
         flushed.map(drop)
     }
@@ -180,7 +184,8 @@ impl Shared {
         }
     }
 
-    /// Adds a connection of this loop over `stream`, in the place of one whose loop has ended where there is such a one.
+    /// Adds a connection of this loop over `stream`, in the place of one whose loop has ended where
+    /// there is such a one.
     fn add(&self, list: &mut List, stream: Link) -> Result<Arc<Transmission>> {
         let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
         let unflushed = Arc::clone(&self.unflushed);
@@ -196,8 +201,8 @@ impl Shared {
         Ok(connection)
     }
 
-    /// Gives the loop a connection of its own over `stream`, unless one that was lost waits for its server: a server that
-    /// limits its clients serves that one first.
+    /// Gives the loop a connection of its own over `stream`, unless one that was lost waits for its
+    /// server: a server that limits its clients serves that one first.
     fn adopt(&self, stream: Link) -> Result<()> {
         let mut list = self.list.lock();
         if list.is_closed || list.running().any(|(_, connection)| !connection.has_stream()) {
@@ -217,12 +222,13 @@ async fn ask(shared: Arc<Shared>) {
 }
 
 impl List {
-    /// Those whose loops run, the first one first.
+    /// The connections whose loops run, the first one first.
     fn running(&self) -> impl Iterator<Item = &(ThreadId, Arc<Transmission>)> {
         self.connections.iter().filter(|(_, connection)| !connection.has_no_loop())
     }
 
-    /// Whether a loop that has no connection of its own may ask for one now; then it does not for some time.
+    /// Whether a loop that has no connection of its own may ask for one now; then it does not for
+    /// some time.
     fn may_ask(&mut self, thread: ThreadId) -> bool {
         let now = Instant::now();
         self.asked.retain(|(_, again)| *again > now);

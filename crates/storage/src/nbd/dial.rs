@@ -86,8 +86,8 @@ impl Dial {
     }
 }
 
-/// Connects, and agrees with the server on the export. One that ends the connection at an option that it does not know is
-/// asked again without.
+/// Connects, and agrees with the server on the export. One that ends the connection at an option
+/// that it does not know is asked again without.
 async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
     let outcome = match attempt(way, name, context, false).await? {
         Err(Failure::Options(refusal)) => {

@@ -1,12 +1,13 @@
-//! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): TLS where the URI says so, extended headers or else
-//! structured replies where the server has them, a metadata context, then GO.
+//! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): TLS where the URI says so,
+//! extended headers or else structured replies where the server has them, a metadata context, then
+//! GO.
 //!
-//! Servers that know less get less: where GO is unknown, or options are, the export is chosen by EXPORT_NAME. An oldstyle
-//! server has one export without a name.
+//! Servers that know less get less: where GO is unknown, or options are, the export is chosen by
+//! EXPORT_NAME. An oldstyle server has one export without a name.
 //!
-//! Guarantees: with TLS nothing but the wish for it is said before. Every length that a server sends is bounded before memory
-//! is taken for it. What it says about an export is checked: sizes and block sizes that no request could be made for are
-//! refused.
+//! Guarantees: with TLS nothing but the wish for it is said before. Every length that a server
+//! sends is bounded before memory is taken for it. What it says about an export is checked: sizes
+//! and block sizes that no request could be made for are refused.
 
 use std::sync::Arc;
 
@@ -31,7 +32,8 @@ const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
 
 /// The second magic number of an oldstyle server (`doc/proto.md`, "Oldstyle negotiation").
 const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
-/// The bytes that a server sends after the flags of an export, unless both sides can do without (`NO_ZEROES`).
+/// The bytes that a server sends after the flags of an export, unless both sides can do without
+/// (`NO_ZEROES`).
 const ZEROES: usize = 124;
 
 /// Set in the types of replies that refuse an option.
@@ -67,7 +69,8 @@ pub(super) struct Wish<'a> {
 
 /// Why there is no export.
 pub(super) enum Failure {
-    /// The server has ended the connection at the first option: it may know nothing but EXPORT_NAME.
+    /// The server has ended the connection at the first option: it may know nothing but
+    /// EXPORT_NAME.
     Options(Refusal),
     Other(Refusal),
 }
@@ -140,7 +143,8 @@ pub(super) async fn negotiate(
     Ok((wire.link, agreed))
 }
 
-/// Chooses the export of a server that does not know GO, and that ends the connection where it has none of this name.
+/// Chooses the export of a server that does not know GO, and that ends the connection where it has
+/// none of this name.
 async fn by_name(
     wire: &mut Wire,
     export: &str,

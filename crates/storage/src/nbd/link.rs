@@ -1,7 +1,8 @@
 //! A connection to a server as bytes: those of its socket, or under TLS.
 //!
-//! Guarantees: with TLS as without, a receive gives what is there and a send takes everything. A connection without TLS
-//! pays for one test of an `Option`. The reader and the writer of a connection may use it by turns between any two awaits.
+//! Guarantees: with TLS as without, a receive gives what is there and a send takes everything. A
+//! connection without TLS pays for one test of an `Option`. The reader and the writer of a
+//! connection may use it by turns between any two awaits.
 
 use std::cell::RefCell;
 use std::io;
@@ -79,8 +80,8 @@ impl Link {
         self.tls.is_some()
     }
 
-    /// Receives what is there, as much as fits, waiting for the first byte. 0 is the server's end. Gives the list back as
-    /// it was.
+    /// Receives what is there, as much as fits, waiting for the first byte. 0 is the server's end.
+    /// Gives the list back as it was.
     pub(super) async fn receive(
         &self,
         mut into: IoVectorList,
@@ -135,7 +136,8 @@ impl Link {
 }
 
 impl Secured {
-    /// Decrypts what was received into the list: how many bytes. `None`: no whole record was received.
+    /// Decrypts what was received into the list: how many bytes. `None`: no whole record was
+    /// received.
     fn decrypt(&self, into: &mut IoVectorList) -> io::Result<Option<usize>> {
         let (mut session, mut plain) = (self.session.borrow_mut(), self.received.borrow_mut());
         let room = into.len().min(plain.len());

@@ -1,22 +1,26 @@
 //! An export of an NBD server as storage.
 //!
 //! Guarantees:
-//! - What the server cannot do is said by [`Capabilities`]: an export without FUA is flushed after durable writes, one
-//!   without block status is all data.
+//! - What the server cannot do is said by [`Capabilities`]: an export without FUA is flushed after
+//!   durable writes, one without block status is all data.
 //! - A request is split where it is longer than the server takes.
-//! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server that has shown who it is.
-//! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), and grants them, each loop that
-//!   uses the storage has a connection of its own. Otherwise all share one.
-//! - Where a connection fails, requests wait for the server to come back as long as the caller allows, and are sent
-//!   again; each of them may then be done twice. Afterwards they fail.
-//! - No order is promised between the two: a server that goes on with the requests of a connection that is gone may carry
-//!   the first one out after its repetition, and after a later write to the same bytes. The protocol has nothing to ask
-//!   for their end. A server that ends with its connections, or drops their requests with them, keeps the order.
-//! - Where the connection fails while answered writes are not flushed, every flush fails from then on, until the storage
-//!   is opened again. Of several connections that is the oldest one, over which all are flushed. Reason: a server that has
-//!   lost its volatile cache calls the next flush a success, and a client cannot tell it from one that has everything. The
-//!   client keeps no copies of such writes to send them again: memory would limit them, and each read of each connection
-//!   would have to wait until they are sent.
+//! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server
+//!   that has shown who it is.
+//! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), and
+//!   grants them, each loop that uses the storage has a connection of its own. Otherwise all share
+//!   one.
+//! - Where a connection fails, requests wait for the server to come back as long as the caller
+//!   allows, and are sent again; each of them may then be done twice. Afterwards they fail.
+//! - No order is promised between the two: a server that goes on with the requests of a connection
+//!   that is gone may carry the first one out after its repetition, and after a later write to the
+//!   same bytes. The protocol has nothing to ask for their end. A server that ends with its
+//!   connections, or drops their requests with them, keeps the order.
+//! - Where the connection fails while answered writes are not flushed, every flush fails from then
+//!   on, until the storage is opened again. Of several connections that is the oldest one, over
+//!   which all are flushed. Reason: a server that has lost its volatile cache calls the next flush
+//!   a success, and a client cannot tell it from one that has everything. The client keeps no
+//!   copies of such writes to send them again: memory would limit them, and each read of each
+//!   connection would have to wait until they are sent.
 
 mod answer_time;
 mod connect;
@@ -60,7 +64,8 @@ const MAX_COMPACT_RANGE: u64 = 1 << 30;
 /// The longest range of one zero write or trim with extended headers.
 const MAX_EXTENDED_RANGE: u64 = 1 << 40;
 
-/// How long a request of a storage that is being closed waits for its answer: a flush may take minutes.
+/// How long a request of a storage that is being closed waits for its answer: a flush may take
+/// minutes.
 const CLOSE_TIME: Duration = Duration::from_secs(120);
 
 /// An export of an NBD server.
@@ -71,15 +76,15 @@ pub struct NbdStorage {
 }
 
 impl NbdStorage {
-    /// Connects to a server. Where the connection fails later, requests wait for `reconnect_time` until the server is
-    /// back.
+    /// Connects to a server. Where the connection fails later, requests wait for `reconnect_time`
+    /// until the server is back.
     ///
-    /// If writes were answered when the connection failed, and not flushed, the server may have lost them: every flush
-    /// fails with EIO from then on.
+    /// If writes were answered when the connection failed, and not flushed, the server may have
+    /// lost them: every flush fails with EIO from then on.
     ///
     /// # Errors
-    /// What failed, with the URI: there is no server, it refuses the export, it takes longer than 30 seconds, or there is
-    /// no TLS with it as the URI asks for.
+    /// What failed, with the URI: there is no server, it refuses the export, it takes longer than
+    /// 30 seconds, or there is no TLS with it as the URI asks for.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -87,8 +92,8 @@ impl NbdStorage {
         Self::connect_for(uri, reconnect_time, BASE_ALLOCATION.to_owned()).await
     }
 
-    /// Connects to ask what a bitmap says to have changed, by [`dirty_extent`](Self::dirty_extent): block status tells of
-    /// that alone.
+    /// Connects to ask what a bitmap says to have changed, by [`dirty_extent`](Self::dirty_extent):
+    /// block status tells of that alone.
     ///
     /// # Errors
     /// As [`connect`](Self::connect); `InvalidInput` where the server does not offer the bitmap.
@@ -123,8 +128,8 @@ impl NbdStorage {
         Ok(Self { dial, connections, answer_time: AnswerTime::default() })
     }
 
-    /// Whether the bitmap that was connected for says that the first bytes of `range`, which is on the export and not
-    /// empty, have changed; and for how many bytes that holds.
+    /// Whether the bitmap that was connected for says that the first bytes of `range`, which is on
+    /// the export and not empty, have changed; and for how many bytes that holds.
     ///
     /// # Errors
     /// What the server answers.
@@ -175,8 +180,9 @@ impl NbdStorage {
         answer.await.map_err(|error| error.at(offset))
     }
 
-    /// From now on a request that is not answered in this time fails; with `None` it waits as long as it takes, as it
-    /// does at first. Requests wait for a server that is gone longer where they are allowed to.
+    /// From now on a request that is not answered in this time fails; with `None` it waits as long
+    /// as it takes, as it does at first. Requests wait for a server that is gone longer where
+    /// they are allowed to.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         self.answer_time.set(time.map(|time| time.max(self.dial.reconnect_time())));
     }

@@ -1,7 +1,8 @@
 //! The memory of one read, part by part as its data comes.
 //!
-//! Guarantees: a part is found in logarithmic time, and there are no more parts than a server needs that tells holes from data
-//! by the sector. Reason: the lock of the connection is held meanwhile, and a server chooses how it divides a reply.
+//! Guarantees: a part is found in logarithmic time, and there are no more parts than a server needs
+//! that tells holes from data by the sector. Reason: the lock of the connection is held meanwhile,
+//! and a server chooses how it divides a reply.
 
 use std::collections::BTreeMap;
 
@@ -40,8 +41,8 @@ impl Parts {
         }
     }
 
-    /// Takes the memory of `length` bytes at `offset` out. `None` unless all of it is missing, and where there are too many
-    /// parts.
+    /// Takes the memory of `length` bytes at `offset` out. `None` unless all of it is missing, and
+    /// where there are too many parts.
     pub(super) fn take(&mut self, offset: u64, length: usize) -> Option<IoVector> {
         let end = offset.checked_add(length as u64)?;
         if self.filled.len() >= self.max_parts {

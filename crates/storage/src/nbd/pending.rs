@@ -1,15 +1,16 @@
 //! The requests of one connection that wait for their replies.
 //!
-//! A request is *queued*, then *sent*, then *complete*. Where the connection is made anew, all that are not complete
-//! are queued again, with the same bytes.
+//! A request is *queued*, then *sent*, then *complete*. Where the connection is made anew, all that
+//! are not complete are queued again, with the same bytes.
 //!
 //! Guarantees:
-//! - A request's memory is kept until it is complete, also when its future was dropped; and no future is ready while
-//!   the connection still has memory of it.
-//! - A server cannot write outside of what a request asked for, nor twice to the same bytes: a reply that says so is an
-//!   error of the connection.
+//! - A request's memory is kept until it is complete, also when its future was dropped; and no
+//!   future is ready while the connection still has memory of it.
+//! - A server cannot write outside of what a request asked for, nor twice to the same bytes: a
+//!   reply that says so is an error of the connection.
 //! - A cookie is never used twice, so that a reply that comes twice is found out.
-//! - What is answered and not flushed is counted before a future of it is ready (`UnflushedWrites`).
+//! - What is answered and not flushed is counted before a future of it is ready
+//!   (`UnflushedWrites`).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,10 +25,11 @@ use super::parts::Parts;
 use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
-/// What the server said about the first blocks of a range: for how many bytes it holds, and their flags.
+/// The server's answer about the first blocks of a range: for how many bytes it holds, and their
+/// flags.
 pub(super) type BlockStatus = (u64, StatusFlags);
 
-/// What a request brings along, and what its reply has to bring.
+/// The payload of a request, and that of its reply.
 pub(super) enum Body {
     /// Nothing, and nothing but success.
     None,
@@ -107,7 +109,7 @@ impl Pending {
         cookie
     }
 
-    /// Takes the next request that is to be sent, with its payload, which is to be given back.
+    /// Takes the next request to be sent, with its payload, which is to be given back.
     pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
         let slot = &mut self.slots[key(self.queue.pop_front()?)];
         let payload = match std::mem::replace(&mut slot.body, Body::None) {
@@ -128,7 +130,8 @@ impl Pending {
         self.queue.is_empty()
     }
 
-    /// Gives a payload back after it was sent, or could not be. The future to be woken: the reply may have come before.
+    /// Gives a payload back after it was sent, or could not be. The future to be woken: the reply
+    /// may have come before.
     pub(super) fn give_back(
         &mut self,
         cookie: u64,
@@ -153,8 +156,8 @@ impl Pending {
         find(&mut self.slots, cookie)
     }
 
-    /// The memory for data that comes for `range`, or without one for all of a read; and the offset of its first byte.
-    /// It is to be given back.
+    /// The memory for data that comes for `range`, or without one for all of a read; and the offset
+    /// of its first byte. It is to be given back.
     pub(super) fn take_memory(
         &mut self,
         cookie: u64,
@@ -222,7 +225,7 @@ impl Pending {
         Ok(self.publish(cookie, detached))
     }
 
-    /// Has the future see the outcome, once the connection has no memory of the request any more.
+    /// Has the future see the outcome, once the connection has no memory of the request.
     fn publish(&mut self, cookie: u64, detached: &DetachedSyncs) -> Option<Waker> {
         let slot = &mut self.slots[key(cookie)];
         if matches!(slot.body, Body::BeingSent) {
@@ -239,7 +242,8 @@ impl Pending {
         None
     }
 
-    /// Queues all requests again, the oldest first, whose replies are not complete. Nothing is being sent or received.
+    /// Queues all requests again, the oldest first, whose replies are not complete. Nothing is
+    /// being sent or received.
     pub(super) fn queue_again(&mut self) {
         let mut again = Vec::new();
         for (_, slot) in self.slots.iter_mut().filter(|(_, slot)| slot.outcome.is_none()) {

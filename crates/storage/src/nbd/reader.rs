@@ -1,8 +1,9 @@
 //! The receiving task of a connection.
 //!
-//! Headers and what is short come in bulk into a buffer of fixed size. Data of reads is received straight into the
-//! memory of the request; only those bytes of it are copied that came with the header. All that a server sends is
-//! bounded by what was asked for: a length that is not ends the connection.
+//! Headers and what is short come in bulk into a buffer of fixed size. Data of reads is received
+//! straight into the memory of the request; only those bytes of it are copied that came with the
+//! header. All that a server sends is bounded by what was asked for: a length that is not ends the
+//! connection.
 
 use std::sync::Arc;
 
@@ -19,10 +20,10 @@ use super::transmission::Transmission;
 
 /// Bytes that are received in bulk.
 const STAGING_BYTES: usize = 128 << 10;
-/// Chunks without data are not longer: an error has a message of 4096 bytes at most, and block status was asked for
-/// one extent.
+/// Chunks without data are not longer: an error has a message of 4096 bytes at most, and block
+/// status was asked for one extent.
 const MAX_SMALL_PAYLOAD: u64 = 64 << 10;
-/// After data of so many bytes more of them are expected, and only a header is received in bulk.
+/// After data of this many bytes more of them are expected, and only a header is received in bulk.
 const LARGE_DATA: usize = 32 << 10;
 /// A header, and the offset of a chunk's data.
 const HEADER_WINDOW: usize = 40;
@@ -212,7 +213,7 @@ impl Reader {
 
     /// Receives in bulk.
     async fn fill(&mut self) -> Result<(), End> {
-        // What is parsed is shorter than the buffer, so there is free memory.
+        // The parsed part is shorter than the buffer, so there is free memory.
         let free = self.lend_free();
         self.list.push(free);
         let count = self.receive().await?;
@@ -221,8 +222,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Receives data of a read, and what comes after it. The memory goes back to its request, also where the stream
-    /// fails.
+    /// Receives data of a read, and what comes after it. The memory goes back to its request, also
+    /// where the stream fails.
     async fn receive_part(
         &mut self,
         cookie: u64,
@@ -268,7 +269,7 @@ impl Reader {
     }
 }
 
-/// What a server answers, with its errno: the protocol's values are those of Linux. Others are EIO.
+/// The error of a server, with its errno: the protocol's values are those of Linux. Others are EIO.
 fn server_error(name: &str, error: u32, message: &str) -> Error {
     let code = match error {
         1 | 5 | 12 | 22 | 28 | 75 | 95 | 108 => error as i32,

@@ -1,4 +1,5 @@
-//! Why there is no export, in a line for people. It passes as an `io::Error` through code that moves bytes.
+//! Why there is no export, in a line for people. It passes as an `io::Error` through code that
+//! moves bytes.
 
 /// A reason, and what to do about it where that is known.
 #[derive(Debug)]

@@ -1,9 +1,10 @@
 //! TLS to a server: what a URI says of it, read from files, and whom it trusts.
 //!
-//! Guarantees: the files are read when the storage is opened, and again for each later connection, so that a certificate
-//! that was renewed is used. Where they cannot be read then, what was read before goes on. A server that is not who it
-//! has to be is refused before anything is sent to it, with one line that says what is wrong with what it has shown. With a
-//! pre-shared key that is a server that has the key: no certificate takes its place.
+//! Guarantees: the files are read when the storage is opened, and again for each later connection,
+//! so that a certificate that was renewed is used. Where they cannot be read then, what was read
+//! before goes on. A server that is not who it has to be is refused before anything is sent to it,
+//! with one line that says what is wrong with what it has shown. With a pre-shared key that is a
+//! server that has the key: no certificate takes its place.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -23,7 +24,8 @@ use parking_lot::Mutex;
 
 use super::refusal::Refusal;
 
-/// Where distributions have the authorities that the system trusts: Debian, Alpine and Arch, then Fedora, then openSUSE.
+/// Where distributions have the authorities that the system trusts: Debian, Alpine and Arch, then
+/// Fedora, then openSUSE.
 const BUNDLES: [&str; 3] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
@@ -37,12 +39,13 @@ const OTHER_KEYS: &str =
 /// How connections to a server are secured.
 pub(super) struct ClientTls {
     parameters: TlsParameters,
-    /// The name that the server's certificate must have; `None`: any, because a Unix socket has no name.
+    /// The name that the server's certificate must have; `None`: any, because a Unix socket has no
+    /// name.
     hostname: Option<String>,
     current: Mutex<SslContext>,
 }
 
-/// What is wrong with the server's certificate.
+/// The fault of the server's certificate.
 type Fault = Arc<Mutex<Option<String>>>;
 
 /// A session that begins.
@@ -52,7 +55,7 @@ pub(super) struct Beginning {
 }
 
 impl ClientTls {
-    /// What this URI says; `None` where it is one without TLS.
+    /// The parameters of this URI; `None` where it is one without TLS.
     ///
     /// # Errors
     /// One that names the file that is missing or not what it has to be.
@@ -129,7 +132,8 @@ impl ClientTls {
         ssl.set_hostname(name)
     }
 
-    /// Why there is no TLS with the server, after an error of a step of the handshake or of the first bytes behind it.
+    /// Why there is no TLS with the server, after an error of a step of the handshake or of the
+    /// first bytes behind it.
     pub(super) fn refusal(&self, fault: Option<String>, error: &ssl::Error) -> Refusal {
         let reason = reason(error);
         let is = |part: &str| reason.contains(part);
@@ -191,7 +195,7 @@ impl ClientTls {
 }
 
 impl Beginning {
-    /// What was found to be wrong with the server's certificate, if anything was.
+    /// The fault of the server's certificate, if any was found.
     pub(super) fn fault(&self) -> Option<String> {
         self.fault.lock().clone()
     }
@@ -219,8 +223,9 @@ fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
     Ok(builder.build())
 }
 
-/// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, else those that the system trusts. A distribution's
-/// OpenSSL knows where they are; one that was built from source does not.
+/// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, else those that the
+/// system trusts. A distribution's OpenSSL knows where they are; one that was built from source
+/// does not.
 fn trust_system(builder: &mut SslContextBuilder) -> Result<(), TlsError> {
     let is_named =
         ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());
@@ -264,7 +269,7 @@ fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Resu
 }
 
 fn describe_certificate(context: &X509StoreContextRef) -> String {
-    // What is refused may be the certificate of the authority; the server's is the first.
+    // The refused one may be the certificate of the authority; the server's is the first.
     let own = context.chain().and_then(|chain| chain.get(0)).or(context.current_cert());
     let names = own.map(names_of).unwrap_or_default();
     format!("({}) is refused: {}", names.join(", "), context.error().error_string())

@@ -18,7 +18,7 @@ use super::pending::{BlockStatus, Body, Pending};
 use super::unflushed::{StreamGuard, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
-/// What a caller asks for.
+/// The command of a caller.
 pub(super) struct Command {
     pub(super) kind: u16,
     pub(super) flags: CommandFlags,
@@ -127,7 +127,8 @@ impl Transmission {
         Submitted { transmission: Some(Arc::clone(self)), result: Ok(cookie) }
     }
 
-    /// Waits for requests that are to be sent, and takes `limit` of them at most. `false`: the stream is over.
+    /// Waits for requests to be sent, and takes `limit` of them at most. `false`: the stream is
+    /// over.
     pub(super) async fn next_requests(
         &self,
         requests: &mut Vec<(RequestHeader, Option<IoVector>)>,
@@ -176,7 +177,8 @@ impl Transmission {
         self.changed.notify_all();
     }
 
-    /// Ends all requests with an error, and those that come, for good or until there is another stream.
+    /// Ends all requests with an error, and those that come, for good or until there is another
+    /// stream.
     pub(super) fn fail_all(&self, error: Error, is_final: bool) {
         let mut state = self.state.lock();
         let wakers = state.pending.fail_all(&error, &self.detached);
@@ -222,7 +224,8 @@ impl Transmission {
     }
 }
 
-/// A request that was begun. Dropped, it goes on; its memory stays with the connection until its reply has come.
+/// A request that was begun. Dropped, it goes on; its memory stays with the connection until its
+/// reply has come.
 pub(super) struct Submitted {
     transmission: Option<Arc<Transmission>>,
     /// Its cookie.

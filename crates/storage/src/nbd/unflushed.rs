@@ -1,15 +1,19 @@
-//! How many answered writes are in the server's volatile cache, as far as a client can know, and which flush covers them.
+//! How many answered writes are in the server's volatile cache, as far as a client can know, and
+//! which flush covers them.
 //!
 //! Guarantees:
-//! - A write, zero write or trim without FUA counts from its answer until the end of a flush that was begun afterwards on
-//!   the oldest stream. One with FUA never counts: its answer says that it is durable.
-//! - The end of the oldest stream while writes count is remembered for good: the server may have lost them.
+//! - A write, zero write or trim without FUA counts from its answer until the end of a flush that
+//!   was begun afterwards on the oldest stream. One with FUA never counts: its answer says that it
+//!   is durable.
+//! - The end of the oldest stream while writes count is remembered for good: the server may have
+//!   lost them.
 //! - Memory is some numbers, whatever a guest writes.
 //!
-//! Only a flush on the oldest stream proves anything. Its answer says that the server that this stream was connected to
-//! is the one that answered all writes: it was there before the other streams were, and still is. A flush on a younger
-//! stream may be answered by a server that was started again and knows nothing of what older streams wrote. So it does not
-//! matter when each loop notices that its stream has ended, nor whether it still runs.
+//! Only a flush on the oldest stream proves anything. Its answer says that the server that this
+//! stream was connected to is the one that answered all writes: it was there before the other
+//! streams were, and still is. A flush on a younger stream may be answered by a server that was
+//! started again and knows nothing of what older streams wrote. So it does not matter when each
+//! loop notices that its stream has ended, nor whether it still runs.
 
 use std::sync::Arc;
 
@@ -19,7 +23,7 @@ use blockhouse_nbd_protocol::CommandFlags;
 use blockhouse_nbd_protocol::request::{RequestHeader, kind};
 use parking_lot::Mutex;
 
-/// What to do about answered writes that may be lost.
+/// The hint about answered writes that may be lost.
 const LOST_HINT: &str =
     "the server may have lost them: check the guest's file systems, and open the image again";
 
@@ -38,7 +42,7 @@ struct State {
     writes: Count,
     /// The connections whose streams are in use, the oldest stream first.
     streams: Vec<usize>,
-    /// Nothing uses the storage any more.
+    /// Nothing uses the storage.
     is_closed: bool,
 }
 
@@ -82,15 +86,16 @@ impl UnflushedWrites {
         }
     }
 
-    /// The connection that a flush goes to which begins now: the one with the oldest stream, or any where there is no
-    /// stream. And which writes it covers.
+    /// The connection that a flush goes to which begins now: the one with the oldest stream, or any
+    /// where there is no stream. And which writes it covers.
     pub(super) fn begin_flush(&self) -> (Option<usize>, FlushMark) {
         let state = self.state.lock();
         (state.streams.first().copied(), FlushMark(state.writes.answered))
     }
 
-    /// A flush was answered with success. Where the stream that it was begun on has ended, all that it covers is flushed
-    /// or known to be lost since then, so it may be answered on another one.
+    /// A flush was answered with success. Where the stream that it was begun on has ended, all that
+    /// it covers is flushed or known to be lost since then, so it may be answered on another
+    /// one.
     pub(super) fn flushed(&self, FlushMark(covered): FlushMark) {
         let writes = &mut self.state.lock().writes;
         writes.flushed = writes.flushed.max(covered);
@@ -102,7 +107,7 @@ impl UnflushedWrites {
         self.lost.check()
     }
 
-    /// Nothing uses the storage any more: what becomes of its writes is nobody's concern.
+    /// Nothing uses the storage: what becomes of its writes is nobody's concern.
     pub(super) fn close(&self) {
         self.state.lock().is_closed = true;
     }
@@ -117,7 +122,7 @@ impl UnflushedWrites {
                 format!("the connection broke when answered writes were not flushed ({count})");
             let lost = Error::new(ErrorKind::Io, what).on(&self.name);
             tracing::error!("{lost}; every flush fails from now on");
-            // Under the lock: no flush sees that nothing counts any more before it sees this.
+            // Under the lock: no flush sees that nothing counts before it sees this.
             self.lost.set(&lost);
         }
     }
@@ -146,7 +151,7 @@ mod tests {
 
     const CONNECTIONS: usize = 3;
 
-    /// What happens to one of the connections.
+    /// The event at one of the connections.
     #[derive(Clone, Copy, Debug)]
     enum Step {
         Connect,
@@ -178,15 +183,16 @@ mod tests {
     }
 
     proptest! {
-        /// Against a server that knows what it has lost: a flush succeeds only if that is nothing. And flushes fail only
-        /// after a stream has ended while something was not flushed.
+        /// Against a server that knows what it has lost: a flush succeeds only if that is nothing.
+        /// And flushes fail only after a stream has ended while something was not flushed.
         #[test]
         fn a_flush_that_succeeds_covers_every_answered_write(
             steps in prop::collection::vec((0..CONNECTIONS, step()), 1..200),
         ) {
             let writes = Arc::new(UnflushedWrites::new("export", true));
             let mut streams: [Option<(StreamGuard, u32)>; CONNECTIONS] = [const { None }; CONNECTIONS];
-            // The server: how often it lost its cache, what is in there, and whether anything was lost, ever.
+            // The server: how often it lost its cache, what is in there, and whether anything was
+            // lost, ever.
             let (mut server, mut cached, mut has_lost) = (0, 0, false);
             let mut may_fail = false;
             for (connection, step) in steps {

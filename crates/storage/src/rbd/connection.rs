@@ -1,12 +1,13 @@
 //! An open image and its operations in flight, begun and completed by any number of loops.
 //!
-//! librbd adds to an eventfd for each completion. Each loop that has begun an operation watches it, and takes out all
-//! completions that there are. So a loop completes its own operations without another thread, and those of a loop that
-//! has ended are completed by the others, or by the closing.
+//! librbd adds to an eventfd for each completion. Each loop that has begun an operation watches it,
+//! and takes out all completions that there are. So a loop completes its own operations without
+//! another thread, and those of a loop that has ended are completed by the others, or by the
+//! closing.
 //!
 //! Guarantees:
-//! - An operation that was begun ends, also while the image is closed, and keeps its memory until then. Where a blocking call was
-//!   given up, the image is closed at the end of that.
+//! - An operation that was begun ends, also while the image is closed, and keeps its memory until
+//!   then. Where a blocking call was given up, the image is closed at the end of that.
 //! - After the client was fenced, every operation fails with the first such error.
 
 use std::future::Future;
@@ -28,14 +29,14 @@ use super::slot::Slot;
 use crate::blocking::run_blocking;
 use crate::detached::DetachedSyncs;
 
-/// What to do when another client has fenced this one.
+/// The hint when another client has fenced this one.
 const FENCED_HINT: &str = "this client was fenced (put on the cluster's blocklist), so another may use the image now: \
                            make sure that it is free, then open it again";
 
 /// An image of librbd with our waiters.
 pub(super) type Image = ffi::Image<Pending>;
 
-/// What is known of an operation that librbd has.
+/// The state of an operation that librbd has.
 pub(super) struct Pending {
     outcomes: Arc<Outcomes>,
     slot: Arc<Slot>,
@@ -51,7 +52,7 @@ impl Waiter for Pending {
     }
 }
 
-/// What the ends of operations leave.
+/// The results of operations.
 struct Outcomes {
     name: String,
     detached: DetachedSyncs,
@@ -163,8 +164,9 @@ impl Connection {
         called.flatten().map_err(|error| self.error(what, None, error))
     }
 
-    /// Takes the image out, to be closed, which blocks. Operations that begin later fail. `None` where it was taken
-    /// before, or a blocking call that was given up still uses it: it closes it then.
+    /// Takes the image out, to be closed, which blocks. Operations that begin later fail. `None`
+    /// where it was taken before, or a blocking call that was given up still uses it: it closes
+    /// it then.
     pub(super) fn take_image(&self) -> Option<Image> {
         let image = self.image.write().take();
         // The tasks that watch end.
@@ -236,7 +238,8 @@ async fn reap_events(watch: Watch, registration: Registration) {
     }
 }
 
-/// An operation that librbd has. Dropped, it goes on; its memory stays with librbd until it has completed.
+/// An operation that librbd has. Dropped, it goes on; its memory stays with librbd until it has
+/// completed.
 struct InFlight<'a> {
     connection: &'a Connection,
     slot: Arc<Slot>,

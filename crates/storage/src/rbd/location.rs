@@ -1,19 +1,21 @@
 //! Where an image in Ceph is: `rbd:POOL/IMAGE[@SNAPSHOT][?conf=FILE&id=USER]`.
 //!
-//! The part before the question mark is the image's name as Ceph's tools write it (`rbd(8)`), with a namespace as
-//! `POOL/NAMESPACE/IMAGE`. A percent sign and two digits stand for a byte, as in a URI: `%3F` for a question mark.
+//! The part before the question mark is the image's name as Ceph's tools write it (`rbd(8)`), with
+//! a namespace as `POOL/NAMESPACE/IMAGE`. A percent sign and two digits stand for a byte, as in a
+//! URI: `%3F` for a question mark.
 //!
-//! QEMU's form is read, too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`, with a backslash before what stands for itself.
+//! QEMU's form is read, too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`, with a backslash before
+//! what stands for itself.
 
 use std::fmt;
 use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 
-/// What a location begins with.
+/// The prefix of a location.
 pub(crate) const SCHEME: &str = "rbd:";
 
-/// What does not stand for itself in a name or a value.
+/// Characters that do not stand for themselves in a name or a value.
 const ENCODED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'&').add(b'@').add(b' ').add(b':');
 /// Options that a name in QEMU's form is told by.
 const QEMU_OPTIONS: [&str; 6] = ["id", "conf", "mon_host", "auth_supported", "key", "keyring"];
@@ -50,7 +52,8 @@ impl RbdLocation {
         self.snapshot.as_deref()
     }
 
-    /// The path of the cluster's configuration file; `None` stands for `$CEPH_CONF`, or the usual files.
+    /// The path of the cluster's configuration file; `None` stands for `$CEPH_CONF`, or the usual
+    /// files.
     pub fn configuration(&self) -> Option<&str> {
         self.configuration.as_deref()
     }
@@ -136,7 +139,8 @@ fn is_of_qemu(rest: &str) -> bool {
     !rest.contains('?') && rest.split(':').skip(1).any(is_option)
 }
 
-/// The parts between colons, encoded as in our form; a backslash takes the meaning of the next character away.
+/// The parts between colons, encoded as in our form; a backslash takes the meaning of the next
+/// character away.
 fn split_escaped(text: &str) -> Vec<String> {
     const ESCAPED: &AsciiSet = &ENCODED.add(b'/').add(b'=');
     let mut parts = vec![String::new()];

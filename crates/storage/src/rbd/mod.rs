@@ -1,13 +1,15 @@
 //! An image in Ceph (RBD) as storage, by librbd.
 //!
 //! Guarantees:
-//! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs nothing, and a flush has
-//!   nothing to do. Where the image's own metadata turns the cache on, [`Capabilities`] say so, and flushes do the work.
-//! - No request waits for ever: where the configuration has no limit, one that the cluster does not answer fails after
-//!   30 seconds. It may still be carried out.
-//! - An image that is open for writing has its exclusive lock. A client that loses it because it was fenced fails every
-//!   request from then on.
-//! - Requests begin and complete on the loop that made them; what librbd can only do blocking has a thread of its own.
+//! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs
+//!   nothing, and a flush has nothing to do. Where the image's own metadata turns the cache on,
+//!   [`Capabilities`] say so, and flushes do the work.
+//! - No request waits for ever: where the configuration has no limit, one that the cluster does not
+//!   answer fails after 30 seconds. It may still be carried out.
+//! - An image that is open for writing has its exclusive lock. A client that loses it because it
+//!   was fenced fails every request from then on.
+//! - Requests begin and complete on the loop that made them; what librbd can only do blocking has a
+//!   thread of its own.
 
 mod connection;
 #[expect(unsafe_code, reason = "it calls librbd")]
@@ -36,12 +38,14 @@ pub use names::{create_rbd_image, remove_rbd_image, rename_rbd_image};
 use open::Opened;
 pub use open::RbdAccess;
 
-/// The longest range of one zero write or discard: librbd has an operation in memory for each object of it.
+/// The longest range of one zero write or discard: librbd has an operation in memory for each
+/// object of it.
 const MAX_RANGE: u64 = 1 << 30;
-/// The longest range whose extents are asked for at once: without an object map that is a message for each object.
+/// The longest range whose extents are asked for at once: without an object map that is a message
+/// for each object.
 const MAX_STATUS_RANGE: u64 = 4 << 30;
-/// An image that grows by writes past its end becomes longer by a multiple of this, since each change of its size is
-/// told to all its clients.
+/// An image that grows by writes past its end becomes longer by a multiple of this, since each
+/// change of its size is told to all its clients.
 const GROWTH: u64 = 64 << 20;
 
 /// An image in Ceph.
@@ -58,12 +62,13 @@ pub struct RbdStorage {
 impl RbdStorage {
     /// Opens an image, and locks it as `access` says.
     ///
-    /// The lock of a client that is gone is waited for until the cluster has noticed that, 30 seconds mostly.
+    /// The lock of a client that is gone is waited for until the cluster has noticed that, 30
+    /// seconds mostly.
     ///
     /// # Errors
-    /// `Locked` with the holder's name, where another client has the image open for writing; `Unsupported` where Ceph's
-    /// libraries are missing, or the image has no exclusive lock; `ReadOnly` for a snapshot that is to be written; or
-    /// what failed, with the errno of Ceph.
+    /// `Locked` with the holder's name, where another client has the image open for writing;
+    /// `Unsupported` where Ceph's libraries are missing, or the image has no exclusive lock;
+    /// `ReadOnly` for a snapshot to be written; or what failed, with the errno of Ceph.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -101,7 +106,7 @@ impl RbdStorage {
         }
     }
 
-    /// What identifies the image: its pool, the namespace, and what the pool calls it, whatever its name.
+    /// The identity of the image: its pool, the namespace, and the pool's id, whatever its name.
     ///
     /// # Errors
     /// The cluster's.
@@ -199,7 +204,7 @@ impl Storage for RbdStorage {
         let (what, command) = ("cannot write", Command::Write(offset, from));
         let is_durable = durability.sync().is_some() && !self.is_cached;
         let written = self.connection.run(what, Some(offset), command, is_durable).await;
-        // What completed before is durable already.
+        // Writes that completed before are durable already.
         let written = if self.is_cached { written } else { written.map_err(Error::confined) };
         written?;
         match durability.sync() {

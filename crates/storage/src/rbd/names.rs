@@ -9,7 +9,8 @@ use super::location::RbdLocation;
 use super::open::{OPTIONS, TIMEOUTS, describe};
 use crate::blocking::run_blocking;
 
-/// Makes an image of `size` bytes, all holes, with the features that the cluster's configuration says.
+/// Makes an image of `size` bytes, all holes, with the features that the cluster's configuration
+/// says.
 ///
 /// # Errors
 /// What failed, with the location: there is one of this name (errno 17), or no such pool.

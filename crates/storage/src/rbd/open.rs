@@ -15,8 +15,8 @@ use super::ffi::{CallError, LockHolder};
 use super::location::RbdLocation;
 use crate::blocking::run_blocking;
 
-/// What is set in any case: a completion means durable, clusters that do not answer are not waited for for long, and
-/// messages are ours.
+/// The options that are set in any case: a completion means durable, clusters that do not answer
+/// are not waited for for long, and messages are ours.
 pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"rbd_cache", c"false"),
     (c"client_mount_timeout", c"30"),
@@ -24,7 +24,8 @@ pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"err_to_stderr", c"false"),
 ];
 
-/// What is set where the configuration has no limit, in seconds: no request waits for ever.
+/// The options that are set where the configuration has no limit, in seconds: no request waits for
+/// ever.
 pub(super) const TIMEOUTS: &[(&CStr, &CStr)] =
     &[(c"rados_osd_op_timeout", c"30"), (c"rados_mon_op_timeout", c"30")];
 
@@ -36,7 +37,8 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 pub enum RbdAccess {
     /// For reading, while no other client writes. That is made sure of once, at the opening.
     Read,
-    /// For reading, also while another client writes: what is read may never have been there as a whole.
+    /// For reading, also while another client writes: what is read may never have been there as a
+    /// whole.
     ReadShared,
     /// For reading and writing, with the image's exclusive lock.
     Write,
@@ -77,7 +79,8 @@ pub(super) async fn open(location: RbdLocation, access: RbdAccess) -> Result<Ope
     Ok(Opened { connection, size, is_cached })
 }
 
-/// Whether the image's own metadata, or its pool's, has librbd complete writes before they are durable.
+/// Whether the image's own metadata, or its pool's, has librbd complete writes before they are
+/// durable.
 fn is_cached(image: &Image) -> io::Result<bool> {
     let is_on = |value: Option<String>| {
         value.is_some_and(|value| !matches!(value.as_str(), "false" | "0" | "disabled"))
@@ -85,7 +88,7 @@ fn is_cached(image: &Image) -> io::Result<bool> {
     Ok(is_on(image.option("rbd_cache")?) || is_on(image.option("rbd_persistent_cache_mode")?))
 }
 
-/// What failed, and what can be done about it.
+/// The failed call, and the hint about it.
 pub(super) fn describe(error: CallError, location: &RbdLocation) -> Error {
     let CallError { what, source } = error;
     if source.kind() == io::ErrorKind::Unsupported && source.raw_os_error().is_none() {
@@ -158,7 +161,7 @@ fn locked_by(connection: &Connection, holder: &str) -> Error {
         .hint("stop that program first, or read a snapshot of the image")
 }
 
-/// Who holds the lock and has the image open, in words.
+/// The client that holds the lock and has the image open, in words.
 async fn holder(connection: &Connection) -> Result<Option<String>> {
     let asked = connection.run_blocking("cannot list the clients of the image", |image| {
         let Some(LockHolder { client, address }) = image.lock_holder()? else { return Ok(None) };

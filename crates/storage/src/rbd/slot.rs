@@ -1,6 +1,7 @@
 //! The waiter of one operation.
 //!
-//! Guarantees: each operation ends once; the failure of a detached flush or durable write goes to the next flush.
+//! Guarantees: each operation ends once; the failure of a detached flush or durable write goes to
+//! the next flush.
 
 use std::task::{Poll, Waker};
 
@@ -9,7 +10,7 @@ use parking_lot::Mutex;
 
 use crate::detached::DetachedSyncs;
 
-/// What an operation has come to.
+/// The progress of an operation.
 pub(super) struct Slot {
     /// Whether it makes data durable.
     is_sync: bool,

@@ -1,5 +1,5 @@
-//! Servers that break the protocol: the client answers with an error, in bounded time and memory, and no byte outside of
-//! a request's memory changes.
+//! Servers that break the protocol: the client answers with an error, in bounded time and memory,
+//! and no byte outside of a request's memory changes.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

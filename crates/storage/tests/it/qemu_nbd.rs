@@ -1,4 +1,5 @@
-//! What is written through the client is what the server's file holds, also over a server that is started again.
+//! Bytes that are written through the client are in the server's file, also over a server that is
+//! started again.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -20,10 +21,11 @@ const SIZE: usize = (1 << 20) + 512;
 const PARTS: usize = 8;
 const PART: usize = SIZE / PARTS / 512 * 512;
 
-/// What flushes have to do.
+/// The work of flushes.
 enum Flushes<'a> {
     Succeed,
-    /// They may fail, because a server was killed that had answered more than was flushed; if one does, all do.
+    /// They may fail, because a server was killed that had answered more than was flushed; if one
+    /// does, all do.
     FailAfterLoss(&'a Cell<bool>),
 }
 

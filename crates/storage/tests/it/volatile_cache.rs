@@ -1,4 +1,5 @@
-//! A server that loses its write cache: flushes fail where answered writes may be gone, and nothing else does.
+//! A server that loses its write cache: flushes fail where answered writes may be gone, and nothing
+//! else does.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -172,7 +173,8 @@ fn an_export_without_flush_has_nothing_to_lose() {
     });
 }
 
-/// The flush of one loop is told of what another loop's connection has lost, whichever of them notices first.
+/// The flush of one loop is told of what another loop's connection has lost, whichever of them
+/// notices first.
 #[test]
 fn a_flush_covers_the_writes_of_all_connections() {
     let start = |name: &str| LoopThread::start(name.into(), EngineChoice::Auto, |_| ()).unwrap();

@@ -18,7 +18,8 @@ struct FakeDevice {
     parameters: Vec<u8>,
     /// A process has the character device open.
     is_open: bool,
-    /// The server that began to recover it last had fetched no queue. Linux before 6.16 begins no second recovery then.
+    /// The server that began to recover it last had fetched no queue. Linux before 6.16 begins no
+    /// second recovery then.
     is_unfetched: bool,
     /// Something has its block device open: it stays when it is deleted.
     is_used: bool,
@@ -32,7 +33,7 @@ struct FakeDriver {
     /// Commands that change something.
     changes: Vec<(UblkCommand, u32)>,
     pauses: u32,
-    /// What happens at this pause.
+    /// The event at this pause.
     events: BTreeMap<u32, fn(&mut FakeDriver)>,
     refused: Option<UblkCommand>,
     /// How many stops are cancelled, because no worker can be made for them.
@@ -216,7 +217,7 @@ fn a_new_device_gets_its_number_and_its_parameters() {
 
 #[test]
 fn a_device_whose_server_was_killed_goes_on() {
-    // What is left of the server has the device open until the second look.
+    // The rest of the server has the device open until the second look.
     let mut driver = FakeDriver::new().with(3, ublk_state::LIVE, OTHER, own_note());
     driver.processes.push(OTHER);
     driver.device(3).expect("it is there").is_open = true;

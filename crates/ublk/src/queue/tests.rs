@@ -20,7 +20,7 @@ const READ: u32 = 0;
 const WRITE: u32 = 1 | 1 << 13;
 const WRITE_ZEROES: u32 = 5;
 
-/// What happened to a tag's request.
+/// The answer to a tag's request.
 type Answer = (i32, Vec<u8>);
 
 /// The kernel's side of a tag.

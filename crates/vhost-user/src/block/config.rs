@@ -1,4 +1,4 @@
-//! What the device offers and reports: features and configuration space (virtio 1.2, section 5.2.4).
+//! The device's offers and reports: features and configuration space (virtio 1.2, section 5.2.4).
 
 use blockhouse_core::{Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
@@ -40,8 +40,8 @@ const READ_ONLY: u64 = bit(VIRTIO_BLK_F_RO);
 /// A driver that accepted neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
 
-/// The write cache as a driver with these features finds it (virtio 1.2, section 5.2.5.2): durable if the
-/// driver may turn it off but cannot flush it.
+/// The write cache as a driver with these features finds it (virtio 1.2, section 5.2.5.2): durable
+/// if the driver may turn it off but cannot flush it.
 pub fn initial_cache(features: u64) -> WriteCache {
     match features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE) {
         true => WriteCache::None,
@@ -49,8 +49,8 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The features of a device for this disk, as it is now. One that was made read-only while it is served offers no changes,
-/// nor does an export that is read-only.
+/// The features of a device for this disk, as it is now. One that was made read-only while it is
+/// served offers no changes, nor does an export that is read-only.
 pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     match (disk.access(), export) {
         (Access::ReadWrite, Access::ReadWrite) => basic_features() | change_features(disk),
@@ -58,8 +58,8 @@ pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     }
 }
 
-/// The features that a driver may have: those of the device at any time, whether the disk was read-only or not, so that a
-/// front-end that comes again with a driver's older ones goes on.
+/// The features that a driver may have: those of the device at any time, whether the disk was
+/// read-only or not, so that a front-end that comes again with a driver's older ones goes on.
 pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
     basic_features() | change_features(disk) | READ_ONLY
 }
@@ -116,7 +116,8 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&SEG_MAX.to_le_bytes());
     // Cylinders, heads and sectors: none.
     put(&[0; 4]);
-    // A request may be of one logical block; the topology says in such blocks which alignment is cheaper.
+    // A request may be of one logical block; the topology says in such blocks which alignment is
+    // cheaper.
     put(&(logical as u32).to_le_bytes());
     let exponent = (block / logical).ilog2() as u8;
     put(&[exponent, 0]);

@@ -39,7 +39,7 @@ impl Status {
     }
 }
 
-/// What a request asks for.
+/// The command of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Read into the chain's data.

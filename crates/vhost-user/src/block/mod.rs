@@ -1,4 +1,5 @@
-//! The block device that guests see (virtio 1.2, section 5.2): its requests, their limits, its configuration.
+//! The block device that guests see (virtio 1.2, section 5.2): its requests, their limits, its
+//! configuration.
 
 pub(crate) mod config;
 mod header;

@@ -22,7 +22,7 @@ const RANGE_BYTES: usize = 16;
 /// Bytes of the disk's serial (`VIRTIO_BLK_ID_BYTES`).
 pub const SERIAL_BYTES: usize = 20;
 
-/// What the decoding of a request depends on.
+/// The facts that the decoding of a request depends on.
 pub struct RequestContext<'a> {
     /// How durable writes are.
     pub durability: Durability,
@@ -45,8 +45,8 @@ pub enum BlockRequests {
 }
 
 impl BlockRequests {
-    /// How many bytes of the chain's writable buffers, from the first one on, are changed at most. Also a
-    /// request that fails may have changed them.
+    /// How many bytes of the chain's writable buffers, from the first one on, are changed at most.
+    /// Also a request that fails may have changed them.
     pub fn written(&self) -> u64 {
         match self {
             Self::None => SERIAL_BYTES as u64,
@@ -103,8 +103,8 @@ pub fn decode(
     })
 }
 
-/// The range, if the disk has it. [`Disk`](blockhouse_disk::Disk) checks that, too; here it is known before
-/// anything is done.
+/// The range, if the disk has it. [`Disk`](blockhouse_disk::Disk) checks that, too; here it is
+/// known before anything is done.
 fn inside(context: &RequestContext<'_>, offset: u64, length: u64) -> Result<ByteRange, Status> {
     let range = ByteRange::new(offset, length).filter(|range| range.end() <= context.size);
     range.ok_or(Status::Failed)

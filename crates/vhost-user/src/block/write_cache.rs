@@ -30,7 +30,8 @@ impl WriteCacheMode {
         }
     }
 
-    /// The state that writes are done by: the reported one, but a driver that knows of no cache cannot flush it.
+    /// The state that writes are done by: the reported one, but a driver that knows of no cache
+    /// cannot flush it.
     pub fn state(&self) -> WriteCache {
         match self.driver_flushes.load(Ordering::Acquire) {
             true => self.reported(),
@@ -38,7 +39,8 @@ impl WriteCacheMode {
         }
     }
 
-    /// The driver changes the state. A disk without a volatile cache stays as it is, and reports that.
+    /// The driver changes the state. A disk without a volatile cache stays as it is, and reports
+    /// that.
     pub fn set(&self, cache: WriteCache) {
         let volatile = cache == WriteCache::Volatile && !self.forced_writethrough;
         self.volatile.store(volatile, Ordering::Release);

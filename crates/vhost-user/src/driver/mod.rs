@@ -1,7 +1,7 @@
 //! A front-end and driver of our own, for tests and measurements.
 //!
-//! It speaks the protocol and drives rings as a guest does, in memory that it shares; the caller puts
-//! requests together, sane or not. Only with the feature `driver`.
+//! It speaks the protocol and drives rings as a guest does, in memory that it shares; the caller
+//! puts requests together, sane or not. Only with the feature `driver`.
 
 mod queue;
 
@@ -28,7 +28,7 @@ pub const GUEST: u64 = 1 << 32;
 /// The address that the front-end claims to have it at.
 const USER: u64 = 0x7000_0000_0000;
 
-/// What a driver takes.
+/// The options of a driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Queues.
@@ -115,8 +115,8 @@ impl TestDriver {
         self.features
     }
 
-    /// Leaves the file of the shared memory only its first bytes, as a front-end that fails may do. The
-    /// rest reads as zeros here, too.
+    /// Leaves the file of the shared memory only its first bytes, as a front-end that fails may do.
+    /// The rest reads as zeros here, too.
     ///
     /// # Errors
     /// The kernel's.
@@ -210,7 +210,8 @@ impl TestDriver {
         Ok(())
     }
 
-    /// Stops one queue, as a front-end does when its machine is paused: when it returns, all that was begun is answered.
+    /// Stops one queue, as a front-end does when its machine is paused: when it returns, all that
+    /// was begun is answered.
     ///
     /// # Errors
     /// The server's.
@@ -227,7 +228,8 @@ impl TestDriver {
         self.start_queue(index)
     }
 
-    /// Has requests in flight tracked, so that another server can take over. The queues start again.
+    /// Has requests in flight tracked, so that another server can take over. The queues start
+    /// again.
     ///
     /// # Errors
     /// The server's.

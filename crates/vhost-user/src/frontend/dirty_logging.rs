@@ -11,8 +11,8 @@ use super::memory::MemoryTable;
 use crate::protocol::{LogDescription, Result};
 use crate::queue::{Call, DirtyLog};
 
-/// What a queue logs by: the log, if changes are logged, the used ring's address for it, and how the front-end
-/// is told.
+/// The log of a queue: the log, if changes are logged, the used ring's address for it, and how the
+/// front-end is told.
 pub type QueueLog = (Option<DirtyLog>, Option<u64>, Option<Call>);
 
 /// A front-end's log.
@@ -22,7 +22,7 @@ pub struct DirtyLogging {
     log: Option<DirtyLog>,
     /// The log as the front-end described it.
     area: Option<(LogDescription, OwnedFd)>,
-    /// How the front-end is told that the log has changed.
+    /// How the front-end is notified that the log has changed.
     call: Option<OwnedFd>,
 }
 
@@ -46,7 +46,7 @@ impl DirtyLogging {
         Ok(())
     }
 
-    /// What the log is, and its file, for another process.
+    /// The description of the log, and its file, for another process.
     ///
     /// # Errors
     /// The kernel's, where there can be no more descriptors.
@@ -55,7 +55,7 @@ impl DirtyLogging {
         self.area.as_ref().map(describe).transpose()
     }
 
-    /// Another handle of how the front-end is told that the log has changed.
+    /// Another handle of how the front-end is notified that the log has changed.
     ///
     /// # Errors
     /// As [`describe`](Self::describe).
@@ -63,14 +63,14 @@ impl DirtyLogging {
         self.call.as_ref().map(OwnedFd::try_clone).transpose()
     }
 
-    /// Sets how the front-end is told that the log has changed.
+    /// Sets how the front-end is notified that the log has changed.
     pub fn set_call(&mut self, call: OwnedFd) -> Result<()> {
         check_eventfd(Some(&call), "the log's changes")?;
         self.call = Some(call);
         Ok(())
     }
 
-    /// What a queue logs by whose used ring is at this address.
+    /// The log of a queue whose used ring is at this address.
     pub fn for_queue(&self, used: Option<u64>) -> QueueLog {
         let log = self.log.clone().filter(|_| self.is_enabled);
         (log, used, duplicate_call(self.call.as_ref()).ok().flatten())

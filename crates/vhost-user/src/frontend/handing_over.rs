@@ -1,8 +1,8 @@
 //! Pausing a front-end, and going on with it, in this process or in another.
 //!
-//! Guarantees: [`Frontend::pause`] leaves the guest's memory to others: no request is in flight, and nothing is stored in
-//! rings or logs until [`Frontend::resume`]. A [`PreparedFrontend`] has stored nothing there either, and signals nobody.
-//! What goes on in another process is what would go on in this one.
+//! Guarantees: [`Frontend::pause`] leaves the guest's memory to others: no request is in flight,
+//! and nothing is stored in rings or logs until [`Frontend::resume`]. A [`PreparedFrontend`] has
+//! stored nothing there either, and signals nobody. The other process goes on as this one would.
 
 use std::io;
 use std::net::Shutdown;
@@ -25,8 +25,9 @@ use crate::device::Device;
 use crate::protocol::{BackendChannel, Result, feature, refused};
 
 impl<S: Storage + Send + Sync> Frontend<S> {
-    /// Has all queues that run end until the deadline, and describes what is in force. [`resume`](Self::resume) follows,
-    /// also after an error. `None` when the front-end is over, or has lost memory, so that its end comes next.
+    /// Has all queues that run end until the deadline, and describes what is in force.
+    /// [`resume`](Self::resume) follows, also after an error. `None` when the front-end is
+    /// over, or has lost memory, so that its end comes next.
     pub fn pause(&mut self, deadline: Instant) -> Result<Option<PausedFrontend>, PauseError> {
         let running = |vring: &Vring| vring.is_running();
         self.paused = (0..self.vrings.len()).filter(|&at| running(&self.vrings[at])).collect();
@@ -121,11 +122,12 @@ pub struct PreparedFrontend {
 }
 
 impl PreparedFrontend {
-    /// Maps a front-end's memory, and checks what another process says of it, for a device of so many queues. With
-    /// registered memory it waits for all pages.
+    /// Maps a front-end's memory, and checks what another process says of it, for a device of this
+    /// many queues. With registered memory it waits for all pages.
     ///
     /// # Errors
-    /// Memory that cannot be mapped, a queue that has no place in it, what this version does not know.
+    /// Memory that cannot be mapped, a queue that has no place in it, what this version does not
+    /// know.
     pub fn new(
         paused: PausedFrontend,
         queues: u16,

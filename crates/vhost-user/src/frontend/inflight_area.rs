@@ -45,7 +45,7 @@ impl InflightArea {
         Ok(Self { memory, given, file, device })
     }
 
-    /// What it is, and its file, for another process.
+    /// Its description, and its file, for another process.
     ///
     /// # Errors
     /// The kernel's, where there can be no more descriptors.
@@ -58,8 +58,8 @@ impl InflightArea {
         &self.memory
     }
 
-    /// The in-flight log of a queue of `size` entries, whose next used entry is number `used`; `None` when
-    /// the memory has no part for it.
+    /// The in-flight log of a queue of `size` entries, whose next used entry is number `used`;
+    /// `None` when the memory has no part for it.
     pub fn open_queue(
         &self,
         index: usize,

@@ -74,7 +74,7 @@ impl MemoryTable {
         &self.domain
     }
 
-    /// What memory has vanished, if any has: a line for the log.
+    /// The memory that has vanished, if any has: a line for the log.
     pub fn lost(&self, inflight: Option<&SharedMemory>) -> Option<String> {
         self.domain.fault().map(|fault| lost_memory::describe(fault, &self.guest, inflight))
     }
@@ -119,7 +119,7 @@ impl MemoryTable {
         Ok(changed)
     }
 
-    /// Puts a change in force. It waits for the pages of what was added, where that is to be registered.
+    /// Puts a change in force. It waits for the pages of what was added, where to be registered.
     pub fn adopt(&mut self, changed: ChangedMemory) {
         changed.added.iter().for_each(|memory| self.registration.prepare(memory));
         (self.guest, self.regions) = (changed.guest, changed.regions);

@@ -1,8 +1,9 @@
 //! The messages of the protocol (vhost-user specification, "Front-end message types").
 //!
-//! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A front-end that can be
-//! told of a refusal is told, and goes on: by `REPLY_ACK`, or in the request's own reply. The connection ends
-//! only where the front-end would go on in the belief that the message took effect.
+//! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A front-end
+//! that can be told of a refusal is told, and goes on: by `REPLY_ACK`, or in the request's own
+//! reply. The connection ends only where the front-end would go on in the belief that the message
+//! took effect.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,7 +20,7 @@ use crate::protocol::{
 };
 use crate::queue::{Kick, StopMode};
 
-/// What a request is answered by.
+/// The answer to a request.
 enum Reply {
     /// Nothing but the acknowledgement that the front-end may have asked for.
     Done,

@@ -1,8 +1,8 @@
 //! One front-end: what it has set, and the effects of its messages on rings and memory.
 //!
-//! All of it runs on the device's own thread, which may wait. A change that concerns a running queue is sent
-//! to its loop, and the outcome is awaited before the front-end gets its reply: so a reply means that the
-//! change is in force.
+//! All of it runs on the device's own thread, which may wait. A change that concerns a running
+//! queue is sent to its loop, and the outcome is awaited before the front-end gets its reply: so a
+//! reply means that the change is in force.
 
 mod dirty_logging;
 mod eventfd;
@@ -88,13 +88,14 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         &self.device
     }
 
-    /// What memory of the front-end has vanished, if any has: a line for the log. The connection is over
-    /// then.
+    /// The memory of the front-end that has vanished, if any has: a line for the log. The
+    /// connection is over then.
     pub fn lost_memory(&self) -> Option<String> {
         self.memory.lost(self.inflight.as_ref().map(InflightArea::memory))
     }
 
-    /// Logs that a message was refused: the first one as a warning, since a guest can have many refused.
+    /// Logs that a message was refused: the first one as a warning, since a guest can have many
+    /// refused.
     pub fn log_refusal(&mut self, why: &str) {
         let disk = self.device.export.disk.name();
         match std::mem::replace(&mut self.has_logged_refusal, true) {
@@ -222,7 +223,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         for vring in &self.vrings {
             vring.move_to(self.memory.guest(), &self.log)?;
         }
-        // Only now, when no queue uses any more what was replaced: that need not be pinned at the same time.
+        // Only now, when no queue uses what was replaced: that need not be pinned at the same time.
         let export = &self.device.export;
         for (index, vring) in self.vrings.iter().enumerate() {
             if vring.is_running() {
@@ -238,7 +239,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.update_log()
     }
 
-    /// Sets how the front-end is told that the log has changed.
+    /// Sets how the front-end is notified that the log has changed.
     pub fn set_log_call(&mut self, call: OwnedFd) -> Result<()> {
         self.log.set_call(call)?;
         self.update_log()

@@ -1,6 +1,7 @@
 //! A front-end whose device has paused: all that another process needs to go on with it.
 //!
-//! It is what the front-end's messages have set and that is in force, with the descriptors that came with them.
+//! It is what the front-end's messages have set and that is in force, with the descriptors that
+//! came with them.
 
 use std::os::fd::OwnedFd;
 
@@ -9,8 +10,8 @@ use blockhouse_core::WriteCache;
 use crate::protocol::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
 use crate::queue::Kick;
 
-/// A front-end that has paused: no request of its queues is in flight, every one that was popped is in the used ring,
-/// and no message is received in part.
+/// A front-end that has paused: no request of its queues is in flight, every one that was popped is
+/// in the used ring, and no message is received in part.
 #[derive(Debug)]
 pub struct PausedFrontend {
     /// The connection.
@@ -25,7 +26,7 @@ pub struct PausedFrontend {
     pub inflight: Option<(InflightDescription, OwnedFd)>,
     /// The log of changed pages.
     pub log: Option<(LogDescription, OwnedFd)>,
-    /// How the front-end is told that the log has changed.
+    /// How the front-end is notified that the log has changed.
     pub log_call: Option<OwnedFd>,
     /// The socket for messages to the front-end.
     pub backend_channel: Option<OwnedFd>,
@@ -35,7 +36,7 @@ pub struct PausedFrontend {
     pub vrings: Vec<PausedVring>,
 }
 
-/// What a driver knows of the write cache.
+/// The driver's knowledge of the write cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PausedWriteCache {
     /// The state that is reported to it.
@@ -59,7 +60,7 @@ pub struct PausedVring {
     pub kick: Option<Kick>,
     /// How the driver is notified.
     pub call: Option<OwnedFd>,
-    /// How the front-end is told that the ring is broken.
+    /// How the front-end is notified that the ring is broken.
     pub error: Option<OwnedFd>,
     /// Whether the front-end has enabled it.
     pub is_enabled: bool,

@@ -18,7 +18,7 @@ use crate::protocol::{Result, refused};
 use crate::queue::{self, Call, Setup, Virtqueue};
 use crate::ring::{Broken, EventIndex, SplitRing};
 
-/// What the queues of a front-end are started with.
+/// The parameters that the queues of a front-end are started with.
 pub struct QueueStart<'a, S: Storage> {
     /// The device.
     pub device: &'a Device<S>,
@@ -42,7 +42,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
         let export = &self.device.export;
         // A copy for each queue, so that their threads count references apart.
         let memory = Arc::new(self.memory.guest().clone());
-        // What may fail for lack of descriptors comes before the ring is taken over.
+        // Steps that may fail for lack of descriptors come before the ring is taken over.
         let call = vring.duplicate_call()?;
         let Some(kick) = vring.duplicate_kick()? else { return Ok(()) };
         let mut virtqueue = self.virtqueue(index, vring, &memory).map_err(refused)?;
@@ -59,7 +59,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
             let error_handler = Box::new(error_handler);
             let setup =
                 Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler };
-            // Nobody may wait for it.
+            // The receiver may be gone.
             let _ = ended.send(queue::run(setup, receiver).await);
         }));
         vring.set_running(RunningQueue { requests, end });
@@ -100,9 +100,9 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     }
 }
 
-/// The end of queue `index` that its driver has broken: it is logged, and the front-end is told by the queue's eventfd for
-/// errors. Other queues go on, and this one when its ring is set up anew. The connection ends where the front-end gave no
-/// such eventfd, or where its memory is lost.
+/// The end of queue `index` that its driver has broken: it is logged, and the front-end is told by
+/// the queue's eventfd for errors. Other queues go on, and this one when its ring is set up anew.
+/// The connection ends where the front-end gave no such eventfd, or where its memory is lost.
 fn error_handler(
     index: usize,
     stream: &UnixStream,

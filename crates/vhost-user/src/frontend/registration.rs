@@ -1,8 +1,8 @@
-//! Registers a guest's memory with the rings that serve it, so that the kernel need not find and pin its pages
-//! for each request.
+//! Registers a guest's memory with the rings that serve it, so that the kernel need not find and
+//! pin its pages for each request.
 //!
-//! Only speed depends on it: memory that cannot be registered is used all the same, and the log says so
-//! once for each front-end.
+//! Only speed depends on it: memory that cannot be registered is used all the same, and the log
+//! says so once for each front-end.
 
 use std::io;
 
@@ -11,9 +11,10 @@ use blockhouse_engine::{GuestMemory, Handle, SharedMemory};
 /// Whether a guest's memory is registered with the rings of its queues' loops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegisteredMemory {
-    /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once for
-    /// each loop. What the guest gives back to the host (balloon, free page reporting, virtio-mem) stays
-    /// taken, and if it is handed to the guest anew, the guest does not see what is read into it.
+    /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once
+    /// for each loop. What the guest gives back to the host (balloon, free page reporting,
+    /// virtio-mem) stays taken, and if it is handed to the guest anew, the guest does not see
+    /// what is read into it.
     On,
     /// None.
     Off,
@@ -32,16 +33,16 @@ impl Registration {
         Self { wanted, has_logged: false }
     }
 
-    /// Prepares memory that came for being registered: its pages are taken now, on this thread, which may
-    /// wait. A loop that had to wait for them would hold up all its guests.
+    /// Prepares memory that came for being registered: its pages are taken now, on this thread,
+    /// which may wait. A loop that had to wait for them would hold up all its guests.
     pub fn prepare(&self, memory: &SharedMemory) {
         if self.wanted == RegisteredMemory::On {
             memory.populate();
         }
     }
 
-    /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it is. What is
-    /// there already stays; regions that are gone are given back by themselves.
+    /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it
+    /// is. What is there already stays; regions that are gone are given back by themselves.
     pub fn register(&mut self, memory: &GuestMemory, event_loop: &Handle, disk: &str) {
         if self.wanted == RegisteredMemory::Off {
             return;
@@ -61,7 +62,7 @@ impl Registration {
     }
 }
 
-/// What a person can do.
+/// The hint for a person.
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::OutOfMemory => {

@@ -20,7 +20,8 @@ use crate::ring::{Broken, RingAddresses, SplitRing};
 pub struct RunningQueue {
     /// Where its commands go.
     pub requests: mpsc::UnboundedSender<QueueRequest>,
-    /// Its end, and the number of the next available entry then. Without a sender the loop has ended.
+    /// Its end, and the number of the next available entry then. Without a sender the loop has
+    /// ended.
     pub end: Receiver<u16>,
 }
 
@@ -34,7 +35,7 @@ pub struct Vring {
     kick: Option<Kick>,
     /// How the driver is notified.
     call: Option<OwnedFd>,
-    /// How the front-end is told that the ring is broken.
+    /// How the front-end is notified that the ring is broken.
     error: Option<OwnedFd>,
     is_enabled: bool,
     running: Option<RunningQueue>,
@@ -61,7 +62,8 @@ impl Vring {
         self.running.is_some()
     }
 
-    /// Whether the queue can be started. Without the protocol's features, rings are enabled from the start.
+    /// Whether the queue can be started. Without the protocol's features, rings are enabled from
+    /// the start.
     pub fn can_start(&self, has_protocol_features: bool) -> bool {
         let is_enabled = self.is_enabled || !has_protocol_features;
         self.running.is_none() && self.kick.is_some() && is_enabled
@@ -82,7 +84,7 @@ impl Vring {
         duplicate_call(self.call.as_ref())
     }
 
-    /// Another handle of how the front-end is told that the ring is broken.
+    /// Another handle of how the front-end is notified that the ring is broken.
     pub fn duplicate_error(&self) -> Result<Option<Call>> {
         duplicate_call(self.error.as_ref())
     }
@@ -110,7 +112,8 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets where the ring is. A running queue keeps its addresses until [`move_to`](Self::move_to).
+    /// Sets where the ring is. A running queue keeps its addresses until
+    /// [`move_to`](Self::move_to).
     pub fn set_addresses(&mut self, addresses: UserAddresses, memory: &GuestMemory) -> Result<()> {
         if self.is_running() {
             self.check_at(&addresses, memory)?;
@@ -141,7 +144,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets how the front-end is told that the ring is broken.
+    /// Sets how the front-end is notified that the ring is broken.
     pub fn set_error(&mut self, error: Option<OwnedFd>) -> Result<()> {
         check_eventfd(error.as_ref(), "errors")?;
         self.error = error;
@@ -194,7 +197,7 @@ impl Vring {
     /// Sends a command to the running queue, if there is one, and waits until it is in force.
     ///
     /// # Errors
-    /// The queue's. A queue that has ended by itself gets no commands any more.
+    /// The queue's. A queue that has ended by itself gets no commands.
     fn send(&self, command: QueueCommand) -> Result<(), Broken> {
         match self.post(command).map(futures_executor::block_on) {
             Some(Ok(outcome)) => outcome,
@@ -202,7 +205,8 @@ impl Vring {
         }
     }
 
-    /// Sends a command to the running queue, and does not wait. `None` where no queue runs that takes commands.
+    /// Sends a command to the running queue, and does not wait. `None` where no queue runs that
+    /// takes commands.
     fn post(&self, command: QueueCommand) -> Option<oneshot::Receiver<Result<(), Broken>>> {
         let (done, outcome) = oneshot::channel();
         let request = QueueRequest { command, done };
@@ -223,8 +227,8 @@ impl Vring {
         }
     }
 
-    /// Has the queue, if one runs, pop no more requests, and end. [`wait_ended`](Self::wait_ended) and
-    /// [`take_back_end`](Self::take_back_end) follow.
+    /// Has the queue, if one runs, pop no more requests, and end. [`wait_ended`](Self::wait_ended)
+    /// and [`take_back_end`](Self::take_back_end) follow.
     pub fn begin_end(&self) {
         let _ = self.post(QueueCommand::Stop(StopMode::Graceful));
     }
@@ -241,7 +245,8 @@ impl Vring {
         true
     }
 
-    /// Has the queue go on where the end that was begun has not come. Where it has, the queue does not run any more.
+    /// Has the queue go on where the end that was begun has not come. Where it has, the queue no
+    /// longer runs.
     pub fn take_back_end(&mut self) {
         let goes_on = self.post(QueueCommand::Continue).map(futures_executor::block_on);
         if !matches!(goes_on, Some(Ok(_)))
@@ -252,7 +257,7 @@ impl Vring {
         }
     }
 
-    /// What another process needs to go on with the ring.
+    /// The description that another process needs to go on with the ring.
     ///
     /// # Errors
     /// The kernel's, where there can be no more descriptors.
@@ -294,8 +299,8 @@ impl Vring {
         Ok(vring)
     }
 
-    /// Ends the queue, and forgets how guest and driver are notified. Returns the number of the next available
-    /// entry.
+    /// Ends the queue, and forgets how guest and driver are notified. Returns the number of the
+    /// next available entry.
     pub fn stop_and_get_base(&mut self) -> u16 {
         self.stop(StopMode::Graceful);
         (self.kick, self.call) = (None, None);

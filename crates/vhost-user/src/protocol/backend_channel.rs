@@ -36,8 +36,8 @@ impl BackendChannel {
         self.0.try_clone()
     }
 
-    /// Tells the front-end that the configuration has changed. Asks for no acknowledgement: the device would
-    /// wait for it while the front-end waits for a reply of the device.
+    /// Tells the front-end that the configuration has changed. Asks for no acknowledgement: the
+    /// device would wait for it while the front-end waits for a reply of the device.
     ///
     /// # Errors
     /// The kernel's; `WouldBlock` when the front-end does not read its messages.

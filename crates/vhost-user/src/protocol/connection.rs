@@ -1,13 +1,13 @@
 //! A front-end's connection: receives messages with their descriptors, and sends replies.
 //!
-//! Guarantees: a message is read to its end, in however many pieces it arrives, and never beyond, since
-//! descriptors belong to the message with whose bytes they came; a message that stays incomplete, or that
-//! comes with more descriptors than any has, ends its connection; so does a front-end that does not read
-//! its replies, instead of blocking the server.
+//! Guarantees: a message is read to its end, in however many pieces it arrives, and never beyond,
+//! since descriptors belong to the message with whose bytes they came; a message that stays
+//! incomplete, or that comes with more descriptors than any has, ends its connection; so does a
+//! front-end that does not read its replies, instead of blocking the server.
 //!
-//! Descriptors that come with any other request never become this process's: the kernel drops them. Closing one of a
-//! FUSE file waits for its daemon, which may not answer, and no signal ends that. Front-ends send one with
-//! `REM_MEM_REG`.
+//! Descriptors that come with any other request never become this process's: the kernel drops them.
+//! Closing one of a FUSE file waits for its daemon, which may not answer, and no signal ends that.
+//! Front-ends send one with `REM_MEM_REG`.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -31,8 +31,9 @@ const MAX_PAYLOAD: usize = 4096;
 /// The most descriptors of a message: one for each region of `SET_MEM_TABLE`.
 pub const MAX_DESCRIPTORS: usize = 32;
 
-/// How long a message may take from its first bytes to its last. Front-ends send a message whole; one that
-/// stops in the middle would hold the descriptors of its first half, and the device, for ever.
+/// How long a message may take from its first bytes to its last. Front-ends send a message whole;
+/// one that stops in the middle would hold the descriptors of its first half, and the device, for
+/// ever.
 const MAX_MESSAGE_TIME: Duration = Duration::from_secs(10);
 
 /// `VHOST_USER_REPLY_MASK`, `VHOST_USER_NEED_REPLY_MASK`.
@@ -46,7 +47,7 @@ pub struct Message {
     pub request: u32,
     /// Whether the front-end waits for a reply also where the request has none of its own.
     pub needs_reply: bool,
-    /// What follows the header.
+    /// The bytes after the header.
     pub payload: Vec<u8>,
     /// The descriptors that came with it.
     pub descriptors: Vec<OwnedFd>,
@@ -60,12 +61,12 @@ pub struct Connection {
     message_time: Duration,
 }
 
-/// What ended a wait.
+/// The end of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// A message, the first part of one, or the connection's end.
     Message,
-    /// What else was waited for.
+    /// The other event.
     Other,
 }
 
@@ -94,7 +95,8 @@ impl Connection {
         &self.stream
     }
 
-    /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. A message goes first.
+    /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. A
+    /// message goes first.
     ///
     /// # Errors
     /// The kernel's.
@@ -114,10 +116,10 @@ impl Connection {
     /// Waits for the next message. `None` when the front-end has closed the connection.
     ///
     /// # Errors
-    /// The kernel's; `InvalidData` when no further message can be told apart: a header that is none, a
-    /// payload of more than 4096 bytes, an end in the middle, descriptors that got lost; also for a message
-    /// with more than [`MAX_DESCRIPTORS`]. `TimedOut` when a message is incomplete 10 seconds after its
-    /// first bytes.
+    /// The kernel's; `InvalidData` when no further message can be told apart: a header that is
+    /// none, a payload of more than 4096 bytes, an end in the middle, descriptors that got
+    /// lost; also for a message with more than [`MAX_DESCRIPTORS`]. `TimedOut` when a message
+    /// is incomplete 10 seconds after its first bytes.
     pub fn receive(&self) -> io::Result<Option<Message>> {
         let mut partial = Partial::default();
         let mut header = [0; HEADER_BYTES];
@@ -196,8 +198,8 @@ impl Connection {
         Ok(filled)
     }
 
-    /// The number of the request that comes next; `None` where its bytes are not there yet, or there is none. Waits for
-    /// the first byte.
+    /// The number of the request that comes next; `None` where its bytes are not there yet, or
+    /// there is none. Waits for the first byte.
     fn peek(&self) -> io::Result<Option<u32>> {
         let mut request = [0; 4];
         loop {
@@ -232,7 +234,8 @@ impl Connection {
     /// Replies to a request.
     ///
     /// # Errors
-    /// The kernel's; `WouldBlock` when the front-end has not read so many replies that there is no room.
+    /// The kernel's; `WouldBlock` when the front-end has not read so many replies that there is no
+    /// room.
     pub fn reply(
         &self,
         request: u32,

@@ -1,6 +1,8 @@
-//! The vhost-user protocol as bytes: messages, their numbers and payloads, and the back-end's own channel.
+//! The vhost-user protocol as bytes: messages, their numbers and payloads, and the back-end's own
+//! channel.
 //!
-//! All numbers are in the byte order of the host (vhost-user specification, "Message Specification").
+//! All numbers are in the byte order of the host (vhost-user specification, "Message
+//! Specification").
 
 mod backend_channel;
 mod connection;

@@ -8,7 +8,8 @@ pub const VERSION: u32 = 1;
 /// The mask for it.
 pub const VERSION_MASK: u32 = 3;
 
-/// Types of requests (`VHOST_USER_*`). Those that belong to features which are not offered are missing.
+/// Types of requests (`VHOST_USER_*`). Those that belong to features which are not offered are
+/// missing.
 pub mod request {
     pub const GET_FEATURES: u32 = 1;
     pub const SET_FEATURES: u32 = 2;
@@ -51,7 +52,7 @@ pub mod feature {
     const RESET_DEVICE: u64 = 1 << 13;
     const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 
-    /// Those that are offered.
+    /// The features that are offered.
     pub const OFFERED: u64 = MQ
         | LOG_SHMFD
         | REPLY_ACK

@@ -5,15 +5,16 @@ use std::os::fd::OwnedFd;
 
 use blockhouse_engine::EventSignal;
 
-/// An eventfd to signal. A signal never waits, even if the front-end fills the counter, changes the flags of
-/// the file or never reads it.
+/// An eventfd to signal. A signal never waits, even if the front-end fills the counter, changes the
+/// flags of the file or never reads it.
 pub struct Call(EventSignal);
 
 impl Call {
     /// A call by this eventfd.
     ///
     /// # Errors
-    /// `InvalidInput` when it is something else; the kernel's when it cannot be signalled without waiting.
+    /// `InvalidInput` when it is something else; the kernel's when it cannot be signalled without
+    /// waiting.
     pub fn new(descriptor: OwnedFd) -> io::Result<Self> {
         EventSignal::new(descriptor).map(Self)
     }

@@ -1,4 +1,4 @@
-//! What the thread of a device tells a running queue.
+//! The commands of a device's thread to a running queue.
 
 use std::sync::Arc;
 
@@ -18,12 +18,15 @@ pub enum QueueCommand {
     SetKick(Kick),
     /// The driver is notified in another way.
     SetCall(Option<Call>),
-    /// Where changed pages are logged, the used ring's address for that, and how the front-end is told.
+    /// Where changed pages are logged, the used ring's address for that, and how the front-end is
+    /// told.
     SetLog(Option<DirtyLog>, Option<u64>, Option<Call>),
-    /// The queue pops no more requests. It ends when those in flight have completed; in a graceful stop also
-    /// those that an earlier server had begun, since the returned base counts them as popped.
+    /// The queue pops no more requests. It ends when those in flight have completed; in a graceful
+    /// stop also those that an earlier server had begun, since the returned base counts them as
+    /// popped.
     Stop(StopMode),
-    /// What the queue has in flight does not wait for room on the host any more (`Disk::held_requests`): it fails.
+    /// Requests in flight in the queue wait no longer for room on the host (`Disk::held_requests`):
+    /// they fail.
     EndHolding,
     /// The queue goes on, if it was told to stop in a graceful way and has not ended yet.
     Continue,
@@ -34,8 +37,8 @@ pub enum QueueCommand {
 pub enum StopMode {
     /// The driver learns of everything that completed.
     Graceful,
-    /// The front-end is gone: ring and in-flight log stay as they are, so that a later front-end has the
-    /// requests executed again whose completion was not published.
+    /// The front-end is gone: ring and in-flight log stay as they are, so that a later front-end
+    /// has the requests executed again whose completion was not published.
     Disconnected,
 }
 

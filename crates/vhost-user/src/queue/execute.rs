@@ -1,4 +1,5 @@
-//! What handlers do: pop requests, execute them on the disk, complete them, and wake one another.
+//! The work of handlers: they pop requests, execute them on the disk, complete them, and wake one
+//! another.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -15,8 +16,8 @@ use super::virtqueue::{CompletionKind, Element, Outcome};
 use crate::block::{BlockRequests, Status, decode};
 use crate::ring::{Broken, Chain};
 
-/// What a request that completed inline costs besides its bytes: after 16 of 4 KiB, or a long one, the
-/// handler yields to other tasks.
+/// The cost of a request that completed inline besides its bytes: after 16 of 4 KiB, or a long one,
+/// the handler yields to other tasks.
 const REQUEST_COST: u64 = WorkBudget::QUANTUM / 32;
 
 /// Publishes completed requests, and wakes handlers for those that are available.
@@ -56,7 +57,8 @@ fn wake_handlers<S: Storage>(queue: &Rc<Queue<S>>, count: usize) {
     }
 }
 
-/// A handler has to wait: others pop what is available, and requests that completed before are published.
+/// A handler has to wait: others pop what is available, and requests that completed before are
+/// published.
 fn wake_others<S: Storage>(queue: &Rc<Queue<S>>) {
     queue.recently_async.set(true);
     let virtqueue = queue.virtqueue.borrow();
@@ -103,8 +105,8 @@ async fn run<S: Storage>(queue: Rc<Queue<S>>) {
     }
 }
 
-/// Waits for requests. Completed ones are published at once, unless other handlers may yet complete more in
-/// this iteration of the loop.
+/// Waits for requests. Completed ones are published at once, unless other handlers may yet complete
+/// more in this iteration of the loop.
 async fn park<S: Storage>(queue: &Rc<Queue<S>>, handler: &Rc<Handler>, kind: CompletionKind) {
     queue.handlers.push_idle(Rc::clone(handler));
     let is_last = kind == CompletionKind::Inline || queue.in_flight.is_idle();

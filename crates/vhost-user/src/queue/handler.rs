@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use blockhouse_core::sync::LocalCondvar;
 
-/// What the task of a handler waits at.
+/// The state of a handler's task.
 #[derive(Default)]
 pub struct Handler {
     is_notified: Cell<bool>,
@@ -32,7 +32,7 @@ pub struct Handlers {
     limit: usize,
 }
 
-/// Who executes the next request.
+/// The handler that executes the next request.
 pub enum NextHandler {
     /// A handler that was idle.
     Idle(Rc<Handler>),

@@ -1,10 +1,10 @@
-//! In-flight I/O tracking: memory of the front-end that names the requests in flight, so that a server that
-//! takes over from one that was killed executes them again.
+//! In-flight I/O tracking: memory of the front-end that names the requests in flight, so that a
+//! server that takes over from one that was killed executes them again.
 //!
-//! The layout and the order of stores are those that the vhost-user specification proposes for split
-//! queues ("Inflight I/O tracking"): after each single store, the memory tells a new server what to
-//! resubmit. Requests are resubmitted in the order in which they came. After the queues this server keeps
-//! the state of the write cache, because the guest does not set it again.
+//! The layout and the order of stores are those that the vhost-user specification proposes for
+//! split queues ("Inflight I/O tracking"): after each single store, the memory tells a new server
+//! what to resubmit. Requests are resubmitted in the order in which they came. After the queues
+//! this server keeps the state of the write cache, because the guest does not set it again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -48,8 +48,8 @@ pub fn size(queues: u16, entries: u16) -> usize {
     part(entries) * usize::from(queues) + DEVICE_BYTES
 }
 
-/// A memory file of `size` bytes. It can neither shrink nor grow: the server touches this memory, and
-/// a page that a front-end cuts off ends its connection.
+/// A memory file of `size` bytes. It can neither shrink nor grow: the server touches this memory,
+/// and a page that a front-end cuts off ends its connection.
 ///
 /// # Errors
 /// The kernel's.
@@ -99,7 +99,7 @@ pub struct InflightQueue {
     batch: Vec<u16>,
 }
 
-/// What a queue resumes with.
+/// The state that a queue resumes with.
 pub struct Recovery {
     /// Requests to be executed again, the oldest first.
     pub resubmit: Vec<u16>,
@@ -108,8 +108,8 @@ pub struct Recovery {
 }
 
 impl InflightQueue {
-    /// Takes a queue's part over. `used` is the number of the next entry in its used ring. `None` when
-    /// the part is too small.
+    /// Takes a queue's part over. `used` is the number of the next entry in its used ring. `None`
+    /// when the part is too small.
     pub fn open(view: VolatileSlice, entries: u16, used: u16) -> Option<(Self, Recovery)> {
         if view.len() < HEAD_BYTES + ENTRY_BYTES * usize::from(entries) {
             return None;
@@ -150,8 +150,8 @@ impl InflightQueue {
 
     /// The requests that were begun and did not complete, the oldest first.
     fn inflight_heads(&mut self) -> Vec<u16> {
-        // Copied before they are sorted: the front-end may change the counters meanwhile, and a sort by
-        // keys that change may panic.
+        // Copied before they are sorted: the front-end may change the counters meanwhile, and a
+        // sort by keys that change may panic.
         let mut begun: Vec<(u64, u16)> = (0..self.entries)
             .filter(|&head| self.view.load_u8(self.entry(head)) == 1)
             .map(|head| (self.view.load_u64(self.entry(head) + COUNTER, Relaxed), head))

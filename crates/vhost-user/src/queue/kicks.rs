@@ -1,5 +1,6 @@
-//! How a queue learns of new requests while its loop would sleep: by the guest's kicks, or by polling the
-//! ring at intervals where the front-end has none (`VHOST_USER_SET_VRING_KICK` with bit 8).
+//! How a queue learns of new requests while its loop would sleep: by the guest's kicks, or by
+//! polling the ring at intervals where the front-end has none (`VHOST_USER_SET_VRING_KICK` with bit
+//! 8).
 //!
 //! In both cases a loop that is awake polls the ring in each iteration.
 
@@ -13,8 +14,8 @@ use std::time::Duration;
 use blockhouse_engine::{PollSource, Sleep, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// A polled ring is read this often while requests come, and half as often after each time that it was empty,
-/// down to once a millisecond.
+/// A polled ring is read this often while requests come, and half as often after each time that it
+/// was empty, down to once a millisecond.
 const MIN_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -40,10 +41,10 @@ impl Kick {
     }
 }
 
-/// What wakes a sleeping loop for a ring.
+/// The descriptors that wake a sleeping loop for a ring.
 pub struct Kicks {
-    /// The guest's eventfd; for a polled ring one that is never signalled, so that the loop has the ring among
-    /// those that it polls.
+    /// The guest's eventfd; for a polled ring one that is never signalled, so that the loop has
+    /// the ring among those that it polls.
     watch: Option<Watch>,
     timer: Option<Timer>,
 }
@@ -55,8 +56,8 @@ struct Timer {
 }
 
 impl Kicks {
-    /// Watches the ring in the way that the front-end asks for. A descriptor that cannot be watched was
-    /// refused before.
+    /// Watches the ring in the way that the front-end asks for. A descriptor that cannot be watched
+    /// was refused before.
     pub fn new(ring: Rc<dyn PollSource>, kick: Kick) -> Self {
         let (descriptor, timer) = match kick {
             Kick::Event(descriptor) => (Some(descriptor), None),

@@ -1,14 +1,15 @@
 //! One queue of a guest on one event loop.
 //!
 //! Handlers, long-lived tasks, pop requests from the ring and execute them. A handler whose request
-//! completes inline pops the next one, with no task in between; one that has to wait wakes as many others as
-//! there are requests. The ring task is woken for new requests and for commands of the device's thread, and
-//! publishes what completed. While the loop is awake it polls the ring, and the guest need not kick.
+//! completes inline pops the next one, with no task in between; one that has to wait wakes as many
+//! others as there are requests. The ring task is woken for new requests and for commands of the
+//! device's thread, and publishes what completed. While the loop is awake it polls the ring, and
+//! the guest need not kick.
 //!
-//! Guarantees: every request that was popped is executed to its end. One notification is sent for all
-//! requests that complete together, and none of them waits for it longer than for others that complete
-//! inline. No request waits in the ring while the loop sleeps (the ring is read once more after kicks were
-//! enabled), except those beyond what a queue may have in flight
+//! Guarantees: every request that was popped is executed to its end. One notification is sent for
+//! all requests that complete together, and none of them waits for it longer than for others that
+//! complete inline. No request waits in the ring while the loop sleeps (the ring is read once more
+//! after kicks were enabled), except those beyond what a queue may have in flight
 //! ([`QUEUE_LIMITS`](crate::block::QUEUE_LIMITS)).
 
 mod call;
@@ -41,8 +42,8 @@ pub use virtqueue::Virtqueue;
 
 use crate::ring::Broken;
 
-/// Runs a queue until it is told to stop, or the sender of commands is dropped. Returns the number of the
-/// next available entry.
+/// Runs a queue until it is told to stop, or the sender of commands is dropped. Returns the number
+/// of the next available entry.
 pub async fn run<S: Storage>(
     setup: Setup<S>,
     mut requests: mpsc::UnboundedReceiver<QueueRequest>,

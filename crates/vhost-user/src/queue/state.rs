@@ -1,4 +1,4 @@
-//! What the tasks of one queue share: the ring task, and the handlers.
+//! The shared state of one queue's tasks: the ring task, and the handlers.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::virtqueue::Virtqueue;
 use crate::block::{QUEUE_LIMITS, RequestContext, RequestLimits, SERIAL_BYTES, WriteCacheMode};
 use crate::ring::Broken;
 
-/// What a queue is started with.
+/// The parameters that a queue is started with.
 pub struct Setup<S: Storage> {
     /// The disk.
     pub disk: Arc<Disk<S>>,
@@ -49,14 +49,15 @@ pub struct Queue<S: Storage> {
     pub(super) virtqueue: RefCell<Virtqueue>,
     limits: RequestLimits,
     error_handler: Box<dyn Fn(&Broken)>,
-    /// Those who execute requests.
+    /// The handlers that execute requests.
     pub(super) handlers: Handlers,
     /// Requests that were popped and did not complete yet.
     pub(super) in_flight: InFlight,
-    /// Whether the last requests completed asynchronously: then a handler is woken for each request.
+    /// Whether the last requests completed asynchronously: then a handler is woken for each
+    /// request.
     pub(super) recently_async: Cell<bool>,
     stop: Cell<Option<StopMode>>,
-    /// What is held of the queue's changes.
+    /// The queue's changes that are held.
     held: PartyHold<S>,
     /// Whether the ring task has ended: handlers end, too.
     is_ended: Cell<bool>,
@@ -172,8 +173,8 @@ impl<S: Storage> Queue<S> {
         self.is_polled.set(is_polled);
     }
 
-    /// How many requests have to be resubmitted before a graceful stop is complete. A disconnected queue
-    /// resubmits no more: they stay in the in-flight log for the next server.
+    /// How many requests have to be resubmitted before a graceful stop is complete. A disconnected
+    /// queue resubmits no more: they stay in the in-flight log for the next server.
     pub fn left_to_resubmit(&self) -> usize {
         match self.stop.get() {
             Some(StopMode::Disconnected) => 0,
@@ -181,8 +182,8 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Whether one more request may be in flight. Its length is not known yet, so the limit on bytes may be
-    /// exceeded by one request.
+    /// Whether one more request may be in flight. Its length is not known yet, so the limit on
+    /// bytes may be exceeded by one request.
     pub fn has_room(&self) -> bool {
         self.in_flight.admits(1)
     }
@@ -197,7 +198,7 @@ impl<S: Storage> Queue<S> {
         self.has_free_handler() && self.virtqueue.borrow().has_available()
     }
 
-    /// What the decoding of a request depends on.
+    /// The facts that the decoding of a request depends on.
     pub fn request_context(&self) -> RequestContext<'_> {
         let durability = match self.cache.state() {
             WriteCache::Volatile => Durability::None,
@@ -241,8 +242,8 @@ impl<S: Storage> Queue<S> {
         }
         let disk = self.disk.name();
         if error.errno() == errno::EFAULT {
-            // The guest named such addresses, or memory begins to vanish, which the end of the connection
-            // tells: the host has not failed.
+            // The guest named such addresses, or memory begins to vanish, which the end of the
+            // connection tells: the host has not failed.
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }

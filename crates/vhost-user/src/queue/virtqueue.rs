@@ -1,5 +1,5 @@
-//! A queue's ring together with everything that has to learn of each request: the in-flight log, the log of
-//! changed pages, the driver.
+//! A queue's ring together with everything that has to learn of each request: the in-flight log,
+//! the log of changed pages, the driver.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use super::inflight::InflightQueue;
 use crate::block::Status;
 use crate::ring::{Broken, Chain, RingAddresses, SplitRing};
 
-/// The used ring's index is updated after so many requests at the latest: with this store a driver that is
-/// awake goes on while the device does.
+/// The used ring's index is updated after this many requests at the latest: with this store a
+/// driver that is awake goes on while the device does.
 const INDEX_INTERVAL: u16 = 4;
 
-/// While up to so many requests are available, the driver is notified after each quarter of them, so that it
-/// goes on while the device does. More are signalled together: waking a driver that sleeps costs as much
-/// as several requests.
+/// While up to this many requests are available, the driver is notified after each quarter of them,
+/// so that it goes on while the device does. More are signalled together: waking a driver that
+/// sleeps costs as much as several requests.
 const FEW_REQUESTS: u16 = 16;
 
 /// The most requests that the driver is notified of together.
 const MAX_BATCH: u16 = 64;
 
-/// The most bytes that it is notified of together, unless one request has more: some 40 microseconds of
-/// copying.
+/// The most bytes that it is notified of together, unless one request has more: some 40
+/// microseconds of copying.
 const MAX_BATCH_BYTES: u64 = 256 << 10;
 
 /// Everything of a queue that lies in memory of the guest or the front-end.
@@ -41,7 +41,7 @@ pub struct Virtqueue {
     log: Option<DirtyLog>,
     /// The guest's address of the used ring, if its changes are logged.
     logged_used: Option<u64>,
-    /// How the front-end is told that the log has changed, if it wants to be.
+    /// How the front-end is notified that the log has changed, if it wants to be.
     log_call: Option<Call>,
     /// How many requests were completed since the driver was last notified.
     unsignalled: u16,
@@ -120,7 +120,7 @@ impl Virtqueue {
         self.call.iter().for_each(Call::signal);
     }
 
-    /// Sets the log, the used ring's address in it, and how the front-end is told of changes.
+    /// Sets the log, the used ring's address in it, and how the front-end is notified of changes.
     pub fn set_log(&mut self, log: Option<DirtyLog>, used: Option<u64>, call: Option<Call>) {
         (self.log, self.logged_used, self.log_call) = (log, used, call);
     }
@@ -175,8 +175,8 @@ impl Virtqueue {
         is_available
     }
 
-    /// Logs a change of `length` bytes of the used ring, after it was stored: a migration that takes the
-    /// mark first would copy the page as it was before.
+    /// Logs a change of `length` bytes of the used ring, after it was stored: a migration that
+    /// takes the mark first would copy the page as it was before.
     fn log_used(&self, offset: usize, length: u64) {
         if let (Some(log), Some(used)) = (&self.log, self.logged_used)
             // The front-end names the address; one that wraps has no page.
@@ -195,8 +195,8 @@ impl Virtqueue {
             self.batch = batch_of(self.ring.update_avail_idx()?);
         }
         let Some(head) = self.ring.pop()? else { return Ok(None) };
-        // Before the entry in the in-flight log: a server that takes over would execute a request that does
-        // not exist.
+        // Before the entry in the in-flight log: a server that takes over would execute a request
+        // that does not exist.
         self.check_memory()?;
         self.inflight.iter_mut().for_each(|inflight| inflight.begin(head));
         self.walk(head, chain).map(Some)
@@ -241,8 +241,8 @@ impl Virtqueue {
         self.unsignalled_bytes += chain.length();
         let batch = match kind {
             CompletionKind::Inline => self.batch,
-            // Others complete in the same iteration of the loop, and the ring task runs after them. The
-            // storage works meanwhile, so the driver had better submit more soon.
+            // Others complete in the same iteration of the loop, and the ring task runs after them.
+            // The storage works meanwhile, so the driver had better submit more soon.
             CompletionKind::Async => FEW_REQUESTS,
         };
         if self.unsignalled >= batch || self.unsignalled_bytes >= MAX_BATCH_BYTES {
@@ -280,7 +280,7 @@ impl Virtqueue {
     }
 }
 
-/// Of how many requests the driver is notified together when so many are available.
+/// Of how many requests the driver is notified together when this many are available.
 fn batch_of(count: u16) -> u16 {
     match count {
         ..=FEW_REQUESTS => (count / 4).max(1),

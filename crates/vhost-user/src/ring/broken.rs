@@ -1,4 +1,4 @@
-//! Why a queue cannot be used any more.
+//! Why a queue can no longer be used.
 
 use super::descriptor::MAX_ENTRIES;
 

@@ -1,8 +1,9 @@
-//! Chains of descriptors (virtio 1.2, section 2.7.5), and the status byte at the end of a block request's.
+//! Chains of descriptors (virtio 1.2, section 2.7.5), and the status byte at the end of a block
+//! request's.
 //!
-//! The driver may be hostile. A chain is walked once, with a bound on its length. What can be answered is
-//! answered with an error status; a chain without a byte for its status breaks the queue ([`Broken`]). No
-//! buffer is used beyond the guest's memory.
+//! The driver may be hostile. A chain is walked once, with a bound on its length. What can be
+//! answered is answered with an error status; a chain without a byte for its status breaks the
+//! queue ([`Broken`]). No buffer is used beyond the guest's memory.
 
 use blockhouse_engine::{GuestMemory, GuestRange, VolatileSlice};
 
@@ -141,8 +142,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Takes the first `N` bytes out of the readable buffers; `None` when they have fewer, or are not in the
-    /// memory.
+    /// Takes the first `N` bytes out of the readable buffers; `None` when they have fewer, or are
+    /// not in the memory.
     pub fn take_bytes<const N: usize>(&mut self, memory: &GuestMemory) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         let mut filled = 0;

@@ -8,8 +8,8 @@ use smallvec::SmallVec;
 /// The most entries that a queue may have; QEMU's limit as well.
 pub const MAX_ENTRIES: u16 = 1024;
 
-/// The most descriptors of a chain, in an indirect table too: a header, a status, and 4 MiB of single
-/// pages.
+/// The most descriptors of a chain, in an indirect table too: a header, a status, and 4 MiB of
+/// single pages.
 pub const MAX_CHAIN: usize = MAX_ENTRIES as usize + 2;
 
 /// A descriptor is followed by another one (`VRING_DESC_F_NEXT`).

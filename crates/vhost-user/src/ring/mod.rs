@@ -1,6 +1,8 @@
-//! A split virtqueue in a guest's memory (virtio 1.2, section 2.7): rings, descriptors and chains of them.
+//! A split virtqueue in a guest's memory (virtio 1.2, section 2.7): rings, descriptors and chains
+//! of them.
 //!
-//! Nothing here knows what a request means. The driver may be hostile: see `split_ring` and [`chain`].
+//! Nothing here knows what a request means. The driver may be hostile: see `split_ring` and
+//! [`chain`].
 
 mod broken;
 pub mod chain;

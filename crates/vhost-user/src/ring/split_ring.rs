@@ -1,10 +1,10 @@
 //! The device's side of a split virtqueue (virtio 1.2, section 2.7).
 //!
-//! The driver may be hostile, and changes its memory at any time. So each field is read once and checked
-//! before it is used, and no count or index of the driver decides how long a loop runs or where the device
-//! stores. The two ends share three structures and an order of accesses: what the driver stored before it
-//! published an index is visible to the device that read the index (acquire), and the other way round
-//! (release).
+//! The driver may be hostile, and changes its memory at any time. So each field is read once and
+//! checked before it is used, and no count or index of the driver decides how long a loop runs or
+//! where the device stores. The two ends share three structures and an order of accesses: what the
+//! driver stored before it published an index is visible to the device that read the index
+//! (acquire), and the other way round (release).
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{Ordering, fence};
@@ -31,8 +31,8 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated: the two ends tell each other from which index on they
-/// want to be notified.
+/// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated: the two ends tell each other from which index
+/// on they want to be notified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventIndex {
     /// It was.
@@ -63,8 +63,8 @@ pub struct SplitRing {
 }
 
 impl SplitRing {
-    /// The queue at `addresses`, whose next available entry is number `last_avail_idx`. The number of its
-    /// next used entry is read from the guest's memory.
+    /// The queue at `addresses`, whose next available entry is number `last_avail_idx`. The number
+    /// of its next used entry is read from the guest's memory.
     ///
     /// # Errors
     /// A size that is not allowed, or an address that is not in the memory.
@@ -158,7 +158,8 @@ impl SplitRing {
         Ok(count)
     }
 
-    /// Pops the next of the [cached](Self::cached_available) entries: the index of its first descriptor.
+    /// Pops the next of the [cached](Self::cached_available) entries: the index of its first
+    /// descriptor.
     ///
     /// # Errors
     /// When the table does not have that descriptor.
@@ -196,9 +197,9 @@ impl SplitRing {
 
     /// Whether the driver has to be notified of what was published since the last call of this.
     pub fn should_notify(&mut self) -> bool {
-        // The driver writes `used_event` (or its flag), then reads the used index; the device writes the
-        // used index, then reads `used_event`. With a full fence on both sides, at least one of them sees
-        // the other's write.
+        // The driver writes `used_event` (or its flag), then reads the used index; the device
+        // writes the used index, then reads `used_event`. With a full fence on both sides,
+        // at least one of them sees the other's write.
         fence(Ordering::SeqCst);
         match self.event_index {
             EventIndex::Absent => self.available.load_u16(0, Relaxed) & AVAIL_F_NO_INTERRUPT == 0,
@@ -215,7 +216,8 @@ impl SplitRing {
         self.available.load_u16(2, Relaxed) != self.last_avail_idx
     }
 
-    /// Asks the driver for a notification of the next entry. Returns whether entries are available already.
+    /// Asks the driver for a notification of the next entry. Returns whether entries are available
+    /// already.
     pub fn enable_notify(&mut self) -> bool {
         if self.is_notify_enabled() {
             return self.has_available();
@@ -227,8 +229,8 @@ impl SplitRing {
             }
         }
         self.avail_event = Some(self.last_avail_idx);
-        // As in `should_notify`, with the sides swapped: the device writes `avail_event` (or its flag), then
-        // reads the available index.
+        // As in `should_notify`, with the sides swapped: the device writes `avail_event` (or its
+        // flag), then reads the available index.
         fence(Ordering::SeqCst);
         self.has_available()
     }
@@ -238,8 +240,8 @@ impl SplitRing {
         self.avail_event == Some(self.last_avail_idx)
     }
 
-    /// Asks for no notification until [`enable_notify`](Self::enable_notify). Returns whether that was stored
-    /// in the used ring.
+    /// Asks for no notification until [`enable_notify`](Self::enable_notify). Returns whether that
+    /// was stored in the used ring.
     #[must_use]
     pub fn disable_notify(&mut self) -> bool {
         // An event index asks for a notification of one entry only.
@@ -250,7 +252,8 @@ impl SplitRing {
         stores
     }
 
-    /// The offset in the used ring of the field that enables notifications: the flags, or `avail_event`.
+    /// The offset in the used ring of the field that enables notifications: the flags, or
+    /// `avail_event`.
     pub fn notify_field_offset(&self) -> usize {
         match self.event_index {
             EventIndex::Absent => 0,

@@ -1,5 +1,5 @@
-//! A device that another server goes on with, while its front-end stays connected; and one that takes back what it
-//! paused.
+//! A device that another server goes on with, while its front-end stays connected; and one that
+//! takes back what it paused.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -26,7 +26,8 @@ fn a_guest_under_load_notices_nothing() {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let guests = [false, true].map(|is_tracked| {
-            // The device has one front-end at a time, so the second one waits for the first one's end.
+            // The device has one front-end at a time, so the second one waits for the first one's
+            // end.
             let (socket, stop) = (socket.clone(), &stop);
             move || {
                 let options = Options { queues: 2, ..Options::default() };

@@ -94,8 +94,8 @@ fn buffers_that_make_no_sense_are_refused() {
     });
 }
 
-/// A chain of a header, `count` buffers of `length` bytes, all of them the same memory, and a status, in
-/// an indirect table.
+/// A chain of a header, `count` buffers of `length` bytes, all of them the same memory, and a
+/// status, in an indirect table.
 fn aliasing(guest: &mut Guest, count: usize, length: u32) -> Vec<DescriptorSpec> {
     let inner = guest.base() + 64;
     let bytes = 16 * (count + 2);

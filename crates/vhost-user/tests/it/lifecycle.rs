@@ -1,4 +1,4 @@
-//! What happens around requests: memory that comes and goes, other kicks and calls, logs, resets,
+//! The events around requests: memory that comes and goes, other kicks and calls, logs, resets,
 //! front-ends one after the other, resizes, the end.
 
 use std::io::Write;
@@ -158,8 +158,8 @@ fn several_devices_in_one_process() {
     }
 }
 
-/// Adds a write and after it a chain that ends the connection, which the driver mends afterwards: both
-/// are in flight then, at heads 0 and 10.
+/// Adds a write and after it a chain that ends the connection, which the driver mends afterwards:
+/// both are in flight then, at heads 0 and 10.
 fn break_with_two_in_flight(guest: &mut Guest, byte: u8) {
     guest.put(&[byte; 4096]);
     let good = [guest.header(OUT, 0), guest.data(0, 4096, 0), guest.status()];
@@ -216,7 +216,8 @@ fn a_queue_that_stops_at_once_has_done_again_what_its_base_counts() {
     guest.driver.track().unwrap();
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
     break_with_two_in_flight(&mut guest, 2);
-    // Connections are served one after the other: an answer here means that the broken one has ended.
+    // Connections are served one after the other: an answer here means that the broken one has
+    // ended.
     let other = Frontend::connect(&served.socket, 1).unwrap();
     other.get_features().unwrap();
     drop(other);
@@ -301,7 +302,7 @@ fn a_ring_without_kicks_is_polled() {
             guest.queue(0).chain(0, &chain);
             guest.queue(0).add_available(0);
             guest.queue(0).publish();
-            // What the guest may have signalled goes nowhere; nor does the device signal.
+            // A signal of the guest goes nowhere; nor does the device signal.
             let begun = std::time::Instant::now();
             while guest.queue(0).next_used().is_none() {
                 assert!(begun.elapsed() < LONG, "round {round}");

@@ -70,7 +70,8 @@ impl Storage for Held {
     }
 }
 
-/// Puts a request with data of 20 bytes, or a sector, into the guest's memory. Gives its status' place.
+/// Puts a request with data of 20 bytes, or a sector, into the guest's memory. Gives its status'
+/// place.
 fn put(driver: &mut TestDriver, number: usize, kind: u32, length: u32) -> usize {
     let base = driver.requests() + number * 4096;
     let mut header = [0; 16];
@@ -115,8 +116,8 @@ fn what_is_done_is_told_while_others_wait() {
     let server = Server::start(Device::new(export), OwnedFd::from(listener)).unwrap();
     let mut driver = TestDriver::connect(&socket, Options::default()).unwrap();
 
-    // The loop falls asleep. Awake it would find the requests before the kick, which would then have it
-    // look once more.
+    // The loop falls asleep. Awake it would find the requests before the kick, which would then
+    // have it look once more.
     std::thread::sleep(Duration::from_millis(100));
     let first = put(&mut driver, 0, GET_ID, 20);
     let second = put(&mut driver, 1, IN, 512);

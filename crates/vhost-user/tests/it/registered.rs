@@ -1,5 +1,5 @@
-//! Guests whose memory is registered with the rings: their data is right whatever happens to the memory,
-//! and the rings know all of it that there is and nothing else.
+//! Guests whose memory is registered with the rings: their data is right whatever happens to the
+//! memory, and the rings know all of it that there is and nothing else.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
@@ -30,7 +30,7 @@ fn slots_of(length: usize) -> usize {
     count_registered_buffers(Path::new("/proc/self"), length).unwrap()
 }
 
-/// Waits until there are so many: loops hear of memory that is gone in their own time.
+/// Waits until there are this many: loops hear of memory that is gone in their own time.
 #[track_caller]
 fn assert_slots(length: usize, count: usize) {
     let end = std::time::Instant::now() + LONG;

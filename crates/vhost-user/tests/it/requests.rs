@@ -1,4 +1,4 @@
-//! What a well-behaved guest asks for, through a socket, rings and the loops.
+//! The requests of a well-behaved guest, through a socket, rings and the loops.
 
 use blockhouse_core::Durability;
 use blockhouse_disk::{Access, Discard, Options as DiskOptions};

@@ -56,7 +56,7 @@ pub fn filled(
     Ok(storage)
 }
 
-/// Makes `top` the last of so many overlays over an image that has all of its `size` bytes.
+/// Makes `top` the last of this many overlays over an image that has all of its `size` bytes.
 pub fn chain(top: &Path, overlays: u64, size: u64) -> Result<()> {
     let folder = top.parent().context("an image without a folder")?;
     let mut below = folder.join("base.qcow2");
@@ -83,7 +83,8 @@ pub fn chain(top: &Path, overlays: u64, size: u64) -> Result<()> {
     Ok(())
 }
 
-/// Makes an image of 8 x [`REQUEST`] bytes, each of which consists of so many extents of the same length.
+/// Makes an image of 8 x [`REQUEST`] bytes, each of which consists of this many extents of the same
+/// length.
 pub fn extents(path: &Path, count: u64) -> Result<()> {
     let size = 8 * u64::from(REQUEST);
     create(path, size, SMALL_CLUSTER)?;
@@ -99,8 +100,8 @@ pub fn extents(path: &Path, count: u64) -> Result<()> {
     qemu_io(path, &script)
 }
 
-/// Makes an image with so many snapshots of a disk without data, each with an L1 table of its own. QEMU's tool takes a minute for
-/// each thousand of them.
+/// Makes an image with this many snapshots of a disk without data, each with an L1 table of its
+/// own. QEMU's tool takes a minute for each thousand of them.
 pub fn snapshots(path: &Path, count: u64) -> Result<()> {
     create(path, SNAPSHOT_DISK, CLUSTER)?;
     let mut image = std::fs::read(path)?;
@@ -125,8 +126,8 @@ pub fn snapshots(path: &Path, count: u64) -> Result<()> {
     stdout_of(check).map(drop)
 }
 
-/// The entry of a snapshot whose L1 table, of one entry, is in a cluster of its own from `first` on (QEMU,
-/// docs/interop/qcow2.txt).
+/// The entry of a snapshot whose L1 table, of one entry, is in a cluster of its own from `first` on
+/// (QEMU, docs/interop/qcow2.txt).
 fn entry(number: u64, first: u64) -> Vec<u8> {
     let text = (number + 1).to_string();
     let length = (text.len() as u16).to_be_bytes();

@@ -1,8 +1,9 @@
-//! `cargo xtask compare --growth`: what becomes of a figure when something grows: queues, the disk, the chain of backing files,
-//! snapshots, extents in a request.
+//! `cargo xtask compare --growth`: what becomes of a figure when something grows: queues, the disk,
+//! the chain of backing files, snapshots, extents in a request.
 //!
-//! All steps of all servers take turns in each round, and a step's ratio is taken to the first step of the same server in the
-//! same round. Images are on tmpfs, so that nothing but the programs grows.
+//! All steps of all servers take turns in each round, and a step's ratio is taken to the first step
+//! of the same server in the same round. Images are on tmpfs, so that nothing but the programs
+//! grows.
 //!
 //! - [`subjects`]: what grows, and in which steps
 //! - [`layouts`]: images that have much of it
@@ -31,7 +32,7 @@ use crate::servers::{EXPORT, Format, Image, Kind, Server, Start};
 use crate::storage::{self, Storage};
 use crate::vhost_user;
 
-/// Who is compared where nobody is named.
+/// The servers that are compared where none is named.
 const SERVERS: &[Kind] = &[Kind::Blockhouse, Kind::QsdNative, Kind::QsdIoUring];
 /// Writes of a load on an empty disk.
 const WRITES: u64 = 4000;
@@ -87,7 +88,8 @@ impl Config {
         Ok(Outcome { subject, cells })
     }
 
-    /// The figure of one turn, and the processor time of it: microseconds a request, or milliseconds.
+    /// The figure of one turn, and the processor time of it: microseconds a request, or
+    /// milliseconds.
     fn measure_step(
         &mut self,
         work: Work,
@@ -127,7 +129,7 @@ impl Config {
         figures(work, &row, &measured)
     }
 
-    /// So many writes, or reads for a time, after as many that warm the tables up.
+    /// This many writes, or reads for a time, after as many that warm the tables up.
     fn load_of(&self, work: Work, row: &Row) -> Load {
         let load = row.load(self.generation);
         match work {

@@ -35,9 +35,9 @@ impl Cell {
 
 /// One subject: the cells of a server follow each other, in the order of steps.
 pub struct Outcome {
-    /// What grew.
+    /// The subject that grew.
     pub subject: Subject,
-    /// What was measured.
+    /// The measured cells.
     pub cells: Vec<Cell>,
 }
 

@@ -1,13 +1,13 @@
-//! What grows, and in which steps.
+//! The subjects that grow, and their steps.
 
 use crate::servers::Format;
 
 /// One thing that grows.
 #[derive(Clone, Copy)]
 pub struct Subject {
-    /// What it is called in reports and on the command line.
+    /// Its name in reports and on the command line.
     pub name: &'static str,
-    /// What is counted, for reports.
+    /// The things that are counted, for reports.
     pub what: &'static str,
     /// How it is measured.
     pub work: Work,
@@ -15,21 +15,21 @@ pub struct Subject {
     pub points: &'static [u64],
 }
 
-/// What is done at each step.
+/// The work at each step.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// Random reads of 4 KiB from a mapped image by so many queues, each with [`QUEUE_DEPTH`] in flight, and each on a thread
-    /// of its own where the server has that.
+    /// Random reads of 4 KiB from a mapped image by this many queues, each with [`QUEUE_DEPTH`] in
+    /// flight, and each on a thread of its own where the server has that.
     Queues(Format),
-    /// Writes of 4 KiB all over an empty disk of so many GiB.
+    /// Writes of 4 KiB all over an empty disk of this many GiB.
     Size,
-    /// Random reads of 4 KiB through so many overlays, each of which has clusters of its own.
+    /// Random reads of 4 KiB through this many overlays, each of which has clusters of its own.
     Chain,
-    /// The time until an image with so many snapshots is served.
+    /// The time until an image with this many snapshots is served.
     Open,
     /// The time to take one more snapshot, by the tool.
     Take,
-    /// Reads of [`REQUEST`] bytes, one at a time, that consist of so many extents.
+    /// Reads of [`REQUEST`] bytes, one at a time, that consist of this many extents.
     Extents,
 }
 

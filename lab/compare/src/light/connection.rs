@@ -1,8 +1,8 @@
 //! One connection of the light client: slots with prebuilt requests, batched in both directions.
 //!
 //! All free slots go out with one `writev`; one `recv` takes as many replies as the kernel has. The
-//! receive buffer stays small enough for the processor's cache, and payloads are looked at only when
-//! they are sampled. Relies on a server that answers each request once, with simple replies.
+//! receive buffer stays small enough for the processor's cache, and payloads are looked at only
+//! when they are sampled. Relies on a server that answers each request once, with simple replies.
 
 use std::io::{IoSlice, Write};
 use std::os::unix::net::UnixStream;
@@ -33,7 +33,7 @@ pub enum Wait {
     Never,
 }
 
-/// What happens to the data of replies.
+/// The treatment of replies' data.
 #[derive(Clone, Copy, Debug)]
 pub enum Check {
     /// It is dropped: the server makes it up.
@@ -44,7 +44,7 @@ pub enum Check {
     Written(u64),
 }
 
-/// What a connection does over and over.
+/// The job that a connection does over and over.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
     /// Read or write.

@@ -1,8 +1,8 @@
 //! The light client: an NBD client that costs less than any server it measures.
 //!
-//! One thread drives all connections. It sends and receives in batches, touches payloads only to check
-//! samples of them, and reads the clock once a batch. After a run of writes it reads some of them
-//! back and demands the data of exactly this run.
+//! One thread drives all connections. It sends and receives in batches, touches payloads only to
+//! check samples of them, and reads the clock once a batch. After a run of writes it reads some of
+//! them back and demands the data of exactly this run.
 //!
 //! - [`connection`]: slots, batches, checks
 //! - [`null_server`]: the server that shows the client's own limit
@@ -24,7 +24,7 @@ use crate::interrupt::Interrupt;
 use crate::measurement::{Latency, Measurement};
 pub use lab_nbd::wire::Operation;
 
-/// So many of the last writes are read back.
+/// This many of the last writes are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
@@ -39,7 +39,7 @@ pub enum Order {
     Sequential,
 }
 
-/// What the client does to a server.
+/// The load of the client on a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// Reads or writes.
@@ -56,7 +56,7 @@ pub struct Load {
     pub warm_up: Duration,
     /// Counted, unless `requests` are answered before.
     pub duration: Duration,
-    /// The counted time ends with so many answers.
+    /// The counted time ends with this many answers.
     pub requests: u64,
     /// Unlike any other run on the same image, and not 0.
     pub generation: u64,
@@ -64,10 +64,10 @@ pub struct Load {
     pub content: Content,
 }
 
-/// What a server's reads return.
+/// The content of a server's reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// What the image holds.
+    /// The content of the image.
     Image,
     /// Something that is made up and cannot be checked.
     Nothing,
@@ -82,7 +82,7 @@ pub struct Offsets {
 }
 
 impl Offsets {
-    /// Those of one run over so many blocks.
+    /// The requests of one run over this many blocks.
     pub fn new(order: Order, block: u64, blocks: u64, generation: u64) -> Self {
         let state = generation.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         Self { order, block, blocks, state }
@@ -92,7 +92,8 @@ impl Offsets {
     pub fn next(&mut self) -> u64 {
         let index = match self.order {
             Order::Random => {
-                // xorshift64: three shifts instead of a multiplication chain, good enough to spread.
+                // xorshift64: three shifts instead of a multiplication chain, good enough to
+                // spread.
                 self.state ^= self.state << 13;
                 self.state ^= self.state >> 7;
                 self.state ^= self.state << 17;
@@ -127,8 +128,8 @@ struct Run<'a> {
     written: VecDeque<u64>,
 }
 
-/// Runs `load` against the export `name` behind `socket`. `server_cpu` tells the processor time that
-/// the server has used so far.
+/// Runs `load` against the export `name` behind `socket`. `server_cpu` tells the processor time
+/// that the server has used so far.
 ///
 /// # Errors
 /// Any wrong or missing answer of the server, and an interrupt.
@@ -211,8 +212,8 @@ impl Run<'_> {
         })
     }
 
-    /// Keeps all slots busy for this time, or until `enough` requests were answered; returns how many
-    /// were.
+    /// Keeps all slots busy for this time, or until `enough` requests were answered; returns how
+    /// many were.
     fn run_for(&mut self, time: Duration, enough: u64, interrupt: &Interrupt) -> Result<u64> {
         let mut answered = 0;
         let start = Instant::now();
@@ -264,7 +265,8 @@ impl Run<'_> {
         Ok(answered)
     }
 
-    /// How to receive from each connection, if at all. A single one may sleep in the receive itself.
+    /// How to receive from each connection, if at all. A single one may sleep in the receive
+    /// itself.
     fn wait(&self) -> Result<Vec<Option<Wait>>> {
         if let [connection] = self.connections.as_slice()
             && !connection.has_unsent()

@@ -1,8 +1,8 @@
 //! A server without storage that answers whole batches: what the light client can ask for at most.
 //!
-//! It takes as many requests as one `recv` returns and answers them with one `send`; reads return zeros.
-//! Run as a process of its own by `lab-compare null-server`, so that it costs the client what any other
-//! server costs it. No server for anything else: it trusts its client.
+//! It takes as many requests as one `recv` returns and answers them with one `send`; reads return
+//! zeros. Run as a process of its own by `lab-compare null-server`, so that it costs the client
+//! what any other server costs it. No server for anything else: it trusts its client.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

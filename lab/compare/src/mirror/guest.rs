@@ -1,7 +1,8 @@
-//! The guest of a mirror: an NBD client that writes blocks at random places all the time, and knows what the disk holds.
+//! The guest of a mirror: an NBD client that writes blocks at random places all the time, and knows
+//! what the disk holds.
 //!
-//! No two writes of a block are in flight together, and each has a number, which is in its data. So a block that is read later
-//! shows whether it is the one that was answered last.
+//! No two writes of a block are in flight together, and each has a number, which is in its data. So
+//! a block that is read later shows whether it is the one that was answered last.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -19,7 +20,7 @@ const BLOCK: u64 = 4096;
 /// Bytes of one read when everything is read.
 const PART: u64 = 1 << 20;
 
-/// What others see of a guest that writes.
+/// The view of a guest that writes, for others.
 #[derive(Default)]
 pub struct Progress {
     answered: AtomicU64,
@@ -45,7 +46,7 @@ impl Progress {
     }
 }
 
-/// What a disk holds: the numbers of its blocks.
+/// The content of a disk: the numbers of its blocks.
 pub struct Content {
     /// The write that was sent last; 0: none.
     sent: Vec<u64>,
@@ -97,7 +98,7 @@ impl Content {
     }
 }
 
-/// Writes until it is told to stop, so many blocks at a time; then all writes have been answered.
+/// Writes until it is told to stop, this many blocks at a time; then all writes have been answered.
 ///
 /// # Errors
 /// Any wrong or missing answer, and an interrupt.

@@ -17,10 +17,10 @@ use lab_tools::process::stdout_of;
 
 /// Room for the tables beside the data.
 const TABLES: u64 = 64 << 20;
-/// Scattered writes go to a disk so many times as large as what they allocate.
+/// Scattered writes go to a disk this many times as large as what they allocate.
 const SCATTER: u64 = 16;
 const HUGE: u64 = 4 << 40;
-/// The half-full image alternates between so many bytes of data and of nothing.
+/// The half-full image alternates between this many bytes of data and of nothing.
 const STRETCH: u64 = 8 << 20;
 
 /// All images on one storage.
@@ -44,7 +44,8 @@ struct Halves {
 }
 
 impl Images {
-    /// Makes those of the images that `tasks` need and that stay, of `size` bytes, a multiple of 1 MiB.
+    /// Makes those of the images that `tasks` need and that stay, of `size` bytes, a multiple of 1
+    /// MiB.
     pub fn new(
         kind: Kind,
         size: u64,
@@ -75,7 +76,7 @@ impl Images {
         Ok(Self { kind, disk, size, description, raw, qcow2, scratch, huge: None, halves: None })
     }
 
-    /// What they are on, for reports.
+    /// The place of its images, for reports.
     pub fn description(&self) -> String {
         self.description.clone()
     }
@@ -140,8 +141,8 @@ impl Images {
         tools::info(tool, programs, format, &image)
     }
 
-    /// How long `tool` takes to copy the half-full image to the format `to`. The source is in the page
-    /// cache; the target is durable in the end.
+    /// How long `tool` takes to copy the half-full image to the format `to`. The source is in the
+    /// page cache; the target is durable in the end.
     pub fn convert(&mut self, to: Format, tool: Tool, programs: &Programs) -> Result<Times> {
         if self.halves.is_none() {
             self.halves = Some(self.make_halves()?);

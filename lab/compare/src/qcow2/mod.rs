@@ -1,8 +1,8 @@
 //! `cargo xtask compare --format qcow2`: a mapping side by side with QEMU's, and with our own raw.
 //!
-//! As with raw images, every contender takes its turn in each round, and ratios are taken within a round.
-//! The images are made by `qemu-img` (clusters of 64 KiB, everything else its default), so all programs
-//! work on the same layout.
+//! As with raw images, every contender takes its turn in each round, and ratios are taken within a
+//! round. The images are made by `qemu-img` (clusters of 64 KiB, everything else its default), so
+//! all programs work on the same layout.
 //!
 //! - [`rows`]: what is done
 //! - [`images`]: to what
@@ -98,7 +98,7 @@ impl Config {
         Ok(Some(Outcome { row: task.name, unit, any_caching, cells }))
     }
 
-    /// Who takes part, in the order of turns.
+    /// The contenders, in the order of turns.
     fn contenders(&self, work: Work) -> Vec<Contender> {
         if let Work::Convert(_) | Work::Open(Opening::Info) = work {
             let tool = |part| Contender { part, kind: None };

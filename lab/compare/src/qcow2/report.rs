@@ -28,7 +28,7 @@ impl Part {
     }
 }
 
-/// Who is measured.
+/// A server that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Contender {
     /// Its part.
@@ -102,7 +102,8 @@ pub struct Cell {
     pub contender: Contender,
     /// In the unit of the row.
     pub values: Vec<f64>,
-    /// Processor time: microseconds a request, or as long as the whole took in the unit of the row.
+    /// Processor time: microseconds a request, or as long as the whole took in the unit of the
+    /// row.
     pub cpu: Vec<f64>,
 }
 
@@ -118,7 +119,7 @@ pub struct Outcome {
     pub cells: Vec<Cell>,
 }
 
-/// What ours is to another, round by round.
+/// Ratios of ours to another, round by round.
 struct Comparison {
     ours: String,
     other: String,

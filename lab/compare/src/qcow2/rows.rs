@@ -7,18 +7,18 @@ use crate::servers::Format;
 /// One kind of work.
 #[derive(Clone, Copy)]
 pub struct Task {
-    /// What it is called in reports and on the command line.
+    /// Its name in reports and on the command line.
     pub name: &'static str,
-    /// What is done.
+    /// The work.
     pub work: Work,
 }
 
-/// What is done.
+/// The kinds of work.
 #[derive(Clone, Copy)]
 pub enum Work {
     /// A load on an image that is mapped whole, for a time.
     Mapped(Row),
-    /// A load on an image without data, made anew each time, until so many requests are answered.
+    /// A load on an image without data, made anew each time, until this many requests are answered.
     Empty(Row, Fill),
     /// A copy of a half-full image to this format, by the tools.
     Convert(Format),
@@ -36,7 +36,7 @@ pub enum Fill {
     Scattered(u64),
 }
 
-/// Who opens.
+/// The opener.
 #[derive(Clone, Copy)]
 pub enum Opening {
     /// The tool that tells what an image is, from its start to its end.

@@ -22,7 +22,7 @@ pub enum Tool {
     QemuImgDirect,
 }
 
-/// What a run cost.
+/// The cost of a run.
 #[derive(Clone, Copy)]
 pub struct Times {
     wall: Duration,
@@ -53,8 +53,8 @@ pub fn info(tool: Tool, programs: &Programs, format: Format, image: &Path) -> Re
     timed(command, || Ok(()))
 }
 
-/// Copies `source` to `target`, each a format and a path, as fast as the tool is meant to, until the
-/// target is durable: ours is when it ends, that of `qemu-img` is synced afterwards.
+/// Copies `source` to `target`, each a format and a path, as fast as the tool is meant to, until
+/// the target is durable: ours is when it ends, that of `qemu-img` is synced afterwards.
 pub fn convert(
     tool: Tool,
     programs: &Programs,

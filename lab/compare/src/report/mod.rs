@@ -15,7 +15,7 @@ use super::servers::Kind;
 use super::storage::Storage;
 use blockhouse_figures::{Spread, median_interval};
 
-/// What the figures depend on besides the programs' own doing.
+/// The conditions that the figures depend on besides the programs' own doing.
 pub struct Environment {
     /// The processor's name and how many of it the system sees.
     pub processor: String,
@@ -27,7 +27,7 @@ pub struct Environment {
     pub rounds: usize,
     /// Seconds of each measurement.
     pub seconds: f64,
-    /// What our server was told besides what its name says.
+    /// The arguments of our server besides those that its name implies.
     pub serve_args: String,
 }
 
@@ -67,7 +67,7 @@ pub fn kernel() -> String {
     format!("Linux {}", release.split('-').next().unwrap_or_default())
 }
 
-/// What a figure of a measurement is.
+/// The kind of figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Figure {
     /// Thousands of requests, or MiB, a second.
@@ -168,7 +168,7 @@ pub struct Against {
     pub peer: Kind,
     /// Our figure divided by the peer's, round by round.
     pub ratio: Spread,
-    /// Where its median lies, in 95 of 100 series of so many rounds; of few rounds, none.
+    /// Where its median lies, in 95 of 100 series of this many rounds; of few rounds, none.
     pub interval: Option<(f64, f64)>,
 }
 

@@ -21,7 +21,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Starts a machine whose memory is the file `memory` of `size` bytes and whose disk is `image`.
+    /// Starts a machine whose memory is the file `memory` of `size` bytes and whose disk is
+    /// `image`.
     pub fn start(
         folder: &Path,
         memory: &Path,

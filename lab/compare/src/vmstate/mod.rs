@@ -1,7 +1,7 @@
 //! `cargo xtask compare --vmstate`: saving and loading a machine's state, beside QEMU and `dd`.
 //!
-//! In each round all programs in turn save as many bytes of random data to the same disk, and load them again:
-//! past the page cache and through it. The time of a save ends when it is durable.
+//! In each round all programs in turn save as many bytes of random data to the same disk, and load
+//! them again: past the page cache and through it. The time of a save ends when it is durable.
 //!
 //! - [`stream`]: a producer of small writes for ours, a consumer, and small writes without a buffer
 //! - [`machine`]: QEMU's `savevm` and `loadvm` of a paused machine of that much memory
@@ -36,7 +36,7 @@ use lab_tools::workspace::Workspace;
 const UNBUFFERED_PART: u64 = 32;
 const NAME: &str = "state";
 
-/// Who saves and loads.
+/// The program that saves and loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contender {
     /// Pieces of 1 MiB, one after the other, into a file: the limit that is asked of us.
@@ -53,7 +53,7 @@ pub enum Contender {
 pub const CONTENDERS: [Contender; 4] =
     [Contender::Dd, Contender::Unbuffered, Contender::Qemu, Contender::Ours];
 
-/// What one turn found.
+/// The result of one turn.
 #[derive(Clone, Copy, Default)]
 pub struct StateFigures {
     /// MiB a second.

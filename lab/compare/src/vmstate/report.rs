@@ -27,7 +27,7 @@ struct Line {
     memory: Option<Spread>,
 }
 
-/// What was compared where, as a list.
+/// The subjects and the place of the comparison, as a list.
 pub fn heading(blockhouse: &Path, mebibytes: u64, rounds: usize) -> Result<String> {
     let version = |program: &Path| {
         let mut command = Command::new(program);

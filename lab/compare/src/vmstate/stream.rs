@@ -1,4 +1,5 @@
-//! A machine's state as a producer sends it: writes of 64 bytes to 32 KiB, small ones as often as large ones.
+//! A machine's state as a producer sends it: writes of 64 bytes to 32 KiB, small ones as often as
+//! large ones.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -66,7 +67,7 @@ impl WriteSizes {
     }
 }
 
-/// What of a save is measured.
+/// The measured parts of a save.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum SaveFigure {
     /// Its time.
@@ -75,7 +76,7 @@ pub enum SaveFigure {
     Memory,
 }
 
-/// What a save took.
+/// The cost of a save.
 pub struct SaveResult {
     /// Until the command has ended.
     pub spent: Duration,
@@ -159,8 +160,8 @@ fn wait(mut child: Child, command: &Command) -> Result<()> {
     Ok(())
 }
 
-/// Writes each small write to `file` as it comes, durable at the end: past the page cache with what else is in the
-/// blocks that it touches.
+/// Writes each small write to `file` as it comes, durable at the end: past the page cache with what
+/// else is in the blocks that it touches.
 pub fn save_unbuffered(
     file: &Path,
     size: u64,

@@ -1,4 +1,4 @@
-//! What a server with a mirror is asked for before it is killed, and what it said of that.
+//! The request to a server with a mirror before it is killed, and its answer.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -48,7 +48,7 @@ pub const MOMENTS: [Moment; 9] = [
 ];
 
 impl Moment {
-    /// What reports call it.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Copying => "copying",
@@ -61,7 +61,7 @@ impl Moment {
     }
 }
 
-/// What the server said before it was killed.
+/// The words of the server before it was killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
     /// That it has not begun to complete.
@@ -72,7 +72,7 @@ pub enum Told {
     Nothing,
 }
 
-/// What a server was asked for when it was killed.
+/// The request to a server when it was killed.
 pub enum Asked {
     /// Nothing that completes the mirror.
     Other,
@@ -83,7 +83,7 @@ pub enum Asked {
 }
 
 impl Asked {
-    /// What the server said of it before its end.
+    /// The words of the server about it before its end.
     pub fn told(self, control: &mut Control) -> Result<Told> {
         match self {
             Self::Other => Ok(Told::Source),
@@ -104,8 +104,8 @@ fn told_by(answer: Answer) -> Result<Told> {
     }
 }
 
-/// Begins a mirror, and brings it near to the moment of the kill. What is asked for then. `record` is written before the mirror
-/// is complete.
+/// Begins a mirror, and brings it near to the moment of the kill. What is asked for then. `record`
+/// is written before the mirror is complete.
 pub fn steer(
     control: &mut Control,
     (target, record): (&Target, &Path),
@@ -172,7 +172,7 @@ fn wait_for(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Up to so many microseconds, of which short times are more likely: much happens then.
+/// Up to this many microseconds, of which short times are more likely: much happens then.
 fn wait(random: &mut Rng, most: u64) {
     let most = if random.bool() { most } else { most / 8 };
     std::thread::sleep(Duration::from_micros(random.u64(..most)));

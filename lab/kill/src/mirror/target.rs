@@ -44,7 +44,7 @@ impl Kind {
         }
     }
 
-    /// What reports call it.
+    /// Its name in reports.
     pub fn name(self) -> String {
         match self {
             Self::File { format } => format!("a {format} file"),
@@ -109,7 +109,7 @@ impl Target {
         Ok(target)
     }
 
-    /// What a mirror to it, or a server of it, is told.
+    /// Its location for a mirror to it, or a server of it.
     pub fn location(&self) -> String {
         match self.kind {
             Kind::File { .. } => self.path.display().to_string(),

@@ -1,7 +1,7 @@
 //! `attach` on a kernel without the ublk driver: a device of the kernel's NBD client, and its end.
 //!
-//! What shows it: it says that it is one, it is not removed while it is mounted, its image is whole and free when it is
-//! gone, and nothing hangs when its server is killed.
+//! What shows it: it says that it is one, it is not removed while it is mounted, its image is whole
+//! and free when it is gone, and nothing hangs when its server is killed.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -69,7 +69,7 @@ fn used(device: &str) -> Result<()> {
     tool("e2fsck", &["-f", "-n", device]).map(drop)
 }
 
-/// A server that is killed: the device can be removed, and then no request waits any more.
+/// A server that is killed: the device can be removed, and then no request waits.
 fn killed(image: &str) -> Result<()> {
     let device = attach(image, &[])?;
     let name = device.trim_start_matches("/dev/");

@@ -1,7 +1,7 @@
 //! A disk that grows under a running guest, and whose write cache the guest switches off and on.
 //!
-//! Only the host sees what the server makes durable, so each part of the work has a place of its own on
-//! the disk: in the room that was added.
+//! Only the host sees what the server makes durable, so each part of the work has a place of its
+//! own on the disk: in the room that was added.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -17,7 +17,7 @@ use lab_nbd::pattern;
 
 /// The guest waits for the disk to grow.
 pub const SMALL: &str = "waiting for room";
-/// What the guest tells the kernel that the cache is, part after part.
+/// The guest's announcement of the cache to the kernel, part after part.
 pub const PARTS: [&str; 3] = ["write back", "write through", "write back"];
 
 /// Where a part's writes begin, in the room behind `start`.
@@ -25,8 +25,8 @@ pub fn place(start: u64, part: usize) -> u64 {
     start + part as u64 * WRITES * BLOCK as u64
 }
 
-/// Waits until the disk has grown from `from` to `to` bytes, then writes with each kind of cache, and
-/// flushes once behind the last.
+/// Waits until the disk has grown from `from` to `to` bytes, then writes with each kind of cache,
+/// and flushes once behind the last.
 pub fn run(disk: &str, from: u64, to: u64) -> Result<()> {
     let disk = prepare(disk)?;
     let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;

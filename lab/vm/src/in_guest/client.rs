@@ -1,7 +1,7 @@
 //! A small NBD client: every kind of change, one at a time or many at once, and single reads.
 //!
-//! The handshake and the layout of requests are those of the comparison's light client. A reply that
-//! tells an error, or none at all, is an error here.
+//! The handshake and the layout of requests are those of the comparison's light client. A reply
+//! that tells an error, or none at all, is an error here.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,6 +1,8 @@
-//! The guest becomes a Debian system: unpacked on a disk, with this program as a unit that is started last.
+//! The guest becomes a Debian system: unpacked on a disk, with this program as a unit that is
+//! started last.
 //!
-//! The first script ([`super::super::base`]) goes on with that system's own init where it finds [`NEXT`].
+//! The first script ([`super::super::base`]) goes on with that system's own init where it finds
+//! [`NEXT`].
 
 use std::fs::File;
 use std::io::Read;
@@ -16,7 +18,7 @@ const NEXT: &str = "/next";
 /// Where the package is in that system.
 pub const PACKAGE: &str = "/lab/blockhouse.deb";
 
-/// What the unit runs. Its end is told to QEMU as that of a job is.
+/// The script that the unit runs. Its end is told to QEMU as that of a job is.
 const SCRIPT: &str = r#"#!/bin/sh
 /host/loader --library-path /host/lib /host/bin/lab-vm in-guest services >/dev/ttyS1 2>&1
 status=$?
@@ -27,8 +29,8 @@ const UNIT: &str = "[Unit]\nDescription=What cargo xtask vm shows of services\n[
 /// Any but that of another machine; without one the system would ask at its first start.
 const MACHINE_ID: &str = "0123456789abcdef0123456789abcdef\n";
 
-/// Unpacks the archive on the disk `archive` to the disk `disk`, with the package of `size` bytes that is on the disk
-/// `package`. All are named by their serial numbers.
+/// Unpacks the archive on the disk `archive` to the disk `disk`, with the package of `size` bytes
+/// that is on the disk `package`. All are named by their serial numbers.
 pub fn prepare(archive: &str, disk: &str, (package, size): (&str, u64)) -> Result<()> {
     for module in ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4"] {
         system::load(module, "")?;

@@ -14,7 +14,8 @@ use rustix::io::{ReadWriteFlags, pwritev2};
 pub const BLOCK: usize = 4096;
 /// How many writes are counted.
 pub const WRITES: u64 = 20;
-/// Bytes from one write to the next: one for each cluster of a qcow2 image, and none next to another.
+/// Bytes from one write to the next: one for each cluster of a qcow2 image, and none next to
+/// another.
 pub const STRIDE: u64 = 64 * 1024;
 
 /// Whether writes go through the page cache.
@@ -35,8 +36,8 @@ pub enum WriteMethod {
     FlushEach,
     /// All by one flush at the end.
     FlushOnce,
-    /// By nothing that is asked for: a server may be told that every write shall be durable. The bare
-    /// kernel makes each durable by itself.
+    /// By nothing that is asked for: a server may be told that every write shall be durable. The
+    /// bare kernel makes each durable by itself.
     Write,
 }
 
@@ -78,9 +79,9 @@ pub fn run(path: &Path, method: WriteMethod, caching: Caching) -> Result<()> {
     }
 }
 
-/// Does on `path`, past the page cache, what a format with tables cannot do without when it gives data a new place: data and
-/// the count of its cluster, and only behind a flush the entry that refers to both. The tables lie at
-/// `tables`, in space that was written before.
+/// Does on `path`, past the page cache, what a format with tables cannot do without when it gives
+/// data a new place: data and the count of its cluster, and only behind a flush the entry that
+/// refers to both. The tables lie at `tables`, in space that was written before.
 pub fn run_allocating(path: &Path, method: WriteMethod, tables: u64) -> Result<()> {
     let target = Target::open(path, Caching::Direct)?;
     let publish = |data: Range<u64>| {

@@ -56,7 +56,7 @@ impl Kind {
     }
 }
 
-/// No FUA, and a timer that ends each request after so many nanoseconds.
+/// No FUA, and a timer that ends each request after this many nanoseconds.
 const SLOW: [(&str, &str); 3] = [("fua", "0"), ("irqmode", "2"), ("completion_nsec", "2000000")];
 
 /// A disk in memory with a write cache of its own.

@@ -11,7 +11,7 @@ const SIZE: u64 = 32 << 20;
 pub const WRITES: u64 = SIZE / 4096;
 const REPORT: &str = "/tmp/fio";
 
-/// What fio does.
+/// The work of fio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// Writes everything, then reads it and compares.

@@ -1,8 +1,9 @@
-//! First durable writes to space that was prepared as written zeros: what they cost the disk, on kernels with and
-//! without `FALLOC_FL_WRITE_ZEROES`, and what is left of the prepared space after a kill.
+//! First durable writes to space that was prepared as written zeros: what they cost the disk, on
+//! kernels with and without `FALLOC_FL_WRITE_ZEROES`, and what is left of the prepared space after
+//! a kill.
 //!
-//! The disk is NVMe as the kernel's target offers it over a SCSI disk in memory, which makes zeros without being sent
-//! them; FUA and flushes are counted at the NVMe side.
+//! The disk is NVMe as the kernel's target offers it over a SCSI disk in memory, which makes zeros
+//! without being sent them; FUA and flushes are counted at the NVMe side.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -25,7 +26,7 @@ const SUBSYSTEM: &str = "first";
 const LONG_SIZE: u64 = 40 * WRITES * STRIDE;
 const SCATTERED: u64 = LONG_SIZE / 2;
 
-/// What the kernel and the disk have.
+/// The support of the kernel and the disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WrittenZeros {
     Yes,
@@ -81,7 +82,7 @@ fn nvme_disk() -> Result<PathBuf> {
     Ok(disk)
 }
 
-/// What the disk's queue says; older kernels have no such attribute.
+/// The attribute of the disk's queue; older kernels have none.
 fn written_zeros(disk: &Path) -> Result<WrittenZeros> {
     let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
     let limit = format!("/sys/block/{name}/queue/write_zeroes_unmap_max_bytes");
@@ -125,7 +126,8 @@ fn preallocated(disk: &Path, folder: &Path, format: &str, zeros: WrittenZeros) -
     Ok(())
 }
 
-/// An image of `preallocation=falloc`, for comparison: space that the file system knows as unwritten.
+/// An image of `preallocation=falloc`, for comparison: space that the file system knows as
+/// unwritten.
 fn set_aside(disk: &Path, folder: &Path) -> Result<()> {
     let image = folder.join("falloc.raw");
     create(&image, "raw", "preallocation=falloc")?;
@@ -135,7 +137,7 @@ fn set_aside(disk: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What `resize --preallocation=full` has added.
+/// The space that `resize --preallocation=full` has added.
 fn longer(disk: &Path, folder: &Path) -> Result<()> {
     for format in ["raw", "qcow2"] {
         let image = folder.join(format!("longer.{format}"));
@@ -177,10 +179,10 @@ fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
     check(&image)
 }
 
-/// A run of new clusters goes on after these: a few of the writes to them bring refcounts and entries of many with
-/// them. New clusters that are no run bring their own.
+/// A run of new clusters goes on after these: a few of the writes to them bring refcounts and
+/// entries of many with them. New clusters that are no run bring their own.
 fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
-    // What is mapped ahead doubles: the first, second, fifth and eleventh write map more.
+    // The part that is mapped ahead doubles: the first, second, fifth and eleventh write map more.
     ensure!(is_fua_alone_and(first, 4), "{first} for the first {WRITES} of a run");
     ensure!(first.bytes <= 28 * BLOCK as u64, "{} bytes: each is a block", first.bytes);
     let next = trace::count(disk, || write(server, WRITES * STRIDE, WRITES))?;
@@ -210,7 +212,8 @@ fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
     Ok(())
 }
 
-/// What a killed server leaves of prepared space is no error and no leak, is used by the next one, and is given back.
+/// The prepared space of a killed server is no error and no leak, is used by the next one, and is
+/// given back.
 fn killed(folder: &Path, zeros: WrittenZeros) -> Result<()> {
     let image = folder.join("killed.qcow2");
     create(&image, "qcow2", "preallocation=off")?;
@@ -281,12 +284,13 @@ fn write_at(server: &Server, offsets: impl Iterator<Item = u64>) -> Result<()> {
     client.close()
 }
 
-/// Whether it is so many FUA writes for each, and nothing else: no flush, no journal.
+/// Whether it is this many FUA writes for each, and nothing else: no flush, no journal.
 fn is_fua_alone(counts: Counts, each: u32) -> bool {
     counts.fua == each * WRITES as u32 && counts.total() == counts.fua
 }
 
-/// Whether it is a FUA write for each, two more for so many batches of metadata, and nothing else.
+/// Whether it is a FUA write for each, two more for this many batches of metadata, and nothing
+/// else.
 fn is_fua_alone_and(counts: Counts, batches: u32) -> bool {
     counts.fua == WRITES as u32 + 2 * batches && counts.total() == counts.fua
 }

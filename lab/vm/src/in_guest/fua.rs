@@ -1,5 +1,5 @@
-//! What durable writes cost: requests to the disk for the same writes by the bare kernel and by our
-//! server, on every kind of disk, file system, image, engine and cache mode.
+//! The cost of durable writes: requests to the disk for the same writes by the bare kernel and by
+//! our server, on every kind of disk, file system, image, engine and cache mode.
 //!
 //! [`Report`] judges each row. Its judgement is itself tested, on a server that ignores flushes.
 
@@ -17,7 +17,7 @@ use super::system::{self, FileSystem, Mount};
 use super::trace::{self, Counts};
 use crate::server::Server;
 
-/// What is written, and how the server does it.
+/// The writes, and how the server makes them.
 #[derive(Clone, Copy)]
 struct Row {
     state: State,
@@ -67,8 +67,8 @@ const DEVICE_ROWS: &[Row] = &[
     row(State::Qcow2New, WriteMethod::Each),
     row(State::Qcow2New, WriteMethod::Together),
 ];
-/// What depends on no more of the disk than whether it takes FUA: counted on one disk of each kind, in
-/// a file system.
+/// The rows that depend on no more of the disk than whether it takes FUA: counted on one disk of
+/// each kind, in a file system.
 const MORE_ROWS: &[Row] = &[
     by("linux-aio", WriteMethod::Each),
     by("linux-aio", WriteMethod::Together),
@@ -198,7 +198,7 @@ fn on_device(disk: &Path, rows: &[Row], report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// What a server of `image` asks the disk for.
+/// The requests to the disk by a server of `image`.
 fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
     let server = row.serve(image)?;
     if row.format() == "qcow2" {
@@ -210,15 +210,16 @@ fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
     Ok(counts)
 }
 
-/// The first change of an opened image marks its session, and the first cluster of an image needs tables of its own;
-/// the writes to be counted are others.
+/// The first change of an opened image marks its session, and the first cluster of an image needs
+/// tables of its own; the writes to be counted are others.
 fn warm_up(server: &Server) -> Result<()> {
     let mut client = Client::connect(server.socket())?;
     client.change(&Change::WriteFua { offset: TABLES, data: vec![0xc3; BLOCK] })?;
     client.close()
 }
 
-/// What the first durable write to an opened image costs, with the mark of its session: a write and a flush more.
+/// The cost of the first durable write to an opened image, with the mark of its session: a write
+/// and a flush more.
 fn count_first(disk: &Path, image: &Path) -> Result<()> {
     let server = row(State::Qcow2Written, WriteMethod::Each).serve(image)?;
     settle();

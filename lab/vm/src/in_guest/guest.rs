@@ -1,5 +1,5 @@
-//! A guest that uses a disk of ours, as any Linux would: file system, freeze, trim, check, and work that
-//! goes on while the disk's server is killed and upgraded.
+//! A guest that uses a disk of ours, as any Linux would: file system, freeze, trim, check, and work
+//! that goes on while the disk's server is killed and upgraded.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -22,7 +22,7 @@ const SMALL: u64 = 256 << 10;
 const CHUNK: u64 = 64 << 10;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What the host waits for.
+/// The word that the host waits for.
 pub const FROZEN: &str = "frozen";
 /// The host's answer to [`FROZEN`].
 pub const COPIED: &str = "copied";
@@ -33,13 +33,13 @@ pub const TRIMMED: &str = "trimmed";
 /// The work during which the server is killed and upgraded has ended.
 pub const WORKED: &str = "worked";
 
-/// What the guest says when the server shall be killed or upgraded for the `number`th time.
+/// The guest's word when the server shall be killed or upgraded for the `number`th time.
 pub fn progress(number: u64) -> String {
     format!("ready for change {number} of the server")
 }
 
-/// The first boot: makes a file system on the disk and uses it, then one on a disk whose server is killed or
-/// upgraded so often meanwhile.
+/// The first boot: makes a file system on the disk and uses it, then one on a disk whose server is
+/// killed or upgraded so often meanwhile.
 pub fn first(disk: &str, killed: &str, changes: u64, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     file_system.make(&disk)?;
@@ -81,7 +81,7 @@ fn free_space(place: &Path) -> Result<u64> {
     Ok(found.f_bfree * found.f_frsize)
 }
 
-/// Waits until so many bytes are free: XFS frees what a removed file had some time later.
+/// Waits until this many bytes are free: XFS frees what a removed file had some time later.
 fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
     for _ in 0..1000 {
         if free_space(place)? >= wanted {
@@ -92,8 +92,8 @@ fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
     bail!("the space of a removed file does not come free")
 }
 
-/// Freezes the file system, with data that no sync has made durable, until the host has a copy of the
-/// disk.
+/// Freezes the file system, with data that no sync has made durable, until the host has a copy of
+/// the disk.
 fn freeze(place: &Path) -> Result<()> {
     write_file(&place.join("late"), SMALL, 2)?;
     tool("fsfreeze", &["--freeze", "/mnt"])?;
@@ -105,8 +105,8 @@ fn freeze(place: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Many writes in flight, and small files made durable one after the other. The changes are spread over fio's
-/// writes, and over its reads no more.
+/// Many writes in flight, and small files made durable one after the other. The changes are spread
+/// over fio's writes, and over its reads no more.
 fn work(place: &Path, disk: &Path, changes: u64) -> Result<()> {
     let before = system::writes(disk)?;
     let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
@@ -129,8 +129,8 @@ fn work(place: &Path, disk: &Path, changes: u64) -> Result<()> {
     print_line(WORKED)
 }
 
-/// The second boot: everything is still there. So it is on `frozen`, which the host copied while the file
-/// system was frozen.
+/// The second boot: everything is still there. So it is on `frozen`, which the host copied while
+/// the file system was frozen.
 pub fn again(disk: &str, killed: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     check(&disk, file_system)?;

@@ -16,7 +16,7 @@ pub const SIZE: u64 = 2 * WRITES * STRIDE;
 /// Where the half begins that no counted write of data goes to.
 pub const TABLES: u64 = SIZE / 2;
 
-/// What is where a write goes.
+/// The state of the place of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum State {
     /// A raw image that was written before.
@@ -29,7 +29,8 @@ pub enum State {
     RawHoleAndTables,
     /// A qcow2 image whose clusters were written before, like one of `preallocation=full`.
     Qcow2Written,
-    /// A qcow2 image whose clusters are mapped and whose space is set aside: `preallocation=falloc`.
+    /// A qcow2 image whose clusters are mapped and whose space is set aside:
+    /// `preallocation=falloc`.
     Qcow2Unwritten,
     /// A qcow2 image whose clusters are yet to be allocated.
     Qcow2New,
@@ -109,7 +110,7 @@ fn fill(file: &File, range: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// Writes everything as it is, so that no extent is unwritten any more.
+/// Writes everything as it is, so that no extent is unwritten.
 fn overwrite(file: &File, size: u64) -> Result<()> {
     let mut chunk = vec![0; STRIDE as usize];
     for offset in (0..size).step_by(chunk.len()) {

@@ -1,10 +1,10 @@
-//! Completions that are polled for: written and read by a server with `--io-poll on`, on disks with a queue
-//! that raises no interrupts.
+//! Completions that are polled for: written and read by a server with `--io-poll on`, on disks with
+//! a queue that raises no interrupts.
 //!
-//! What shows it: the data is right and the interrupts of the disk's queues do not rise, where with `off`
-//! they rise with every request. Those of writes to files rise in any case, and those of durable writes
-//! where they need a flush. Durable writes reach the disk as without polling. A server whose client asks for
-//! nothing more sleeps.
+//! What shows it: the data is right and the interrupts of the disk's queues do not rise, where with
+//! `off` they rise with every request. Those of writes to files rise in any case, and those of
+//! durable writes where they need a flush. Durable writes reach the disk as without polling. A
+//! server whose client asks for nothing more sleeps.
 
 use std::fs::File;
 use std::path::Path;
@@ -84,8 +84,8 @@ fn show(name: &str, disk: &Path, image: &Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-/// A backing file in memory, where nothing can be polled for, below an image in `folder` on `disk`: what is
-/// read from it is right, there is one warning, and what the image holds is polled for.
+/// A backing file in memory, where nothing can be polled for, below an image in `folder` on `disk`:
+/// what is read from it is right, there is one warning, and what the image holds is polled for.
 fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
     let (backing, image) =
         (State::RawWritten.make(Path::new("/tmp"), "backing")?, folder.join("overlay"));
@@ -112,7 +112,8 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
         "  {}, qcow2 over a file in memory: {reads} interrupts for reads; {said}",
         disk.display()
     );
-    // Beside them is a line of the loader, by which programs are started here: it cannot start a launcher.
+    // Beside them is a line of the loader, by which programs are started here: it cannot start a
+    // launcher.
     let warnings: Vec<_> = said.lines().filter(|line| line.contains(" WARN ")).collect();
     let is_expected = |line: &&str| line.contains(&backing.display().to_string());
     ensure!(warnings.len() == 1 && warnings.iter().all(is_expected), "one warning is expected");
@@ -122,7 +123,7 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
 
 fn use_server(server: &Server, disk: &Path) -> Result<ServerUse> {
     let mut client = Client::connect(server.socket())?;
-    // What is read for the first time is a qcow2 image's table.
+    // The first read is of a qcow2 image's table.
     read_all(&mut client, None)?;
     rustix::fs::sync();
     let writes = interrupts_of(disk, || write_all(&mut client, 1))?;
@@ -173,7 +174,7 @@ impl ServerUse {
             ensure!(is_right, "{what} that are {}polled for", if polled { "" } else { "not " });
             Ok(())
         };
-        // Those at the same time may share an interrupt.
+        // Requests at the same time may share an interrupt.
         expect("writes", polls && on_device, *writes, 1)?;
         expect("reads", polls, *reads, WRITES)?;
         expect("durable writes", polls && on_device && has_fua, *durable, WRITES)
@@ -188,7 +189,7 @@ fn interrupts_of(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<u64> 
     Ok(interrupts(&prefix)? - before)
 }
 
-/// What the names of its queues' interrupts begin with.
+/// The prefix of its queues' interrupts.
 fn queue_prefix(disk: &Path) -> Result<String> {
     let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
     if let Some((controller, _)) = name.strip_prefix("nvme").and_then(|rest| rest.split_once('n')) {
@@ -212,7 +213,7 @@ fn interrupts(prefix: &str) -> Result<u64> {
     Ok(lines.iter().map(counts).sum())
 }
 
-/// Waits until the server uses no processor any more: no two looks at a loop that polls are the same.
+/// Waits until the server uses no processor: no two looks at a loop that polls are the same.
 fn sleeps(server: &Server) -> Result<()> {
     let mut before = None;
     system::wait_for("sleep of an idle server", || {

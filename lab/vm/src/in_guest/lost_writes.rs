@@ -1,8 +1,8 @@
-//! A file system on a thin pool that is full: the kernel takes writes into its page cache, cannot write
-//! them back, and reports that once, as ENOSPC. No flush may succeed afterwards.
+//! A file system on a thin pool that is full: the kernel takes writes into its page cache, cannot
+//! write them back, and reports that once, as ENOSPC. No flush may succeed afterwards.
 //!
-//! The pool refuses what it has no room for (`error_if_no_space`), so that a file system on it learns of
-//! the lack of room when it writes back, and calls it by its own errno.
+//! The pool refuses what it has no room for (`error_if_no_space`), so that a file system on it
+//! learns of the lack of room when it writes back, and calls it by its own errno.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,8 @@ use super::system::{self, FileSystem, Mount, tool};
 
 const MIB: u64 = 1 << 20;
 const SECTOR: u64 = 512;
-/// What the pool has for its own tables, what it has for data, and what the file system believes to have.
+/// The pool's space for its own tables, and for data, and the space that the file system believes
+/// to have.
 const TABLES: u64 = 8 * MIB;
 const ROOM: u64 = 96 * MIB;
 const CLAIMED: u64 = 512 * MIB;

@@ -1,7 +1,8 @@
 //! The part of `cargo xtask vm` in the guest: the same program, started there by the host's jobs.
 //!
-//! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints its
-//! findings on standard output, one line each, and judges only what cannot be judged from outside.
+//! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints
+//! its findings on standard output, one line each, and judges only what cannot be judged from
+//! outside.
 
 pub mod attach_nbd;
 pub mod cache;
@@ -38,7 +39,7 @@ use super::guest::Changes;
 use super::power::CONFIGURATIONS;
 use system::FileSystem;
 
-/// What runs in the guest.
+/// The work in the guest.
 #[derive(clap::Subcommand)]
 pub enum Task {
     /// Count the requests that durable writes become, on every device and file system
@@ -56,7 +57,7 @@ pub enum Task {
         killed: String,
         /// How often, in all
         changes: u64,
-        /// What to make on it
+        /// The file system to make on it
         file_system: FileSystem,
     },
     /// Look again after a reboot
@@ -67,7 +68,7 @@ pub enum Task {
         killed: String,
         /// That of a copy made while the file system was frozen
         frozen: String,
-        /// What is on them
+        /// The file system on them
         file_system: FileSystem,
     },
     /// Wait for a disk to grow, then use the new room with its write cache on, off and on
@@ -135,7 +136,7 @@ pub enum Task {
     Services,
     /// Let a server write to a disk that logs, and mark each acknowledgement
     PowerRecord {
-        /// What serves what: its place among all configurations
+        /// The configuration: its place among all
         configuration: usize,
         /// The disk to log
         disk: String,

@@ -1,5 +1,5 @@
-//! The kernel's own NBD client on our server: a file system on it, and what its durable writes become
-//! on the disk below the server.
+//! The kernel's own NBD client on our server: a file system on it, and what its durable writes
+//! become on the disk below the server.
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! The guest's part in losing power: a server on a disk that logs, and XFS's recovery.
 //!
-//! Only the kernel can recover XFS, so its replay happens in a second guest, each mark on a snapshot
-//! that takes the changes of recovery away again.
+//! Only the kernel can recover XFS, so its replay happens in a second guest, each mark on a
+//! snapshot that takes the changes of recovery away again.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -107,8 +107,8 @@ fn live(configuration: Configuration, image: &Path) -> Result<()> {
     server.kill()
 }
 
-/// Replays the log on `log` to `disk` and stores the image of the XFS there on `found`, with the changes
-/// of each recovery going to `changes`.
+/// Replays the log on `log` to `disk` and stores the image of the XFS there on `found`, with the
+/// changes of each recovery going to `changes`.
 pub fn recover_xfs(log: &str, disk: &str, changes: &str, found: &str) -> Result<()> {
     prepare()?;
     let (log, changes) = (system::disk_of(log)?, system::disk_of(changes)?);

@@ -1,7 +1,8 @@
 //! The table of what was counted, with a judgement on each row.
 //!
-//! Not more than the bare kernel: neither more requests that make durable (FUA and flushes) nor more
-//! writes. And not less than durability needs: every acknowledged write was FUA or has a flush behind it.
+//! Not more than the bare kernel: neither more requests that make durable (FUA and flushes) nor
+//! more writes. And not less than durability needs: every acknowledged write was FUA or has a flush
+//! behind it.
 
 use anyhow::{Result, bail};
 
@@ -24,13 +25,14 @@ pub enum Tolerance {
     None,
     /// How many flushes the kernel's threads share: a write and a flush for each are no worse.
     FlushSharing,
-    /// How often metadata is written: the first few writes may go by FUA and have writebacks of their own
-    /// (three writes and two writebacks of two), and one that the server reads late has one more.
+    /// How often metadata is written: the first few writes may go by FUA and have writebacks of
+    /// their own (three writes and two writebacks of two), and one that the server reads late
+    /// has one more.
     Metadata,
 }
 
-/// Whether the server asks the disk for more than the bare kernel does. The kernel merges requests of
-/// a journal by chance: a little more of them counts as the same.
+/// Whether the server asks the disk for more than the bare kernel does. The kernel merges requests
+/// of a journal by chance: a little more of them counts as the same.
 fn is_worse(tolerance: Tolerance, ours: Counts, baseline: Counts) -> bool {
     let expensive = |counts: Counts| counts.fua + counts.flushes;
     let all = |counts: Counts| counts.total() - counts.metadata;

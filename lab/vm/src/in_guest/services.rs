@@ -1,8 +1,9 @@
-//! Our package on a Debian system, by the words of docs/install.md: installed, an image served by a unit that its socket
-//! starts, looked at, restarted, killed, upgraded; many disks by the configuration; and removed.
+//! Our package on a Debian system, by the words of docs/install.md: installed, an image served by a
+//! unit that its socket starts, looked at, restarted, killed, upgraded; many disks by the
+//! configuration; and removed.
 //!
-//! What shows it: clients read what they wrote, the service manager and the journal say what they should, and what the
-//! system has at the end is what it had before, but for data.
+//! What shows it: clients read what they wrote, the service manager and the journal say what they
+//! should, and what the system has at the end is what it had before, but for data.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -21,8 +22,8 @@ use super::units::{
 
 /// Of `systemd-analyze security`: from 0 (safe) to 10.
 const MAX_EXPOSURE: f64 = 1.0;
-/// What changes on a system whatever is installed: logs, caches and lists of packages, copies of earlier versions of the
-/// list of users.
+/// The files that change on a system whatever is installed: logs, caches and lists of packages,
+/// copies of earlier versions of the list of users.
 const ALWAYS_CHANGED: &[&str] = &[
     "/lab",
     "/tmp",
@@ -115,7 +116,7 @@ fn control() -> PathBuf {
     socket("disk.qcow2", "control")
 }
 
-/// What was answered is there after an orderly restart and after a death, without a word to anybody.
+/// Answered writes are there after an orderly restart and after a death, without a word to anybody.
 fn restarted() -> Result<()> {
     let socket = socket("disk.qcow2", "nbd.sock");
     for (way, byte) in [("restart", 8), ("kill", 9), ("kill", 10)] {
@@ -246,7 +247,7 @@ fn files() -> Result<Files> {
     }
 }
 
-/// What came, went or changed.
+/// The files that came, went or changed.
 fn different(before: &Files, now: &Files) -> Vec<String> {
     let came = now.iter().filter(|(name, content)| before.get(*name) != Some(content));
     let went = before.keys().filter(|name| !now.contains_key(*name));

@@ -1,4 +1,5 @@
-//! Services that make their sockets themselves, under a service manager that keeps these: killed, upgraded, hung.
+//! Services that make their sockets themselves, under a service manager that keeps these: killed,
+//! upgraded, hung.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,7 +18,8 @@ const SERVICE: Unit = Unit("blockhouse@own.img.service");
 const SOCKETS: &str = "3";
 const VERSION: &str = r#"{"jsonrpc":"2.0","id":7,"method":"server.version","params":{}}"#;
 
-/// The service is killed. Who comes before it runs again, to whichever socket, is served by the next one.
+/// The service is killed. Who comes before it runs again, to whichever socket, is served by the
+/// next one.
 pub fn killed_between_clients() -> Result<()> {
     make_own_image(IMAGE)?;
     let [nbd, control, metrics] =
@@ -60,7 +62,7 @@ pub fn killed_between_clients() -> Result<()> {
     noted(SERVICE)
 }
 
-/// What a server is, by its control socket.
+/// The version of a server, by its control socket.
 pub fn version(control: &mut UnixStream) -> Result<Value> {
     ask(control)?;
     answered(control)

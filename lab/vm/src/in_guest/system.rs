@@ -78,8 +78,8 @@ pub fn disk(name: &str) -> Result<PathBuf> {
     wait_for(name, || node.exists().then(|| node.clone()))
 }
 
-/// Waits for an NVMe or virtio disk by the serial number that the host gave it: drivers number disks
-/// as they come.
+/// Waits for an NVMe or virtio disk by the serial number that the host gave it: drivers number
+/// disks as they come.
 pub fn disk_of(serial: &str) -> Result<PathBuf> {
     find_disk(serial, &["device/serial", "serial"])
 }
@@ -135,7 +135,8 @@ impl FileSystem {
         }
     }
 
-    /// How it is mounted. What ext4 commits every five seconds would be counted, where a machine beside others is slow.
+    /// How it is mounted. What ext4 commits every five seconds would be counted, where a machine
+    /// beside others is slow.
     fn mount_options(self) -> Option<&'static CStr> {
         match self {
             Self::Ext4 => Some(c"commit=600"),

@@ -13,7 +13,7 @@ use super::system;
 
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// What a disk was asked for.
+/// The requests to a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Writes of data with FUA.
@@ -26,8 +26,8 @@ pub struct Counts {
     pub flushes: u32,
     /// Discards and the like.
     pub other: u32,
-    /// Bytes of data in all writes, those of the file system not among them: what lies side by side is
-    /// often one request.
+    /// Bytes of data in all writes, those of the file system not among them: what lies side by
+    /// side is often one request.
     pub bytes: u64,
 }
 

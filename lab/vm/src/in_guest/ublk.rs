@@ -1,8 +1,9 @@
 //! A disk of ours as a block device of the guest's own kernel (ublk), over raw and over qcow2.
 //!
-//! What shows it: durable writes in a file system on it are as many FUA writes of the disk below, and nothing else. fio
-//! finds what it wrote, also while the server is killed and started again, and upgraded. Zeros and discards arrive, the file system is
-//! whole, the device is gone when the server has ended. No system call is made at rest.
+//! What shows it: durable writes in a file system on it are as many FUA writes of the disk below,
+//! and nothing else. fio finds what it wrote, also while the server is killed and started again,
+//! and upgraded. Zeros and discards arrive, the file system is whole, the device is gone when the
+//! server has ended. No system call is made at rest.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -30,7 +31,8 @@ const BYTES: u64 = WRITES * BLOCK as u64;
 const LOOK: Duration = Duration::from_millis(100);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Uses an image of this format on the disk whose serial number is `serial`; its server is killed and upgraded so often.
+/// Uses an image of this format on the disk whose serial number is `serial`; its server is killed
+/// and upgraded so often.
 pub fn run(serial: &str, format: &str, changes: Changes) -> Result<()> {
     system::load("nvme_core", "multipath=N")?;
     for module in ["nvme", "crc32c_generic", "ext4"] {
@@ -103,7 +105,7 @@ fn no_driver() -> Result<()> {
     Ok(())
 }
 
-/// What the kernel knows of the device.
+/// The kernel's view of the device.
 fn look(format: &str) -> Result<()> {
     let attribute = |name: &str| system::read(Path::new(&format!("/sys/block/ublkb0/{name}")));
     let found = |names: &[&str]| -> Result<Vec<String>> {
@@ -187,8 +189,8 @@ fn discard(image: &Path) -> Result<()> {
     zeros("written zeros")
 }
 
-/// fio in a file system on the device, while the server is killed and started again. The file system is whole, and
-/// everything is there.
+/// fio in a file system on the device, while the server is killed and started again. The file
+/// system is whole, and everything is there.
 fn kill(server: Server, image: &Path, format: &str, kills: u64) -> Result<Server> {
     let kill = |server: Server| {
         server.kill()?;
@@ -201,7 +203,8 @@ fn kill(server: Server, image: &Path, format: &str, kills: u64) -> Result<Server
     Ok(server)
 }
 
-/// The same while the server is upgraded. At the end another one serves, which is a child of this process.
+/// The same while the server is upgraded. At the end another one serves, which is a child of this
+/// process.
 fn upgrade(server: Server, image: &Path, format: &str, upgrades: u64) -> Result<Server> {
     let mut gaps = Vec::new();
     let upgrade = |mut server: Server| {
@@ -215,8 +218,8 @@ fn upgrade(server: Server, image: &Path, format: &str, upgrades: u64) -> Result<
     serve(image, format)
 }
 
-/// fio in a file system on the device, while its server is changed so often. The file system is whole, and everything is
-/// there.
+/// fio in a file system on the device, while its server is changed so often. The file system is
+/// whole, and everything is there.
 fn through(
     mut server: Server,
     changes: u64,
@@ -244,7 +247,7 @@ fn through(
     Ok(server)
 }
 
-/// Nobody else takes the device, while it is served and while it waits.
+/// No other server takes the device, while it is served and while it waits.
 fn strangers(folder: &Path, image: &Path, format: &str) -> Result<()> {
     let other = folder.join("other");
     File::create(&other)?.set_len(SIZE)?;
@@ -257,8 +260,8 @@ fn strangers(folder: &Path, image: &Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the server has used no processor for as long as ten looks in a row: what it still had to write is written
-/// then, and nothing wakes it.
+/// Waits until the server has used no processor for as long as ten looks in a row: what it still
+/// had to write is written then, and nothing wakes it.
 fn sleeps(server: &Server) -> Result<()> {
     let (mut before, mut looks) = (None, 0);
     system::wait_for("sleep of an idle server", || {

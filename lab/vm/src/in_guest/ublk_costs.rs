@@ -1,7 +1,8 @@
-//! What a device of ours costs, in a build as packages have it: system calls of the server for each request, and the time
-//! from `attach` to the first read.
+//! The cost of a device of ours, in a build as packages have it: system calls of the server for
+//! each request, and the time from `attach` to the first read.
 //!
-//! What shows it: with many requests in flight one system call carries many of them. Times are printed and judge nothing.
+//! What shows it: with many requests in flight one system call carries many of them. Times are
+//! printed and judge nothing.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -25,8 +26,8 @@ const LOOP: &str = "/dev/loop0";
 const REQUESTS: u64 = 4096;
 /// How many are in flight at a time.
 const DEEP: u64 = 64;
-/// System calls for each read then, at most. How many come together depends on the machine, too: a busy one shows a third
-/// of it.
+/// System calls for each read then, at most. How many come together depends on the machine, too: a
+/// busy one shows a third of it.
 const MAX_CALLS: f64 = 0.2;
 /// How often a device is made, by us and by `losetup` in turn.
 const ROUNDS: usize = 11;
@@ -82,7 +83,7 @@ fn calls(image: &Path, format: &str) -> Result<()> {
     server.stop()
 }
 
-/// Random requests of the device, so many in flight.
+/// Random requests of the device, this many in flight.
 fn fio(depth: u64, work: &str) -> Result<()> {
     let words = [
         "--name=requests".to_owned(),

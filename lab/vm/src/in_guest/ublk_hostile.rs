@@ -1,7 +1,9 @@
-//! ublk devices of users who do what they should not, and of processes that die when they should not.
+//! ublk devices of users who do what they should not, and of processes that die when they should
+//! not.
 //!
-//! What shows it: each refusal is one line that says what to do, and doing that helps. Nothing hangs, no device is left that
-//! nobody can remove, none is removed that is in use, and an image is free when its device is gone.
+//! What shows it: each refusal is one line that says what to do, and doing that helps. Nothing
+//! hangs, no device is left that nobody can remove, none is removed that is in use, and an image is
+//! free when its device is gone.
 
 use std::fs::File;
 use std::io::Write;
@@ -124,8 +126,8 @@ fn removed() -> Result<()> {
     good(&["detach", &device]).map(drop)
 }
 
-/// A device whose server was killed waits, goes on with the next one, and can be removed while it is mounted: then what
-/// uses it gets errors, and nothing hangs.
+/// A device whose server was killed waits, goes on with the next one, and can be removed while it
+/// is mounted: then what uses it gets errors, and nothing hangs.
 fn no_server() -> Result<()> {
     let (image, other) = (image("a.img")?, image("b.img")?);
     let device = attach(&image)?;
@@ -151,7 +153,8 @@ fn no_server() -> Result<()> {
     good(&["detach", &device]).map(drop)
 }
 
-/// A server that died before it started its device leaves one that `detach` removes; its number may be another process's.
+/// A server that died before it started its device leaves one that `detach` removes; its number may
+/// be another process's.
 fn never_started() -> Result<()> {
     let image = image("a.img")?;
     let mut control = UblkControl::open()?;
@@ -165,7 +168,7 @@ fn never_started() -> Result<()> {
     control.command(UblkCommand::Add, id, 0, &mut left.to_bytes())?;
     bad(&["attach", &image, "--id", "9"], "use another number")?;
     good(&["detach", "/dev/ublkb9"])?;
-    // Those of other programs stay.
+    // Devices of other programs stay.
     let foreign = UblkInfo { note: 1, ..left };
     control.command(UblkCommand::Add, id, 0, &mut foreign.to_bytes())?;
     bad(&["attach", &image, "--id", "9"], "another program")?;
@@ -173,8 +176,8 @@ fn never_started() -> Result<()> {
     Ok(control.command(UblkCommand::DeleteAsync, id, 0, &mut [])?)
 }
 
-/// Servers are killed while they take a device over: as soon as they have its file, and at other moments. The next one goes
-/// on, or says why it cannot; then the device can be removed.
+/// Servers are killed while they take a device over: as soon as they have its file, and at other
+/// moments. The next one goes on, or says why it cannot; then the device can be removed.
 fn killed_recovery() -> Result<()> {
     let image = image("a.img")?;
     let words = ["serve", &image, "--workers", "1", "--state", "off", "--ublk", "0"];

@@ -1,7 +1,9 @@
-//! A disk of ours that the kernel's NVMe target serves by TCP, to the same guest: what others build upon a block device.
+//! A disk of ours that the kernel's NVMe target serves by TCP, to the same guest: what others build
+//! upon a block device.
 //!
-//! What shows it: the disk keeps FUA and its write cache on the way, fio finds what it wrote, the file system on it is whole,
-//! zeros and discards arrive. What was written there is on our device, and in the image when everything is gone.
+//! What shows it: the disk keeps FUA and its write cache on the way, fio finds what it wrote, the
+//! file system on it is whole, zeros and discards arrive. What was written there is on our device,
+//! and in the image when everything is gone.
 
 use std::fs::File;
 use std::io::{Read, Write};

@@ -37,8 +37,8 @@ pub fn run() -> Result<()> {
     first_reads(&image)
 }
 
-/// How long it takes from the command to the first bytes, beside the kernel's own loop device. The processor is emulated:
-/// the difference is that of processes that start.
+/// How long it takes from the command to the first bytes, beside the kernel's own loop device. The
+/// processor is emulated: the difference is that of processes that start.
 fn first_reads(image: &str) -> Result<()> {
     let mut attached = Vec::new();
     let mut looped = Vec::new();

@@ -1,4 +1,4 @@
-//! What a user does with block devices: the commands, and what they say.
+//! The commands of a user of block devices, and their words.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -14,7 +14,7 @@ pub const SIZE: u64 = 32 << 20;
 /// The first device.
 pub const DEVICE: &str = "/dev/ublkb0";
 
-/// What the program said.
+/// The output of the program.
 pub struct Said {
     /// Whether it ended well.
     pub is_good: bool,
@@ -78,7 +78,7 @@ pub fn devices() -> Result<Vec<PathBuf>> {
     Ok(all.filter(|path| path.to_string_lossy().starts_with("/dev/ublkc")).collect())
 }
 
-/// What the driver knows of a device.
+/// The driver's view of a device.
 pub fn info(id: u32) -> Result<Option<UblkInfo>> {
     Ok(UblkControl::open()?.info(id).ok())
 }

@@ -51,7 +51,7 @@ impl Unit {
         tool("systemctl", &["kill", "--kill-whom=main", "--signal", signal, self.0]).map(drop)
     }
 
-    /// What is different from the unit in the package, until the package is removed.
+    /// The difference from the unit in the package, until the package is removed.
     pub fn override_with(self, text: &str) -> Result<()> {
         let folder = Path::new("/run/systemd/system").join(format!("{}.d", self.0));
         std::fs::create_dir_all(&folder)?;
@@ -72,7 +72,8 @@ pub fn until<T>(what: &str, mut found: impl FnMut() -> Result<Option<T>>) -> Res
     }
 }
 
-/// Makes the image of a service of its own, as root: the service manager gives it to the service's user.
+/// Makes the image of a service of its own, as root: the service manager gives it to the service's
+/// user.
 pub fn make_own_image(name: &str) -> Result<PathBuf> {
     let folder = Path::new(OWN_IMAGES).join(name);
     std::fs::create_dir_all(&folder)?;
@@ -95,7 +96,7 @@ pub fn socket(image: &str, name: &str) -> PathBuf {
     Path::new(RUNTIME).join(image).join(name)
 }
 
-/// What `blockhouse ctl SOCKET` says.
+/// The output of `blockhouse ctl SOCKET`.
 pub fn ctl(socket: &Path, words: &[&str]) -> Result<String> {
     tool("blockhouse", &[&["ctl", socket.to_str().unwrap_or_default()], words].concat())
 }

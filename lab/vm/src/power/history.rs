@@ -1,8 +1,10 @@
-//! What a guest does to its disk, round after round, and what it may find after a loss of power.
+//! The guest's changes of its disk, round after round, and the values that it may find after a loss
+//! of power.
 //!
-//! Rounds follow from a seed, so a check of the disk later knows every request. A round that ends in something durable is acknowledged and marked in the log. Each
-//! sector says who wrote it; after a loss it must hold what was last made durable there, or something
-//! that was written later and never flushed.
+//! Rounds follow from a seed, so a check of the disk later knows every request. A round that ends
+//! in something durable is acknowledged and marked in the log. Each sector says who wrote it; after
+//! a loss it must hold what was last made durable there, or something that was written later and
+//! never flushed.
 
 use std::ops::Range;
 
@@ -24,16 +26,16 @@ pub struct Round {
     pub acknowledged: AckMeaning,
 }
 
-/// What the end of a round means.
+/// The meaning of a round's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AckMeaning {
-    /// What it wrote is durable.
+    /// Its writes are durable.
     Durable,
     /// Nothing.
     Nothing,
 }
 
-/// What the answer to a plain write means.
+/// The meaning of the answer to a plain write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writes {
     /// It may get lost until it is flushed.
@@ -52,9 +54,9 @@ pub struct History {
 
 #[derive(Clone, Default)]
 struct Sector {
-    /// Who wrote last what is durable; 0 are zeros.
+    /// The last writer of the durable content; 0 are zeros.
     durable: u32,
-    /// Who wrote since, oldest first.
+    /// The writers since, oldest first.
     later: Vec<u32>,
 }
 
@@ -107,9 +109,9 @@ impl History {
         }
     }
 
-    /// Adds a flush before durable changes of what was written and not flushed. dm-log-writes logs a write
-    /// without FUA at the next flush. If FUA has overwritten it before, the log has the two in the wrong
-    /// order, which a real disk would not do.
+    /// Adds a flush before durable changes of what was written and not flushed. dm-log-writes logs
+    /// a write without FUA at the next flush. If FUA has overwritten it before, the log has the
+    /// two in the wrong order, which a real disk would not do.
     fn with_flush_before_overwrite(&self, steps: Vec<Vec<Change>>) -> Vec<Vec<Change>> {
         let mut unflushed: Vec<bool> =
             self.sectors.iter().map(|sector| !sector.later.is_empty()).collect();
@@ -216,7 +218,7 @@ impl History {
     }
 }
 
-/// What a change concerns.
+/// The sectors of a change.
 fn sectors_of(change: &Change) -> Range<usize> {
     let (offset, length) = match change {
         Change::Write { offset, data } | Change::WriteFua { offset, data } => {

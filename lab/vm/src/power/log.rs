@@ -1,8 +1,9 @@
-//! The log of dm-log-writes: every write that a disk completed, in the order in which it became stable.
+//! The log of dm-log-writes: every write that a disk completed, in the order in which it became
+//! stable.
 //!
-//! The kernel logs a write when the next flush has completed, and a write with FUA when the write completes.
-//! So a log that is replayed up to a mark gives the worst disk that a loss of power at that moment can
-//! leave: everything that was not flushed is dropped. Layout: the kernel's
+//! The kernel logs a write when the next flush has completed, and a write with FUA when the write
+//! completes. So a log that is replayed up to a mark gives the worst disk that a loss of power at
+//! that moment can leave: everything that was not flushed is dropped. Layout: the kernel's
 //! Documentation/admin-guide/device-mapper/log-writes.rst and drivers/md/dm-log-writes.c.
 
 use std::fs::File;

@@ -1,8 +1,8 @@
 //! Images that a guest found on a replayed disk, one for each mark, handed to the host on a disk.
 //!
-//! Only the kernel can recover XFS, and only the host has the tools to look into an image. Each image
-//! has a slot on the disk: a head with its length, or with what was wrong instead, and behind it the
-//! bytes.
+//! Only the kernel can recover XFS, and only the host has the tools to look into an image. Each
+//! image has a slot on the disk: a head with its length, or with what was wrong instead, and behind
+//! it the bytes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

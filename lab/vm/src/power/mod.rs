@@ -1,9 +1,9 @@
 //! Loss of power: what is left of acknowledged writes at the worst moment, over and over.
 //!
-//! The guest's server writes to a disk that logs everything ([`log`]); each acknowledgement leaves a
-//! mark. Then the disk is built again up to each mark, with all that was not flushed dropped, the file
-//! system recovers, and the image must hold what was acknowledged ([`history`]). A server that ignores
-//! flushes goes through the same and must fail.
+//! The guest's server writes to a disk that logs everything ([`log`]); each acknowledgement leaves
+//! a mark. Then the disk is built again up to each mark, with all that was not flushed dropped, the
+//! file system recovers, and the image must hold what was acknowledged ([`history`]). A server that
+//! ignores flushes goes through the same and must fail.
 
 pub mod history;
 pub mod log;
@@ -21,7 +21,7 @@ pub const MARKS: usize = 64;
 /// Of the history; any other shows the same.
 pub const SEED: u64 = 7;
 
-/// What lies between the image and the disk.
+/// The layer between the image and the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layer {
     /// A file of a file system.
@@ -33,7 +33,7 @@ pub enum Layer {
 /// A server on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Configuration {
-    /// What the image lies on.
+    /// The layer below the image.
     pub layer: Layer,
     /// The image's format.
     pub format: &'static str,
@@ -52,8 +52,8 @@ pub enum Fua {
     Unknown,
 }
 
-/// Every layer, format, cache mode, engine and kind of disk, each in the company that is most usual; the
-/// last is the control.
+/// Every layer, format, cache mode, engine and kind of disk, each in the company that is most
+/// usual; the last is the control.
 pub const CONFIGURATIONS: &[Configuration] = &[
     on(EXT4, "raw", "none", "io_uring", Fua::Taken),
     on(EXT4, "raw", "none", "linux-aio", Fua::Unknown),
@@ -100,7 +100,7 @@ impl Configuration {
         self.cache == "unsafe"
     }
 
-    /// What the server promises of a plain write.
+    /// The server's promise of a plain write.
     pub fn writes(self) -> Writes {
         match self.cache {
             "writethrough" | "directsync" => Writes::Durable,

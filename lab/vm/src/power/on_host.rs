@@ -61,7 +61,7 @@ impl<'a> Disk<'a> {
                 return Ok(Err(format!("ext4 does not {what}: {}", outcome.said)));
             }
         }
-        // What was not there this time must not be found from the time before.
+        // Marks that were not there this time must not be found from the time before.
         let _ = std::fs::remove_file(&image);
         let dump = format!("dump /image {}", image.display());
         let dumped = run(self.packages.command("debugfs")?.args(["-R", &dump]).arg(&copy))?;

@@ -15,17 +15,17 @@ pub trait ReplayTarget {
     /// Stores what became stable.
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()>;
 
-    /// The image after the loss of power. An inner error is a verdict on the disk: it does not recover, or
-    /// is not clean.
+    /// The image after the loss of power. An inner error is a verdict on the disk: it does not
+    /// recover, or is not clean.
     fn image(&mut self) -> Result<Result<Vec<u8>, String>>;
 }
 
-/// What became of the marks.
+/// The verdicts on the marks.
 #[derive(Default)]
 pub struct Verdicts {
     /// How many were replayed to.
     pub marks: usize,
-    /// What was wrong, one line for each mark that was bad.
+    /// The faults, one line for each mark that was bad.
     pub bad: Vec<String>,
 }
 
@@ -42,8 +42,8 @@ impl Verdicts {
     }
 }
 
-/// Replays the log at `path` on `disk`, which is all zeros, and looks at it at each mark. `writes` is
-/// what the server promised.
+/// Replays the log at `path` on `disk`, which is all zeros, and looks at it at each mark. `writes`
+/// is what the server promised.
 pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl ReplayTarget) -> Result<Verdicts> {
     let mut history = History::new(SEED, writes);
     let mut rounds = 0;
@@ -66,8 +66,8 @@ pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl ReplayTarget) -> Re
     Ok(verdicts)
 }
 
-/// Replays the log at `path` on `disk`, which is all zeros, and hands over what is found at each mark,
-/// with the round that it stands behind.
+/// Replays the log at `path` on `disk`, which is all zeros, and hands over what is found at each
+/// mark, with the round that it stands behind.
 pub fn replay(
     path: &Path,
     disk: &mut impl ReplayTarget,

@@ -113,8 +113,8 @@ fn is_module_and_part(circle: &[&ModulePath]) -> bool {
         || other.split_last().is_some_and(|(_, parent)| parent == *one))
 }
 
-/// The file that defines what is mentioned; `None` for what is not of this crate, and for a module that
-/// is only imported: what is named through it counts.
+/// The file that defines what is mentioned; `None` for what is not of this crate, and for a module
+/// that is only imported: what is named through it counts.
 fn defining_module<'a>(source: &'a Crate, mention: &Mention) -> Option<&'a ModulePath> {
     let path = absolute(source, &mention.scope, &mention.path)?;
     let (module, item) = resolve(source, path, 0)?;
@@ -143,7 +143,7 @@ fn absolute(source: &Crate, scope: &ModulePath, path: &[String]) -> Option<Vec<S
     }
 }
 
-/// What `super::` and then `rest` means in `scope`.
+/// The meaning of `super::` and then `rest` in `scope`.
 fn absolute_in_parent(scope: &[String], rest: &[String]) -> Option<Vec<String>> {
     let (_, parent) = scope.split_last()?;
     match rest.first().map(String::as_str) {
@@ -152,8 +152,8 @@ fn absolute_in_parent(scope: &[String], rest: &[String]) -> Option<Vec<String>> 
     }
 }
 
-/// Follows an absolute path through what its modules import and export: to the file that defines the
-/// item, and what of the path is inside of that file.
+/// Follows an absolute path through what its modules import and export: to the file that defines
+/// the item, and what of the path is inside of that file.
 fn resolve(source: &Crate, path: Vec<String>, hops: u32) -> Option<(&ModulePath, Vec<String>)> {
     // The longest part that is a scope, inline modules included.
     let is_scope =
@@ -165,7 +165,7 @@ fn resolve(source: &Crate, path: Vec<String>, hops: u32) -> Option<(&ModulePath,
         && let Some(meaning) = source.names.get(&(scope.clone(), first.clone()))
     {
         let is_itself = meaning.as_slice() == [first.clone()];
-        // What another crate defines is nothing of this one.
+        // Another crate's definitions are none of this one.
         let meaning = if is_itself { None } else { absolute(source, &scope, meaning) }?;
         return resolve(source, [meaning.as_slice(), &rest[1..]].concat(), hops + 1);
     }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-/// What one name of a `use` tree stands for.
+/// The meaning of one name of a `use` tree.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct UseItem {
     /// The full path, without the `*`.
@@ -65,8 +65,8 @@ impl Tokens {
         }
     }
 
-    /// Skips an item, a field or a statement: to its `;`, its `{}` or, unless it begins like an item with
-    /// generic parameters, its `,`.
+    /// Skips an item, a field or a statement: to its `;`, its `{}` or, unless it begins like an
+    /// item with generic parameters, its `,`.
     pub fn skip_item(&mut self) {
         let is_item = matches!(self.rest.front(), Some(TokenTree::Ident(ident)) if [
             "fn", "impl", "struct", "enum", "trait", "const", "static", "type", "unsafe", "async", "extern",
@@ -81,8 +81,8 @@ impl Tokens {
         }
     }
 
-    /// A path of two or more names and its line, if one begins here. The names after a `.` and those of
-    /// generic arguments are none of it.
+    /// A path of two or more names and its line, if one begins here. The names after a `.` and
+    /// those of generic arguments are none of it.
     pub fn path(&mut self) -> Option<(Vec<String>, usize)> {
         let Some(TokenTree::Ident(first)) = self.rest.front() else { return None };
         let line = first.span().start().line;
@@ -98,7 +98,7 @@ impl Tokens {
             path.push(name.to_string());
             self.rest.drain(..3);
         }
-        // What follows `::<` is a path of its own.
+        // The part after `::<` is a path of its own.
         Some((path, line))
     }
 

@@ -1,7 +1,8 @@
 //! The modules of one crate, and what each of them names.
 //!
-//! Read from tokens, without macros being expanded: a path inside of a macro's arguments counts as any
-//! other. Items under `#[cfg(test)]` are left out, and so are the files of modules that are declared so.
+//! Read from tokens, without macros being expanded: a path inside of a macro's arguments counts as
+//! any other. Items under `#[cfg(test)]` are left out, and so are the files of modules that are
+//! declared so.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -31,7 +32,7 @@ pub(super) struct Mention {
 pub(super) struct Module {
     /// Relative to the crate's folder.
     pub file: PathBuf,
-    /// What it names, outside of re-exports.
+    /// Its mentions, outside of re-exports.
     pub mentions: Vec<Mention>,
 }
 
@@ -159,8 +160,8 @@ impl Reader<'_> {
             self.mentions.push(Mention { scope: scope.clone(), path, line, is_glob: false });
             return;
         }
-        // What a block imports is known in the block only; to follow it in the whole scope as well finds
-        // too much rather than too little.
+        // A block's imports are known in the block only; to follow them in the whole scope as well
+        // finds too much rather than too little.
         if let Some(TokenTree::Group(group)) = tokens.next() {
             self.items(group.stream(), scope);
         }

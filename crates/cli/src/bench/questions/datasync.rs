@@ -1,7 +1,8 @@
-//! `bench datasync`: 32 MiB overwritten from one end to the other in blocks of 4 KiB, one at a time: with
-//! no durability, with a flush after each write, and with durability as a part of the write.
+//! `bench datasync`: 32 MiB overwritten from one end to the other in blocks of 4 KiB, one at a
+//! time: with no durability, with a flush after each write, and with durability as a part of the
+//! write.
 //!
-//! What counts beside the rate is how many requests the device gets for each write.
+//! Beside the rate, the number of requests that the device gets for each write counts.
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Work};
 use crate::bench::rows::{Case, Cases, Cost, Variant};

@@ -85,7 +85,7 @@ fn sample(testbed: &Testbed, load: Load, fixed: FixedFiles) -> Result<Sample> {
     Ok(sample)
 }
 
-/// What was found out on `by_slot` of `jobs` loops.
+/// The finding on `by_slot` of `jobs` loops.
 fn note(fixed: FixedFiles, by_slot: usize, jobs: usize) -> String {
     match (fixed, by_slot) {
         (FixedFiles::On, count) if count == jobs => {

@@ -1,4 +1,4 @@
-//! What can be measured: a file for each question, with its cases and what was published of them.
+//! The questions that can be measured: a file for each, with its cases and published figures.
 
 mod datasync;
 pub mod fixed_files;
@@ -14,7 +14,7 @@ use clap::ValueEnum;
 use super::rows::Cases;
 use super::testbed::Testbed;
 
-/// What can be measured.
+/// A question that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Question {
     /// Durable writes as one request, against a write and then a flush.
@@ -34,7 +34,7 @@ pub enum Question {
 }
 
 impl Question {
-    /// What it consists of.
+    /// Its parts.
     pub fn parts(self) -> Vec<Self> {
         match self {
             Self::All => {
@@ -56,7 +56,7 @@ impl Question {
         }
     }
 
-    /// What is compared, as the beginning of a sentence that says how fast.
+    /// The thing that is compared, as the beginning of a sentence that says how fast.
     pub fn subject(self) -> &'static str {
         match self {
             Self::Fua => "Durable writes are",
@@ -69,7 +69,7 @@ impl Question {
         }
     }
 
-    /// What one part is about, for people.
+    /// The subject of one part, for people.
     pub fn about(self) -> &'static str {
         match self {
             Self::Fua => fua::ABOUT,

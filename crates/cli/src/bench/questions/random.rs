@@ -12,7 +12,7 @@ const BLOCK: usize = 4096;
 pub const ABOUT: &str = "Reads and writes of 4 KiB at random, one at a time and 32 at a time, on each engine that this machine \
     has; the others are compared with the first. The writes are not durable.";
 
-/// What is done, and how many at a time.
+/// The kind of work, and how many requests at a time.
 const SHAPES: [(&str, Work, usize); 4] = [
     ("read 4K, depth 1", Work::Read, 1),
     ("read 4K, depth 32", Work::Read, 32),

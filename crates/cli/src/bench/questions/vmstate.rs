@@ -1,8 +1,8 @@
-//! `bench vmstate`: a machine's state that comes in small pieces, written to a qcow2 image piece by piece,
-//! and through the stream that `blockhouse vmstate save` uses.
+//! `bench vmstate`: a machine's state that comes in small pieces, written to a qcow2 image piece by
+//! piece, and through the stream that `blockhouse vmstate save` uses.
 //!
-//! Either way the state grows from the beginning of a new image, and at the end everything is on stable
-//! storage, which the time includes. A piece counts when it was taken.
+//! Either way the state grows from the beginning of a new image, and at the end everything is on
+//! stable storage, which the time includes. A piece counts when it was taken.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use crate::open_args::read_only;
 
 /// The virtual size of the images, and no less than what is written.
 const IMAGE_SIZE: u64 = MAX_BYTES;
-/// What making, opening and removing an image takes.
+/// The time that making, opening and removing an image takes.
 const IMAGE_TIME: Duration = Duration::from_millis(60);
 /// No less is written at a time past the page cache or into it.
 const PAGE: u64 = 4096;
@@ -86,7 +86,7 @@ fn case<'a>(
     }
 }
 
-/// What is stored at most.
+/// The most that is stored.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of a piece.

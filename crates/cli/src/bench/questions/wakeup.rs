@@ -1,12 +1,14 @@
-//! `bench wakeup`: what it costs when a request does not wake the sleeping loop that is to execute it.
+//! `bench wakeup`: what it costs when a request does not wake the sleeping loop that is to execute
+//! it.
 //!
-//! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of 1 ms
-//! before each batch is submitted and 1 ms after each completion is handled, the process idle otherwise.
-//! A thread submits, a loop on another thread has the engine, and sleeps whenever a batch comes.
+//! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of
+//! 1 ms before each batch is submitted and 1 ms after each completion is handled, the process idle
+//! otherwise. A thread submits, a loop on another thread has the engine, and sleeps whenever a
+//! batch comes.
 //!
-//! In force, the thread submits through the loop's handle, as every user of the engine does. To withhold the
-//! wake-up, it leaves its requests in a channel that the loop reads whenever an unrelated timer fires. The
-//! channel is this file's: nothing in the engine can withhold a wake-up.
+//! In force, the thread submits through the loop's handle, as every user of the engine does. To
+//! withhold the wake-up, it leaves its requests in a channel that the loop reads whenever an
+//! unrelated timer fires. The channel is this file's: nothing in the engine can withhold a wake-up.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -37,7 +39,7 @@ pub const ABOUT: &str = "A request that another thread leaves to a sleeping loop
     128 KiB in batches of 16, with pauses of 1 ms, so that the loop sleeps whenever a batch comes. “Withheld” \
     is the bench's own way around the wake-up: the loop finds its requests when a timer of 499 ms fires.";
 
-/// What was published, as the pieces of 128 MiB in a second.
+/// The published figure, as the pieces of 128 MiB in a second.
 const WITHHELD: Published = Published { value: 39.8, detail: "QEMU commit 2ae361ef1d7d: 25.76 s" };
 const IN_FORCE: Published = Published { value: 788.0, detail: "QEMU commit 2ae361ef1d7d: 1.30 s" };
 
@@ -123,7 +125,7 @@ async fn read<S: Storage>(piece: Piece<S>) {
     let _ = done.send((buffer, submitted.elapsed(), outcome));
 }
 
-/// What happens without a wake-up: requests lie there until a timer makes the loop look.
+/// The course without a wake-up: requests lie there until a timer makes the loop look.
 async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>) {
     loop {
         match inbox.try_recv() {

@@ -1,7 +1,8 @@
 //! The answer to each question in a sentence, made from the figures.
 //!
-//! A sentence tells the median over the cases of how many times as fast each way is as the baseline, and the extremes. Cases
-//! within noise are only counted: no figure of theirs makes a headline.
+//! A sentence tells the median over the cases of how many times as fast each way is as the
+//! baseline, and the extremes. Cases within noise are only counted: no figure of theirs makes a
+//! headline.
 
 use blockhouse_figures::Spread;
 
@@ -28,7 +29,7 @@ pub fn of(report: &Report) -> Vec<(&'static str, String)> {
     Question::All.parts().into_iter().filter_map(answer).collect()
 }
 
-/// What the rows of one question say; `None` without any.
+/// The result of the rows of one question, in a sentence; `None` without any.
 fn sentence(subject: &str, rows: &[&Row]) -> Option<String> {
     let baseline = &rows.first()?.variant;
     let mut ways: Vec<(&str, Vec<Ratio>)> = Vec::new();

@@ -29,19 +29,19 @@ pub struct Report {
     pub path: String,
     /// Where it was measured.
     pub machine: Machine,
-    /// What the disk is.
+    /// The disk's storage.
     pub storage: Storage,
-    /// What was announced, each at most.
+    /// The announced use, each an upper bound.
     pub announced: ResourceUse,
-    /// What it came to.
+    /// The actual use.
     pub took: ResourceUse,
     /// The results.
     pub rows: Vec<Row>,
-    /// What was not measured.
+    /// The questions that were not measured.
     pub left_out: Vec<Skipped>,
 }
 
-/// What a measurement costs.
+/// The resources that a measurement uses.
 #[derive(Clone, Copy, Debug)]
 pub struct ResourceUse {
     /// How long it takes.
@@ -76,7 +76,7 @@ pub struct Skipped {
 
 /// The machine.
 pub struct Machine {
-    /// What the processor calls itself.
+    /// The processor's own name.
     pub processor: String,
     /// How many of them.
     pub processors: usize,
@@ -102,7 +102,7 @@ impl Machine {
     }
 }
 
-/// What the disk lies on.
+/// The storage below the disk.
 pub struct Storage {
     /// The file system's name.
     pub file_system: String,
@@ -199,7 +199,7 @@ const FILE_SYSTEMS: [(u64, &str); 9] = [
 ];
 
 fn file_system(path: &Path) -> String {
-    // What its node lies on is another matter.
+    // The storage of its node is another matter.
     if fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
         return "block device".into();
     }

@@ -72,7 +72,7 @@ impl Scale {
         start + (value.clamp(low, high) / low).ln() / (high / low).ln() * (end - start)
     }
 
-    /// What to write at the axis: about four of 1, 2 and 5, or powers of ten.
+    /// The marks of the axis: about four of 1, 2 and 5, or powers of ten.
     fn ticks(&self) -> Vec<f64> {
         let (low, high) = self.values;
         let decades = (high / low).log10();
@@ -92,18 +92,18 @@ impl Scale {
 
 /// A ratio and what it is of.
 pub struct Labelled<'a> {
-    /// What it is of.
+    /// The name of its data.
     pub label: String,
     /// The ratio.
     pub ratio: Ratio,
-    /// What others published.
+    /// A published figure of others.
     pub published: Option<f64>,
     /// The variant's name.
     pub variant: &'a str,
 }
 
-/// How many times faster than its baseline each row is: a dot for the median and a line for the spread,
-/// hollow where it is noise, a diamond for what was published.
+/// How many times faster than its baseline each row is: a dot for the median and a line for the
+/// spread, hollow where it is noise, a diamond for what was published.
 pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
     let values = rows
         .iter()

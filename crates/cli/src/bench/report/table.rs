@@ -72,7 +72,7 @@ pub fn ratio(ratio: Ratio) -> String {
     }
 }
 
-/// What the device got for each request: reads, writes, flushes.
+/// The device's requests for each request: reads, writes, flushes.
 pub fn device(row: &Row) -> String {
     row.device.map_or("-".to_owned(), |device| {
         let each = |count: u64| count as f64 / row.latency.len() as f64;

@@ -45,8 +45,8 @@ fn sample(load: Load, latency: Latency, requests: u64) -> Result<Sample> {
     })
 }
 
-/// Write + flush against another way, one request at a time, on a disk that takes 20 us for a write and
-/// 60 more for a flush or FUA, and in each round as much longer as a machine that others use.
+/// Write + flush against another way, one request at a time, on a disk that takes 20 us for a write
+/// and 60 more for a flush or FUA, and in each round as much longer as a machine that others use.
 fn rows_against(other: Work) -> Result<Vec<Row>> {
     let variant = |work| {
         let round = Rc::new(Cell::new(0));
@@ -95,8 +95,8 @@ fn fua_that_costs_what_write_and_flush_cost_is_noise() -> Result<()> {
     Ok(())
 }
 
-/// The case of `bench fixed-files`, where a read takes so many microseconds by the descriptor and by the
-/// slot.
+/// The case of `bench fixed-files`, where a read takes this many microseconds by the descriptor and
+/// by the slot.
 fn fixed_files(jobs: usize, by_descriptor: u64, by_slot: u64) -> Result<Vec<Row>> {
     let measured = |load, fixed| {
         let latency = if fixed == FixedFiles::On { by_slot } else { by_descriptor };

@@ -11,7 +11,7 @@ use super::super::app::{Next, SortBy};
 use super::super::model::Snapshot;
 use super::*;
 
-/// Two disks, of which `b` has done so many reads.
+/// Two disks, of which `b` has done this many reads.
 fn reading(reads: u64) -> Snapshot {
     let request = |value: serde_json::Value| {
         let mut sample = json!({ "labels": { "disk": "b", "export": "nbd", "operation": "read" } });

@@ -1,5 +1,5 @@
-//! What was counted of a disk, so that no counter goes backwards. Kinds are told apart by the labels of the metrics; one that
-//! this version does not count is left out.
+//! The counters of a disk, so that no counter goes backwards. Kinds are told apart by the labels of
+//! the metrics; one that this version does not count is left out.
 
 use std::time::Duration;
 
@@ -20,7 +20,8 @@ pub struct Counts {
     pub stages: Vec<StageOf>,
     /// For each kind of export how many clients came, those included that are handed over.
     pub clients: Vec<(String, u64)>,
-    /// Pieces that were copied for alignment, clusters decompressed, flushes skipped, flushes shared.
+    /// Pieces that were copied for alignment, clusters decompressed, flushes skipped, flushes
+    /// shared.
     pub totals: [u64; 4],
     /// Look-ups of metadata: hits, misses.
     pub cache: [u64; 2],
@@ -38,7 +39,7 @@ pub struct Requests {
     pub operation: String,
     /// How many were submitted.
     pub started: u64,
-    /// What they did.
+    /// Their counters.
     pub done: Done,
 }
 
@@ -50,7 +51,7 @@ pub struct StageOf {
     pub stage: String,
     /// The operation.
     pub operation: String,
-    /// What they did.
+    /// Their counters.
     pub done: Done,
 }
 
@@ -126,7 +127,7 @@ impl From<&EarlierCounts> for Counts {
 }
 
 impl Counts {
-    /// What to count on from.
+    /// The counts to go on from.
     pub fn earlier(&self) -> EarlierCounts {
         let mut metrics = DiskMetrics::default();
         metrics.requests = self.requests.iter().filter_map(Requests::metrics).collect();

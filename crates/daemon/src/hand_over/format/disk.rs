@@ -63,7 +63,7 @@ pub struct File {
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Opened {
-    /// What it is called.
+    /// Its name.
     pub name: String,
     /// The bytes of the image's path or address.
     pub path: Vec<u8>,
@@ -73,9 +73,9 @@ pub struct Opened {
     pub read_only: bool,
     /// The host's cache.
     pub cache: String,
-    /// What discards do.
+    /// The effect of discards.
     pub discard: DiscardName,
-    /// What becomes of writes of zeros.
+    /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroesName,
     /// The block sizes that it announces: logical, physical, and that of discards.
     #[serde(default, skip_serializing_if = "is_of_image")]
@@ -115,7 +115,7 @@ pub struct Opened {
     pub limits: Option<Limits>,
 }
 
-/// What discards do.
+/// The effect of discards.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiscardName {
@@ -125,7 +125,7 @@ pub enum DiscardName {
     Ignore,
 }
 
-/// What becomes of writes of zeros.
+/// The treatment of writes of zeros.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DetectZeroesName {
@@ -163,7 +163,8 @@ pub struct Limits {
     pub burst: Option<(u32, u64)>,
 }
 
-/// A disk of the command line or the configuration, to be compared with the configuration at the next reload.
+/// A disk of the command line or the configuration, to be compared with the configuration at the
+/// next reload.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Configured {
@@ -393,7 +394,7 @@ impl From<&ConfiguredDisk> for Configured {
 }
 
 impl Configured {
-    /// The disk that is to be open.
+    /// The disk to be open.
     ///
     /// # Errors
     /// A word that this version does not know.

@@ -135,8 +135,8 @@ fn frontend() -> Frontend {
     }
 }
 
-/// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep these among those of
-/// older versions.
+/// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep
+/// these among those of older versions.
 #[test]
 fn version_5_is_written_and_read_as_it_always_was() {
     assert_eq!(VERSION, 5);

@@ -16,7 +16,8 @@ const WRITES: [Writes; 5] = [
 ];
 const ADVICE: [MetadataSync; 2] = [MetadataSync::Fua, MetadataSync::Flush];
 
-/// asked, FUA of the storage, change, number of writes, advice of the format: the plan. `*` is anything.
+/// asked, FUA of the storage, change, number of writes, advice of the format: the plan. `*` is
+/// anything.
 const PLANS: &str = "
     none  *         *           *     *      | NoSync
     data  ignored   *           *     *      | NoSync

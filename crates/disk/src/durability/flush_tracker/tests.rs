@@ -1,4 +1,4 @@
-//! What a flush tracker leaves to the next process.
+//! The record that a flush tracker leaves to the next process.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -65,7 +65,7 @@ fn what_a_durable_write_leaves_that_fails_for_want_of_space_is_flushed() {
     assert_eq!(flushes.last(), Some(&flush), "{flushes:?}");
 }
 
-/// What the page says of the last change after `act`.
+/// The page's record of the last change after `act`.
 fn last_write_after(act: impl AsyncFnOnce(FlushTracker<SimDisk>) -> Result<()> + 'static) -> u64 {
     let sim = Sim::new(1);
     let storage = SimDisk::new(&sim, Config::default(), vec![0; 8192]);

@@ -1,8 +1,8 @@
-//! Finding a file from a folder down: by `openat2` and `RESOLVE_BENEATH`, or step by step where the kernel or a
-//! filter of system calls refuses it.
+//! Finding a file from a folder down: by `openat2` and `RESOLVE_BENEATH`, or step by step where the
+//! kernel or a filter of system calls refuses it.
 //!
-//! Guarantees: the file found was below the folder at each step of the way, and nothing was opened for reading or
-//! writing (`O_PATH`), so that a device or a pipe has no effect.
+//! Guarantees: the file found was below the folder at each step of the way, and nothing was opened
+//! for reading or writing (`O_PATH`), so that a device or a pipe has no effect.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -21,17 +21,17 @@ const FIND: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 /// Which symlinks are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Symlinks {
-    /// Those that stay below the folder.
+    /// Names that stay below the folder.
     Beneath,
     /// None: the path was already resolved.
     None,
 }
 
-/// What a relative name leads to, below `folder` all the way.
+/// The file of a relative name, below `folder` all the way.
 ///
 /// # Errors
-/// EXDEV for a name that leads out, or that is absolute; ELOOP for a symlink that is not followed; else the
-/// kernel's.
+/// EXDEV for a name that leads out, or that is absolute; ELOOP for a symlink that is not followed;
+/// else the kernel's.
 pub(super) fn find_beneath(
     folder: BorrowedFd<'_>,
     name: &Path,
@@ -51,7 +51,7 @@ pub(super) fn find_beneath(
     }
 }
 
-/// What a name leads to, wherever that is, without the links of /proc that stand for open files.
+/// The file of a name, wherever that is, without the links of /proc that stand for open files.
 ///
 /// # Errors
 /// The kernel's.

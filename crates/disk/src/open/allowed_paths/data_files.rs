@@ -1,9 +1,11 @@
-//! Which file an image may have written to without an allowed path: the one that was made as its data file.
+//! Which file an image may have written to without an allowed path: the one that was made as its
+//! data file.
 //!
-//! Two signs tell it from a neighbour's disk, of which one is enough. The image's file has an extended attribute with the
-//! name, which `create` and `convert` set and which no upload brings along. Or the file lies beside the image and is
-//! called after it: `disk.raw`, `disk-data.img` and `disk.qcow2.data` belong to `disk.qcow2`. A file that lies elsewhere,
-//! or a block device, needs the attribute, of an image that only its user and root can write to.
+//! Two signs tell it from a neighbour's disk, of which one is enough. The image's file has an
+//! extended attribute with the name, which `create` and `convert` set and which no upload brings
+//! along. Or the file lies beside the image and is called after it: `disk.raw`, `disk-data.img` and
+//! `disk.qcow2.data` belong to `disk.qcow2`. A file that lies elsewhere, or a block device, needs
+//! the attribute, of an image that only its user and root can write to.
 
 use std::ffi::OsStr;
 use std::os::fd::BorrowedFd;
@@ -32,8 +34,8 @@ impl Namer<'_> {
         self.file.is_some_and(|file| is_noted(file, name)) || self.is_called_after(folder, found)
     }
 
-    /// Whether the image has this name in its attribute, set by the user who opens it or by root: only they can write to
-    /// the image. Such a file may lie anywhere, and be a block device.
+    /// Whether the image has this name in its attribute, set by the user who opens it or by root:
+    /// only they can write to the image. Such a file may lie anywhere, and be a block device.
     pub(super) fn is_chosen_by_owner(&self, name: &[u8]) -> bool {
         let Some(file) = self.file.filter(|file| is_noted(*file, name)) else { return false };
         fstat(file).is_ok_and(|status| {
@@ -65,8 +67,8 @@ fn is_noted(image: BorrowedFd<'_>, name: &[u8]) -> bool {
     fgetxattr(image, NOTED, &mut noted[..]).is_ok_and(|length| noted.get(..length) == Some(name))
 }
 
-/// Notes that the user named this data file for the image at `path`: commands may write to it from now on. A file system
-/// without extended attributes notes nothing; then the file's name decides.
+/// Notes that the user named this data file for the image at `path`: commands may write to it from
+/// now on. A file system without extended attributes notes nothing; then the file's name decides.
 pub fn note_data_file(path: &Path, name: &[u8]) {
     let _ = setxattr(path, NOTED, name, XattrFlags::empty());
 }

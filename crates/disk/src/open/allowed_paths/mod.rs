@@ -1,11 +1,12 @@
 //! Which files an image may name as its backing file or its data file.
 //!
-//! Guarantees: a file that an image names is opened only if it lies below the folder of that image, as a regular
-//! file and not hidden, or below a path that the user has allowed. It is written to only if the user has allowed it, or if
-//! it was made as the data file of this image (`data_files`). The file is found without being opened (`O_PATH`), judged, and
-//! then opened by what was found: a name that is exchanged meanwhile changes nothing. Reason: images come from
-//! strangers, and a name in one reaches any file of the host that this process may open (CVE-2024-32498 of
-//! OpenStack). A path that the user gives on a command line is not restricted.
+//! Guarantees: a file that an image names is opened only if it lies below the folder of that image,
+//! as a regular file and not hidden, or below a path that the user has allowed. It is written to
+//! only if the user has allowed it, or if it was made as the data file of this image
+//! (`data_files`). The file is found without being opened (`O_PATH`), judged, and then opened by
+//! what was found: a name that is exchanged meanwhile changes nothing. Reason: images come from
+//! strangers, and a name in one reaches any file of the host that this process may open
+//! (CVE-2024-32498 of OpenStack). A path that the user gives on a command line is not restricted.
 
 mod beneath;
 mod data_files;
@@ -25,11 +26,12 @@ use beneath::{Symlinks, find_anywhere, find_beneath};
 pub(super) use data_files::Namer;
 pub use data_files::note_data_file;
 
-/// What images may name beside regular files below their own folders. Cloning shares it.
+/// The files that images may name beside regular files below their own folders. Cloning shares it.
 #[derive(Clone, Debug, Default)]
 pub struct AllowedPaths {
     roots: Arc<[Root]>,
-    /// Images on other servers that may be named whatever they say of files and users of this host.
+    /// Images on other servers that may be named whatever they say of files and users of this
+    /// host.
     remote: Arc<[Location]>,
     /// The hint where no name is followed at all.
     refuses_all: Option<&'static str>,
@@ -169,8 +171,8 @@ impl AllowedPaths {
         Err(FindError::Refused(error.hint(hint)))
     }
 
-    /// Whether an image at this path may name this file, to be read, without any allowed path. `false` also for a file
-    /// that is missing outside of the image's folder.
+    /// Whether an image at this path may name this file, to be read, without any allowed path.
+    /// `false` also for a file that is missing outside of the image's folder.
     pub fn is_free_to_name(image: &Path, name: &[u8]) -> bool {
         Self::is_free(image, name, NameUse::Asked)
     }
@@ -314,7 +316,8 @@ impl AllowedPaths {
                 Err(error) => return Err(error.into()),
             }
         }
-        // A name that is absolute, or that leaves the folder on its way, may end below it all the same.
+        // A name that is absolute, or that leaves the folder on its way, may end below it all the
+        // same.
         let from = match below {
             Some(below) => below,
             None if name.is_absolute() => CWD,
@@ -356,7 +359,8 @@ impl AllowedPaths {
         Ok((found, place))
     }
 
-    /// The file, opened again from the allowed path that it lies below; `None` where it lies below none.
+    /// The file, opened again from the allowed path that it lies below; `None` where it lies below
+    /// none.
     fn allowed(&self, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
         for root in self.roots.iter() {
             let reached = match root.is_folder {
@@ -434,7 +438,8 @@ impl Root {
     }
 }
 
-/// The file `found`, opened again from `root` down without any symlink; `None` where it does not lie below `root`.
+/// The file `found`, opened again from `root` down without any symlink; `None` where it does not
+/// lie below `root`.
 fn reach(root: BorrowedFd<'_>, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
     // Without /proc there is no telling where it lies.
     let (Ok(top), Ok(real)) = (real_path(root), real_path(found)) else { return Ok(None) };

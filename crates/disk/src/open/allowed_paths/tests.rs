@@ -90,7 +90,7 @@ fn an_image_chooses_no_configuration_and_no_user_of_ceph() {
     assert!(AllowedPaths::new(&["rbd:pool"]).is_err());
 }
 
-/// What an image in `own` gets when it names this: the file's content, or the refusal.
+/// The result for an image in `own` that names this: the file's content, or the refusal.
 fn look_up(allowed: &AllowedPaths, image: &Path, name: &Path) -> Result<String, Refusal> {
     let folder = Folder::of_image(image).unwrap();
     let found = allowed.look_up(&folder, name, NameUse::Asked)?;

@@ -1,4 +1,4 @@
-//! What the host says of an image's file.
+//! The host's answers about an image's file.
 
 use std::path::Path;
 

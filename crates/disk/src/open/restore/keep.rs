@@ -14,16 +14,16 @@ use crate::open::image_options::StateUse;
 use crate::options::Access;
 use crate::state::{Owner, StateDir, StateFile, StatePage, TrackedFile};
 
-/// What it means that a server keeps no state.
+/// The consequence of keeping no state.
 pub const NOT_KEPT: &str = "no state outlives the server: if its process is killed, a qcow2 image lacks what was \
                             answered and not yet flushed, and a failed flush is forgotten";
 
 /// The files whose failures a state file has.
 pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
 
-/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures of flushes. `vouched` is when
-/// an earlier process has written to the data file for the last time, as its state file says: what the file itself says may be
-/// another program's.
+/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures
+/// of flushes. `vouched` is when an earlier process has written to the data file for the last time,
+/// as its state file says: what the file itself says may be another program's.
 pub(crate) fn make_state(
     disk: &ImageDisk,
     dir: &StateDir,
@@ -70,8 +70,8 @@ pub(crate) fn make_state(
     Ok(())
 }
 
-/// Whether it is found out at the next opening that another program has changed the image meanwhile: by the image
-/// itself, or by the time of its file's last modification.
+/// Whether it is found out at the next opening that another program has changed the image
+/// meanwhile: by the image itself, or by the time of its file's last modification.
 ///
 /// # Errors
 /// The host's.
@@ -86,8 +86,8 @@ pub(crate) fn tells_of_changes(disk: &ImageDisk) -> Result<bool> {
 pub(crate) const NOTHING_TELLS: &str = "nothing tells whether other programs change an image of version 2 on a block device, or on a file system with \
      another host's clock (NFS)";
 
-/// The state file that the new owner of an image makes which another process hands over. Until then that process has
-/// the state file, whose log is empty.
+/// The state file that the new owner of an image makes which another process hands over. Until then
+/// that process has the state file, whose log is empty.
 pub(crate) struct FutureState {
     dir: StateDir,
     owner: Owner,

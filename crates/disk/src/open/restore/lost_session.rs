@@ -1,8 +1,9 @@
 //! An image whose server kept state and was killed, and whose state file is not found.
 //!
-//! The image has the bit of a session. Either the state file is in another directory, and has what was answered last;
-//! or the host has restarted since, and no state file of that session can be anywhere. The time of the file's last
-//! modification tells: in an earlier boot no server of this one has written to it.
+//! The image has the bit of a session. Either the state file is in another directory, and has what
+//! was answered last; or the host has restarted since, and no state file of that session can be
+//! anywhere. The time of the file's last modification tells: in an earlier boot no server of this
+//! one has written to it.
 
 use std::time::Duration;
 
@@ -73,7 +74,8 @@ pub(crate) fn warn_of_lost_session(disk: &ImageDisk, uses: &StateUse) {
     }
 }
 
-/// Fails for an image that is to be changed, and of which a state file may be elsewhere: it would not fit any more.
+/// Fails for an image to be changed, and of which a state file may be elsewhere: it would not fit
+/// any more.
 ///
 /// # Errors
 /// `InvalidInput` with a hint.
@@ -89,7 +91,7 @@ pub(crate) fn refuse_lost_session(disk: &ImageDisk, uses: &StateUse) -> Result<(
     ))
 }
 
-/// What is known of the last server.
+/// The knowledge about the last server.
 const KEPT: &str = "its last server kept a state file and did not close the image";
 
 fn place(uses: &StateUse) -> String {

@@ -1,14 +1,17 @@
 //! Whether an image's file is as its server left it, by the time of its last modification.
 //!
-//! A redo log fits the file that its server left and no other. Two programs can come between: one that changes the
-//! file after the server's death, and one that puts an older copy in its place. The session of a qcow2 image tells
-//! of most (`format/qcow2/transaction/replay`), but a copy that was made while the server ran has the same one. So
-//! the file's time of modification has to fit as well, as far as it can be compared:
+//! A redo log fits the file that its server left and no other. Two programs can come between: one
+//! that changes the file after the server's death, and one that puts an older copy in its place.
+//! The session of a qcow2 image tells of most (`format/qcow2/transaction/replay`), but a copy that
+//! was made while the server ran has the same one. So the file's time of modification has to fit as
+//! well, as far as it can be compared:
 //!
-//! - with the time that the file had when the server opened it, always: both are by the file system's clock;
-//! - with the time of the server's last write, where the file system has the clock of this host, which one of another host (NFS) has
-//!   not: closely where the image has no session; where it has one, loosely, because a write may hang in the kernel and
-//!   land after the server's death. An image without a session and without that clock has no redo log (`keep`).
+//! - with the time that the file had when the server opened it, always: both are by the file
+//!   system's clock;
+//! - with the time of the server's last write, where the file system has the clock of this host,
+//!   which one of another host (NFS) has not: closely where the image has no session; where it has
+//!   one, loosely, because a write may hang in the kernel and land after the server's death. An
+//!   image without a session and without that clock has no redo log (`keep`).
 
 use std::time::Duration;
 
@@ -19,15 +22,16 @@ use rustix::fs::{FileType, Stat, fstatfs};
 use super::examine::status_of;
 use crate::state::StatePage;
 
-/// How far two times may differ that are meant to be one: the clock of file systems has ticks, and a write is
-/// stamped a moment before and after it is made.
+/// How far two times may differ that are meant to be one: the clock of file systems has ticks, and
+/// a write is stamped a moment before and after it is made.
 const TICKS: Duration = Duration::from_secs(2);
 
 /// How long a write may hang in the kernel.
 const HANG: Duration = Duration::from_secs(60);
 
-/// File systems whose files are modified by nothing but this host, by their magic numbers (`statfs(2)`): ext4, XFS,
-/// Btrfs, tmpfs, F2FS, ZFS, bcachefs, and overlayfs, whose upper file system is one of these.
+/// File systems whose files are modified by nothing but this host, by their magic numbers
+/// (`statfs(2)`): ext4, XFS, Btrfs, tmpfs, F2FS, ZFS, bcachefs, and overlayfs, whose upper file
+/// system is one of these.
 const LOCAL_FILE_SYSTEMS: [u64; 8] = [
     0xef53,
     0x5846_5342,
@@ -45,7 +49,7 @@ pub(crate) struct Modification {
     /// Since the Unix epoch.
     at: Duration,
     clock: Clock,
-    /// What its server noted.
+    /// Its server's note.
     noted: Noted,
 }
 
@@ -58,7 +62,7 @@ pub(crate) enum Clock {
     Unknown,
 }
 
-/// What a server notes in the state file, each since the Unix epoch.
+/// The note of a server in the state file, each time since the Unix epoch.
 #[derive(Clone, Copy)]
 struct Noted {
     /// The file's time of modification when it was opened; zero where it is not known.
@@ -70,7 +74,8 @@ struct Noted {
 }
 
 impl Modification {
-    /// Of an image's file, and of what its last server noted. `None` for a block device, which has no such time.
+    /// Of an image's file, and of what its last server noted. `None` for a block device, which has
+    /// no such time.
     ///
     /// # Errors
     /// The host's.
@@ -90,8 +95,8 @@ impl Modification {
         Ok(Some(Self { at, clock, noted }))
     }
 
-    /// Why the file cannot be as its server left it. `has_session` says whether the image itself tells whether another
-    /// program opened it for writing.
+    /// Why the file cannot be as its server left it. `has_session` says whether the image itself
+    /// tells whether another program opened it for writing.
     pub(crate) fn contradiction(&self, has_session: bool) -> Option<String> {
         let Self { at, clock, noted } = *self;
         let is_before = |time: Duration, slack| at + slack < time;
@@ -141,7 +146,8 @@ pub(crate) fn modification_time(status: &Stat) -> Option<Duration> {
     Some(Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32))
 }
 
-/// When a file was changed for the last time, by its owner's or its mode's change, too: since the Unix epoch.
+/// When a file was changed for the last time, by its owner's or its mode's change, too: since the
+/// Unix epoch.
 pub(crate) fn change_time(status: &Stat) -> Duration {
     Duration::new(status.st_ctime.try_into().unwrap_or(0), status.st_ctime_nsec as u32)
 }

@@ -1,4 +1,4 @@
-//! What an image lacks that is opened for reading only, or whose state is not found.
+//! The writes that an image lacks that is opened for reading only, or whose state is not found.
 
 use blockhouse_core::{Error, ErrorKind, Result};
 
@@ -21,9 +21,9 @@ pub struct PendingChanges {
 }
 
 impl ImageDisk {
-    /// The changes that a server of this image answered before it died, and that no opening for writing has brought
-    /// to the image since; `None` also while a server has the image open. `dir` is where that server kept its
-    /// state. The disk is open for reading.
+    /// The changes that a server of this image answered before it died, and that no opening for
+    /// writing has brought to the image since; `None` also while a server has the image open.
+    /// `dir` is where that server kept its state. The disk is open for reading.
     ///
     /// # Errors
     /// The host's.
@@ -39,8 +39,8 @@ impl ImageDisk {
     }
 }
 
-/// Fails for an image that is opened for reading only and lacks what its server answered, or, for a tool, may lack it.
-/// Those that only look are warned.
+/// Fails for an image that is opened for reading only and lacks what its server answered, or, for a
+/// tool, may lack it. Commands that only look warn.
 ///
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
@@ -62,7 +62,8 @@ pub(crate) fn check_nothing_pending(disk: &ImageDisk, uses: &StateUse) -> Result
     Ok(())
 }
 
-/// Tells of an image that is opened for reading only and lacks what its server answered, or may lack it.
+/// Tells of an image that is opened for reading only and lacks what its server answered, or may
+/// lack it.
 pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
     if matches!(uses, StateUse::Off) {
         return;
@@ -82,7 +83,8 @@ pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
     }
 }
 
-/// Of an image of which nothing is known to be missing: tells where its server may have left state elsewhere.
+/// Of an image of which nothing is known to be missing: tells where its server may have left state
+/// elsewhere.
 fn warn_of_possible(disk: &ImageDisk, uses: &StateUse) {
     if may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);

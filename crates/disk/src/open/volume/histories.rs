@@ -1,5 +1,6 @@
-//! Devices that servers write to and are killed on, strangers write to, and hosts restart or attach anew: what is told of
-//! changes that no server made is never wrong, whatever happens when. And whether wrong rules would be found out.
+//! Devices that servers write to and are killed on, strangers write to, and hosts restart or attach
+//! anew: what is told of changes that no server made is never wrong, whatever happens when. And
+//! whether wrong rules would be found out.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -10,7 +11,7 @@ use blockhouse_engine::DeviceWrites;
 use super::{Seen, Told, told_by_close, told_by_count};
 use crate::state::{BootId, FlushRecord, ImageIdentity, Owner, StatePage, TrackedFile};
 
-/// What is done wrong.
+/// The planted faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rule {
     /// Nothing.
@@ -21,7 +22,7 @@ enum Rule {
     CountsNothing,
     /// Counts of another era are compared, too.
     MixesEras,
-    /// What was noted at the end of an earlier session is compared after a kill.
+    /// A note at the end of an earlier session is compared after a kill.
     ForgetsKills,
 }
 
@@ -43,11 +44,11 @@ impl Device {
     }
 }
 
-/// What the sidecar and the state file have of the last session.
+/// The records of the last session in the sidecar and the state file.
 struct Left {
     closed_at: std::time::Duration,
     sent: Option<u64>,
-    /// Sectors that were counted and never sent: a stranger may write so many unnoticed.
+    /// Sectors that were counted and never sent: a stranger may write this many unnoticed.
     slack: u64,
 }
 
@@ -106,7 +107,7 @@ fn told(device: &Device, left: &Left, rule: Rule) -> Told {
     }
 }
 
-/// What is wrong with what is told in one history.
+/// The fault in the verdicts of one history.
 fn judge(seed: u64, rule: Rule) -> Result<Option<Told>, String> {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut device = Device { era: random.u64(1..), sectors: random.u64(..1 << 30), strange: 0 };

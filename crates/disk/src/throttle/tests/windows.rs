@@ -49,7 +49,8 @@ fn any_limits() -> impl Strategy<Value = RateLimits> {
     )
 }
 
-/// No window has more than `rate · t`, a twentieth of a second's worth, what a burst may save, and one request.
+/// No window has more than `rate · t`, a twentieth of a second's worth, what a burst may save, and
+/// one request.
 fn check_windows(
     gone: &[(Duration, u64)],
     rate: u64,
@@ -79,7 +80,8 @@ type IsOf<'a> = &'a dyn Fn(&Gone) -> bool;
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Any limits, any clients: the bound holds for each limit in each window, and every client that asks is served.
+    /// Any limits, any clients: the bound holds for each limit in each window, and every client
+    /// that asks is served.
     #[test]
     fn every_limit_holds_in_every_window_and_none_starves(
         limits in any_limits(),

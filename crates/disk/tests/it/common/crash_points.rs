@@ -2,8 +2,8 @@
 
 use blockhouse_sim::{Sim, SimDisk, Task};
 
-/// Steps until `task` has completed, and calls `judge` whenever one of `disks` has begun or completed an
-/// operation: `judge` crashes the disks, and says what is wrong with what is left.
+/// Steps until `task` has completed, and calls `judge` whenever one of `disks` has begun or
+/// completed an operation: `judge` crashes the disks, and says what is wrong with what is left.
 ///
 /// Returns the task's output, and how often `judge` was called.
 ///

@@ -35,8 +35,8 @@ pub fn blocks_of(block: u32) -> Config {
 }
 
 impl Rig {
-    /// A disk of `size` bytes of 0xee, whose first flush is done: it is never skipped, because of what another
-    /// process may have written.
+    /// A disk of `size` bytes of 0xee, whose first flush is done: it is never skipped, because of
+    /// what another process may have written.
     pub fn new(config: Config, size: usize, options: Options) -> Self {
         let rig = Self::with_past(config, size, options);
         rig.submit(Request::Flush).expect("no failure");
@@ -57,7 +57,7 @@ impl Rig {
         Self::qcow2_with_room(config, image, 0)
     }
 
-    /// As [`qcow2`](Self::qcow2), in a file that is so many bytes longer than its tables.
+    /// As [`qcow2`](Self::qcow2), in a file that is this many bytes longer than its tables.
     pub fn qcow2_with_room(config: Config, image: CreateOptions, room: u64) -> Self {
         Self::qcow2_in(Sim::new(1), config, image, room)
     }

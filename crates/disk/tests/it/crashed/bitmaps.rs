@@ -1,4 +1,5 @@
-//! Bitmaps of images that crash: they have each block whose content is not what it was when they were added.
+//! Bitmaps of images that crash: they have each block whose content is not what it was when they
+//! were added.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, ErrorKind, Request};
 use blockhouse_disk::{BitmapAction, BitmapActivity, Disk, NewBitmap};
@@ -37,9 +38,11 @@ pub async fn add(disk: &Disk<SimDisk>, content: &[u8], random: &mut Rng) {
     }
 }
 
-/// Whether the bitmaps of a disk that was opened again have all that is not as it was, and an idle one nothing.
+/// Whether the bitmaps of a disk that was opened again have all that is not as it was, and an idle
+/// one nothing.
 ///
-/// Whether an enabled one says that it lacks changes: it may where an operation of the image's storage has failed.
+/// Whether an enabled one says that it lacks changes: it may where an operation of the image's
+/// storage has failed.
 ///
 /// # Errors
 /// In words, what is missing.
@@ -57,7 +60,7 @@ pub async fn check(
         };
         for (number, part) in (0..).zip(found.chunks(granularity as usize)) {
             let at = number * granularity as usize;
-            // What a longer disk has got is recorded as a whole.
+            // The new part of a longer disk is recorded as a whole.
             let is_as_before = checkpoint.get(at..at + part.len()) == Some(part);
             if !is_as_before && !changed.get(number).copied().unwrap_or_default() {
                 return Err(format!("'{name}' lacks the change of {granularity} bytes at {at}"));

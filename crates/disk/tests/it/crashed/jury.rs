@@ -1,4 +1,4 @@
-//! What `qemu-img` says of images that a crash or an orderly end left.
+//! The verdict of `qemu-img` on images that a crash or an orderly end left.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -16,7 +16,7 @@ pub struct Jury {
 }
 
 impl Jury {
-    /// That is shown one of so many images, chosen at random.
+    /// That is shown one of this many images, chosen at random.
     pub const fn for_one_in(one_in: u32) -> Self {
         Self { one_in, asked: AtomicU64::new(0) }
     }
@@ -35,7 +35,8 @@ impl Jury {
         self.asked.load(Ordering::Relaxed)
     }
 
-    /// The image has to be without errors and to hold those bytes. It may name one file `beside` it.
+    /// The image has to be without errors and to hold those bytes. It may name one file `beside`
+    /// it.
     pub fn ask(
         &self,
         image: &[u8],

@@ -1,7 +1,7 @@
 //! qcow2 images that crash: what is explored, and how the image that a crash leaves is judged.
 //!
-//! Every image is opened again, checked by our own check and read. Of some, `qemu-img` has to find the
-//! same: no error (no leak either after an orderly close), and the same bytes.
+//! Every image is opened again, checked by our own check and read. Of some, `qemu-img` has to find
+//! the same: no error (no leak either after an orderly close), and the same bytes.
 
 mod bitmaps;
 pub mod jury;
@@ -31,7 +31,7 @@ pub enum Kind {
     Old,
     /// Refcounts are written late.
     Lazy,
-    /// What the guest had at the beginning is in a backing file.
+    /// The guest's first content is in a backing file.
     Backed,
     /// The same in an old image, which cannot say zero.
     OldBacked,
@@ -77,7 +77,7 @@ struct Served<'a, S: Storage> {
     least: Durability,
     base: Option<Vec<u8>>,
     data: Option<SimDisk>,
-    /// What the disk held when bitmaps were added.
+    /// The disk's content when bitmaps were added.
     checkpoint: Option<Vec<u8>>,
     kind: Kind,
     jury: &'a Jury,
@@ -117,7 +117,8 @@ fn cipher() -> SectorCipher {
     SectorCipher::new(NewLuks::CIPHER, &[7; NewLuks::KEY], 512).expect("memory for keys")
 }
 
-/// A header of LUKS in as little space as can be: its slot has one stripe, in the two sectors that follow.
+/// A header of LUKS in as little space as can be: its slot has one stripe, in the two sectors that
+/// follow.
 fn small_header() -> Vec<u8> {
     let (digest, digest_salt, salt) = ([1; 20], [2; 32], [3; 32]);
     let uuid = "00000000-0000-4000-8000-000000000000".to_owned();

@@ -23,8 +23,8 @@ macro_rules! require_qemu {
     };
 }
 
-/// A child process has, until its `exec`, the descriptors of all tests, and with them their image locks.
-/// So only one test has images at a time, and no other test starts a program meanwhile.
+/// A child process has, until its `exec`, the descriptors of all tests, and with them their image
+/// locks. So only one test has images at a time, and no other test starts a program meanwhile.
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// Whether QEMU's tools are installed. Prints one line when they are not.
@@ -70,7 +70,7 @@ impl Folder {
 const AFTERLIFE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Runs a program, once nobody holds the lock of its image any more: the kernel closes a ring's files a
+/// Runs a program, once nobody holds the lock of its image: the kernel closes a ring's files a
 /// little after the ring.
 ///
 /// # Panics

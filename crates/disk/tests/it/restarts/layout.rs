@@ -10,7 +10,7 @@ use blockhouse_disk::{Access, CompressResult, DetectZeroes, Discard, Disk, Image
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Switch, Version};
 use blockhouse_sim::{Config, Devices, Growth, Rng, Sim, SimDisk, Workload};
 
-/// What lies below an image.
+/// The storage below an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Below {
     Nothing,
@@ -283,7 +283,8 @@ impl Layout {
         Ok(())
     }
 
-    /// Opens the disk over its images; `wrap` stands between the disk and each storage that can crash.
+    /// Opens the disk over its images; `wrap` stands between the disk and each storage that can
+    /// crash.
     pub async fn open<S: Storage>(
         &self,
         sim: &Sim,

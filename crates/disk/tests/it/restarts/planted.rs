@@ -1,4 +1,5 @@
-//! Whether the restarts would find what they are for: hosts and redo logs that are wrong on purpose.
+//! Whether the restarts would find what they are for: hosts and redo logs that are wrong on
+//! purpose.
 //!
 //! A format that kept its log wrongly would look the same from outside.
 

@@ -24,7 +24,7 @@ pub enum State {
     Off,
 }
 
-/// What stands between the server and its host: nothing, or something that is wrong on purpose.
+/// The layer between the server and its host: none, or one that is wrong on purpose.
 pub trait Hardware: Clone + 'static {
     type Storage: Storage + 'static;
     type Memory: StateMemory + 'static;
@@ -240,7 +240,8 @@ impl<S: Storage + 'static> SystemUnderTest for Served<S> {
     }
 }
 
-/// Explores one seed of processes that serve an image of that layout. Returns also how many changes were replayed.
+/// Explores one seed of processes that serve an image of that layout. Returns also how many changes
+/// were replayed.
 ///
 /// # Errors
 /// In words, the first violation of the model.

@@ -13,7 +13,8 @@ use crate::storages::log_words::{FIRST_RECORD, HEAD, KIND_SHIFT, SET, TAIL, WORD
 const HOST_OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const IS_COMPRESSED: u64 = 1 << 62;
 
-/// Whether the device may lack room for the refcount blocks and L2 tables that the next process needs.
+/// Whether the device may lack room for the refcount blocks and L2 tables that the next process
+/// needs.
 pub fn is_full(device: &[u8], log: &dyn StateMemory) -> bool {
     let image = Image(device);
     let clusters = (device.len() as u64) >> image.cluster_bits();

@@ -1,5 +1,6 @@
-//! A simulated disk under a qcow2 image that carries out a wrong order behind the back of a right one. Writes that are to
-//! be late are held back in memory, seen by reads, until after the flush or durable write that should have covered them.
+//! A simulated disk under a qcow2 image that carries out a wrong order behind the back of a right
+//! one. Writes that are to be late are held back in memory, seen by reads, until after the flush or
+//! durable write that should have covered them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,7 +9,7 @@ use blockhouse_core::{Buffer, ByteRange, Durability, IoVector, Result, Storage, 
 use blockhouse_sim::{SimDisk, forward_storage};
 use parking_lot::Mutex;
 
-/// What is done wrong.
+/// The planted fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// Nothing: the wrapper itself changes no outcome.
@@ -30,7 +31,8 @@ pub enum Policy {
     BitsLate,
     /// Bits of bitmaps are not written at all.
     BitsLost,
-    /// Zeros count as prepared before they are durable: for images with space to prepare, see `qcow2_prepared`.
+    /// Zeros count as prepared before they are durable: for images with space to prepare, see
+    /// `qcow2_prepared`.
     PreparedEarly,
 }
 
@@ -220,7 +222,7 @@ impl Storage for Broken {
         self.disk.prepare_zeroes(range, held).await
     }
 
-    /// What others are wrong about is easier to find where files grow by what is written.
+    /// Faults of other implementations are easier to find where files grow by what is written.
     async fn extend_hint(&self, size: u64) {
         if self.policy == Policy::PreparedEarly {
             self.disk.extend_hint(size).await;

@@ -1,5 +1,5 @@
-//! A host that is wrong on purpose about the redo log in its memory: the memory, as the format sees it, and the storage
-//! that tells it what becomes of writebacks.
+//! A host that is wrong on purpose about the redo log in its memory: the memory, as the format sees
+//! it, and the storage that tells it what becomes of writebacks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use super::log_words::{
     FIRST_RECORD, HEAD, KIND_SHIFT, MAGIC, SET, TAIL, WORDS_PER_RECORD, ZERO_KEEPING_HOST,
 };
 
-/// What is done wrong.
+/// The planted fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flaw {
     /// Nothing: the wrappers themselves change no outcome.

@@ -1,5 +1,5 @@
-//! One type for the storages of the tests that are none of the simulator's: the whole path is compiled for each type that
-//! it stands on, which takes longer than most of the tests.
+//! One type for the storages of the tests that are none of the simulator's: the whole path is
+//! compiled for each type that it stands on, which takes longer than most of the tests.
 
 mod broken;
 mod flawed;

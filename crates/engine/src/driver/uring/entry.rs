@@ -8,7 +8,8 @@ use io_uring::{opcode, squeue};
 
 use crate::driver::operation::{DeviceCommand, Transfer};
 
-/// The entry that reads; it points into the transfer. `slot` names all of its memory, if it has one.
+/// The entry that reads; it points into the transfer. `slot` names all of its memory, if it has
+/// one.
 pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::Entry {
     match (transfer.vector.segments(), slot) {
         ([Segment { address, length }], Some(slot)) => {

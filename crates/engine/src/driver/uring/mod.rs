@@ -1,10 +1,10 @@
-//! The io_uring engine: files, sockets and the notifier of a loop through one ring, with one system call
-//! for each iteration. Operations that are polled for have a second ring beside it (`polled`); while there
-//! are any, the loop does not sleep.
+//! The io_uring engine: files, sockets and the notifier of a loop through one ring, with one system
+//! call for each iteration. Operations that are polled for have a second ring beside it (`polled`);
+//! while there are any, the loop does not sleep.
 //!
-//! Guarantees: a file operation that the ring refused to carry out is carried out by a thread, so a lack of
-//! memory or processes fails no request (`unstarted`). An operation ends by its completion and by nothing
-//! else: a ring that lost completions ends the process (`ring`).
+//! Guarantees: a file operation that the ring refused to carry out is carried out by a thread, so a
+//! lack of memory or processes fails no request (`unstarted`). An operation ends by its completion
+//! and by nothing else: a ring that lost completions ends the process (`ring`).
 
 mod entry;
 mod polled;
@@ -53,7 +53,7 @@ pub(crate) struct Uring {
     ready: Vec<Completion>,
     /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
     headers: Box<[libc::msghdr]>,
-    /// What is watched.
+    /// The watched descriptors.
     watches: HashMap<WatchKey, RawFd>,
     /// Events of watches that were not reported yet.
     events: Vec<WatchKey>,
@@ -181,8 +181,8 @@ impl Uring {
     fn reap(&mut self, done: &mut Vec<Completion>) {
         for entry in self.ring.completions() {
             match entry.user_data() {
-                // The eventfd is not read: each write to it is an event of its own, and it is polled
-                // anew only after the watch ended.
+                // The eventfd is not read: each write to it is an event of its own, and it is
+                // polled anew only after the watch ended.
                 NOTIFIER => self.watches_notifier &= cqueue::more(entry.flags()),
                 CANCEL => {}
                 #[cfg(debug_assertions)]
@@ -294,7 +294,7 @@ impl Driver for Uring {
             // CompletionMode of this ring show in memory, and the other one is entered anyhow.
             _ if self.is_polling() && !self.ring.needs_enter() => {}
             _ if self.is_polling() => self.ring.enter(0, None),
-            // What has completed shows in memory.
+            // Completions show in memory.
             Wait::Never if !self.ring.needs_enter() => {}
             Wait::Never => self.ring.enter(0, None),
             _ if waiting => self.ring.enter(0, None),

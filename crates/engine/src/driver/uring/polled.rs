@@ -1,13 +1,13 @@
 //! The second ring of a loop: reads and writes whose completions no interrupt announces
 //! (`IORING_SETUP_IOPOLL`).
 //!
-//! Such a ring takes direct I/O on devices with queues for that and nothing else, and looks for completions
-//! only when it is entered. So a loop that has something in flight here does not sleep but enters it at
-//! every iteration; with nothing in flight it is not entered. It is made when it is asked for, because a process in a
-//! sandbox can make none later.
+//! Such a ring takes direct I/O on devices with queues for that and nothing else, and looks for
+//! completions only when it is entered. So a loop that has something in flight here does not sleep
+//! but enters it at every iteration; with nothing in flight it is not entered. It is made when it
+//! is asked for, because a process in a sandbox can make none later.
 //!
-//! Guarantees: an operation that the kernel refuses to poll for is handed back, to be done by the main ring,
-//! with one warning for its file; so is every operation where the ring cannot be made.
+//! Guarantees: an operation that the kernel refuses to poll for is handed back, to be done by the
+//! main ring, with one warning for its file; so is every operation where the ring cannot be made.
 
 use std::sync::Arc;
 
@@ -73,7 +73,8 @@ impl PolledRing {
         self.in_flight > 0 || !self.ready.is_empty()
     }
 
-    /// Takes the operation, as [`Driver::start`] does, if it can be polled for. Says whether it did.
+    /// Takes the operation, as [`Driver::start`] does, if it can be polled for. Says whether it
+    /// did.
     ///
     /// [`Driver::start`]: crate::driver::Driver::start
     pub(super) fn start(&mut self, token: Token, operation: &Operation) -> bool {

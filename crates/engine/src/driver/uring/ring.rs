@@ -1,11 +1,11 @@
-//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files and the
-//! memory that it knows by slots.
+//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files and
+//! the memory that it knows by slots.
 //!
-//! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run when
-//! the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that submits
-//! also gets events, or nothing would ever complete. That completions wait to be run is seen in memory
-//! (`TASKRUN_FLAG`), so that polling for them takes no system call. It carries out what the engine uses and nothing
-//! else (`ring_restrictions`).
+//! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run
+//! when the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that
+//! submits also gets events, or nothing would ever complete. That completions wait to be run is
+//! seen in memory (`TASKRUN_FLAG`), so that polling for them takes no system call. It carries out
+//! what the engine uses and nothing else (`ring_restrictions`).
 
 use std::io;
 use std::ptr;
@@ -86,15 +86,15 @@ impl Ring {
     /// Adds an entry, to be submitted by the next `enter`.
     pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
         // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
-        // there unmoved until its completion (guaranteed by `operation`); or it is the header for that
-        // operation, which the engine keeps as long; or it points to nothing. No completion is made
-        // up: those that the caller reports come from the kernel, which is done then. Where the kernel
-        // loses one, the process ends (`enter`).
+        // there unmoved until its completion (guaranteed by `operation`); or it is the header for
+        // that operation, which the engine keeps as long; or it points to nothing. No
+        // completion is made up: those that the caller reports come from the kernel, which
+        // is done then. Where the kernel loses one, the process ends (`enter`).
         unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
     }
 
-    /// The entry that `build` makes for the file, by its slot if it has one. The flag that says so comes
-    /// last: what builds an entry sets all of its flags.
+    /// The entry that `build` makes for the file, by its slot if it has one. The flag that says so
+    /// comes last: what builds an entry sets all of its flags.
     pub(super) fn on_file(
         &mut self,
         file: &File,
@@ -125,14 +125,14 @@ impl Ring {
         };
         let count = self.uring.submission().len() as u32;
         let flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
-        // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and lives,
-        // as the timeout that it points to, until the call returns.
+        // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and
+        // lives, as the timeout that it points to, until the call returns.
         let entered = unsafe { self.uring.submitter().enter(count, want, flags, Some(&argument)) };
         match entered {
             Ok(_) => self.broken_wait.worked(),
             Err(error) => match error.raw_os_error() {
-                // Interrupted, timed out, or the kernel wants its completions reaped first, which is
-                // what happens next anyhow.
+                // Interrupted, timed out, or the kernel wants its completions reaped first, which
+                // is what happens next anyhow.
                 Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
                 Some(libc::EBADR) => end_process_without_completions(),
                 // No memory for a request: without a completion to reap, only time helps.
@@ -185,9 +185,10 @@ impl Ring {
     }
 }
 
-/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). Nothing tells which: a cancel
-/// does not find a direct transfer that its device still makes, and its memory must not be used again. So
-/// the process ends; the kernel then waits for the devices, and a service manager starts the server anew.
+/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). Nothing tells which: a
+/// cancel does not find a direct transfer that its device still makes, and its memory must not be
+/// used again. So the process ends; the kernel then waits for the devices, and a service manager
+/// starts the server anew.
 pub(super) fn end_process_without_completions() -> ! {
     eprintln!(
         "blockhouse: io_uring dropped completions, because the kernel is short of memory: ending"
@@ -227,7 +228,8 @@ fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     Err(refused)
 }
 
-/// Refuses a ring that lacks something this engine uses. Says whether it has what is used only where it is there.
+/// Refuses a ring that lacks something this engine uses. Says whether it has what is used only
+/// where it is there.
 fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
     let too_old = |what: &str| {
         let text = format!("this kernel's io_uring is too old: it lacks {what}");

@@ -1,5 +1,5 @@
-//! The second ring where the kernel does not poll, which any file in the page cache shows; and operations
-//! that the ring does not carry out.
+//! The second ring where the kernel does not poll, which any file in the page cache shows; and
+//! operations that the ring does not carry out.
 
 use std::fs::{DirEntry, OpenOptions};
 use std::os::unix::process::ExitStatusExt;
@@ -32,8 +32,8 @@ fn engine() -> Option<Uring> {
     }
 }
 
-/// A file in the page cache, whose completions no kernel polls for, taken for one on a disk with queues
-/// for that.
+/// A file in the page cache, whose completions no kernel polls for, taken for one on a disk with
+/// queues for that.
 fn wrongly_pollable(path: &Path) -> Arc<File> {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut file = File::new(file.into(), Medium::Device, Caching::PageCache);
@@ -131,8 +131,8 @@ fn nothing_is_polled_for_unasked() {
     assert!(file.pollable.reads(), "the kernel has not been asked");
 }
 
-/// The ring's answer to `operation` is replaced by `errno`, as the kernel gives it where it has carried
-/// out nothing. Returns the result that the loop is given.
+/// The ring's answer to `operation` is replaced by `errno`, as the kernel gives it where it has
+/// carried out nothing. Returns the result that the loop is given.
 fn result_after(errno: i32, operation: Operation) -> Option<i32> {
     let mut engine = engine()?;
     let mut operations = OperationTable::new();

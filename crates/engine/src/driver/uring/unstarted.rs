@@ -1,13 +1,14 @@
 //! File operations that the ring has ended without carrying them out.
 //!
-//! What cannot be done without waiting goes to a worker of the ring, a thread that the kernel starts when it
-//! is needed. Where it cannot be started (`RLIMIT_NPROC`, `TasksMax=`) the operation ends with ECANCELED, as
-//! it does if it is cancelled; but the engine cancels nothing on files. So it has not been carried out, and a
-//! thread of the pool makes its call. The call's result is final.
+//! An operation that cannot be done without waiting goes to a worker of the ring, a thread that the
+//! kernel starts when it is needed. Where it cannot be started (`RLIMIT_NPROC`, `TasksMax=`) the
+//! operation ends with ECANCELED, as it does if it is cancelled; but the engine cancels nothing on
+//! files. So it has not been carried out, and a thread of the pool makes its call. The call's
+//! result is final.
 //!
-//! EAGAIN says the same, and for a transfer so does ENOMEM. To repeat a part of a transfer does no harm: it
-//! is the same range and the same data. A *sync* that ends with ENOMEM has run: the kernel reports each
-//! failure to write back once, so a second sync would hide the loss.
+//! EAGAIN says the same, and for a transfer so does ENOMEM. To repeat a part of a transfer does no
+//! harm: it is the same range and the same data. A *sync* that ends with ENOMEM has run: the kernel
+//! reports each failure to write back once, so a second sync would hide the loss.
 
 use std::sync::Arc;
 
@@ -22,7 +23,8 @@ pub(super) const REPORT: &str = "io_uring lacks a worker or memory in the kernel
     it cannot; raise the limit on processes (ulimit -u, TasksMax= of the service)";
 
 /// Has threads carry out those operations from `first` on in `done` that were not carried out, and
-/// takes them out of `done`: the loop hears of their ends by its mailbox. Returns whether there were any.
+/// takes them out of `done`: the loop hears of their ends by its mailbox. Returns whether there
+/// were any.
 pub(super) fn run_elsewhere(
     shared: &Arc<LoopShared>,
     operations: &OperationTable,
@@ -34,8 +36,9 @@ pub(super) fn run_elsewhere(
         |completion: &mut Completion| completion.result < 0 && is_unstarted(completion, operations);
     for Completion { token, .. } in done.extract_if(first.., not_run) {
         let call = FileCall::of(operations.operation(token)).expect("an operation on a file");
-        // SAFETY: the operation is in flight, because its completion is not reported. So it stays in the
-        // loop's table, unmoved, until the loop takes the thread's result from its mailbox.
+        // SAFETY: the operation is in flight, because its completion is not reported. So it stays
+        // in the loop's table, unmoved, until the loop takes the thread's result from its
+        // mailbox.
         unsafe { ThreadPool::shared().run_file(call, token, shared) };
     }
     done.len() < before

@@ -2,9 +2,9 @@
 //!
 //! Guarantees:
 //! - A guest's address is used only inside of a region.
-//! - Memory that the kernel holds for an operation stays mapped until it completes, also when the front-end
-//!   removes the region meanwhile: the operation's `IoVector` owns the whole set of regions (invariant 3,
-//!   ARCHITECTURE.md).
+//! - Memory that the kernel holds for an operation stays mapped until it completes, also when the
+//!   front-end removes the region meanwhile: the operation's `IoVector` owns the whole set of
+//!   regions (invariant 3, ARCHITECTURE.md).
 //! - Memory whose file is cut short ends its front-end's connection and nothing else (`mapping`).
 
 mod shared;
@@ -39,17 +39,18 @@ impl GuestRegion {
     }
 }
 
-/// The most segments of one vector: four times the buffers of the longest chain of descriptors, so that
-/// a driver's buffers may lie across regions. A guest may name the same memory again and again, and each
-/// time all borders of regions in it count.
+/// The most segments of one vector: four times the buffers of the longest chain of descriptors, so
+/// that a driver's buffers may lie across regions. A guest may name the same memory again and
+/// again, and each time all borders of regions in it count.
 pub const MAX_SEGMENTS: usize = 4096;
 
-/// A range lies in at most one piece for each so many bytes of it, beside its first and last. That is what regions of
-/// whole pages cut it into at most. Reason: a guest could name a range that lies in hundreds of tiny regions again and
-/// again, and each piece costs time.
+/// A range lies in at most one piece for each this many bytes of it, beside its first and last.
+/// That is what regions of whole pages cut it into at most. Reason: a guest could name a range that
+/// lies in hundreds of tiny regions again and again, and each piece costs time.
 const MIN_PIECE: usize = 4096;
 
-/// The regions of a guest. Changing the set makes a new one; operations keep the one they began with.
+/// The regions of a guest. Changing the set makes a new one; operations keep the one they began
+/// with.
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
     /// Sorted by the guest's addresses.
@@ -80,7 +81,8 @@ impl GuestMemory {
     /// the end of the guest's addresses.
     ///
     /// # Panics
-    /// When it belongs to another fault domain than those that are there: one front-end's memory has one.
+    /// When it belongs to another fault domain than those that are there: one front-end's memory
+    /// has one.
     #[must_use]
     pub fn add(&mut self, region: GuestRegion) -> bool {
         let is_foreign =
@@ -108,18 +110,19 @@ impl GuestMemory {
         self.regions.len() < before
     }
 
-    /// Registers all regions with the ring of the current thread's loop, so that requests need not have
-    /// their pages found and pinned; those registered before are left as they are. Without effect where
-    /// the engine has no ring.
+    /// Registers all regions with the ring of the current thread's loop, so that requests need not
+    /// have their pages found and pinned; those registered before are left as they are. Without
+    /// effect where the engine has no ring.
     ///
-    /// A region is given back when nothing uses it any more, neither a set of regions nor an operation.
-    /// Until then its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are taken out of
-    /// the file (a balloon does that), operations go on with the pages that were there before.
-    /// The loop waits for pages that are not there yet, unless [`SharedMemory::populate`] has before.
+    /// A region is given back when nothing uses it, neither a set of regions nor an operation.
+    /// Until then its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are taken
+    /// out of the file (a balloon does that), operations go on with the pages that were there
+    /// before. The loop waits for pages that are not there yet, unless
+    /// [`SharedMemory::populate`] has before.
     ///
     /// # Errors
-    /// The kernel's, with requests for the rest of the memory carried out as if this had not been called:
-    /// `OutOfMemory` beyond `RLIMIT_MEMLOCK`.
+    /// The kernel's, with requests for the rest of the memory carried out as if this had not been
+    /// called: `OutOfMemory` beyond `RLIMIT_MEMLOCK`.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -166,8 +169,9 @@ impl GuestMemory {
         })
     }
 
-    /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not there,
-    /// or when they lie in more than 4096 pieces, or one of them in pieces that are shorter than a page of any guest's.
+    /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not
+    /// there, or when they lie in more than 4096 pieces, or one of them in pieces that are
+    /// shorter than a page of any guest's.
     pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
         let owner = Arc::clone(self);
         if let [range] = ranges
@@ -192,9 +196,9 @@ impl GuestMemory {
             }
         }
         let lost = self.regions.first()?.memory.domain().mark();
-        // SAFETY: the segments lie inside of mappings that the owner keeps, as it keeps their domain, which
-        // is one for all regions. Nothing of ours makes a reference to these bytes, and all accesses of
-        // ours are atomic or copies by `core/shared_copy`.
+        // SAFETY: the segments lie inside of mappings that the owner keeps, as it keeps their
+        // domain, which is one for all regions. Nothing of ours makes a reference to these
+        // bytes, and all accesses of ours are atomic or copies by `core/shared_copy`.
         Some(unsafe { IoVector::from_shared(owner, segments, lost) })
     }
 
@@ -206,8 +210,9 @@ impl GuestMemory {
         region.offset_of(address).map(|offset| (index, region, offset as usize))
     }
 
-    /// Calls `f` for each region's part of the range, in order, until it says `false`. `false` when a part
-    /// is missing, when there are more parts than [`MIN_PIECE`] allows, or when `f` says so.
+    /// Calls `f` for each region's part of the range, in order, until it says `false`. `false` when
+    /// a part is missing, when there are more parts than [`MIN_PIECE`] allows, or when `f` says
+    /// so.
     fn each_part(
         &self,
         mut address: u64,
@@ -218,7 +223,7 @@ impl GuestMemory {
             return true;
         }
         let Some((first, _, _)) = self.find(address) else { return false };
-        // What follows a region is in the next one, or nowhere.
+        // The bytes after a region are in the next one, or nowhere.
         for region in self.regions[first..].iter().take(2 + length / MIN_PIECE) {
             let Some(offset) = region.offset_of(address) else { return false };
             let here = length.min(region.memory.len() - offset as usize);
@@ -274,7 +279,7 @@ mod tests {
 
     #[test]
     fn only_files_in_memory_are_mapped() {
-        // What is not on tmpfs is on a disk, or on something that has to be asked.
+        // A file that is not on tmpfs is on a disk, or on something that has to be asked.
         let on_disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         on_disk.set_len(8192).unwrap();
         let error = map(&on_disk, 0, 8192).unwrap_err();
@@ -314,7 +319,7 @@ mod tests {
         assert_eq!(bytes, [0, 9]);
     }
 
-    /// What the kernel says of the mapping that an address of ours lies in (`VmFlags` in proc(5)).
+    /// The kernel's flags of the mapping that an address of ours lies in (`VmFlags` in proc(5)).
     fn flags_of_mapping(address: usize) -> String {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

@@ -1,16 +1,18 @@
 //! A mapping of memory that other processes write to at any time.
 //!
-//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs of bytes
-//! are copied as `core/shared_copy` does. So whatever the others do meanwhile, a value is one that a process
-//! stored, and nothing is undefined. Every access is checked against the length of the mapping.
+//! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs
+//! of bytes are copied as `core/shared_copy` does. So whatever the others do meanwhile, a value is
+//! one that a process stored, and nothing is undefined. Every access is checked against the length
+//! of the mapping.
 //!
 //! The others may also take the memory away: values are zeros from then on, and the memory's
-//! [`FaultDomain`] says so (`mapping`). What they cannot do is keep a reader waiting, because only files are
-//! mapped whose pages are in memory: those of tmpfs (a memfd is one) and hugetlbfs. A page of any other file
-//! comes from a file system that may take its time: FUSE asks a process of a stranger's, NFS asks a server,
-//! and ext4 or XFS read the disk and hold a writer back while much is dirty, as often as the owner drops the
-//! page. A loop that touched it would hold up all its guests. Device DAX and dma-bufs are not mapped either:
-//! what a fault there does is a driver's business, and no length can be asked of them.
+//! [`FaultDomain`] says so (`mapping`). What they cannot do is keep a reader waiting, because only
+//! files are mapped whose pages are in memory: those of tmpfs (a memfd is one) and hugetlbfs. A
+//! page of any other file comes from a file system that may take its time: FUSE asks a process of a
+//! stranger's, NFS asks a server, and ext4 or XFS read the disk and hold a writer back while much
+//! is dirty, as often as the owner drops the page. A loop that touched it would hold up all its
+//! guests. Device DAX and dma-bufs are not mapped either: what a fault there does is a driver's
+//! business, and no length can be asked of them.
 
 use std::fmt;
 use std::io;
@@ -28,8 +30,8 @@ use crate::mapping::{FaultDomain, Mapping};
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Memory shared with others. It is unmapped when it is dropped and every ring has emptied the slots that
-/// it has there.
+/// Memory shared with others. It is unmapped when it is dropped and every ring has emptied the
+/// slots that it has there.
 pub struct SharedMemory {
     /// Of the bytes that were asked for.
     address: NonNull<u8>,
@@ -39,7 +41,7 @@ pub struct SharedMemory {
     pages: Registrations<Mapping>,
 }
 
-/// What a memory file is.
+/// The kind of a memory file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryKind {
     /// Bytes of a page.
@@ -80,12 +82,13 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// Maps `length` bytes of the file from `offset` on, which need no alignment. They may reach up to the end of the
-    /// file's last page. If they vanish later, `domain` fails.
+    /// Maps `length` bytes of the file from `offset` on, which need no alignment. They may reach up
+    /// to the end of the file's last page. If they vanish later, `domain` fails.
     ///
     /// # Errors
-    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has fewer
-    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`, or the kernel's.
+    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has
+    /// fewer bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`,
+    /// or the kernel's.
     pub fn map(
         file: impl AsFd,
         offset: u64,
@@ -114,26 +117,27 @@ impl SharedMemory {
         Ok(Self { address, length, kind, pages: Registrations::new(pages) })
     }
 
-    /// What its file is.
+    /// The kind of its file.
     pub fn kind(&self) -> MemoryKind {
         self.kind
     }
 
-    /// What fails when it vanishes.
+    /// The domain that fails when it vanishes.
     pub fn domain(&self) -> &Arc<FaultDomain> {
         self.pages.resource().domain()
     }
 
-    /// The offset of an address of this process, as a [`Fault`](crate::Fault) has it; `None` when it is
-    /// not in the memory's pages. An address before the first byte, in its page, has the offset 0.
+    /// The offset of an address of this process, as a [`Fault`](crate::Fault) has it; `None` when
+    /// it is not in the memory's pages. An address before the first byte, in its page, has the
+    /// offset 0.
     pub fn offset_of(&self, address: usize) -> Option<usize> {
         let pages = self.pages.resource();
         let inside = address.checked_sub(pages.start().addr().get())? < pages.length();
         inside.then(|| address.saturating_sub(self.address.addr().get()))
     }
 
-    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best fallback. To
-    /// register memory is quick then.
+    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best
+    /// fallback. To register memory is quick then.
     pub fn populate(&self) {
         self.pages.resource().populate();
     }
@@ -182,8 +186,8 @@ impl SharedMemory {
     /// When the range is not inside.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let source = self.at(offset, into.len()).as_ptr();
-        // SAFETY: inside of the mapping, just checked; what is ours accesses it atomically or by such
-        // copies. The target is borrowed, so it is elsewhere.
+        // SAFETY: inside of the mapping, just checked; what is ours accesses it atomically or by
+        // such copies. The target is borrowed, so it is elsewhere.
         unsafe { copy_from_shared(source, into.as_mut_ptr(), into.len()) };
     }
 
@@ -224,9 +228,9 @@ impl fmt::Debug for SharedMemory {
     }
 }
 
-/// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has them;
-/// offsets are in bytes from the start of the view, and each access panics when it is not inside or
-/// not a multiple of its size.
+/// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has
+/// them; offsets are in bytes from the start of the view, and each access panics when it is not
+/// inside or not a multiple of its size.
 #[derive(Clone, Debug)]
 pub struct VolatileSlice {
     memory: Arc<SharedMemory>,

@@ -1,4 +1,5 @@
-//! What the engine's tests share: a run on every engine that this host has, and an end to waiting.
+//! The shared parts of the engine's tests: a run on every engine that this host has, and an end to
+//! waiting.
 
 pub mod memory;
 pub mod seeds;
@@ -12,8 +13,8 @@ use blockhouse_engine::{Engine, EngineChoice, EventLoop};
 /// Long enough for any machine, short enough to wait for when something is broken.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A child process has, until its `exec`, the descriptors of all tests, and with them their file locks.
-/// So it is one or the other: a test that looks at locks holds this, or a program starts.
+/// A child process has, until its `exec`, the descriptors of all tests, and with them their file
+/// locks. So it is one or the other: a test that looks at locks holds this, or a program starts.
 pub fn no_program_starts() -> MutexGuard<'static, ()> {
     static STARTING: Mutex<()> = Mutex::new(());
     STARTING.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,4 +1,5 @@
-//! Does the block table of a VDI image name each block of the file once, and as many as its header says?
+//! Does the block table of a VDI image name each block of the file once, and as many as its header
+//! says?
 
 use blockhouse_core::{Result, Storage, WorkBudget};
 

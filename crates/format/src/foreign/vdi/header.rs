@@ -1,7 +1,7 @@
 //! The header of a VDI image as bytes: every field that decides where data is, is checked here.
 //!
-//! Guarantees: block numbers times bytes of a block plus the offset of the data, and the end of the table, fit into
-//! 64 bits.
+//! Guarantees: block numbers times bytes of a block plus the offset of the data, and the end of the
+//! table, fit into 64 bits.
 
 use blockhouse_core::Result;
 
@@ -42,7 +42,7 @@ mod at {
     pub(super) const PARENT_UUID: usize = 0x1b8;
 }
 
-/// What the header says.
+/// The fields of the header.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Header {
     /// Bytes of the disk, rounded up to whole sectors.

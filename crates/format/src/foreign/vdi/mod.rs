@@ -1,7 +1,8 @@
 //! VDI, VirtualBox's format: a table says in which block of the file each block of the disk is.
 //!
-//! Source: `VDICore.h` of VirtualBox, and what QEMU's `block/vdi.c` accepts. Read: version 1.1, dynamic and static
-//! images. Refused: differencing and undo images, whose other part is in another file.
+//! Source: `VDICore.h` of VirtualBox, and what QEMU's `block/vdi.c` accepts. Read: version 1.1,
+//! dynamic and static images. Refused: differencing and undo images, whose other part is in another
+//! file.
 
 mod check;
 mod header;
@@ -52,7 +53,7 @@ impl Vdi {
         self.header.block_size
     }
 
-    /// What the disk has from `at` on, at most up to the end of the block.
+    /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
     /// `Corrupt` with the entry's offset; or what the storage answers.

@@ -1,5 +1,5 @@
-//! The block table of a VHDX image (\[MS-VHDX\] 2.5): where each block is. After as many entries as a sector bitmap
-//! covers comes one for that bitmap, which only differencing images have.
+//! The block table of a VHDX image (\[MS-VHDX\] 2.5): where each block is. After as many entries as
+//! a sector bitmap covers comes one for that bitmap, which only differencing images have.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -34,7 +34,7 @@ pub(super) struct Bat {
     pub(super) blocks: u64,
 }
 
-/// What a block is.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Block {
     /// Nothing was written to it, or its content is undefined by the format's word.
@@ -59,7 +59,7 @@ impl Bat {
         Ok(Self { offset: region.offset(), chunk_ratio, blocks })
     }
 
-    /// What block `index` of the disk is.
+    /// The state of block `index` of the disk.
     ///
     /// # Errors
     /// `Corrupt` with the entry's offset; or what the storage answers.

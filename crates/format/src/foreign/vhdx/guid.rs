@@ -1,4 +1,5 @@
-//! What all structures of VHDX have: their unit, and GUIDs as they are stored (the first three fields are little-endian).
+//! The common parts of all structures of VHDX: their unit, and GUIDs as they are stored (the first
+//! three fields are little-endian).
 
 /// The unit of regions and blocks in bytes.
 pub(super) const MIB: u64 = 1 << 20;

@@ -1,5 +1,5 @@
-//! The file type identifier and the two headers of a VHDX image (\[MS-VHDX\] 2.2.1, 2.2.2): the one with the higher
-//! sequence number is in force.
+//! The file type identifier and the two headers of a VHDX image (\[MS-VHDX\] 2.2.1, 2.2.2): the one
+//! with the higher sequence number is in force.
 
 use blockhouse_core::{Result, Storage};
 
@@ -18,7 +18,8 @@ const OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
 /// Bytes of a header.
 const LENGTH: usize = 4096;
 
-/// Offsets of the fields in bytes. The checksum is at the same one in headers, region tables and log entries.
+/// Offsets of the fields in bytes. The checksum is at the same one in headers, region tables and
+/// log entries.
 mod at {
     pub(super) const CHECKSUM: usize = 4;
     pub(super) const SEQUENCE: usize = 8;
@@ -99,8 +100,8 @@ fn sequence(bytes: &[u8]) -> u64 {
     le64(bytes, at::SEQUENCE)
 }
 
-/// Whether a structure has its signature and, where the field itself counts as zeros, the checksum that it states
-/// (CRC-32C of all its bytes).
+/// Whether a structure has its signature and, where the field itself counts as zeros, the checksum
+/// that it states (CRC-32C of all its bytes).
 pub(super) fn is_sealed(bytes: &[u8], signature: &[u8; 4]) -> bool {
     let sum = crc32c::crc32c(&bytes[..at::CHECKSUM]);
     let sum = crc32c::crc32c_append(sum, &[0; 4]);

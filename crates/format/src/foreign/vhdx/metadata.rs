@@ -32,7 +32,7 @@ const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 1 << 20..=256 << 20;
 /// Bytes of the largest disk: 64 TiB.
 const MAX_SIZE: u64 = 64 << 40;
 
-/// What the items say.
+/// The values of the items.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Metadata {
     /// Bytes of the disk, a multiple of 512.
@@ -89,8 +89,9 @@ impl Metadata {
     }
 }
 
-/// Where the item of an entry is in the file. Items that are read have 8 bytes at most, and the region is longer than
-/// its last item by less than that only where the file is; what is beyond reads as zeros.
+/// Where the item of an entry is in the file. Items that are read have 8 bytes at most, and the
+/// region is longer than its last item by less than that only where the file is; what is beyond
+/// reads as zeros.
 fn location(entry: &[u8], at: u64, region: ByteRange) -> Result<u64> {
     let (start, length) = (u64::from(le32(entry, 16)), u64::from(le32(entry, 20)));
     if length > 0 && (start < TABLE as u64 || start + length > region.length()) || length > MIB {

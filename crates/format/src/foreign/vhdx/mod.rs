@@ -1,8 +1,10 @@
-//! VHDX, the format of Hyper-V: a table of blocks of 1 to 256 MiB, and a log of metadata that has not reached its place.
+//! VHDX, the format of Hyper-V: a table of blocks of 1 to 256 MiB, and a log of metadata that has
+//! not reached its place.
 //!
-//! Source: \[MS-VHDX\]. Read: fixed and dynamic images. Refused: differencing images, whose other part is in another
-//! file. A log that was not replayed, because the program that wrote it died, is replayed in memory (`log`): what is
-//! read is what it would be after a replay, and the file stays as it is.
+//! Source: \[MS-VHDX\]. Read: fixed and dynamic images. Refused: differencing images, whose other
+//! part is in another file. A log that was not replayed, because the program that wrote it died, is
+//! replayed in memory (`log`): what is read is what it would be after a replay, and the file stays
+//! as it is.
 
 mod bat;
 mod check;
@@ -27,7 +29,7 @@ use regions::Regions;
 pub(super) struct Vhdx {
     metadata: Metadata,
     bat: Bat,
-    /// What the log changes.
+    /// The changes by the log.
     patches: Patches,
 }
 
@@ -63,15 +65,16 @@ impl Vhdx {
         self.metadata.sector_size
     }
 
-    /// What the log changes, which every read of metadata needs.
+    /// The changes by the log, which every read of metadata needs.
     pub(super) fn patches(&self) -> &Patches {
         &self.patches
     }
 
-    /// What the disk has from `at` on, at most up to the end of the block.
+    /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// `Corrupt` with the entry's offset; `Unsupported` for data that is in the log; or what the storage answers.
+    /// `Corrupt` with the entry's offset; `Unsupported` for data that is in the log; or what the
+    /// storage answers.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let block_size = self.metadata.block_size;
         let inside = at % block_size;

@@ -1,4 +1,5 @@
-//! The region table of a VHDX image (\[MS-VHDX\] 2.2.3): where the block table and the metadata are.
+//! The region table of a VHDX image (\[MS-VHDX\] 2.2.3): where the block table and the metadata
+//! are.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 

@@ -23,7 +23,8 @@ impl Vmdk {
         // Without tables there is nothing that could be wrong.
         let grain_size = self.grain_size().unwrap_or(SECTOR);
         let total = self.sparse().map(|(range, extent)| extent.grains(range)).sum();
-        // The lengths of compressed grains are not in the tables: two of them must not begin at one place.
+        // The lengths of compressed grains are not in the tables: two of them must not begin at one
+        // place.
         let is_compressed = self.sparse().any(|(_, extent)| extent.header.is_compressed);
         let is_uniform = self.sparse().all(|(_, extent)| extent.header.grain_size == grain_size);
         let length = if is_compressed || !is_uniform { 1 } else { grain_size };
@@ -36,7 +37,8 @@ impl Vmdk {
 }
 
 impl SparseExtent {
-    /// How many of its grains are in `range`, its part of the disk, which a descriptor may have made shorter.
+    /// How many of its grains are in `range`, its part of the disk, which a descriptor may have
+    /// made shorter.
     fn grains(&self, range: ByteRange) -> u64 {
         self.header.capacity.min(range.length()).div_ceil(self.header.grain_size)
     }

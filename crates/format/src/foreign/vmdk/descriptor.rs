@@ -1,7 +1,7 @@
 //! The descriptor of a VMDK image: text that names the files with the disk's data.
 //!
-//! Source: "Virtual Disk Format 5.0" of VMware, "The Descriptor File". Keywords are read in any case, lines that are not
-//! known are passed over, as other programs do.
+//! Source: "Virtual Disk Format 5.0" of VMware, "The Descriptor File". Keywords are read in any
+//! case, lines that are not known are passed over, as other programs do.
 
 use blockhouse_core::Result;
 
@@ -22,7 +22,7 @@ const FIRST_LINE: &[u8] = b"# disk descriptorfile";
 /// The mark of UTF-8 that some editors put before a text.
 const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// What a descriptor says.
+/// The content of a descriptor.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Descriptor {
     /// Changes with the content of the disk.
@@ -30,13 +30,15 @@ pub(super) struct Descriptor {
     /// The `cid` of the parent; [`NO_PARENT`] without one.
     pub(super) parent_cid: u32,
     pub(super) create_type: Option<String>,
-    /// The name of the parent's file, as bytes of the host's file system; relative to the descriptor's folder.
+    /// The name of the parent's file, as bytes of the host's file system; relative to the
+    /// descriptor's folder.
     pub(super) parent: Option<Vec<u8>>,
     /// The parts of the disk in their order.
     pub(super) extents: Vec<ExtentLine>,
 }
 
-/// Whether a file with these first bytes is a descriptor: after comments and empty lines comes its version.
+/// Whether a file with these first bytes is a descriptor: after comments and empty lines comes its
+/// version.
 pub(crate) fn is_descriptor(first: &[u8]) -> bool {
     let text = first.strip_prefix(UTF8_MARK).unwrap_or(first).to_ascii_lowercase();
     if text.starts_with(FIRST_LINE) {
@@ -64,7 +66,8 @@ pub(super) enum Content {
     Zero,
     /// In a file, from an offset on.
     Flat {
-        /// The file's name, as bytes of the host's file system; relative to the descriptor's folder.
+        /// The file's name, as bytes of the host's file system; relative to the descriptor's
+        /// folder.
         name: Vec<u8>,
         /// In bytes.
         offset: u64,

@@ -19,9 +19,11 @@ pub struct VmdkFacts {
 /// A part of the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmdkExtent {
-    /// The name of its file, relative to the folder of the image; `None` where that is the image itself, or none.
+    /// The name of its file, relative to the folder of the image; `None` where that is the image
+    /// itself, or none.
     pub file: Option<Vec<u8>>,
-    /// The word of the descriptor: `FLAT`, `SPARSE`; empty for the only extent of an image that is one file.
+    /// The word of the descriptor: `FLAT`, `SPARSE`; empty for the only extent of an image that is
+    /// one file.
     pub kind: &'static str,
     /// Bytes of the disk.
     pub size: u64,

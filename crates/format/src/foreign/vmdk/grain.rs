@@ -1,4 +1,5 @@
-//! A compressed grain: a marker with its length, and a zlib stream ("Virtual Disk Format 5.0", "Compressed Grains").
+//! A compressed grain: a marker with its length, and a zlib stream ("Virtual Disk Format 5.0",
+//! "Compressed Grains").
 
 use crate::foreign::fields::le32;
 use crate::inflate::{Wrapper, inflate};
@@ -6,8 +7,8 @@ use crate::inflate::{Wrapper, inflate};
 /// Bytes of the marker: the grain's first sector of the disk, and the length of the stream.
 const MARKER: usize = 12;
 
-/// The most bytes that a grain of `grain_size` bytes takes with its marker: a stream that is longer than what it
-/// compresses has a few bytes more for each block.
+/// The most bytes that a grain of `grain_size` bytes takes with its marker: a stream that is longer
+/// than what it compresses has a few bytes more for each block.
 pub(super) fn max_length(grain_size: u64) -> u64 {
     MARKER as u64 + grain_size + grain_size / 8 + 512
 }

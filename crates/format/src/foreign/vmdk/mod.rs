@@ -1,12 +1,13 @@
-//! VMDK, VMware's format: one file with tables and its own descriptor, or a descriptor that names files, flat ones or
-//! ones with tables.
+//! VMDK, VMware's format: one file with tables and its own descriptor, or a descriptor that names
+//! files, flat ones or ones with tables.
 //!
-//! Source: "Virtual Disk Format 5.0" of VMware. Read: monolithicSparse, streamOptimized, monolithicFlat,
-//! twoGbMaxExtentSparse, twoGbMaxExtentFlat and vmfsSparse, and descriptors that mix such extents with extents of zeros.
-//! Refused: the other extents of ESX (SESPARSE, raw devices).
+//! Source: "Virtual Disk Format 5.0" of VMware. Read: monolithicSparse, streamOptimized,
+//! monolithicFlat, twoGbMaxExtentSparse, twoGbMaxExtentFlat and vmfsSparse, and descriptors that
+//! mix such extents with extents of zeros. Refused: the other extents of ESX (SESPARSE, raw
+//! devices).
 //!
-//! A descriptor's files are opened by the caller and given as one storage, in which each has its range. What an image with
-//! a parent has not written is read from there: the caller opens it, too.
+//! A descriptor's files are opened by the caller and given as one storage, in which each has its
+//! range. What an image with a parent has not written is read from there: the caller opens it, too.
 
 mod check;
 pub(super) mod descriptor;
@@ -208,7 +209,8 @@ impl Vmdk {
         self.parent.as_ref()
     }
 
-    /// Refuses a parent that was written to since this image was made: its other parts do not belong together any more.
+    /// Refuses a parent that was written to since this image was made: its other parts no longer
+    /// belong together.
     ///
     /// # Errors
     /// `Corrupt`.
@@ -244,10 +246,11 @@ impl Vmdk {
         })
     }
 
-    /// What the disk has from `at` on, at most up to the end of the extent.
+    /// The piece of the disk from `at` on, at most up to the end of the extent.
     ///
     /// # Errors
-    /// `Corrupt` with an offset; `Unsupported` before the files are open; or what the storage answers.
+    /// `Corrupt` with an offset; `Unsupported` before the files are open; or what the storage
+    /// answers.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let index = self.extents.partition_point(|extent| extent.range.end() <= at);
         let extent = &self.extents[index];

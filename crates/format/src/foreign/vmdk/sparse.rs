@@ -1,4 +1,5 @@
-//! A sparse extent: a directory of grain tables, whose entries say where the grains of the disk are.
+//! A sparse extent: a directory of grain tables, whose entries say where the grains of the disk
+//! are.
 
 use blockhouse_core::{ByteRange, ExtentState, Result, Storage};
 
@@ -21,7 +22,7 @@ pub(super) struct SparseExtent {
     pub(super) file: ByteRange,
 }
 
-/// What an entry of a grain table says.
+/// The value of an entry of a grain table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Grain {
     Hole,
@@ -31,8 +32,8 @@ pub(super) enum Grain {
 }
 
 impl SparseExtent {
-    /// What the extent has from `at` on, at most up to the end of the grain. The extent begins at `start` of the
-    /// disk.
+    /// The piece of the extent from `at` on, at most up to the end of the grain. The extent begins
+    /// at `start` of the disk.
     ///
     /// # Errors
     /// `Corrupt` with the entry's offset; or what the storage answers.
@@ -91,7 +92,8 @@ impl SparseExtent {
         Ok(Some(self.file.offset() + table))
     }
 
-    /// What the entry of grain `index` of the extent says, which is in the table at `table` of the storage.
+    /// The value of the entry of grain `index` of the extent, which is in the table at `table` of
+    /// the storage.
     pub(super) async fn grain<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -113,7 +115,8 @@ impl SparseExtent {
         }
     }
 
-    /// The piece from `inside` on of the grain that is compressed at `host` and has the bytes `unit` of the disk.
+    /// The piece from `inside` on of the grain that is compressed at `host` and has the bytes
+    /// `unit` of the disk.
     fn compressed(&self, host: u64, unit: ByteRange, inside: u64) -> Result<Piece> {
         let left = self.file.end() - host;
         let length = grain::max_length(self.header.grain_size).min(left);

@@ -1,5 +1,5 @@
-//! The header of a sparse extent as bytes ("Virtual Disk Format 5.0", "Hosted Sparse Extent Header"); all numbers are
-//! little-endian.
+//! The header of a sparse extent as bytes ("Virtual Disk Format 5.0", "Hosted Sparse Extent
+//! Header"); all numbers are little-endian.
 //!
 //! Guarantees: the end of the grain directory lies in the file.
 
@@ -16,8 +16,8 @@ pub(super) const ESX_MAGIC: &[u8; 4] = b"COWD";
 /// Bytes of a header.
 const LENGTH: usize = 512;
 
-/// Flags: line ends are as they were written; entry 1 of a grain table means zeros; grains are compressed; grains
-/// begin with markers.
+/// Flags: line ends are as they were written; entry 1 of a grain table means zeros; grains are
+/// compressed; grains begin with markers.
 const NEWLINE_TEST: u32 = 1;
 const ZERO_GRAINS: u32 = 1 << 2;
 const COMPRESSED: u32 = 1 << 16;
@@ -57,13 +57,13 @@ mod at {
     pub(super) const NEWLINES: usize = 73;
     pub(super) const COMPRESSION: usize = 77;
 
-    /// Those of ESX.
+    /// The fields of ESX.
     pub(super) const ESX_CAPACITY: usize = 12;
     pub(super) const ESX_GRAIN_SIZE: usize = 16;
     pub(super) const ESX_DIRECTORY: usize = 20;
 }
 
-/// What a header says.
+/// The fields of a header.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SparseHeader {
     /// Bytes of the extent's part of the disk.

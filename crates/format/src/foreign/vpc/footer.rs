@@ -1,4 +1,5 @@
-//! The footer of a VHD image as bytes (specification: "Hard Disk Footer Format"). All numbers are big-endian.
+//! The footer of a VHD image as bytes (specification: "Hard Disk Footer Format"). All numbers are
+//! big-endian.
 
 use blockhouse_core::{Error, ErrorKind, Result};
 
@@ -19,9 +20,9 @@ const MAX_GEOMETRY: u64 = 65_535 * 16 * 255;
 /// Bytes of the largest disk that Hyper-V and QEMU know: 2040 GiB.
 const MAX_SIZE: u64 = 0xff00_0000 * SECTOR;
 
-/// Programs whose disks end where their geometry does, because Virtual PC does so: QEMU's rule for the size
-/// (`force_size` makes it write another name). For all others the current size counts: a geometry can be smaller, and
-/// the end of the disk would be missing.
+/// Programs whose disks end where their geometry does, because Virtual PC does so: QEMU's rule for
+/// the size (`force_size` makes it write another name). For all others the current size counts: a
+/// geometry can be smaller, and the end of the disk would be missing.
 const BY_GEOMETRY: [&[u8; 4]; 3] = [b"vpc ", b"vs  ", b"qemu"];
 
 /// Offsets of the fields in bytes.
@@ -35,7 +36,7 @@ mod at {
     pub(super) const CHECKSUM: usize = 64;
 }
 
-/// What a footer says.
+/// The fields of a footer.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Footer {
     /// Bytes of the disk, a multiple of 512.

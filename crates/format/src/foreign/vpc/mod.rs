@@ -1,11 +1,12 @@
-//! VHD, the format of Virtual PC and Hyper-V, which QEMU calls vpc: a footer at the end of the file, and for dynamic
-//! images a table of blocks, each with a bitmap of the sectors that were written.
+//! VHD, the format of Virtual PC and Hyper-V, which QEMU calls vpc: a footer at the end of the
+//! file, and for dynamic images a table of blocks, each with a bitmap of the sectors that were
+//! written.
 //!
-//! Source: "Virtual Hard Disk Image Format Specification" of Microsoft, version 1.0. Read: fixed and dynamic images.
-//! Refused: differencing images, whose other part is in another file.
+//! Source: "Virtual Hard Disk Image Format Specification" of Microsoft, version 1.0. Read: fixed
+//! and dynamic images. Refused: differencing images, whose other part is in another file.
 //!
-//! The footer at the end decides. Its copy at the start is read only where there is none at the end, because the
-//! guest of a fixed image writes what it likes to the start.
+//! The footer at the end decides. Its copy at the start is read only where there is none at the
+//! end, because the guest of a fixed image writes what it likes to the start.
 
 mod check;
 mod footer;
@@ -69,7 +70,7 @@ impl Vpc {
         }
     }
 
-    /// What the disk has from `at` on, at most up to the end of the block.
+    /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
     /// What the storage answers.
@@ -95,8 +96,8 @@ impl Vpc {
     }
 }
 
-/// The footer at the end of the file, or where there is none, its copy at the start of a dynamic image; and where the
-/// data before it ends.
+/// The footer at the end of the file, or where there is none, its copy at the start of a dynamic
+/// image; and where the data before it ends.
 async fn find_footer<S: Storage>(storage: &S) -> Result<(Footer, u64)> {
     let Some(last) = storage.size().checked_sub(SECTOR) else {
         return Err(corrupt("is no VHD image: it is shorter than a footer", 0));

@@ -1,5 +1,5 @@
-//! The header of a dynamic VHD image, and its blocks (specification: "Dynamic Disk Header Format", "Block Allocation
-//! Table and Data Blocks").
+//! The header of a dynamic VHD image, and its blocks (specification: "Dynamic Disk Header Format",
+//! "Block Allocation Table and Data Blocks").
 //!
 //! Guarantees: the end of the table fits into the file.
 
@@ -30,7 +30,7 @@ mod at {
     pub(super) const CHECKSUM: usize = 36;
 }
 
-/// What the header says.
+/// The fields of the header.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SparseHeader {
     /// Bytes of a block, without its bitmap; a power of two.
@@ -85,10 +85,11 @@ impl SparseHeader {
         Ok(Self { block_size, bitmap_size, blocks, table_offset, data_end })
     }
 
-    /// What the disk has from `at` on, at most up to the end of the block.
+    /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// `Corrupt` where the file ends before the block's bitmap or its data; what the storage answers.
+    /// `Corrupt` where the file ends before the block's bitmap or its data; what the storage
+    /// answers.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let inside = at % self.block_size;
         let length = self.block_size - inside;
@@ -127,8 +128,8 @@ impl SparseHeader {
         tables.entry(offset).await.map(u32::from_be_bytes)
     }
 
-    /// Whether the sector of a block was written, and how many sectors from it on are the same: at most those
-    /// whose bits are in one word.
+    /// Whether the sector of a block was written, and how many sectors from it on are the same: at
+    /// most those whose bits are in one word.
     async fn run<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

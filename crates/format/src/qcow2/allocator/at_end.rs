@@ -1,7 +1,7 @@
 //! Clusters at the end of the file, with the refcount blocks that count them.
 //!
-//! The space comes from the reserve: the host has allocated it, so that a writeback that writes these
-//! tables never fails for want of space.
+//! The space comes from the reserve: the host has allocated it, so that a writeback that writes
+//! these tables never fails for want of space.
 
 use std::ops::Range;
 
@@ -14,7 +14,8 @@ use super::deferred_free::DeferredFree;
 use super::rows::{Room, RowSearch, first_allocated};
 use super::{Allocator, check_not_active, mark_allocated};
 
-/// What has to be placed together: refcount blocks, a refcount table, then what was asked for.
+/// The parts that have to be placed together: refcount blocks, a refcount table, then the requested
+/// clusters.
 struct EndLayout {
     /// Which entries of the refcount table get a block.
     blocks: Vec<u64>,
@@ -24,8 +25,8 @@ struct EndLayout {
 }
 
 impl Allocator {
-    /// Allocates exactly `count` clusters in a row at the end, after the refcount blocks (and the larger
-    /// refcount table) that counting them takes.
+    /// Allocates exactly `count` clusters in a row at the end, after the refcount blocks (and the
+    /// larger refcount table) that counting them takes.
     pub(crate) fn allocate_at_end(&mut self, tables: &mut Tables, count: u64) -> Step<Range<u64>> {
         if let Some(reserved) = self.reserve.at_end() {
             let layout = plan(tables, reserved.start, count)?;
@@ -78,8 +79,8 @@ impl Allocator {
 }
 
 impl Allocator {
-    /// Allocates exactly `count` clusters in a row for a table: at the end, or elsewhere if the end has no
-    /// space. All refcounts are right.
+    /// Allocates exactly `count` clusters in a row for a table: at the end, or elsewhere if the end
+    /// has no space. All refcounts are right.
     pub(crate) fn allocate_row(&mut self, tables: &mut Tables, count: u64) -> Step<Range<u64>> {
         if let Some(row) = self.reserve.take_row() {
             let wanted = if count <= row.end - row.start { count } else { 0 };
@@ -98,8 +99,8 @@ impl Allocator {
         })
     }
 
-    /// Looks for room for `count` clusters in a row that refcount blocks count already. What was taken from
-    /// the end of the file, and may be in use without being counted, is left alone.
+    /// Looks for room for `count` clusters in a row that refcount blocks count already. What was
+    /// taken from the end of the file, and may be in use without being counted, is left alone.
     pub(crate) fn find_room(&mut self, tables: &mut Tables, count: u64) -> Step<Room> {
         let end = self.space.scan_end();
         while self.rows.at < end {
@@ -121,8 +122,8 @@ impl Allocator {
             if at - start < count {
                 continue;
             }
-            // Others may have taken some since they were seen. What is not is cached now, so that no row is
-            // taken in part.
+            // Others may have taken some since they were seen. What is not is cached now, so that
+            // no row is taken in part.
             match first_allocated(tables, start..at)? {
                 Some(allocated) => self.rows.go_to(allocated + 1),
                 None => {
@@ -134,7 +135,8 @@ impl Allocator {
         Ok(Room::None)
     }
 
-    /// Nothing is counted from `cluster` on: the end is there, if nothing was taken from the end so far.
+    /// Nothing is counted from `cluster` on: the end is there, if nothing was taken from the end so
+    /// far.
     fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
         let last = tables.active_clusters().iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);

@@ -1,9 +1,9 @@
 //! Space for compressed clusters, one after the other.
 //!
-//! Their data needs less than a cluster each, so several share a host cluster. Its refcount counts each of
-//! them, and one may reach into the next host cluster, which counts it too. One cluster at a time is open
-//! for more; it stays so while any data is in it. Space inside a cluster is not used again by itself: the
-//! cluster is free when its last user is gone.
+//! Their data needs less than a cluster each, so several share a host cluster. Its refcount counts
+//! each of them, and one may reach into the next host cluster, which counts it too. One cluster at
+//! a time is open for more; it stays so while any data is in it. Space inside a cluster is not used
+//! again by itself: the cluster is free when its last user is gone.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -14,8 +14,8 @@ use crate::qcow2::tables::{Step, Tables};
 use super::Allocator;
 
 impl Allocator {
-    /// Allocates `length` bytes, less than a cluster, in the open cluster, in it and the next one, or in
-    /// a new one. They start at a multiple of `block`.
+    /// Allocates `length` bytes, less than a cluster, in the open cluster, in it and the next one,
+    /// or in a new one. They start at a multiple of `block`.
     pub(crate) fn alloc_bytes(
         &mut self,
         tables: &mut Tables,

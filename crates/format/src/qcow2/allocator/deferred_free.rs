@@ -1,20 +1,23 @@
 //! Clusters on their way to be free again.
 //!
-//! 1. *Pending free*: their reference has left the tables in memory; entries on disk may still refer to
-//!    them.
-//! 2. *In writeback*: a writeback that began after that is running. Where it fails they are pending again.
+//! 1. *Pending free*: their reference has left the tables in memory; entries on disk may still
+//!    refer to them.
+//! 2. *In writeback*: a writeback that began after that is running. Where it fails they are pending
+//!    again.
 //! 3. *Freeable*: that writeback is durable. Clusters that no table ever referred to begin here.
-//! 4. *Being freed*: reads that may have looked them up have ended; one refcount after the other is lowered.
+//! 4. *Being freed*: reads that may have looked them up have ended; one refcount after the other is
+//!    lowered.
 //!
-//! No writeback starts for its own sake, so what a guest trims could wait for ever while its writes make
-//! the file longer. Two things start one: a task that frees clusters when many wait ([`DeferredFrees::has_many`]), and
-//! an allocation where the host may have no more space (`writeback/fill_reserve`).
+//! No writeback starts for its own sake, so what a guest trims could wait for ever while its writes
+//! make the file longer. Two things start one: a task that frees clusters when many wait
+//! ([`DeferredFrees::has_many`]), and an allocation where the host may have no more space
+//! (`writeback/fill_reserve`).
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// As many bytes may always wait to be freed: writing them takes a disk about as long as the flushes of a
-/// writeback.
+/// As many bytes may always wait to be freed: writing them takes a disk about as long as the
+/// flushes of a writeback.
 pub(crate) const MIN_WAITING: u64 = 4 << 20;
 /// As many bytes never wait, however long the file is.
 const MAX_WAITING: u64 = 1 << 30;
@@ -114,7 +117,7 @@ impl DeferredFrees {
         self.abandoned.push(free);
     }
 
-    /// What was abandoned up to now.
+    /// The clusters that were abandoned up to now.
     pub(super) fn take_abandoned(&mut self) -> Vec<DeferredFree> {
         let abandoned = std::mem::take(&mut self.abandoned);
         abandoned.iter().for_each(|free| self.waiting -= free.gain());
@@ -162,10 +165,10 @@ impl DeferredFrees {
         self.freeable.len()
     }
 
-    /// Whether so much waits, in a file of `end` clusters, that a writeback is worth its flushes: an eighth
-    /// of the file, which is what the file may be longer than needed anyway. So each writeback frees a
-    /// constant share of the file, and a guest that trims and writes makes the file longer by no more than
-    /// that.
+    /// Whether so much waits, in a file of `end` clusters, that a writeback is worth its flushes:
+    /// an eighth of the file, which is what the file may be longer than needed anyway. So each
+    /// writeback frees a constant share of the file, and a guest that trims and writes makes
+    /// the file longer by no more than that.
     pub(super) fn has_many(&self, end: u64, cluster_bits: u32) -> bool {
         let share = (end / 8).min(MAX_WAITING >> cluster_bits);
         self.waiting > share.max(self.min_waiting >> cluster_bits)

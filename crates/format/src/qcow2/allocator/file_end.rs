@@ -1,15 +1,15 @@
 //! The end of the file: the search for the last cluster in use, when the image is closed.
 //!
-//! Refcount blocks that count nothing but themselves would keep a file long whose data is gone: they leave
-//! the refcount table first. `transaction/close` says when, and what else has to hold.
+//! Refcount blocks that count nothing but themselves would keep a file long whose data is gone:
+//! they leave the refcount table first. `transaction/close` says when, and what else has to hold.
 
 use crate::qcow2::tables::{LastCounted, Step, Tables};
 
 use super::Allocator;
 use super::deferred_free::DeferredFree;
 
-/// How many slices of refcounts are looked at, from the end on: 2 TiB of free space at clusters of 64 KiB.
-/// What lies before that stays.
+/// How many slices of refcounts are looked at, from the end on: 2 TiB of free space at clusters of
+/// 64 KiB. The slices before that stay.
 const MAX_SLICES: u64 = 1 << 14;
 
 /// A search for the last cluster in use, from the end of the file backwards.
@@ -19,8 +19,9 @@ pub(crate) struct BackwardScan {
     slices_left: u64,
     /// Refcount blocks that were dropped.
     dropped: u64,
-    /// The refcount block that is being looked through, and up to which cluster it counts nothing but
-    /// itself. A slice that has to be read first ends a step, and the next one goes on there.
+    /// The refcount block that is being looked through, and up to which cluster it counts nothing
+    /// but itself. A slice that has to be read first ends a step, and the next one goes on
+    /// there.
     looked: Option<(u64, u64)>,
 }
 
@@ -40,7 +41,8 @@ impl BackwardScan {
         self.dropped > 0
     }
 
-    /// Where the file ends at least: after the header and the active tables, whatever refcounts say.
+    /// Where the file ends at least: after the header and the active tables, whatever refcounts
+    /// say.
     pub(crate) fn clusters_in_use(&self, tables: &Tables) -> u64 {
         let last = tables.active_clusters().iter().max();
         last.map_or(self.below, |&last| self.below.max(last + 1))
@@ -48,15 +50,15 @@ impl BackwardScan {
 }
 
 impl Allocator {
-    /// Goes on with the search; drops refcount blocks that count nothing but themselves, each of which is
-    /// a change of its own.
+    /// Goes on with the search; drops refcount blocks that count nothing but themselves, each of
+    /// which is a change of its own.
     pub(crate) fn scan_backwards(
         &mut self,
         tables: &mut Tables,
         scan: &mut BackwardScan,
     ) -> Step<()> {
         let geometry = tables.geometry();
-        // What no refcount block can be for is not counted.
+        // Clusters that no refcount block can be for are not counted.
         let countable = tables.refcount_table_entries() * geometry.block_refcounts();
         scan.below = scan.below.min(countable.max(1));
         while scan.below > 0 && scan.slices_left > 0 {
@@ -84,7 +86,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Takes the refcount block in this cluster out of the refcount table if it counts nothing else.
+    /// Takes the refcount block in this cluster out of the refcount table if it counts nothing
+    /// else.
     fn drop_empty_block(
         &mut self,
         tables: &mut Tables,
@@ -114,7 +117,7 @@ impl Allocator {
         Ok(true)
     }
 
-    /// The file was cut off after so many clusters.
+    /// The file was cut off after this many clusters.
     pub(crate) fn note_cut(&mut self, tables: &mut Tables, clusters: u64) {
         tables.file_mut().cut(clusters);
         let _ = self.prepared.take_all();

@@ -1,12 +1,12 @@
-//! Where free clusters are, as far as that is remembered: runs that became free, and what has not been
-//! scanned since the image was opened. Which clusters are free, refcounts say (`tables`); where the file
-//! ends, [`FileEnd`](crate::qcow2::tables::FileEnd) does.
+//! Where free clusters are, as far as that is remembered: runs that became free, and what has not
+//! been scanned since the image was opened. Which clusters are free, refcounts say (`tables`);
+//! where the file ends, [`FileEnd`](crate::qcow2::tables::FileEnd) does.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// How many runs of free clusters are remembered. What is beyond is found again by the cursor of the next
-/// opening.
+/// How many runs of free clusters are remembered. What is beyond is found again by the cursor of
+/// the next opening.
 const MAX_RUNS: usize = 1 << 16;
 
 /// See the module's page.
@@ -26,7 +26,7 @@ pub(crate) struct FreeSpace {
 }
 
 impl FreeSpace {
-    /// Of a file of so many clusters.
+    /// Of a file of this many clusters.
     pub(crate) fn new(clusters: u64) -> Self {
         Self {
             cursor: 0,

@@ -1,4 +1,5 @@
-//! Freeing clusters: what the allocator is asked about clusters on their way to be free (`deferred_free`).
+//! Freeing clusters: what the allocator is asked about clusters on their way to be free
+//! (`deferred_free`).
 
 use std::ops::Range;
 
@@ -8,20 +9,21 @@ use super::Allocator;
 use super::deferred_free::{DeferredFree, Punch};
 
 impl Allocator {
-    /// References to these clusters left the tables in memory: once that is durable, the refcount of each
-    /// is lowered by one.
+    /// References to these clusters left the tables in memory: once that is durable, the refcount
+    /// of each is lowered by one.
     pub(crate) fn defer_free(&mut self, free: DeferredFree) {
         self.frees.defer(free);
     }
 
-    /// Clusters that no table ever referred to are to be free once the writes of tables that are in flight now have
-    /// completed: these may be writes to them.
+    /// Clusters that no table ever referred to are to be free once the writes of tables that are in
+    /// flight now have completed: these may be writes to them.
     pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
         self.frees.abandon(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
     }
 
-    /// What was abandoned up to now. After the writes in flight have completed, [`defer_unlinked`](Self::defer_unlinked)
-    /// follows, or before that [`abandon`](Self::abandon).
+    /// The clusters that were abandoned up to now. After the writes in flight have completed,
+    /// [`defer_unlinked`](Self::defer_unlinked) follows, or before that
+    /// [`abandon`](Self::abandon).
     pub(crate) fn take_abandoned(&mut self) -> Vec<Range<u64>> {
         self.frees.take_abandoned().into_iter().map(|free| free.clusters).collect()
     }
@@ -31,8 +33,8 @@ impl Allocator {
         self.frees.defer_unlinked(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
     }
 
-    /// Makes runs of what is pending: tables lie among the data that they refer to, and the host is told of
-    /// each run.
+    /// Makes runs of what is pending: tables lie among the data that they refer to, and the host is
+    /// told of each run.
     pub(crate) fn join_pending_frees(&mut self) {
         self.frees.join_pending();
     }
@@ -88,8 +90,8 @@ impl Allocator {
         Ok(())
     }
 
-    /// Clusters that were being freed are freeable still, but for those that are being punched: their hole
-    /// may come at any time, so they stay allocated, a leak.
+    /// Clusters that were being freed are freeable still, but for those that are being punched:
+    /// their hole may come at any time, so they stay allocated, a leak.
     pub(crate) fn stop_freeing(&mut self, free: DeferredFree) {
         self.frees.end_freeing(&free);
         if free.punch == Punch::No {

@@ -1,8 +1,9 @@
-//! Refcount blocks in the middle of a file that has no space at its end: a block device, or a host that is full.
+//! Refcount blocks in the middle of a file that has no space at its end: a block device, or a host
+//! that is full.
 //!
-//! An image is opened with refcounts that are missing on disk: a process that died had counted in memory. The
-//! blocks that it had placed are lost, so their clusters are free. Whoever counts again tells which other
-//! clusters are in use ([`Gaps`]), because no refcount says so yet.
+//! An image is opened with refcounts that are missing on disk: a process that died had counted in
+//! memory. The blocks that it had placed are lost, so their clusters are free. Whoever counts again
+//! tells which other clusters are in use ([`Gaps`]), because no refcount says so yet.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -19,15 +20,15 @@ pub(crate) struct Gaps<'a> {
 }
 
 impl<'a> Gaps<'a> {
-    /// A search of a file of so many whole clusters.
+    /// A search of a file of this many whole clusters.
     pub(crate) fn new(clusters: u64, is_taken: &'a (dyn Fn(u64) -> bool + Send + Sync)) -> Self {
         Self { is_taken, rest: 0..clusters }
     }
 }
 
 impl Allocator {
-    /// Places the refcount block for `cluster` in a cluster that nothing uses and that can be counted. The block
-    /// is empty but for itself.
+    /// Places the refcount block for `cluster` in a cluster that nothing uses and that can be
+    /// counted. The block is empty but for itself.
     pub(crate) fn place_block_in_gap(
         &mut self,
         tables: &mut Tables,

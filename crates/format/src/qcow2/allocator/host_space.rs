@@ -18,8 +18,8 @@ impl Allocator {
         }
     }
 
-    /// The reserve at the end of the file, and what is prepared there, is dropped, unused: other tables may take the
-    /// space.
+    /// The reserve at the end of the file, and what is prepared there, is dropped, unused: other
+    /// tables may take the space.
     pub(crate) fn drop_end_reserve(&mut self) {
         let _ = self.reserve.take_at_end();
         self.drop_prepared();
@@ -41,7 +41,8 @@ impl Allocator {
         self.reserve.put_l2_table(cluster);
     }
 
-    /// Begins to reserve `count` clusters at the end of the file; `None` where some are reserved already.
+    /// Begins to reserve `count` clusters at the end of the file; `None` where some are reserved
+    /// already.
     pub(crate) fn begin_end_reserve(
         &mut self,
         tables: &mut Tables,
@@ -69,8 +70,8 @@ impl Allocator {
         self.space.length() < needed
     }
 
-    /// The file was to become `length` clusters long, of which `needed` are needed now, and has `size`
-    /// bytes.
+    /// The file was to become `length` clusters long, of which `needed` are needed now, and has
+    /// `size` bytes.
     pub(crate) fn note_extended(
         &mut self,
         geometry: Geometry,
@@ -83,8 +84,8 @@ impl Allocator {
         self.space.set_limit(is_limited.then_some(size));
     }
 
-    /// Whether the storage, of `size` bytes, became longer than its limit: it grows with what is written
-    /// to it, and only could not be made longer ahead. There is no limit then.
+    /// Whether the storage, of `size` bytes, became longer than its limit: it grows with what is
+    /// written to it, and only could not be made longer ahead. There is no limit then.
     pub(crate) fn lift_limit(&mut self, size: u64) -> bool {
         let is_growing = self.space.limit().is_some_and(|limit| size > limit);
         if is_growing {
@@ -93,8 +94,9 @@ impl Allocator {
         is_growing
     }
 
-    /// Whether a step that got ENOSPC at the end of the file, of `size` bytes, may find space elsewhere when
-    /// it runs again: in clusters that wait to be freed, or in those that were not scanned yet.
+    /// Whether a step that got ENOSPC at the end of the file, of `size` bytes, may find space
+    /// elsewhere when it runs again: in clusters that wait to be freed, or in those that were
+    /// not scanned yet.
     pub(crate) fn may_have_space(&mut self, tables: &Tables, size: u64) -> bool {
         // Past the limit the next step scans all that was not scanned. Once: it fails after that.
         let is_unknown = self.space.limit().is_none()

@@ -1,6 +1,8 @@
-//! Free space of the image's file: which clusters can be allocated, and when clusters are free again.
+//! Free space of the image's file: which clusters can be allocated, and when clusters are free
+//! again.
 //!
-//! The life of a cluster. Its refcount in memory is the truth (`tables`); writebacks bring it to the disk.
+//! The life of a cluster. Its refcount in memory is the truth (`tables`); writebacks bring it to
+//! the disk.
 //!
 //! ```text
 //!        allocate              link                 L2 entry replaced       writeback durable
@@ -11,19 +13,21 @@
 //!  +------------------- reads that may have looked it up have ended, refcount 0 -----------+
 //! ```
 //!
-//! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; a cursor that
-//!    passes once over the space that was there when the image was opened; clusters that were prepared for
-//!    durable writes (`prepared`); the end of the file. So no allocation looks at more than a few refcount slices.
-//! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for L2
-//!    tables, come from the *reserve*: space that the host has allocated already, so that a writeback never
-//!    fails for want of space. Where the end has no space, it is clusters in a row elsewhere (`rows`).
-//! 3. [`Allocator::defer_free`] takes clusters that no entry in memory refers to any more. They become free
+//! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; a cursor
+//!    that passes once over the space that was there when the image was opened; clusters that were
+//!    prepared for durable writes (`prepared`); the end of the file. So no allocation looks at more
+//!    than a few refcount slices.
+//! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for
+//!    L2 tables, come from the *reserve*: space that the host has allocated already, so that a
+//!    writeback never fails for want of space. Where the end has no space, it is clusters in a row
+//!    elsewhere (`rows`).
+//! 3. [`Allocator::defer_free`] takes clusters that no entry in memory refers to. They become free
 //!    when a writeback has made that durable (`deferred_free`).
-//! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while the
-//!    image is open, because the late write would corrupt the new owner.
+//! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while
+//!    the image is open, because the late write would corrupt the new owner.
 //!
-//! Locking: lies under the image's one lock, as [`Tables`] does; nothing here waits. A step that lacks
-//! space says so by `Blocked::NeedsReserve`, and `writeback` gets it without the lock.
+//! Locking: lies under the image's one lock, as [`Tables`] does; nothing here waits. A step that
+//! lacks space says so by `Blocked::NeedsReserve`, and `writeback` gets it without the lock.
 
 mod at_end;
 mod compressed;
@@ -86,7 +90,7 @@ pub(crate) struct Allocator {
 }
 
 impl Allocator {
-    /// For a file of so many clusters. So many bytes of clusters may always wait to be freed.
+    /// For a file of this many clusters. This many bytes of clusters may always wait to be freed.
     pub(crate) fn new(clusters: u64, min_waiting: u64) -> Self {
         Self {
             space: FreeSpace::new(clusters),
@@ -117,7 +121,8 @@ impl Allocator {
         self.allocate_for_data(tables, limit, 0).map(|allocated| allocated.clusters)
     }
 
-    /// As [`allocate`](Self::allocate); says what the clusters hold. Up to `ahead` more where that is prepared.
+    /// As [`allocate`](Self::allocate); says what the clusters hold. Up to `ahead` more where that
+    /// is prepared.
     pub(crate) fn allocate_for_data(
         &mut self,
         tables: &mut Tables,
@@ -127,7 +132,8 @@ impl Allocator {
         let mut slices = SLICES_PER_ALLOCATION;
         loop {
             let unscanned = self.space.unscanned();
-            // Past the host's limit is only what a request could not write to: anything else comes first.
+            // Past the host's limit is only what a request could not write to: anything else comes
+            // first.
             let host_limit = self.host_limit(tables.geometry());
             let run = self.space.first_free_run();
             let run = run.filter(|run| run.0 < host_limit || unscanned.is_empty());
@@ -189,8 +195,8 @@ impl Allocator {
         self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
     }
 
-    /// Moves the cursor from `cluster`, which no refcount block is for, to where the next block's clusters
-    /// begin. All steps together read the refcount table once.
+    /// Moves the cursor from `cluster`, which no refcount block is for, to where the next block's
+    /// clusters begin. All steps together read the refcount table once.
     fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
         let geometry = tables.geometry();
         let index = geometry.refcount_index(cluster).table_index;
@@ -199,8 +205,8 @@ impl Allocator {
             self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
             return;
         }
-        // Nothing is counted from here on: a block device after its last cluster in use. A table that lies
-        // there is passed.
+        // Nothing is counted from here on: a block device after its last cluster in use. A table
+        // that lies there is passed.
         let last = tables.active_clusters().iter().filter(|&&table| table >= cluster).max();
         let in_block = geometry.block_refcounts();
         let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
@@ -257,9 +263,9 @@ impl Allocator {
         tables.set_refcount(cluster, value)
     }
 
-    /// Counts a reference of a process that has died to a cluster. It may be counted already; one that is
-    /// `shared` with other references is counted again, as far as refcounts go: that process had counted all
-    /// of them.
+    /// Counts a reference of a process that has died to a cluster. It may be counted already; one
+    /// that is `shared` with other references is counted again, as far as refcounts go: that
+    /// process had counted all of them.
     pub(crate) fn count_reference(
         &mut self,
         tables: &mut Tables,
@@ -275,8 +281,8 @@ impl Allocator {
         }
     }
 
-    /// Clusters that were allocated in vain: no table ever referred to them, and nothing writes to them.
-    /// They are free at once where their refcounts are cached.
+    /// Clusters that were allocated in vain: no table ever referred to them, and nothing writes to
+    /// them. They are free at once where their refcounts are cached.
     pub(crate) fn free_unlinked(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         let mut rest = clusters;
         // While the tables are frozen, refcounts do not change.
@@ -292,8 +298,8 @@ impl Allocator {
         }
     }
 
-    /// What an L2 entry refers to that is replaced by another one; `None` for nothing, and for a cluster
-    /// that is never freed.
+    /// The clusters of an L2 entry that is replaced by another one; `None` for nothing, and for a
+    /// cluster that is never freed.
     pub(crate) fn dropped_clusters(
         &self,
         geometry: Geometry,

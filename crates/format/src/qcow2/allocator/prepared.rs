@@ -1,18 +1,22 @@
-//! Space that the storage has filled with written zeros ahead of durable writes (`Storage::prepare_zeroes`).
+//! Space that the storage has filled with written zeros ahead of durable writes
+//! (`Storage::prepare_zeroes`).
 //!
-//! The first durable write to space that a file system has not written costs its journal. So where durable writes take
-//! new clusters, and the storage can write zeros without sending them, the next clusters are prepared together.
+//! The first durable write to space that a file system has not written costs its journal. So where
+//! durable writes take new clusters, and the storage can write zeros without sending them, the next
+//! clusters are prepared together.
 //!
 //! 1. A durable write that takes new space asks for it ([`Prepared::want`]).
-//! 2. The next allocation that would take a cluster from the end of the file is blocked, and claims a run there
-//!    ([`Allocator::claim_to_prepare`]). The end moves past the run, so nothing else takes it meanwhile.
-//! 3. `writeback/fill_reserve` has the run zeroed, and flushes. Only then is it known as prepared: a writer leaves the
-//!    rest of a cluster as it is, and an entry that is durable must not show what was there before.
+//! 2. The next allocation that would take a cluster from the end of the file is blocked, and claims
+//!    a run there ([`Allocator::claim_to_prepare`]). The end moves past the run, so nothing else
+//!    takes it meanwhile.
+//! 3. `writeback/fill_reserve` has the run zeroed, and flushes. Only then is it known as prepared:
+//!    a writer leaves the rest of a cluster as it is, and an entry that is durable must not show
+//!    what was there before.
 //! 4. Allocations take prepared clusters from the front.
 //!
-//! No refcount counts these clusters, and no table refers to them. So a crash leaves a file that is longer than its
-//! last cluster in use, as it always may be: the next process takes them as free clusters, and an orderly end cuts
-//! them off.
+//! No refcount counts these clusters, and no table refers to them. So a crash leaves a file that is
+//! longer than its last cluster in use, as it always may be: the next process takes them as free
+//! clusters, and an orderly end cuts them off.
 
 use std::ops::Range;
 
@@ -21,7 +25,8 @@ use crate::qcow2::tables::{Scan, Step, Tables};
 
 use super::{Allocator, check_not_active};
 
-/// By how many clusters at least, and at most by how many bytes: as much as is taken from the host before it is used.
+/// By how many clusters at least, and at most by how many bytes: as much as is taken from the host
+/// before it is used.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 64 << 20;
 /// Of smaller clusters, several share a block of the file system.
@@ -35,7 +40,7 @@ pub(crate) struct Prepared {
     clusters: Range<u64>,
     /// Whether durable writes have taken new space since the last preparation.
     is_wanted: bool,
-    /// Not before the file has so many clusters: it failed, or the host was short of space.
+    /// Not before the file has this many clusters: it failed, or the host was short of space.
     not_before: u64,
 }
 
@@ -64,8 +69,8 @@ impl Prepared {
     }
 }
 
-/// How many clusters to prepare at the end of a file of `end` clusters, where the host has `free` bytes left; none where
-/// it is short of space.
+/// How many clusters to prepare at the end of a file of `end` clusters, where the host has `free`
+/// bytes left; none where it is short of space.
 fn clusters_ahead(geometry: Geometry, end: u64, free: Option<u64>) -> u64 {
     if geometry.has_data_file || geometry.cluster_size() < MIN_CLUSTER {
         return 0;
@@ -87,8 +92,8 @@ impl Allocator {
         !self.prepared.clusters.is_empty()
     }
 
-    /// Claims a run of free clusters at the end, to be prepared; `None` where that is not to be. `free` are the bytes
-    /// that the host has left, if that is known.
+    /// Claims a run of free clusters at the end, to be prepared; `None` where that is not to be.
+    /// `free` are the bytes that the host has left, if that is known.
     pub(crate) fn claim_to_prepare(
         &mut self,
         tables: &mut Tables,
@@ -132,7 +137,8 @@ impl Allocator {
         self.prepared.clusters = clusters;
     }
 
-    /// The claimed clusters could not be prepared. They are free as before, and it is not tried again soon.
+    /// The claimed clusters could not be prepared. They are free as before, and it is not tried
+    /// again soon.
     pub(crate) fn give_up_preparing(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         tables.file_mut().unreserve(clusters.end, clusters.start);
         if tables.file().end() > clusters.start {

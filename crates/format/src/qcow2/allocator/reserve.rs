@@ -1,8 +1,9 @@
 //! Clusters that the host has allocated ahead of new metadata.
 //!
-//! A new table reaches the disk with a writeback, long after the request that made it. If that writeback
-//! hit ENOSPC, no writeback could complete any more, and clusters are freed only after one. So the space of
-//! each new table is filled with zeros first, and ENOSPC fails the request that needs the table.
+//! A new table reaches the disk with a writeback, long after the request that made it. If that
+//! writeback hit ENOSPC, no writeback could complete, and clusters are freed only after one. So the
+//! space of each new table is filled with zeros first, and ENOSPC fails the request that needs the
+//! table.
 
 use std::ops::Range;
 

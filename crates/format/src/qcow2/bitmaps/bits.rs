@@ -58,7 +58,8 @@ impl<'a> BitRuns<'a> {
         Self { bytes, at: 0, end: end.min(bytes.len() as u64 * 8) }
     }
 
-    /// The first bit from `at` on whose byte is not all `skipped`, and that is not `skipped` itself.
+    /// The first bit from `at` on whose byte is not all `skipped`, and that is not `skipped`
+    /// itself.
     fn skip_bits(&self, mut at: u64, skipped: u8) -> u64 {
         while at < self.end {
             let byte = self.bytes[at as usize / 8];

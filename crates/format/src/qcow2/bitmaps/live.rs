@@ -7,18 +7,21 @@
 //! | flag `in-use` of each enabled bitmap | to other programs: not saved, do not use it |
 //! | autoclear bit [`LIVE_BITMAPS`] | to us: bitmaps that are in use and enabled contain all changes. Other programs clear bits that they do not know before they change the disk |
 //!
-//! A session begins, each step durable before the next: bitmaps that lack changes are disabled, so that they are not
-//! mistaken for those of the session; the autoclear bit is set; the flags are set; the change is recorded in the
-//! bitmaps, and made. It ends: the bitmaps' bits are written as they are; the flags are cleared; the autoclear
-//! bit is. After a crash between any two steps the bitmaps contain all changes, whoever reads them.
+//! A session begins, each step durable before the next: bitmaps that lack changes are disabled, so
+//! that they are not mistaken for those of the session; the autoclear bit is set; the flags are
+//! set; the change is recorded in the bitmaps, and made. It ends: the bitmaps' bits are written as
+//! they are; the flags are cleared; the autoclear bit is. After a crash between any two steps the
+//! bitmaps contain all changes, whoever reads them.
 //!
 //! A bitmap in which a change cannot be recorded, because its place is full or fails, is given up:
 //! before the change is made, it is disabled and stays in use, durably, so it is one that lacks
 //! changes for every program. That needs no space. The guest does not pay for a bitmap.
 //!
-//! The header of a sidecar says with its end when the raw disk was changed for the last time (`sidecar`).
+//! The header of a sidecar says with its end when the raw disk was changed for the last time
+//! (`sidecar`).
 //!
-//! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours say.
+//! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours
+//! say.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -67,7 +70,8 @@ pub(crate) struct LiveBitmaps {
     is_marked: AtomicBool,
     /// Held by the task that begins or ends the session, or notes a voucher.
     begin_lock: Semaphore,
-    /// Whether a write of flags has failed or was dropped: what is read of them may not be durable.
+    /// Whether a write of flags has failed or was dropped: what is read of them may not be
+    /// durable.
     is_flags_write_unknown: AtomicBool,
     /// Of a sidecar: what gives vouchers.
     vouch: OnceLock<fn() -> Option<Voucher>>,
@@ -78,7 +82,7 @@ pub(crate) struct LiveBitmaps {
     activity: BitmapActivity,
 }
 
-/// What is called for each bitmap that had to be given up: with its name, and why. It must not
+/// The callback for each bitmap that had to be given up: with its name, and why. It must not
 /// wait.
 pub type BitmapLossObserver = Arc<dyn Fn(&str, &Error) + Send + Sync>;
 
@@ -89,11 +93,11 @@ struct BitmapSet {
     /// As they were when the set was read.
     entries: Vec<BitmapEntry>,
     roles: Vec<Role>,
-    /// Those in which changes are recorded.
+    /// The bitmaps in which changes are recorded.
     live: Vec<Arc<LiveBitmap>>,
 }
 
-/// What a session does with a bitmap.
+/// The use of a bitmap by a session.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// It is enabled: changes are recorded.
@@ -114,12 +118,13 @@ impl Role {
     }
 }
 
-/// Clusters that are written in place when changes are recorded: each is of one bitmap, and of nothing else that
-/// the image cannot do without.
+/// Clusters that are written in place when changes are recorded: each is of one bitmap, and of
+/// nothing else that the image cannot do without.
 struct Places<'a, S: Storage> {
     metadata: &'a Metadata<S, Mapping>,
     taken: ClusterRanges,
-    /// They are not of an image that was not closed while they were written late, until they are counted.
+    /// They are not of an image that was not closed while they were written late, until they are
+    /// counted.
     are_refcounts_known: bool,
 }
 
@@ -130,8 +135,8 @@ impl<'a, S: Storage> Places<'a, S> {
     }
 
     /// # Errors
-    /// `Corrupt` where any of these bytes are of something else, or may be given to something else because they count
-    /// as free.
+    /// `Corrupt` where any of these bytes are of something else, or may be given to something else
+    /// because they count as free.
     async fn take(&mut self, offset: u64, length: u64) -> Result<()> {
         let geometry = self.metadata.geometry();
         let clusters = geometry.cluster_of(offset)..geometry.clusters_for(offset + length);
@@ -294,21 +299,21 @@ impl LiveBitmaps {
         }
     }
 
-    /// Reads which bitmaps an image has that is open for writing, outside of a session. Nothing is changed. Bitmaps
-    /// whose directory is damaged are given up with the first change.
+    /// Reads which bitmaps an image has that is open for writing, outside of a session. Nothing is
+    /// changed. Bitmaps whose directory is damaged are given up with the first change.
     ///
     /// # Errors
     /// What the storage answers; the failure to write metadata that is remembered.
     pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
-        // After one it may be unknown which header is on disk. With refcounts of the other one's tables, good bitmaps would
-        // look damaged.
+        // After one it may be unknown which header is on disk. With refcounts of the other one's
+        // tables, good bitmaps would look damaged.
         metadata.writer().check_failure()?;
         let header = metadata.lock().tables.headers().disk().clone();
         let set = match BitmapSet::read(metadata, &header, self.activity).await {
             Err(error) if error.kind() == ErrorKind::Corrupt => BitmapSet::default(),
             set => set?,
         };
-        // What is read of an image that was opened for writing is durable.
+        // The tables of an image that was opened for writing are durable.
         self.is_marked.store(header.autoclear & LIVE_BITMAPS != 0, Ordering::Release);
         let kept = if set.location.is_some() { BITMAPS_CONSISTENT | LIVE_BITMAPS } else { 0 };
         let has_live = set.count_live() > 0;
@@ -319,8 +324,8 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Forgets the bitmaps, outside of a session. Unless they are [loaded](Self::load) before the next change, that
-    /// loads them.
+    /// Forgets the bitmaps, outside of a session. Unless they are [loaded](Self::load) before the
+    /// next change, that loads them.
     pub(crate) fn forget(&self) {
         self.has_live.store(true, Ordering::Release);
         self.is_forgotten.store(true, Ordering::Release);
@@ -341,8 +346,8 @@ impl LiveBitmaps {
         self.is_forgotten.load(Ordering::Acquire) || self.set().location.is_some()
     }
 
-    /// Up to how many bytes of the disk an enabled bitmap may say to have changed that have not, because a process
-    /// died that recorded changes in it; 0 where none did.
+    /// Up to how many bytes of the disk an enabled bitmap may say to have changed that have not,
+    /// because a process died that recorded changes in it; 0 where none did.
     pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> u64 {
         if metadata.lock().tables.headers().disk().autoclear & LIVE_BITMAPS == 0 {
             return 0;
@@ -351,7 +356,8 @@ impl LiveBitmaps {
         set.live.iter().map(|bitmap| bitmap.max_excess()).max().unwrap_or(0).min(metadata.size())
     }
 
-    /// As [`record`](Self::record), where nothing has to be written for it: the disk says so already.
+    /// As [`record`](Self::record), where nothing has to be written for it: the disk says so
+    /// already.
     pub(crate) fn try_record(&self, range: ByteRange) -> Option<ByteRange> {
         if !self.has_live.load(Ordering::Acquire) {
             return Some(range);
@@ -362,7 +368,8 @@ impl LiveBitmaps {
         is_recorded.then_some(range)
     }
 
-    /// Records that the first bytes of `range` are about to change: durably, when it returns. Returns these bytes.
+    /// Records that the first bytes of `range` are about to change: durably, when it returns.
+    /// Returns these bytes.
     ///
     /// A bitmap in which that cannot be recorded is lost: it lacks changes.
     ///
@@ -540,8 +547,8 @@ impl LiveBitmaps {
         self.vouch.get().and_then(|vouch| vouch())
     }
 
-    /// Notes a voucher durably, if a session goes on. It never lands after the end of one: another process may have the image
-    /// then.
+    /// Notes a voucher durably, if a session goes on. It never lands after the end of one: another
+    /// process may have the image then.
     ///
     /// # Errors
     /// What the storage answers.
@@ -561,7 +568,8 @@ impl LiveBitmaps {
         metadata.write_header(|header| DataFileMark::set_voucher(header, voucher)).await
     }
 
-    /// The size of the disk was changed, and that of the data file of a sidecar: this is no change by another program.
+    /// The size of the disk was changed, and that of the data file of a sidecar: this is no change
+    /// by another program.
     ///
     /// # Errors
     /// What the storage answers: the sidecar is refused later.
@@ -576,8 +584,8 @@ impl LiveBitmaps {
         }
     }
 
-    /// Ends the session, also that of a process that died: the bitmaps say what has changed, to all programs. No change
-    /// may be in flight. The next change begins another one.
+    /// Ends the session, also that of a process that died: the bitmaps say what has changed, to all
+    /// programs. No change may be in flight. The next change begins another one.
     ///
     /// # Errors
     /// What the storage answers: the bitmaps stay marked, and contain all changes.
@@ -589,7 +597,8 @@ impl LiveBitmaps {
         }
         let set = self.set();
         if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
-            // Outside of a session nothing is recorded, so what enabled bitmaps lack must stay to be found out.
+            // Outside of a session nothing is recorded, so what enabled bitmaps lack must stay to
+            // be found out.
             let is_free = !self.is_forgotten.load(Ordering::Acquire) && set.count_live() == 0;
             return if is_free { sidecar::renew_mark(metadata).await } else { Ok(()) };
         }

@@ -1,11 +1,12 @@
-//! One page of a live bitmap: its bits in memory, what of it the disk has to say, and what the disk says durably.
+//! One page of a live bitmap: its bits in memory, what of it the disk has to say, and what the disk
+//! says durably.
 //!
-//! The disk has to say the bits, and all bits of each *active* extent. An extent becomes active before the first
-//! change in it, and then the disk has to be written, durably, before the change is made. Further changes in an
-//! active extent set bits in memory only.
+//! The disk has to say the bits, and all bits of each *active* extent. An extent becomes active
+//! before the first change in it, and then the disk has to be written, durably, before the change
+//! is made. Further changes in an active extent set bits in memory only.
 //!
-//! Invariant: a bit that is set is one that the disk has to say. Each change of what the disk has to say beyond what
-//! it said before gives the page a new version.
+//! Invariant: a bit that is set is one that the disk has to say. Each change of what the disk has
+//! to say beyond what it said before gives the page a new version.
 
 use std::ops::Range;
 
@@ -25,7 +26,7 @@ pub(super) struct Page {
     is_writing: bool,
     /// Whether a write of the page was dropped, and may be in flight still.
     was_dropped: bool,
-    /// Whether the disk says bits of extents that are not active any more.
+    /// Whether the disk says bits of extents that are no longer active.
     is_stale: bool,
 }
 
@@ -37,7 +38,7 @@ struct Active {
     is_used: bool,
 }
 
-/// What marking an extent needs before the change may be made.
+/// The step that marking an extent needs before the change may be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marked {
     /// Nothing: the disk says it already.
@@ -89,7 +90,7 @@ impl Page {
         Marked::Activated(version)
     }
 
-    /// What the disk has to say, and the version of it.
+    /// The new content for the disk, and its version.
     pub(super) fn content(&self, extent_bits: u64) -> (Vec<u8>, u64) {
         let mut bytes = self.bits.clone();
         for &extent in self.active.keys() {
@@ -98,8 +99,8 @@ impl Page {
         (bytes, self.version)
     }
 
-    /// Has an extent rest, if it is active, the disk says so durably, and it was not changed since the last call.
-    /// Returns whether it is active no more.
+    /// Has an extent rest, if it is active, the disk says so durably, and it was not changed since
+    /// the last call. Returns whether it is active no more.
     pub(super) fn rest(&mut self, extent: u64, extent_bits: u64) -> bool {
         let Some(active) = self.active.get_mut(&extent) else { return true };
         let bits = extent * extent_bits..(extent + 1) * extent_bits;
@@ -129,8 +130,8 @@ impl Page {
         self.is_writing
     }
 
-    /// A write of [`content`](Self::content) begins. Returns whether an earlier one may still be in flight: its end
-    /// is to be waited for first.
+    /// A write of [`content`](Self::content) begins. Returns whether an earlier one may still be in
+    /// flight: its end is to be waited for first.
     pub(super) fn begin_write(&mut self) -> bool {
         self.is_writing = true;
         self.was_dropped

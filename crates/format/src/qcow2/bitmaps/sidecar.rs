@@ -1,7 +1,9 @@
-//! The mark of a sidecar, by which it is found out later whether another program has changed the raw disk since.
+//! The mark of a sidecar, by which it is found out later whether another program has changed the
+//! raw disk since.
 //!
-//! Guarantee: outside of a session the mark has the time of a change of the data file which is stable, and before which all changes
-//! are in the enabled bitmaps. Where that cannot be told, it keeps an older time, and the sidecar is refused.
+//! Guarantee: outside of a session the mark has the time of a change of the data file which is
+//! stable, and before which all changes are in the enabled bitmaps. Where that cannot be told, it
+//! keeps an older time, and the sidecar is refused.
 
 use std::time::Duration;
 
@@ -11,8 +13,8 @@ use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
-/// When the data file of a sidecar was changed for the last time: what it holds now is stable, and its time of
-/// change, too. `None` of other images. No change may be in flight.
+/// When the data file of a sidecar was changed for the last time: what it holds now is stable, and
+/// its time of change, too. `None` of other images. No change may be in flight.
 pub(super) async fn stable_change<S: Storage>(
     metadata: &Metadata<S, Mapping>,
 ) -> Result<Option<Duration>> {
@@ -23,8 +25,8 @@ pub(super) async fn stable_change<S: Storage>(
     data.last_change().await
 }
 
-/// Outside of a session, of an image that is open for writing, where no bitmap is enabled, or this process has changed the data file
-/// just now in a way that no bitmap records.
+/// Outside of a session, of an image that is open for writing, where no bitmap is enabled, or this
+/// process has changed the data file just now in a way that no bitmap records.
 pub(super) async fn renew_mark<S: Storage>(metadata: &Metadata<S, Mapping>) -> Result<()> {
     let mark = DataFileMark::of(metadata.lock().tables.headers().disk());
     let (Some(mark), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(()) };

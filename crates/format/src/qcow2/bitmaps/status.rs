@@ -1,4 +1,4 @@
-//! What a bitmap says of a range of the disk: for block status.
+//! The record of a bitmap for a range of the disk: for block status.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -68,8 +68,8 @@ impl Extents {
     }
 }
 
-/// The first extents of `range`, `max` at least unless there are fewer. Enabled bitmaps of an image that is open for
-/// writing say what is recorded in them at this moment.
+/// The first extents of `range`, `max` at least unless there are fewer. Enabled bitmaps of an image
+/// that is open for writing say what is recorded in them at this moment.
 ///
 /// # Errors
 /// What the storage answers, or `Corrupt`.

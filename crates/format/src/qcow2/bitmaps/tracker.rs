@@ -1,19 +1,23 @@
-//! One enabled bitmap of an image that is open for writing: changes are recorded in it before they are made.
+//! One enabled bitmap of an image that is open for writing: changes are recorded in it before they
+//! are made.
 //!
 //! The life of a change:
 //!
-//! 1. Its bits are set in memory. Where the extent of any of them is not active and the bit was not set, the extent
-//!    becomes active: its page of bits is written with all bits of active extents set, durably, before the
-//!    change is made. So what the disk says contains the change, whatever crashes.
-//! 2. Further changes in an active extent, and changes of blocks whose bits the disk has, need no operation.
-//! 3. Where many extents are active, those that were not changed lately rest: their pages are written with the
-//!    bits that they have, and flushed.
+//! 1. Its bits are set in memory. Where the extent of any of them is not active and the bit was not
+//!    set, the extent becomes active: its page of bits is written with all bits of active extents
+//!    set, durably, before the change is made. So what the disk says contains the change, whatever
+//!    crashes.
+//! 2. Further changes in an active extent, and changes of blocks whose bits the disk has, need no
+//!    operation.
+//! 3. Where many extents are active, those that were not changed lately rest: their pages are
+//!    written with the bits that they have, and flushed.
 //!
-//! So a crash leaves bits of at most `max_active` extents ([`BitmapActivity`]) set in excess, and those of requests in
-//! flight.
+//! So a crash leaves bits of at most `max_active` extents ([`BitmapActivity`]) set in excess, and
+//! those of requests in flight.
 //!
-//! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of bits that is not
-//! allocated yet is allocated as an L2 table is: refcount and zeros durably, then the entry of the table.
+//! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of
+//! bits that is not allocated yet is allocated as an L2 table is: refcount and zeros durably, then
+//! the entry of the table.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -44,7 +48,8 @@ const MAX_IN_FLIGHT: usize = 16;
 /// See the module's page.
 pub(super) struct LiveBitmap {
     geometry: Geometry,
-    /// How many extents the disk may say more of than has changed, but for those of requests in flight.
+    /// How many extents the disk may say more of than has changed, but for those of requests in
+    /// flight.
     max_active: usize,
     granularity_bits: u32,
     /// Bits that stand for the disk.
@@ -72,11 +77,12 @@ struct State {
     going_to_rest: usize,
     /// Whether a write of the table was dropped, and may still be in flight.
     is_table_write_unknown: bool,
-    /// Whether bits were written as they are, and no flush has covered that: what is read may not be durable.
+    /// Whether bits were written as they are, and no flush has covered that: what is read may not
+    /// be durable.
     is_exact_write_unknown: bool,
 }
 
-/// What is left to do for a change after its bits were set in memory.
+/// The step that is left for a change after its bits were set in memory.
 pub(super) enum Next {
     /// Nothing.
     Done,
@@ -202,7 +208,8 @@ impl LiveBitmap {
         }
     }
 
-    /// The bits of a page, as they are in memory or else on disk. What is only read takes no memory.
+    /// The bits of a page, as they are in memory or else on disk. What is only read takes no
+    /// memory.
     pub(super) async fn page_of<S: Storage>(
         &self,
         metadata: &Metadata<S, Mapping>,
@@ -301,8 +308,8 @@ impl LiveBitmap {
         }
     }
 
-    /// The offset of a page, for which a cluster is allocated where there is none; `None` for one whose bits are
-    /// all set without one.
+    /// The offset of a page, for which a cluster is allocated where there is none; `None` for one
+    /// whose bits are all set without one.
     async fn place<S: Storage>(
         &self,
         metadata: &Metadata<S, Mapping>,
@@ -398,15 +405,15 @@ impl LiveBitmap {
                 _ if active <= rest_at && active + going_to_rest <= self.max_active => return,
                 Some(alone) => alone,
                 None if active + going_to_rest <= self.max_active => return,
-                // Those that are resting now make room.
+                // Pages that are resting now make room.
                 None => {
                     drop(self.resting.acquire().await);
                     continue;
                 }
             };
             let stale = self.rest_down_to(rest_to);
-            // Where this fails the disk says too much of these extents, and they count as stale: closing tries again.
-            // A storage that fails to flush says so itself.
+            // Where this fails the disk says too much of these extents, and they count as stale:
+            // closing tries again. A storage that fails to flush says so itself.
             if self.write_stale(metadata, stale).await.is_ok() {
                 let _ = metadata.sync(SyncMode::Data).await;
             }
@@ -415,8 +422,8 @@ impl LiveBitmap {
         }
     }
 
-    /// Has the longest active extents rest that were not changed lately, and then any. Returns the pages of which the
-    /// disk says too much.
+    /// Has the longest active extents rest that were not changed lately, and then any. Returns the
+    /// pages of which the disk says too much.
     fn rest_down_to(&self, count: usize) -> BTreeSet<u64> {
         let mut state = self.state.lock();
         let State { pages, active, going_to_rest, .. } = &mut *state;
@@ -456,8 +463,9 @@ impl LiveBitmap {
         run_all(MAX_IN_FLIGHT, writes).await
     }
 
-    /// Has the disk say what has changed and nothing more, with the next flush. No change may be in flight. Pages are
-    /// forgotten: whatever becomes of this, the disk says all that has changed.
+    /// Has the disk say what has changed and nothing more, with the next flush. No change may be in
+    /// flight. Pages are forgotten: whatever becomes of this, the disk says all that has
+    /// changed.
     ///
     /// # Errors
     /// What the storage answers.
@@ -476,7 +484,7 @@ impl LiveBitmap {
         let writes: Vec<TableWrite> = inexact
             .filter_map(|(number, bytes)| match self.location_of(number) {
                 Ok(BitsCluster::Stored(offset)) => Some(TableWrite { offset, bytes }),
-                // What is set in memory alone stands for changes that were not made.
+                // Bits that are set in memory alone stand for changes that were not made.
                 Ok(BitsCluster::Zeros | BitsCluster::Ones) | Err(_) => None,
             })
             .collect();
@@ -488,8 +496,9 @@ impl LiveBitmap {
         self.state.lock().is_exact_write_unknown = false;
     }
 
-    /// Makes writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or that no flush has covered:
-    /// among the bits may be those of changes that failed, and were never durable.
+    /// Makes writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or that no
+    /// flush has covered: among the bits may be those of changes that failed, and were never
+    /// durable.
     async fn settle_exact_writes<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
         if self.state.lock().is_exact_write_unknown {
             metadata.writer().drained().await;

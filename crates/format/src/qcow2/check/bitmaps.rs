@@ -1,4 +1,4 @@
-//! What persistent bitmaps take of the file, and what a repair does with them.
+//! The space of persistent bitmaps in the file, and their repair.
 //!
 //! They count only while the image says that they are in step with the guest's disk (an autoclear
 //! bit); without it QEMU takes their space for leaked, and so does a check.
@@ -15,8 +15,8 @@ use crate::qcow2::layout::{table_io, words};
 
 use super::counts::Counts;
 
-/// Tells `add` everything that bitmaps take of the file: what, offset, length. Answers why that may not
-/// be all, in words.
+/// Tells `add` everything that bitmaps take of the file: what, offset, length. Answers why that may
+/// not be all, in words.
 ///
 /// # Errors
 /// Only what the storage and `add` answer.
@@ -82,9 +82,9 @@ async fn walk_table<S: Storage>(
     Ok(None)
 }
 
-/// Has the enabled bitmaps say durably that all of the disk changes, before a repair changes what the disk reads. Their
-/// tables are changed in place: bits that they referred to leak. Answers whether that can be done: not where a table may
-/// be something else's, too.
+/// Has the enabled bitmaps say durably that all of the disk changes, before a repair changes what
+/// the disk reads. Their tables are changed in place: bits that they referred to leak. Answers
+/// whether that can be done: not where a table may be something else's, too.
 ///
 /// # Errors
 /// Only what the storage answers.

@@ -1,9 +1,9 @@
 //! How often each cluster of a file is counted.
 //!
-//! A hostile file is exabytes long and holds next to nothing, so there is no counter for each cluster of
-//! it: memory goes by what is counted. Pages of counters exist where something is, a list of the few that
-//! are not 0 until it takes more than all counters of the page would. Memory that is not to be had is an
-//! error, never the end of the process.
+//! A hostile file is exabytes long and holds next to nothing, so there is no counter for each
+//! cluster of it: memory goes by what is counted. Pages of counters exist where something is, a
+//! list of the few that are not 0 until it takes more than all counters of the page would. Memory
+//! that is not to be had is an error, never the end of the process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,13 +26,13 @@ pub(crate) struct Counts {
 enum Page {
     /// All have this value.
     Uniform(u32),
-    /// Those that are not 0, in order.
+    /// The counters that are not 0, in order.
     Listed(Vec<(u16, u32)>),
     Full(Vec<u32>),
 }
 
 impl Counts {
-    /// For so many clusters, none of which counts.
+    /// For this many clusters, none of which counts.
     pub(crate) fn new(clusters: u64) -> Self {
         Self { clusters, pages: BTreeMap::new() }
     }
@@ -47,7 +47,7 @@ impl Counts {
         self.clusters = self.clusters.max(clusters);
     }
 
-    /// What a cluster counts; 0 beyond the last one.
+    /// The count of a cluster; 0 beyond the last one.
     pub(crate) fn get(&self, cluster: u64) -> u32 {
         self.pages.get(&(cluster / PAGE)).map_or(0, |page| page.get((cluster % PAGE) as u16))
     }
@@ -61,7 +61,7 @@ impl Counts {
         page.set((cluster % PAGE) as u16, count)
     }
 
-    /// Counts these clusters, all below the limit, so many times more.
+    /// Counts these clusters, all below the limit, this many times more.
     ///
     /// # Errors
     /// ENOMEM.
@@ -89,7 +89,7 @@ impl Counts {
         self.pages.iter().flat_map(|(&number, page)| page.iter_from(number * PAGE))
     }
 
-    /// Those of these clusters that count, in order, and what they count.
+    /// The clusters that count among these, in order, with their counts.
     pub(crate) fn range(&self, clusters: Range<u64>) -> impl Iterator<Item = (u64, u32)> {
         let pages = self.pages.range(clusters.start / PAGE..clusters.end.div_ceil(PAGE));
         let all = pages.flat_map(|(&number, page)| page.iter_from(number * PAGE));
@@ -159,7 +159,7 @@ impl Page {
         Ok(())
     }
 
-    /// What is not 0, the first counter being that of `first`.
+    /// The counters that are not 0, the first one being that of `first`.
     fn iter_from(&self, first: u64) -> impl Iterator<Item = (u64, u32)> {
         let (listed, others) = match self {
             Self::Listed(list) => (list.as_slice(), 0..0),

@@ -21,7 +21,7 @@ use crate::qcow2::layout::options::{Backing, DataFile, Switch, Version};
 use crate::qcow2::layout::{refcount, table_io, words};
 use crate::{SpaceMode, preallocate};
 
-/// What a new image allocates at once.
+/// The space that a new image allocates at once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preallocation {
     /// Nothing for the guest.
@@ -35,7 +35,7 @@ pub enum Preallocation {
     Full,
 }
 
-/// What a new image is like.
+/// The options of a new image.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
     /// Bytes of the guest's disk, a multiple of 512.
@@ -57,7 +57,7 @@ pub struct CreateOptions {
     /// The file that holds the guest's clusters, if not the image. One that is the raw disk has
     /// every cluster allocated from the start.
     pub data_file: Option<DataFile>,
-    /// What is allocated at once.
+    /// The space that is allocated at once.
     pub preallocation: Preallocation,
     /// The header of LUKS with the keys of the guest's data, if that is encrypted.
     pub encryption: Option<Vec<u8>>,
@@ -136,7 +136,8 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// Zeros of the file are not zeros of an encrypted disk: clusters that are allocated ahead are marked as zeros.
+    /// Zeros of the file are not zeros of an encrypted disk: clusters that are allocated ahead are
+    /// marked as zeros.
     fn check_encryption(&self) -> Result<(), String> {
         if self.encryption.is_none() {
             return Ok(());
@@ -150,10 +151,12 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// How long the image is in bytes when every cluster of its disk is allocated; snapshots and bitmaps take more.
+    /// How long the image is in bytes when every cluster of its disk is allocated; snapshots and
+    /// bitmaps take more.
     ///
     /// # Errors
-    /// Why there is no such image: options that contradict each other, or a disk that is too large for them.
+    /// Why there is no such image: options that contradict each other, or a disk that is too large
+    /// for them.
     pub fn full_length(&self) -> Result<u64, String> {
         self.check()?;
         let geometry = self.geometry();

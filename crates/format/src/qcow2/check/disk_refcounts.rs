@@ -1,8 +1,8 @@
 //! The refcounts on disk, of an image that is not open.
 //!
-//! Kept as they are on disk, and only those of slices that are not all zeros: memory goes by what the
-//! file holds. Of two entries of the refcount table that name the same block the first one counts; a
-//! check tells of the other one.
+//! Kept as they are on disk, and only those of slices that are not all zeros: memory goes by what
+//! the file holds. Of two entries of the refcount table that name the same block the first one
+//! counts; a check tells of the other one.
 
 use std::collections::BTreeMap;
 
@@ -57,7 +57,7 @@ impl DiskRefcounts {
         Ok(Self { geometry, clusters: geometry.clusters_for(storage.size()), blocks, slices })
     }
 
-    /// What a cluster counts.
+    /// The count of a cluster.
     pub(crate) fn get(&self, cluster: u64) -> u32 {
         if cluster >= self.clusters {
             return 0;

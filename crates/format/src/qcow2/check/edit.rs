@@ -1,8 +1,8 @@
 //! Going through an L1 table and its L2 tables and changing entries on disk, outside of any opened
 //! image.
 //!
-//! Only what changes is written, in pieces that are whole sectors, so that each entry is the old or the
-//! new one after a crash. Nothing is durable before the storage is flushed.
+//! Only what changes is written, in pieces that are whole sectors, so that each entry is the old or
+//! the new one after a crash. Nothing is durable before the storage is flushed.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -19,7 +19,7 @@ use super::counts::Counts;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
-/// What becomes of entries.
+/// The change of entries.
 pub(crate) trait Editor {
     /// The new word for an L1 entry.
     fn l1(&self, word: u64) -> u64;
@@ -28,8 +28,8 @@ pub(crate) trait Editor {
     fn l2(&self, table: &[u8], index: usize) -> Option<Entry>;
 }
 
-/// Changes the entries of L1 tables and of the L2 tables that they refer to afterwards, each table once and
-/// only where it holds anything.
+/// Changes the entries of L1 tables and of the L2 tables that they refer to afterwards, each table
+/// once and only where it holds anything.
 pub(crate) struct Edit<'a, S, E> {
     storage: &'a S,
     geometry: Geometry,
@@ -103,8 +103,8 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
         while let Some((data, mut table)) = self.reader.read(&mut rest).await? {
             let before = table.clone();
             for index in 0..table.len() / geometry.l2_entry_size() as usize {
-                // An entry that says the same in other bits (ignored ones) stays as it is, but for those
-                // that a check complains of.
+                // An entry that says the same in other bits (ignored ones) stays as it is, but for
+                // those that a check complains of.
                 if let Some(new) = editor.l2(&table, index)
                     && (Entry::read(&table, index, geometry) != Ok(new)
                         || Entry::is_copied_compressed(&table, index, geometry))
@@ -124,8 +124,8 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
     }
 }
 
-/// Makes entries keep to the format and to the file: see [`Entry::sanitize`]. An L1 entry that refers to
-/// no L2 table is emptied.
+/// Makes entries keep to the format and to the file: see [`Entry::sanitize`]. An L1 entry that
+/// refers to no L2 table is emptied.
 pub(crate) struct SanitizeEntries {
     geometry: Geometry,
     /// Of the file.
@@ -169,9 +169,9 @@ impl Editor for SanitizeEntries {
 /// Which wrong copied flags are corrected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopiedFix {
-    /// Those that are missing are set.
+    /// Missing marks are set.
     Set,
-    /// Those of clusters with another refcount than one are cleared.
+    /// Marks of clusters with another refcount than one are cleared.
     Clear,
 }
 

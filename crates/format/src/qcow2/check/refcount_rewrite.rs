@@ -1,5 +1,5 @@
-//! Refcounts on disk set to given values, outside of any opened image: at their offsets, or in a new
-//! refcount table with new blocks where the old ones cannot be relied on.
+//! Refcounts on disk set to given values, outside of any opened image: at their offsets, or in a
+//! new refcount table with new blocks where the old ones cannot be relied on.
 //!
 //! The new structures go after everything that is in use; they are durable before the header
 //! points to them, which is one write. So a crash leaves the old refcounts or the new ones.
@@ -22,8 +22,8 @@ pub(crate) fn has_blocks(recorded: &DiskRefcounts, counts: &Counts) -> bool {
     counts.iter().all(|(cluster, _)| recorded.has_block(cluster))
 }
 
-/// Sets the refcounts of all refcount blocks; what is beyond `counts` is free. Durable with the next
-/// flush.
+/// Sets the refcounts of all refcount blocks; what is beyond `counts` is free. Durable with the
+/// next flush.
 pub(crate) async fn store_in_place<S: Storage>(
     storage: &S,
     header: &Header,
@@ -54,8 +54,8 @@ pub(crate) async fn store_in_place<S: Storage>(
     Ok(())
 }
 
-/// Makes a new refcount table with these refcounts at cluster `start`, where nothing is from there on,
-/// grown by those of the table itself, and points the header to it, durably.
+/// Makes a new refcount table with these refcounts at cluster `start`, where nothing is from there
+/// on, grown by those of the table itself, and points the header to it, durably.
 ///
 /// # Errors
 /// `NoSpace` when the table would be larger than the format allows; or what the storage answers.

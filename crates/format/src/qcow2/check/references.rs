@@ -1,8 +1,8 @@
 //! Counting who refers to which cluster, by reading every table of an image.
 //!
-//! What is wrong on the way is told and passed over, so that one damaged entry does not hide the
-//! rest. The tables are read as they are on disk, each once, however many refer to it, and only where the
-//! file holds anything: so time and memory go by what the file holds, not by its length.
+//! A fault on the way is reported and passed over, so that one damaged entry does not hide the
+//! rest. The tables are read as they are on disk, each once, however many refer to it, and only
+//! where the file holds anything: so time and memory go by what the file holds, not by its length.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ pub(crate) struct References<'a, S> {
     pub(crate) compressed: u64,
     /// Allocated guest clusters that do not follow the one before them in the file.
     pub(crate) fragmented: u64,
-    /// What is wrong, in words.
+    /// The faults, in words.
     pub(crate) problems: Vec<String>,
     /// The same with its figures.
     pub(crate) findings: Vec<Finding>,
@@ -53,7 +53,8 @@ pub(crate) struct References<'a, S> {
 const MAX_PROBLEMS: usize = 1000;
 
 impl<'a, S: Storage> References<'a, S> {
-    /// Counts all references: the first half of a pass of `progress`, whose other half reads the active tables again.
+    /// Counts all references: the first half of a pass of `progress`, whose other half reads the
+    /// active tables again.
     ///
     /// # Errors
     /// Only what the storage answers.
@@ -115,7 +116,7 @@ impl<'a, S: Storage> References<'a, S> {
         }
     }
 
-    /// So many things are wrong, told in one line.
+    /// This many things are wrong, told in one line.
     fn problems_of(&mut self, count: u64, what: String) {
         self.corruptions += count;
         self.find(Finding::Words(what.clone()));
@@ -129,7 +130,7 @@ impl<'a, S: Storage> References<'a, S> {
         self.add_times(what, offset, length, 1)
     }
 
-    /// So many refer to these bytes as `what`.
+    /// This many refer to these bytes as `what`.
     fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) -> Result<()> {
         if length == 0 {
             return Ok(());
@@ -233,7 +234,7 @@ impl<'a, S: Storage> References<'a, S> {
                     self.fragmented += u64::from(next.is_some_and(|next| next != host.offset));
                     *next = Some(host.offset + cluster_size);
                 }
-                // What lies in a data file is not counted.
+                // The clusters of a data file are not counted.
                 if self.geometry.has_data_file {
                     return Ok(());
                 }
@@ -309,7 +310,8 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// The active L1 table must have its clusters alone, whatever their refcounts are: it is changed in place.
+    /// The active L1 table must have its clusters alone, whatever their refcounts are: it is
+    /// changed in place.
     fn find_shared_l1(&mut self) {
         let location = L1Location::active(self.header);
         if !location.is_possible(self.geometry) {

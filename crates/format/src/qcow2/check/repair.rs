@@ -2,24 +2,28 @@
 //!
 //! The order that no crash can turn into more damage, each step durable before the next:
 //!
-//! 1. an image with corruption is marked as corrupt (version 3): until the end no program writes to it;
+//! 1. an image with corruption is marked as corrupt (version 3): until the end no program writes to
+//!    it;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
-//! 3. where that is going to change what the disk reads, enabled bitmaps say that all of it has changed, or are given
-//!    up where they are damaged themselves;
+//! 3. where that is going to change what the disk reads, enabled bitmaps say that all of it has
+//!    changed, or are given up where they are damaged themselves;
 //! 4. entries that contradict the format or point out of the file lose what is wrong of them;
 //! 5. references are counted, and "the refcount is one" is taken from entries where it is not so;
-//! 6. refcounts become what was counted, at their offsets or, where the refcount table is broken, in a
-//!    new one that the header points to with one write. So none is lowered before the reference is gone;
-//! 7. entries whose refcount is one say so. An entry that says less than it might is copied once too
-//!    often, and harmless: of all states on the way this is the only one in which a repair of leaks
-//!    alone shows as an error to a check;
+//! 6. refcounts become what was counted, at their offsets or, where the refcount table is broken,
+//!    in a new one that the header points to with one write. So none is lowered before the
+//!    reference is gone;
+//! 7. entries whose refcount is one say so. An entry that says less than it might is copied once
+//!    too often, and harmless: of all states on the way this is the only one in which a repair of
+//!    leaks alone shows as an error to a check;
 //! 8. space that nothing refers to is given back to the host;
-//! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it does, an
-//!    image that was not marked before is not marked after, because a repair takes no access away. One
-//!    with a cluster that has more users than can be counted is: a change would lose data.
+//! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it
+//!    does, an image that was not marked before is not marked after, because a repair takes no
+//!    access away. One with a cluster that has more users than can be counted is: a change would
+//!    lose data.
 //!
-//! Where two guest clusters share a host cluster, both keep it, counted twice: it is copied when one of
-//! them is written. (The other has it alone then and does not say so, which the next repair corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
+//! Where two guest clusters share a host cluster, both keep it, counted twice: it is copied when
+//! one of them is written. (The other has it alone then and does not say so, which the next repair
+//! corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
 //! is lowered.
 
 use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
@@ -42,14 +46,14 @@ use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 /// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
 /// file that reads as the disk.
 const KNOWN_AUTOCLEAR: u64 = BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
-/// As [`KNOWN_AUTOCLEAR`], where nothing that a guest could read changes: bitmaps that a process recorded changes in when
-/// it died have all of them still.
+/// As [`KNOWN_AUTOCLEAR`], where nothing that a guest could read changes: bitmaps that a process
+/// recorded changes in when it died have all of them still.
 const KNOWN_WHERE_DATA_STAYS: u64 = KNOWN_AUTOCLEAR | LIVE_BITMAPS;
 
 /// How often a repair goes through an image: a check, the counting, and another check.
 pub const REPAIR_PASSES: u64 = 3;
 
-/// What is repaired.
+/// The scope of a repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
     /// Clusters that are counted but not used. Nothing that a guest could read changes.
@@ -59,14 +63,15 @@ pub enum Repair {
     All,
 }
 
-/// What a repair did.
+/// The result of a repair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepairReport {
-    /// What was wrong.
+    /// The faults that were found.
     pub found: CheckReport,
-    /// What is wrong still.
+    /// The faults that are left.
     pub left: CheckReport,
-    /// What became of the snapshot table, in words: the snapshots that are lost, each with the reason.
+    /// The result for the snapshot table, in words: the snapshots that are lost, each with the
+    /// reason.
     pub snapshots: Vec<String>,
 }
 
@@ -82,12 +87,12 @@ impl RepairReport {
     }
 }
 
-/// Checks the image in `storage`, which no other program may have open, repairs it, and checks it again. Takes
-/// as much memory as a check without repair.
+/// Checks the image in `storage`, which no other program may have open, repairs it, and checks it
+/// again. Takes as much memory as a check without repair.
 ///
 /// # Errors
-/// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`; or what
-/// the storage answers. A repair that failed can be tried again.
+/// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`;
+/// or what the storage answers. A repair that failed can be tried again.
 pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairReport> {
     repair_with(storage, what, &ToolProgress::default()).await
 }
@@ -123,12 +128,14 @@ pub async fn repair_with<S: Storage>(
     let is = image.header.incompatible;
     image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
     image.header.incompatible.insert(remaining);
-    // Bits that this program does not know say what it may have made untrue; those of bitmaps say nothing without any.
+    // Bits that this program does not know say what it may have made untrue; those of bitmaps say
+    // nothing without any.
     let has_bitmaps = extensions::find(&image.header.extensions, BITMAPS).is_some();
     let known = if has_bitmaps { KNOWN_WHERE_DATA_STAYS } else { header::RAW_DATA_FILE };
     let unknown = image.header.autoclear & !(known | SESSION_BITS) != 0;
     if image.header.incompatible != is || (unknown && what == Repair::All) {
-        // With the bit of a killed server's session goes what a redo log of it could still be replayed on.
+        // With the bit of a killed server's session goes what a redo log of it could still be
+        // replayed on.
         image.header.autoclear &= known;
         store_header(storage, &image.header).await?;
     }
@@ -141,13 +148,13 @@ struct RepairRun<'a, S> {
     progress: &'a ToolProgress,
     /// As on disk.
     header: Header,
-    /// What became of snapshots.
+    /// The result for snapshots.
     snapshots: Vec<String>,
 }
 
-/// Who refers to what, and who is said to.
+/// The references that there are, and those that are counted.
 struct Counted {
-    /// What each refcount should be.
+    /// The right value of each refcount.
     wanted: Counts,
     recorded: DiskRefcounts,
     /// Whether all references could be found.
@@ -167,7 +174,7 @@ impl Counted {
         }
     }
 
-    /// The refcount table and its blocks do not refer to their clusters any more.
+    /// The refcount table and its blocks no longer refer to their clusters.
     fn leave_refcounts(&mut self) -> Result<()> {
         for &cluster in &self.refcount_clusters {
             self.wanted.set(cluster, self.wanted.get(cluster).saturating_sub(1))?;
@@ -321,7 +328,8 @@ impl<S: Storage> RepairRun<'_, S> {
         self.storage.flush(SyncMode::Data).await
     }
 
-    /// Gives the space of clusters that were counted and are free now back to the host. Only a hint.
+    /// Gives the space of clusters that were counted and are free now back to the host. Only a
+    /// hint.
     async fn give_back(&self, counts: &Counted) {
         let geometry = self.header.geometry;
         let mut freed = beside(&counts.wanted, &counts.recorded)

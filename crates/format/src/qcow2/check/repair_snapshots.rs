@@ -1,9 +1,9 @@
 //! Removing snapshots that cannot be used from an image, so that the rest of it can be used again.
 //!
-//! A snapshot goes only if its L1 table cannot be read: its entry is out of bounds, or what is at that
-//! offset has another user and is no L1 table. The others stay as they are. The new table is durable
-//! before one write of the header switches to it; a table that only ends earlier needs no new one. So a
-//! crash leaves the old snapshots or the new ones.
+//! A snapshot goes only if its L1 table cannot be read: its entry is out of bounds, or what is at
+//! that offset has another user and is no L1 table. The others stay as they are. The new table is
+//! durable before one write of the header switches to it; a table that only ends earlier needs no
+//! new one. So a crash leaves the old snapshots or the new ones.
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,
@@ -20,7 +20,8 @@ use super::refcount_rewrite::store_header;
 use super::references::References;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 
-/// Brings the snapshot table in order, durably. Answers what was wrong and what became of it, in words.
+/// Brings the snapshot table in order, durably. Answers what was wrong and what became of it, in
+/// words.
 ///
 /// # Errors
 /// `NoSpace` when there is no space for a new table; or what the storage answers.
@@ -45,8 +46,8 @@ pub(crate) async fn repair_snapshots<S: Storage>(
     Ok(said)
 }
 
-/// Removes snapshots whose L1 table is none: what is there has another user, too, and entries that no L1
-/// table has. It must not be repaired as a table.
+/// Removes snapshots whose L1 table is none: what is there has another user, too, and entries that
+/// no L1 table has. It must not be repaired as a table.
 async fn remove_misplaced<S: Storage>(
     storage: &S,
     header: &Header,

@@ -18,7 +18,7 @@ use super::finding::Finding;
 use super::references::References;
 use super::snapshot_survey::L1Location;
 
-/// What a check found.
+/// The findings of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckReport {
     /// How much is wrong and endangers data.
@@ -27,27 +27,28 @@ pub struct CheckReport {
     pub leaks: u64,
     /// Clusters of the guest's disk.
     pub total_clusters: u64,
-    /// Those of them that have space in the file.
+    /// The clusters that have space in the file.
     pub allocated_clusters: u64,
-    /// Those of them that are compressed.
+    /// The clusters that are compressed.
     pub compressed_clusters: u64,
-    /// Those of them that do not follow the one before them in the file, or are compressed.
+    /// The clusters that do not follow the one before them in the file, or are compressed.
     pub fragmented_clusters: u64,
     /// Clusters with more users than refcounts of this width can count: no repair can mend those.
     pub uncountable: u64,
     /// Where the last cluster in use ends, in bytes.
     pub end: u64,
-    /// What is wrong, in words; the first thousand.
+    /// The faults, in words; the first thousand.
     pub problems: Vec<String>,
     /// The same and the leaks, with their figures; the first thousand.
     pub findings: Vec<Finding>,
-    /// Entries whose COPIED flag agrees with a refcount that is wrong: a repair changes both. They are no corruptions of
-    /// their own, and are among `findings`.
+    /// Entries whose COPIED flag agrees with a refcount that is wrong: a repair changes both. They
+    /// are no corruptions of their own, and are among `findings`.
     pub flags_to_follow: u64,
 }
 
-/// Checks the image that this header on disk describes, which must not change meanwhile. Takes about 6 bytes
-/// of memory for each cluster in use (with refcounts of 16 bits), however long the file is. One pass of `progress`.
+/// Checks the image that this header on disk describes, which must not change meanwhile. Takes
+/// about 6 bytes of memory for each cluster in use (with refcounts of 16 bits), however long the
+/// file is. One pass of `progress`.
 ///
 /// # Errors
 /// What the storage answers, or ENOMEM: what is wrong with the image is in the report.

@@ -1,8 +1,8 @@
 //! The snapshot table of an image that is not open, however damaged: which snapshots can still be
 //! used, and what is wrong with the others.
 //!
-//! A snapshot is usable when its entry keeps to the format and its L1 table can be where the entry says.
-//! Where an entry's length cannot be told, neither can the offsets of those after it.
+//! A snapshot is usable when its entry keeps to the format and its L1 table can be where the entry
+//! says. Where an entry's length cannot be told, neither can the offsets of those after it.
 
 use blockhouse_core::{Result, Storage};
 
@@ -45,7 +45,7 @@ impl L1Location {
     }
 }
 
-/// What is wrong with a part of the snapshot table.
+/// The fault of a part of the snapshot table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     /// How many entries are affected.
@@ -53,11 +53,11 @@ pub(crate) struct Fault {
     pub(crate) what: String,
 }
 
-/// What the snapshot table has.
+/// The content of the snapshot table.
 pub(crate) struct SnapshotSurvey {
     /// The snapshots that can be used.
     pub(crate) usable: Vec<SnapshotEntry>,
-    /// What is wrong.
+    /// The faults.
     pub(crate) faults: Vec<Fault>,
     /// Whether `usable` is the start of the table, as it is on disk.
     pub(crate) is_prefix: bool,

@@ -1,13 +1,13 @@
 //! Files that end before their image does: a copy or download that was cut off.
 //!
-//! A cluster may begin in the file and end past its end: QEMU writes the last one so, and what is past the
-//! end reads as zeros. What begins past the end is lost, and is never read as zeros: reads of it fail
-//! with `Corrupt`. An image with such a loss is not opened for writing, because new clusters would go where
-//! the rest of the file belongs; so it can still be completed, or repaired, which makes zeros of what is
-//! lost.
+//! A cluster may begin in the file and end past its end: QEMU writes the last one so, and what is
+//! past the end reads as zeros. What begins past the end is lost, and is never read as zeros: reads
+//! of it fail with `Corrupt`. An image with such a loss is not opened for writing, because new
+//! clusters would go where the rest of the file belongs; so it can still be completed, or repaired,
+//! which makes zeros of what is lost.
 //!
-//! Opening an intact image reads at most one refcount block for that. L2 tables are read only if a cluster
-//! past the end has a refcount that is not zero (a crash leaves that, too).
+//! Opening an intact image reads at most one refcount block for that. L2 tables are read only if a
+//! cluster past the end has a refcount that is not zero (a crash leaves that, too).
 
 use std::fmt;
 
@@ -22,7 +22,7 @@ use crate::qcow2::layout::{refcount, table_io, words};
 
 use super::snapshot_survey::SnapshotSurvey;
 
-/// What the file of an image is known to have lost.
+/// The known losses of an image's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Truncation {
     /// Where something lies that tables refer to, in bytes from the start of the file.
@@ -52,8 +52,8 @@ impl Truncation {
     }
 }
 
-/// Whether a table on disk, active or a snapshot's, refers to anything from byte `length` of the file on.
-/// All changes are durable.
+/// Whether a table on disk, active or a snapshot's, refers to anything from byte `length` of the
+/// file on. All changes are durable.
 ///
 /// # Errors
 /// What the storage answers.
@@ -70,8 +70,8 @@ pub(crate) async fn refers_past<S: Storage>(
 /// Looks for what the file has lost of the active disk.
 ///
 /// # Errors
-/// `Corrupt` where the active L1 table itself is lost, or the image is opened for writing and anything is;
-/// or what the storage answers.
+/// `Corrupt` where the active L1 table itself is lost, or the image is opened for writing and
+/// anything is; or what the storage answers.
 pub(crate) async fn find<S: Storage>(
     storage: &S,
     header: &Header,
@@ -145,7 +145,7 @@ impl<S: Storage> Search<'_, S> {
         Ok((at.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
     }
 
-    /// What the active tables or those of a snapshot refer to and is lost.
+    /// The lost clusters that the active tables or those of a snapshot refer to.
     async fn among_all(&self, header: &Header, l1: &[u64]) -> Result<Option<Truncation>> {
         let mut found = self.among_tables(l1, &[]);
         if found.is_none() {

@@ -1,11 +1,11 @@
 //! Persistent dirty bitmaps as bytes: the header extension, the directory, the tables (QEMU's
 //! `docs/interop/qcow2.txt`, "Bitmaps").
 //!
-//! A bitmap has a bit for each `granularity` bytes of the disk, the least significant bit of a byte first. Its
-//! table says for each cluster of bits where that is, or that all of it is zeros or ones. The directory names the
-//! bitmaps, and the header extension says where the directory is. All of it counts only while the autoclear bit
-//! [`BITMAPS_CONSISTENT`] is set. Nothing is believed before it is inside QEMU's bounds, so that no image is
-//! made that QEMU refuses.
+//! A bitmap has a bit for each `granularity` bytes of the disk, the least significant bit of a byte
+//! first. Its table says for each cluster of bits where that is, or that all of it is zeros or
+//! ones. The directory names the bitmaps, and the header extension says where the directory is. All
+//! of it counts only while the autoclear bit [`BITMAPS_CONSISTENT`] is set. Nothing is believed
+//! before it is inside QEMU's bounds, so that no image is made that QEMU refuses.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -24,14 +24,14 @@ use super::{names, table_io};
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
-/// Autoclear bit, of those that the format reserves: bitmaps that are in use and enabled contain all changes, because
-/// their writer records each one before it makes it. Other programs clear bits that they do not know before they change
-/// the disk.
+/// Autoclear bit, of those that the format reserves: bitmaps that are in use and enabled contain
+/// all changes, because their writer records each one before it makes it. Other programs clear bits
+/// that they do not know before they change the disk.
 pub(crate) const LIVE_BITMAPS: u64 = 1 << 63;
 
 /// Bytes of the header extension.
 const EXTENSION: usize = 24;
-/// What an entry of the directory is made of besides its extra data and name.
+/// The length of an entry of the directory without its extra data and name.
 const FIXED: usize = 24;
 /// The only type that there is: bits of what changed.
 const DIRTY_TRACKING: u8 = 1;
@@ -78,8 +78,8 @@ pub(crate) struct DirectoryLocation {
 }
 
 impl DirectoryLocation {
-    /// The location that a header names; `None` without bitmaps, or where they are not in step with the disk.
-    /// An error is the reason.
+    /// The location that a header names; `None` without bitmaps, or where they are not in step with
+    /// the disk. An error is the reason.
     pub(crate) fn of(header: &Header) -> Result<Option<Self>, String> {
         let extension = extensions::find(&header.extensions, extensions::BITMAPS);
         match extension.filter(|_| header.autoclear & BITMAPS_CONSISTENT != 0) {
@@ -182,7 +182,8 @@ impl BitmapEntry {
         size.div_ceil(1 << self.granularity_bits)
     }
 
-    /// How many clusters of bits, which is how many entries of the table, a disk of `size` bytes needs.
+    /// How many clusters of bits, which is how many entries of the table, a disk of `size` bytes
+    /// needs.
     pub(crate) fn clusters_for(&self, size: u64, geometry: Geometry) -> u64 {
         geometry.clusters_for(self.bits_for(size).div_ceil(8))
     }
@@ -260,7 +261,8 @@ impl BitmapEntry {
         bytes.resize(bytes.len().next_multiple_of(8), 0);
     }
 
-    /// The entry at the beginning of `bytes`, and the length that it takes; `None` where it is longer.
+    /// The entry at the beginning of `bytes`, and the length that it takes; `None` where it is
+    /// longer.
     fn take(bytes: &[u8]) -> Option<(Self, usize)> {
         if bytes.len() < FIXED {
             return None;
@@ -336,7 +338,7 @@ pub(crate) fn parse(
     }
 }
 
-/// What the table of a bitmap says of one cluster of bits.
+/// The table's entry of a bitmap for one cluster of bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BitsCluster {
     Zeros,

@@ -1,5 +1,5 @@
-//! Clusters that must have one user only, as ranges: their number is bounded by the tables that name
-//! them, however long these are.
+//! Clusters that must have one user only, as ranges: their number is bounded by the tables that
+//! name them, however long these are.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

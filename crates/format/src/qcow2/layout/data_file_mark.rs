@@ -1,5 +1,5 @@
-//! What a sidecar says of its data file, the raw disk: a header extension of Blockhouse's own, which other programs keep and
-//! may ignore.
+//! The sidecar's description of its data file, the raw disk: a header extension of Blockhouse's
+//! own, which other programs keep and may ignore.
 
 use std::time::Duration;
 
@@ -14,9 +14,10 @@ const OTHER_SIZE: usize = 8;
 /// Bytes of a voucher.
 const VOUCHER: usize = 24;
 
-/// The word of a process that it records all changes of the data file for some time, and that nobody else makes any: noted before
-/// they are made, and again and again while they are. So it tells later whose changes were made in that time, also where the host
-/// has died with all that the process could have told.
+/// The word of a process that it records all changes of the data file for some time, and that
+/// nobody else makes any: noted before they are made, and again and again while they are. So it
+/// tells later whose changes were made in that time, also where the host has died with all that the
+/// process could have told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Voucher {
     /// The boot of the host, as it is called there.
@@ -25,13 +26,13 @@ pub struct Voucher {
     pub until: u64,
 }
 
-/// What a sidecar says of its data file.
+/// The sidecar's description of its data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataFileMark {
     /// Which file it is, in the bytes that the sidecar was made with.
     pub identity: [u8; 16],
-    /// When it had been changed for the last time when enabled bitmaps had all of its changes and nothing recorded more,
-    /// since the Unix epoch.
+    /// When it had been changed for the last time when enabled bitmaps had all of its changes and
+    /// nothing recorded more, since the Unix epoch.
     pub changed: Duration,
     /// The size in bytes that the data file may have instead of the disk's: that of a disk which
     /// was about to become as long, or was as long before, when a process died. What is past the
@@ -75,8 +76,8 @@ impl DataFileMark {
         parts.into_iter().flatten().flatten().collect()
     }
 
-    /// Notes when the data file was changed, in the header of a sidecar whose session ends. Where another program left no room
-    /// in the first sector, the old time stays.
+    /// Notes when the data file was changed, in the header of a sidecar whose session ends. Where
+    /// another program left no room in the first sector, the old time stays.
     pub(crate) fn set_changed(header: &mut Header, changed: Duration) {
         if let Some(mark) = Self::of(header) {
             Self { changed, other_size: None, voucher: None, ..mark }.store(header);
@@ -91,7 +92,8 @@ impl DataFileMark {
         }
     }
 
-    /// Notes a voucher, in the header of a sidecar. Where there is no room for it in the first sector, there is none.
+    /// Notes a voucher, in the header of a sidecar. Where there is no room for it in the first
+    /// sector, there is none.
     pub(crate) fn set_voucher(header: &mut Header, voucher: Voucher) {
         if let Some(mark) = Self::of(header) {
             Self { voucher: Some(voucher), ..mark }.store(header);

@@ -79,7 +79,7 @@ pub(crate) fn refcount_block(word: u64, geometry: Geometry) -> Result<Option<u64
     }
 }
 
-/// What a subcluster reads as.
+/// The content of a subcluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SubclusterState {
     /// The backing file, or zeros.
@@ -104,8 +104,8 @@ pub(crate) enum Entry {
     Compressed(CompressedDescriptor),
 }
 
-/// The states of a cluster's 32 subclusters: bits of allocated ones and of those that read as zeros,
-/// which have no bit in common.
+/// The states of a cluster's 32 subclusters: bits of allocated ones and of those that read as
+/// zeros, which have no bit in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SubclusterBitmap {
     pub(crate) data: u32,
@@ -298,16 +298,16 @@ impl Entry {
         }
     }
 
-    /// Whether the `index`-th entry of a slice is compressed and has the bit "refcount is one", which the
-    /// format forbids: it changes nothing that is read, and is an error to a check.
+    /// Whether the `index`-th entry of a slice is compressed and has the bit "refcount is one",
+    /// which the format forbids: it changes nothing that is read, and is an error to a check.
     pub(crate) fn is_copied_compressed(slice: &[u8], index: usize, geometry: Geometry) -> bool {
         let word = be64(slice, index * geometry.l2_entry_size() as usize);
         word & (COMPRESSED | COPIED) == COMPRESSED | COPIED
     }
 
-    /// What is left of the `index`-th entry of a slice, which [`read`](Self::read) may refuse: reserved
-    /// bits are dropped; a subcluster that is both keeps its data. What has no host cluster among `clusters`
-    /// clusters of the file has lost its data.
+    /// The valid part of the `index`-th entry of a slice, which [`read`](Self::read) may refuse:
+    /// reserved bits are dropped; a subcluster that is both keeps its data. What has no host
+    /// cluster among `clusters` clusters of the file has lost its data.
     pub(crate) fn sanitize(slice: &[u8], index: usize, geometry: Geometry, clusters: u64) -> Self {
         let size = geometry.l2_entry_size() as usize;
         let bytes = &slice[index * size..][..size];

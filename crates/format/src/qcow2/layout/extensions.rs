@@ -1,4 +1,5 @@
-//! Header extensions: records of a type, a length and that many bytes (padded to 8) after the header.
+//! Header extensions: records of a type, a length and that many bytes (padded to 8) after the
+//! header.
 //!
 //! Most are kept as they are; only what changes how the image is read is understood here.
 
@@ -75,8 +76,9 @@ pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
 /// Bytes of a record of [`FEATURE_NAMES`]: the kind of feature, its bit, and its name.
 const FEATURE_RECORD: usize = 48;
 
-/// The names of the features that the format knows: kind (0 incompatible, 1 compatible, 2 autoclear), bit, name. They
-/// are those that QEMU stores, so that all programs call a feature by one name.
+/// The names of the features that the format knows: kind (0 incompatible, 1 compatible, 2
+/// autoclear), bit, name. They are those that QEMU stores, so that all programs call a feature by
+/// one name.
 const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
     (0, 0, "dirty bit"),
     (0, 1, "corrupt bit"),
@@ -88,7 +90,8 @@ const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
     (2, 1, "raw external data"),
 ];
 
-/// The extension that names all features that this program knows, for messages of programs that do not.
+/// The extension that names all features that this program knows, for messages of programs that do
+/// not.
 pub(crate) fn feature_names() -> Extension {
     let record = |(kind, bit, name): (u8, u8, &str)| {
         let mut record = vec![kind, bit];

@@ -16,7 +16,7 @@ pub(crate) struct Geometry {
     pub(crate) extended_l2: bool,
     /// Guest clusters lie in a data file, each at its own offset; the image has tables only.
     pub(crate) has_data_file: bool,
-    /// What offsets and lengths of the image's file are multiples of, 1 for nothing. A slice is never
+    /// The unit of offsets and lengths in the image's file, 1 for nothing. A slice is never
     /// less: a write of one would take the place of its neighbours.
     pub(crate) block: u32,
 }
@@ -46,7 +46,8 @@ impl Geometry {
         size.div_ceil(self.l1_entry_span())
     }
 
-    /// Bytes that are allocated to the guest at a time: a subcluster, or a cluster where there are none.
+    /// Bytes that are allocated to the guest at a time: a subcluster, or a cluster where there are
+    /// none.
     pub(crate) fn subcluster_size(self) -> u64 {
         if self.extended_l2 { self.cluster_size() / 32 } else { self.cluster_size() }
     }
@@ -55,8 +56,8 @@ impl Geometry {
         SLICE.max(self.block.into()).min(self.cluster_size())
     }
 
-    /// How many slices have to fit into memory for every change to be possible: those of a table and
-    /// of its copy, twice, and the refcounts that are looked at for them.
+    /// How many slices have to fit into memory for every change to be possible: those of a table
+    /// and of its copy, twice, and the refcounts that are looked at for them.
     pub(crate) fn min_slices(self) -> u64 {
         4 * (self.cluster_size() / self.slice_size()) + 16
     }

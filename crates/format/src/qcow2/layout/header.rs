@@ -1,8 +1,8 @@
 //! The header: what is read, what it must hold to be believed, how it is changed.
 //!
 //! Every field is checked before anything is computed from it. What is not understood is kept: a
-//! change of the header replaces the fields that changed in the bytes that were read, all of them in
-//! its first 512 bytes, so that it happens at once or not at all.
+//! change of the header replaces the fields that changed in the bytes that were read, all of them
+//! in its first 512 bytes, so that it happens at once or not at all.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -25,7 +25,7 @@ pub(crate) const LENGTH_3: usize = 104;
 const CRYPT_LUKS: u32 = 2;
 /// The most bytes of an encryption's header; QEMU makes some 2 MiB.
 const MAX_ENCRYPTION_HEADER: u64 = 16 << 20;
-/// What changes of the header stay inside.
+/// The range that changes of the header stay inside.
 pub(crate) const SECTOR: usize = 512;
 
 bitflags::bitflags! {
@@ -49,16 +49,18 @@ bitflags::bitflags! {
 pub(crate) const LAZY_REFCOUNTS: u64 = 1;
 /// Autoclear feature bit: the data file reads as the guest's disk.
 pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
-/// Autoclear bit, of those that the format reserves: a process that keeps a redo log has the image open for
-/// writing, or died so. Other programs clear bits that they do not know before they change the image.
+/// Autoclear bit, of those that the format reserves: a process that keeps a redo log has the image
+/// open for writing, or died so. Other programs clear bits that they do not know before they change
+/// the image.
 pub(crate) const SESSION: u64 = 1 << 62;
-/// The session bit, and the autoclear bits before it (30 to 61) that number the session, so that no log fits an image
-/// that another process with a log has changed since. All of them are cleared together.
+/// The session bit, and the autoclear bits before it (30 to 61) that number the session, so that no
+/// log fits an image that another process with a log has changed since. All of them are cleared
+/// together.
 pub(crate) const SESSION_BITS: u64 = SESSION | SESSION_NUMBER;
 const SESSION_NUMBER: u64 = (u32::MAX as u64) << 30;
 
-/// The autoclear bits of a session with a number of its own. Reason for chance: other programs clear the bits, so that
-/// none can be counted from.
+/// The autoclear bits of a session with a number of its own. Reason for chance: other programs
+/// clear the bits, so that none can be counted from.
 pub(crate) fn new_session() -> u64 {
     // The keys of each are random (std::hash::RandomState).
     let number = RandomState::new().build_hasher().finish();
@@ -71,8 +73,8 @@ pub(crate) struct Header {
     pub(crate) geometry: Geometry,
     /// Bytes of the guest's disk, a multiple of 512.
     pub(crate) size: u64,
-    /// What the file says beyond that: less than a sector, which no guest can read (QEMU opens such an
-    /// image rounded down, too). Gone with the next change of the header.
+    /// The size beyond that in the file: less than a sector, which no guest can read (QEMU opens
+    /// such an image rounded down, too). Gone with the next change of the header.
     pub(crate) excess: u64,
     pub(crate) l1_offset: u64,
     pub(crate) l1_entries: u32,
@@ -80,7 +82,8 @@ pub(crate) struct Header {
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots: u32,
     pub(crate) snapshots_offset: u64,
-    /// Why there can be no snapshot table as the two fields say. The disk can be read all the same.
+    /// Why there can be no snapshot table as the two fields say. The disk can be read all the
+    /// same.
     pub(crate) snapshot_fault: Option<HeaderError>,
     pub(crate) incompatible: Incompatible,
     pub(crate) compatible: u64,
@@ -104,7 +107,7 @@ pub(crate) struct HeaderError {
     pub(crate) reason: HeaderErrorKind,
 }
 
-/// What kind of refusal.
+/// The kind of refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HeaderErrorKind {
     /// It contradicts the format.
@@ -188,7 +191,7 @@ impl Header {
         Ok(header)
     }
 
-    /// What goes with a data file, and what does not.
+    /// The rules of a data file.
     fn check_data_file(&self) -> Result<(), HeaderError> {
         let Some(DataFile { raw, .. }) = &self.data_file else { return Ok(()) };
         if self.snapshots > 0 {
@@ -282,8 +285,9 @@ impl Header {
         }
     }
 
-    /// Leaves out names of feature bits, which only serve messages, if the extensions do not fit into the first
-    /// sector with them. `sector` is that sector as it is on disk. Returns whether they fit.
+    /// Leaves out names of feature bits, which only serve messages, if the extensions do not fit
+    /// into the first sector with them. `sector` is that sector as it is on disk. Returns
+    /// whether they fit.
     pub(crate) fn fit_extensions(&mut self, sector: &[u8]) -> bool {
         let room = Self::extensions_end(sector).saturating_sub(self.length);
         let fits = |list: &[Extension]| extensions::to_bytes(list).len() <= room;
@@ -301,7 +305,8 @@ impl Header {
         sector[self.length..self.length + list.len()].copy_from_slice(&list);
     }
 
-    /// Where the space for extensions ends in the first sector: at the name of the backing file, if that is there.
+    /// Where the space for extensions ends in the first sector: at the name of the backing file, if
+    /// that is there.
     fn extensions_end(sector: &[u8]) -> usize {
         match be64(sector, 8) {
             0 => SECTOR,

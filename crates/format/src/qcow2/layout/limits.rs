@@ -1,5 +1,5 @@
-//! Limits on what an image may ask for, each defined once. Those of sizes are QEMU's, so that no image
-//! is made that QEMU refuses.
+//! Limits on what an image may ask for, each defined once. Those of sizes are QEMU's, so that no
+//! image is made that QEMU refuses.
 
 /// Host offsets in table entries are bits 9 to 55.
 pub(crate) const MAX_OFFSET: u64 = 1 << 56;
@@ -21,7 +21,8 @@ pub(crate) const MAX_SNAPSHOT_NAME: usize = 255;
 pub(crate) const MAX_BITMAPS: u32 = 65_535;
 /// Bytes of the directory of bitmaps.
 pub(crate) const MAX_BITMAP_DIRECTORY: u64 = 1024 * MAX_BITMAPS as u64;
-/// Bytes of the table of one bitmap: with clusters of 512 bytes it stands for [`MAX_BITMAP_BYTES`] of bits.
+/// Bytes of the table of one bitmap: with clusters of 512 bytes it stands for [`MAX_BITMAP_BYTES`]
+/// of bits.
 pub(crate) const MAX_BITMAP_TABLE: u64 = 8 << 20;
 /// Bytes of the bits of one bitmap.
 pub(crate) const MAX_BITMAP_BYTES: u64 = 512 << 20;

@@ -1,4 +1,5 @@
-//! The bytes of an image: header, extensions, entries, tables of snapshots, and the arithmetic on them.
+//! The bytes of an image: header, extensions, entries, tables of snapshots, and the arithmetic on
+//! them.
 //!
 //! Owns nothing and knows no opened image: types, pure functions, and reading and writing of whole
 //! tables at a storage. Nothing is believed before it is inside its bounds.

@@ -1,13 +1,15 @@
 //! Names of snapshots and bitmaps, as people read and write them.
 //!
-//! In an image they are bytes. Guarantee: what [`listed`] gives for a name that no other is listed as, [`index_of`] finds.
+//! In an image they are bytes. Guarantee: what [`listed`] gives for a name that no other is listed
+//! as, [`index_of`] finds.
 
 /// A name for people: bytes that are no UTF-8 become U+FFFD.
 pub(crate) fn listed(name: &[u8]) -> String {
     String::from_utf8_lossy(name).into_owned()
 }
 
-/// Which of these names is meant: the first that has these bytes, else the only one that is listed so.
+/// Which of these names is meant: the first that has these bytes, else the only one that is listed
+/// so.
 pub(crate) fn index_of<'a>(
     names: impl Iterator<Item = &'a [u8]> + Clone,
     meant: &str,

@@ -22,7 +22,7 @@ pub enum Switch {
     On,
 }
 
-/// What an image says of its backing file.
+/// The image's description of its backing file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backing {
     /// Its name, as bytes of the host's file system; relative to the image's folder.
@@ -31,7 +31,7 @@ pub struct Backing {
     pub format: Option<String>,
 }
 
-/// What an image says of its data file.
+/// The image's description of its data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataFile {
     /// Its name, as bytes of the host's file system; relative to the image's folder.
@@ -46,13 +46,15 @@ impl DataFile {
     }
 }
 
-/// How changes are recorded in bitmaps before they are made: what a crash may leave said to have changed that has not.
+/// How changes are recorded in bitmaps before they are made: what a crash may leave said to have
+/// changed that has not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitmapActivity {
-    /// Bytes of the disk that are said to change together, before the first change in them: a power of two. Where one
-    /// bit stands for more, that.
+    /// Bytes of the disk that are said to change together, before the first change in them: a
+    /// power of two. Where one bit stands for more, that.
     pub extent_size: u64,
-    /// How many extents at most are said to change as a whole, but for those of requests in flight.
+    /// How many extents at most are said to change as a whole, but for those of requests in
+    /// flight.
     pub max_active: usize,
 }
 

@@ -13,7 +13,7 @@ use super::limits::{MAX_L1_BYTES, MAX_SNAPSHOT_EXTRA, MAX_SNAPSHOT_TABLE, MAX_SN
 use super::words::{self, be32, be64};
 use super::{names, table_io};
 
-/// What an entry is made of besides extra data, id and name.
+/// The length of an entry without extra data, id and name.
 const FIXED: usize = 40;
 /// Extra data of new entries: size of the VM state, size of the disk, instruction count.
 const EXTRA: usize = 24;
@@ -54,7 +54,7 @@ pub(crate) struct SnapshotEntry {
     extra: Vec<u8>,
 }
 
-/// What a new entry says.
+/// The content of a new entry.
 pub(crate) struct EntryFacts<'a> {
     pub(crate) name: &'a str,
     pub(crate) created: Duration,
@@ -140,7 +140,7 @@ impl SnapshotEntry {
         bytes.resize(bytes.len().next_multiple_of(8), 0);
     }
 
-    /// `bytes` holds the whole entry, with so many bytes of extra data.
+    /// `bytes` holds the whole entry, with this many bytes of extra data.
     fn take(bytes: &[u8], extra: usize) -> Self {
         let (id, name, _) = lengths(bytes);
         let (extra_end, id_end) = (FIXED + extra, FIXED + extra + id);
@@ -239,14 +239,14 @@ impl<'a, S: Storage> TableReader<'a, S> {
         self.at as u64
     }
 
-    /// Whether the last entry states an impossible length of its extra data, and was found by the lengths
-    /// that there are in practice.
+    /// Whether the last entry states an impossible length of its extra data, and was found by the
+    /// lengths that there are in practice.
     pub(crate) fn was_guessed(&self) -> bool {
         self.was_guessed
     }
 
-    /// The next entry: `None` where the file ends before, `Some(None)` where it is longer than entries
-    /// are, so that nothing after it can be found either.
+    /// The next entry: `None` where the file ends before, `Some(None)` where it is longer than
+    /// entries are, so that nothing after it can be found either.
     ///
     /// # Errors
     /// Only what the storage answers.

@@ -1,8 +1,8 @@
 //! Reading tables only where the file holds anything.
 //!
-//! A file can be exabytes long and hold next to nothing. Tables in its holes are zeros, and are passed
-//! over without a read: the storage says where its data is. So going through the tables of an image costs
-//! what the file holds, not what its tables claim.
+//! A file can be exabytes long and hold next to nothing. Tables in its holes are zeros, and are
+//! passed over without a read: the storage says where its data is. So going through the tables of
+//! an image costs what the file holds, not what its tables claim.
 
 use blockhouse_core::{Allocation, ByteRange, Result, Storage};
 
@@ -29,8 +29,8 @@ impl<'a, S: Storage> SparseReader<'a, S> {
     }
 
     /// The first part of `range` that may be anything but zeros, in whole slices and at most 1 MiB;
-    /// `None` if all of it is zeros. `range` starts at a cluster, and becomes what follows the answer.
-    /// A storage that cannot say where its holes are has none.
+    /// `None` if all of it is zeros. `range` starts at a cluster, and becomes what follows the
+    /// answer. A storage that cannot say where its holes are has none.
     pub(crate) async fn next_data(&mut self, range: &mut ByteRange) -> Option<ByteRange> {
         let data = self.find_data(*range).await?;
         *range = ByteRange::between(data.end(), range.end());
@@ -73,7 +73,7 @@ impl<'a, S: Storage> SparseReader<'a, S> {
         Ok(Some((data, bytes)))
     }
 
-    /// What the storage has at `offset`, and up to where.
+    /// The storage's status at `offset`, and up to where.
     async fn status_at(&mut self, offset: u64) -> (Allocation, u64) {
         if let Some((range, status)) = self.known
             && (range.offset()..range.end()).contains(&offset)

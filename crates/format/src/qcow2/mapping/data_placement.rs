@@ -1,15 +1,16 @@
 //! Where mapped extents point to: host clusters of the image, or an external data file.
 //!
-//! This is decided once, when the image is opened. In a data file each guest cluster has one host offset,
-//! its own, as in QEMU: nothing is allocated or counted, and no host cluster ever gets another owner. The
-//! L2 entry says whether the data there counts.
+//! This is decided once, when the image is opened. In a data file each guest cluster has one host
+//! offset, its own, as in QEMU: nothing is allocated or counted, and no host cluster ever gets
+//! another owner. The L2 entry says whether the data there counts.
 //!
-//! - Zeros and discards of data go to the data file, and its entries stay. So nothing has to be punched
-//!   after a writeback, when the cluster may have data again. Entries say zero only where there is no data.
-//! - Where the data file is the raw disk (`data_file_raw`), entries never say zero: all zeros are written
-//!   there, so that it reads as the disk without the image.
-//! - A write whose future was dropped may still write its COW padding. There is no other host cluster to go
-//!   to, so the next change of the cluster waits for that write.
+//! - Zeros and discards of data go to the data file, and its entries stay. So nothing has to be
+//!   punched after a writeback, when the cluster may have data again. Entries say zero only where
+//!   there is no data.
+//! - Where the data file is the raw disk (`data_file_raw`), entries never say zero: all zeros are
+//!   written there, so that it reads as the disk without the image.
+//! - A write whose future was dropped may still write its COW padding. There is no other host
+//!   cluster to go to, so the next change of the cluster waits for that write.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -66,23 +67,23 @@ impl DataPlacement {
         Ok(())
     }
 
-    /// The range of a change that becomes visible. In a data file it ends with the disk of `size` bytes,
-    /// so that the file is no longer than that (up to the end of a block).
+    /// The range of a change that becomes visible. In a data file it ends with the disk of `size`
+    /// bytes, so that the file is no longer than that (up to the end of a block).
     pub(super) fn within_disk(&self, whole: ByteRange, guest: ByteRange, size: u64) -> ByteRange {
         let Self::DataFile(file) = self else { return whole };
         let end = size.next_multiple_of(file.block).max(guest.end());
         whole.before(end)
     }
 
-    /// The data file is open, and has blocks of so many bytes.
+    /// The data file is open, and has blocks of this many bytes.
     pub(super) fn set_block(&mut self, block: u64) {
         if let Self::DataFile(file) = self {
             file.block = block;
         }
     }
 
-    /// The memory of a write that carries COW padding: the write is known to be in flight until it is
-    /// dropped.
+    /// The memory of a write that carries COW padding: the write is known to be in flight until it
+    /// is dropped.
     pub(super) fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
             Self::Image => from,

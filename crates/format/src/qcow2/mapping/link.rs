@@ -15,7 +15,7 @@ use crate::qcow2::tables::{DataStability, EntryRun, RedoChange, RedoRecord, Slic
 use super::Mapper;
 use super::pending_changes::Change;
 
-/// What changes the entry of a cluster.
+/// The change of a cluster's entry.
 struct EntryChange<'a> {
     /// The first cluster of the change.
     first: u64,
@@ -26,8 +26,8 @@ struct EntryChange<'a> {
 }
 
 impl Mapper<'_> {
-    /// The data of the extent arrived: all entries change, or none if something is missing. Returns the
-    /// clusters whose references left the tables, for the caller to free.
+    /// The data of the extent arrived: all entries change, or none if something is missing. Returns
+    /// the clusters whose references left the tables, for the caller to free.
     pub(crate) fn link(&mut self, extent: Extent, data: Durability) -> Step<Vec<DeferredFree>> {
         let mut dropped = Vec::new();
         if !extent.flags.contains(ExtentFlags::NEW) {
@@ -125,7 +125,7 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// The entry of a cluster that has no data any more: it must not show the backing file.
+    /// The entry of a cluster that has no data: it must not show the backing file.
     pub(super) fn discarded_entry(&self) -> Entry {
         match self.tables.geometry().version >= 3 && self.has_backing() {
             true => Entry::ZERO,
@@ -149,7 +149,7 @@ impl Mapper<'_> {
         let first = geometry.cluster_of(extent.alloc_range.offset());
         let Some(pending) = self.mapping.changes.end(first) else { return };
         match *pending.change() {
-            // What may still be written to is never freed.
+            // Clusters that may still be written to are never freed.
             _ if why == Abort::InFlight => {}
             Change::Write { host, allocated: true } => {
                 let start = geometry.cluster_of(host);

@@ -1,8 +1,9 @@
 //! Mapping clusters ahead of a run of first writes (`runs_ahead`) to prepared space.
 //!
-//! Only in the step that allocates for the first write itself, so the same writeback brings both to the disk. The zeros
-//! in the host clusters are durable before any entry refers to them, and the entries are changed like all others: after
-//! the refcounts, dirty, and noted for the next process. A first write that fails leaves them: they read as before.
+//! Only in the step that allocates for the first write itself, so the same writeback brings both to
+//! the disk. The zeros in the host clusters are durable before any entry refers to them, and the
+//! entries are changed like all others: after the refcounts, dirty, and noted for the next process.
+//! A first write that fails leaves them: they read as before.
 
 use std::ops::Range;
 
@@ -12,8 +13,8 @@ use crate::qcow2::tables::{DataStability, RedoChange, RedoRecord, SliceId, Step}
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// How many clusters after these, which all lie in one slice, may be mapped ahead: clusters of that slice that read
-    /// as zeros without a host cluster, and that nothing changes now.
+    /// How many clusters after these, which all lie in one slice, may be mapped ahead: clusters of
+    /// that slice that read as zeros without a host cluster, and that nothing changes now.
     pub(super) fn clusters_ahead(&mut self, slice: SliceId, clusters: &Range<u64>) -> Step<u64> {
         if !self.allocator.has_prepared() {
             return Ok(0);
@@ -29,7 +30,8 @@ impl Mapper<'_> {
         let in_slice = geometry.slice_l2_entries() - geometry.l2_index(clusters.start).index as u64;
         let end = (clusters.end + wanted).min(clusters.start + in_slice);
         let end = end.min(geometry.clusters_for(header.size));
-        // A disk that becomes longer covers its backing file's bytes beyond the end before it has the size.
+        // A disk that becomes longer covers its backing file's bytes beyond the end before it has
+        // the size.
         if end <= clusters.end {
             return Ok(0);
         }
@@ -49,8 +51,9 @@ impl Mapper<'_> {
         Ok(if has_room { found - clusters.end } else { 0 })
     }
 
-    /// Maps the clusters that follow `clusters` to these host clusters, which hold written zeros, durably. All is as if
-    /// they had been written: their entries are dirty, and noted in the redo log.
+    /// Maps the clusters that follow `clusters` to these host clusters, which hold written zeros,
+    /// durably. All is as if they had been written: their entries are dirty, and noted in the
+    /// redo log.
     pub(super) fn map_ahead(&mut self, slice: SliceId, clusters: Range<u64>, hosts: Range<u64>) {
         let geometry = self.tables.geometry();
         let ahead = clusters.end..clusters.end + (hosts.end - hosts.start);

@@ -2,20 +2,21 @@
 //!
 //! The life of a change:
 //!
-//! 1. *Prepare* ([`Mapper::map_write`], `map_zero`, `map_discard`, `map_compressed`): the step allocates
-//!    what the change needs and locks its guest clusters (`pending_changes`). Nothing that is looked up
-//!    has changed: reads see the old mapping.
+//! 1. *Prepare* ([`Mapper::map_write`], `map_zero`, `map_discard`, `map_compressed`): the step
+//!    allocates what the change needs and locks its guest clusters (`pending_changes`). Nothing
+//!    that is looked up has changed: reads see the old mapping.
 //! 2. The I/O path moves the data, without the image's lock.
-//! 3. *Link* ([`Mapper::link`]): the L2 entries change in memory, and what they referred to is freed later.
-//!    Or *abort* ([`Mapper::abort`]): what was allocated is free again, or quarantined where a dropped
-//!    write may still modify it.
+//! 3. *Link* ([`Mapper::link`]): the L2 entries change in memory, and what they referred to is
+//!    freed later. Or *abort* ([`Mapper::abort`]): what was allocated is free again, or quarantined
+//!    where a dropped write may still modify it.
 //!
-//! The overwrite of a mapped cluster allocates nothing and changes no entry. It is counted while it is in
-//! flight, so that no change takes the cluster away meanwhile. It looks at `tables` and at these counts.
+//! The overwrite of a mapped cluster allocates nothing and changes no entry. It is counted while it
+//! is in flight, so that no change takes the cluster away meanwhile. It looks at `tables` and at
+//! these counts.
 //!
-//! Locking: [`Mapping`] lies under the image's one lock beside the tables and the allocator; a step borrows
-//! all three as a [`Mapper`]. Nothing here waits. Guest clusters are locked in ascending order by each
-//! request, so no requests wait for each other in a circle.
+//! Locking: [`Mapping`] lies under the image's one lock beside the tables and the allocator; a step
+//! borrows all three as a [`Mapper`]. Nothing here waits. Guest clusters are locked in ascending
+//! order by each request, so no requests wait for each other in a circle.
 
 mod data_file;
 mod data_placement;
@@ -49,12 +50,12 @@ pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
     runs: RunsAhead,
-    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not known, and before
-    /// the image gets one.
+    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not
+    /// known, and before the image gets one.
     backing_end: u64,
 }
 
-/// What a step of the mapping works on.
+/// The state that a step of the mapping works on.
 pub(crate) struct Mapper<'a> {
     tables: &'a mut Tables,
     allocator: &'a mut Allocator,
@@ -86,7 +87,7 @@ impl Mapping {
         self.backing_end = end;
     }
 
-    /// The data file is open, and has blocks of so many bytes.
+    /// The data file is open, and has blocks of this many bytes.
     pub(crate) fn set_data_block(&mut self, block: u64) {
         self.data.set_block(block);
     }

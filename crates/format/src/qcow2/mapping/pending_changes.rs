@@ -1,8 +1,8 @@
 //! Locks of guest clusters: who has to wait for whom.
 //!
-//! A pending change has its clusters alone: other changes of them wait until it is linked or aborted.
-//! Overwrites in place go side by side, and a change that would take their host cluster away waits for
-//! their end. Reads never wait: until the link they see the old mapping.
+//! A pending change has its clusters alone: other changes of them wait until it is linked or
+//! aborted. Overwrites in place go side by side, and a change that would take their host cluster
+//! away waits for their end. Reads never wait: until the link they see the old mapping.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -14,7 +14,7 @@ use event_listener::{Event, EventListener};
 use crate::qcow2::layout::entry::{CompressedDescriptor, SubclusterState};
 use crate::qcow2::tables::{Blocked, Step};
 
-/// What a link makes of the entries of the clusters.
+/// The change of the clusters' entries by a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// They refer to host clusters with their data; `allocated` if these are new.
@@ -25,8 +25,8 @@ pub(super) enum Change {
     Zero { keep: bool },
     /// They have no host cluster, and read as zeros if that can be encoded.
     Discard,
-    /// The subclusters `mask` of the one cluster get into `state`. Without any subcluster of data left the
-    /// cluster loses its host cluster, unless it is to `keep` it.
+    /// The subclusters `mask` of the one cluster get into `state`. Without any subcluster of data
+    /// left the cluster loses its host cluster, unless it is to `keep` it.
     Subclusters { mask: u32, state: SubclusterState, keep: bool },
 }
 
@@ -46,7 +46,7 @@ impl PendingChange {
         &self.change
     }
 
-    /// What to wait for until it is linked or aborted.
+    /// The event to wait for until it is linked or aborted.
     pub(super) fn listen(&self) -> EventListener {
         self.ended.listen()
     }
@@ -63,8 +63,8 @@ pub(super) struct PendingChanges {
 }
 
 impl PendingChanges {
-    /// The end of the clusters from `first` on that no change has locked, at most `end`; or what to wait
-    /// for, if `first` itself is locked.
+    /// The end of the clusters from `first` on that no change has locked, at most `end`; or what to
+    /// wait for, if `first` itself is locked.
     pub(super) fn unlocked_until(&self, first: u64, end: u64) -> Result<u64, EventListener> {
         if let Some((_, before)) = self.changes.range(..=first).next_back()
             && before.clusters.end > first
@@ -75,7 +75,7 @@ impl PendingChanges {
         Ok(next.map_or(end, |(&start, _)| start))
     }
 
-    /// What to wait for before these clusters can lose their host clusters.
+    /// The overwrites to wait for before these clusters can lose their host clusters.
     pub(super) fn overwrites_of(&self, clusters: &Range<u64>) -> Option<EventListener> {
         let overlaps = |&(start, end): &(u64, u64)| start < clusters.end && clusters.start < end;
         self.overwrites.keys().any(overlaps).then(|| self.overwrite_ended.listen())

@@ -5,7 +5,7 @@ use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState};
 use crate::qcow2::layout::entry::{Entry, SubclusterState};
 use crate::qcow2::tables::{Step, Tables};
 
-/// What one subcluster of the guest reads as.
+/// The content of one subcluster of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SubclusterContent {
     Data { host: u64 },
@@ -59,7 +59,7 @@ pub(crate) fn map_read(tables: &mut Tables, range: ByteRange) -> Step<Extent> {
     within_file(tables, found)
 }
 
-/// What a subcluster of an entry reads as; the host offset is that of the subcluster.
+/// The content of a subcluster of an entry; the host offset is that of the subcluster.
 fn content(tables: &Tables, entry: Entry, subcluster: u32) -> SubclusterContent {
     match entry {
         Entry::Compressed(data) => {
@@ -120,8 +120,8 @@ fn within_file(tables: &Tables, extent: Extent) -> Step<Extent> {
 }
 
 impl SubclusterContent {
-    /// Whether `next`, which follows `distance` bytes after the subcluster of `self`, belongs to the same
-    /// extent.
+    /// Whether `next`, which follows `distance` bytes after the subcluster of `self`, belongs to
+    /// the same extent.
     fn is_contiguous(self, next: Self, distance: u64) -> bool {
         match (self, next) {
             (Self::Data { host }, Self::Data { host: next }) => host + distance == next,

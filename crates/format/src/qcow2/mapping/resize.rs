@@ -38,8 +38,8 @@ impl Mapper<'_> {
         Ok(next)
     }
 
-    /// Empties the L2 entries from that of `cluster` to the end of its slice. Returns the cluster after
-    /// them.
+    /// Empties the L2 entries from that of `cluster` to the end of its slice. Returns the cluster
+    /// after them.
     pub(crate) fn empty_slice(&mut self, cluster: u64) -> Step<u64> {
         let geometry = self.tables.geometry();
         let at = geometry.l2_index(cluster);
@@ -68,7 +68,7 @@ impl Mapper<'_> {
         let first = l1_index as u64 * geometry.l2_entries();
         self.wait_for_changes(first, first + geometry.l2_entries())?;
         let Some(table) = self.tables.l2_table(l1_index)? else { return Ok(()) };
-        // What a snapshot refers to as well is not given to the host.
+        // Clusters that a snapshot refers to as well are not given to the host.
         let punch = if table.is_copied() { Punch::Yes } else { Punch::No };
         for entry in self.tables.entries_of(table)? {
             self.defer_free_of(entry, Entry::UNALLOCATED, punch);
@@ -80,7 +80,7 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// The disk ends earlier, and with it the L1 table. Nothing beyond is in use any more, durably.
+    /// The disk ends earlier, and with it the L1 table. Nothing beyond is in use, durably.
     pub(crate) fn cut(&mut self, size: u64) -> Step<()> {
         // An L1 table of no entries at all is unusual: other programs may not expect it.
         let entries = self.tables.geometry().l1_entries_for(size).max(1);

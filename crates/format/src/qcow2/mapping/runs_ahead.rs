@@ -1,14 +1,15 @@
 //! Runs of first writes, and how many clusters are mapped ahead of them.
 //!
-//! The first write to a cluster changes a refcount and an L2 entry: two writes beside its own. Where it takes prepared
-//! space (`allocator/prepared`), the guest's next clusters can be mapped to the next of that space in the same step
-//! (`map_ahead`). They read as zeros before and after, the same two writes serve all of them, and each later write to one is
-//! an overwrite in place.
+//! The first write to a cluster changes a refcount and an L2 entry: two writes beside its own.
+//! Where it takes prepared space (`allocator/prepared`), the guest's next clusters can be mapped to
+//! the next of that space in the same step (`map_ahead`). They read as zeros before and after, the
+//! same two writes serve all of them, and each later write to one is an overwrite in place.
 //!
-//! Only a run is worth it: first writes that begin where the one before has ended, with what was mapped ahead of it. As
-//! many clusters are mapped ahead as the run has written, which doubles it from one first write to the next, and none
-//! where fewer than half of the latest were written. So what a run leaves unwritten at its end is at most as much as it
-//! has written, and random writes leave next to nothing.
+//! Only a run is worth it: first writes that begin where the one before has ended, with what was
+//! mapped ahead of it. As many clusters are mapped ahead as the run has written, which doubles it
+//! from one first write to the next, and none where fewer than half of the latest were written. So
+//! what a run leaves unwritten at its end is at most as much as it has written, and random writes
+//! leave next to nothing.
 
 use std::ops::Range;
 
@@ -54,7 +55,7 @@ impl RunsAhead {
         run.map_or(0, |run| (run.all_written() + 1).min(limit))
     }
 
-    /// A first write is about to write these clusters, and so many after them were mapped ahead.
+    /// A first write is about to write these clusters, and this many after them were mapped ahead.
     pub(super) fn note_first(&mut self, clusters: Range<u64>, ahead: u64) {
         let before = self.runs.iter().position(|run| run.end == clusters.start);
         let before = before.map(|index| self.runs.remove(index));

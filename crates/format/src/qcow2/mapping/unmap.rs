@@ -15,7 +15,8 @@ use super::write::WriteMethod;
 use super::{Mapper, noop_extent};
 
 impl Mapper<'_> {
-    /// The extent of the first bytes of `range` for making them zeros, by entries where they can say it.
+    /// The extent of the first bytes of `range` for making them zeros, by entries where they can
+    /// say it.
     pub(super) fn map_zero_by_entries(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
         let Some(clusters) = self.whole_clusters(range) else {
             let keep = unmap == Unmap::Forbidden;
@@ -56,8 +57,8 @@ impl Mapper<'_> {
     pub(super) fn map_discard_in_image(&mut self, range: ByteRange) -> Step<Extent> {
         let geometry = self.tables.geometry();
         let is_backed = self.is_backed(geometry.cluster_of(range.offset()));
-        // Such an image has no zero flag: what the guest has written stays, or the backing file's bytes
-        // would come back.
+        // Such an image has no zero flag: what the guest has written stays, or the backing file's
+        // bytes would come back.
         if is_backed && geometry.version < 3 {
             return Ok(noop_extent(range.truncate(self.rest_of_cluster(range.offset()))));
         }
@@ -86,8 +87,8 @@ impl Mapper<'_> {
         range.truncate(self.tables.geometry().offset_of(cluster) - range.offset())
     }
 
-    /// Whether a cluster would show bytes of the backing file if it had no entry. An image with a zero flag
-    /// sets it up to its end, also where the backing file is shorter now.
+    /// Whether a cluster would show bytes of the backing file if it had no entry. An image with a
+    /// zero flag sets it up to its end, also where the backing file is shorter now.
     fn is_backed(&self, cluster: u64) -> bool {
         let geometry = self.tables.geometry();
         let is_before_end = geometry.offset_of(cluster) < self.mapping.backing_end;
@@ -104,7 +105,8 @@ impl Mapper<'_> {
         }
     }
 
-    /// The first bytes of `range` that lie in one cluster and are whole subclusters, or a part of one.
+    /// The first bytes of `range` that lie in one cluster and are whole subclusters, or a part of
+    /// one.
     fn first_subclusters(&self, range: ByteRange) -> ByteRange {
         let first = range.truncate(self.rest_of_cluster(range.offset()));
         let size = self.tables.geometry().subcluster_size();
@@ -112,7 +114,7 @@ impl Mapper<'_> {
         if to_border > 0 {
             return first.truncate(to_border);
         }
-        // What lies beyond the disk's end counts as covered.
+        // The part beyond the disk's end counts as covered.
         match first.length() / size * size {
             _ if first.end() >= self.tables.header().size => first,
             0 => first,
@@ -120,8 +122,8 @@ impl Mapper<'_> {
         }
     }
 
-    /// Prepares a change of whole subclusters of one cluster by its entry alone; `None` where that cannot
-    /// be.
+    /// Prepares a change of whole subclusters of one cluster by its entry alone; `None` where that
+    /// cannot be.
     fn prepare_subclusters(
         &mut self,
         part: ByteRange,
@@ -160,7 +162,8 @@ impl Mapper<'_> {
         Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
 
-    /// A part of a cluster: the host's file can have a hole there where no other entry refers to it.
+    /// A part of a cluster: the host's file can have a hole there where no other entry refers to
+    /// it.
     fn discard_part(&mut self, part: ByteRange) -> Step<Extent> {
         let cluster = self.tables.geometry().cluster_of(part.offset());
         self.wait_for_change(cluster)?;
@@ -245,8 +248,9 @@ impl Mapper<'_> {
         Ok(Extent { guest, alloc_range: guest, state: ExtentState::Zero, flags })
     }
 
-    /// Space for `length` bytes that the cluster `guest` is compressed to. It starts at a multiple of
-    /// `block` and has whole blocks for itself, so that a write never touches a block of another one.
+    /// Space for `length` bytes that the cluster `guest` is compressed to. It starts at a multiple
+    /// of `block` and has whole blocks for itself, so that a write never touches a block of
+    /// another one.
     pub(crate) fn map_compressed(
         &mut self,
         guest: ByteRange,

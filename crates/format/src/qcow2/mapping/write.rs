@@ -109,7 +109,7 @@ impl Mapper<'_> {
             WriteMethod::Allocate | WriteMethod::Cow(_) => {
                 self.check_room()?;
                 if method == WriteMethod::Cow(CowReason::Quarantined) {
-                    // What is written in place now has to be copied, too.
+                    // Clusters that are written in place now have to be copied, too.
                     self.wait_for_overwrites(&(first..first + 1))?;
                 }
                 let (clusters, target) = self.allocate_target(slice, clusters)?;

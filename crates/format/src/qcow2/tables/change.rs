@@ -29,7 +29,8 @@ impl Tables {
         entry.write(bytes, index, self.geometry);
     }
 
-    /// Begins an L2 table in `cluster`, which holds what `old` holds, and has an L1 entry refer to it.
+    /// Begins an L2 table in `cluster`, which holds what `old` holds, and has an L1 entry refer to
+    /// it.
     pub(crate) fn add_l2_table(
         &mut self,
         l1_index: usize,
@@ -68,8 +69,8 @@ impl Tables {
         self.version += 1;
     }
 
-    /// The L1 table has so many entries from now on, in these clusters, which nothing on disk refers to
-    /// yet. Returns its old clusters.
+    /// The L1 table has this many entries from now on, in these clusters, which nothing on disk
+    /// refers to yet. Returns its old clusters.
     pub(crate) fn move_l1(&mut self, entries: u64, clusters: Range<u64>) -> Option<Range<u64>> {
         self.end_watch();
         let geometry = self.geometry;
@@ -84,8 +85,8 @@ impl Tables {
         (old_count > 0).then(|| old..old + old_count)
     }
 
-    /// The L1 table is cut off after so many entries, at its offset. Returns the clusters that it does not
-    /// need any more.
+    /// The L1 table is cut off after this many entries, at its offset. Returns the clusters that it
+    /// does not need any more.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
         self.end_watch();
         let geometry = self.geometry;
@@ -97,7 +98,7 @@ impl Tables {
         kept..old
     }
 
-    /// The guest's disk has so many bytes from now on.
+    /// The guest's disk has this many bytes from now on.
     pub(crate) fn set_size(&mut self, size: u64) {
         self.end_watch();
         self.headers.wanted_mut().size = size;
@@ -139,7 +140,8 @@ impl Tables {
         self.version += 1;
     }
 
-    /// The refcount table is in these clusters from now on, longer than it was. Returns the old ones.
+    /// The refcount table is in these clusters from now on, longer than it was. Returns the old
+    /// ones.
     pub(crate) fn move_refcount_table(&mut self, clusters: Range<u64>) -> Range<u64> {
         let geometry = self.geometry;
         let count = clusters.end - clusters.start;

@@ -1,11 +1,12 @@
 //! Which slices changed while all tables are copied beside the active ones.
 //!
-//! 1. A watch begins. From then on every slice that a step changes is noted, before a writeback can bring the
-//!    change to the disk. So a reader of a slice without the lock finds it noted if that read saw a part of a
-//!    change.
+//! 1. A watch begins. From then on every slice that a step changes is noted, before a writeback can
+//!    bring the change to the disk. So a reader of a slice without the lock finds it noted if that
+//!    read saw a part of a change.
 //! 2. Looking at a slice takes its note back and gives its bytes, at one moment.
-//! 3. The watch ends by itself where tables are moved, dropped or replaced: nothing that was copied is to be used
-//!    then. Tables that are added are not noted: the L1 table and the refcount table tell of them.
+//! 3. The watch ends by itself where tables are moved, dropped or replaced: nothing that was copied
+//!    is to be used then. Tables that are added are not noted: the L1 table and the refcount table
+//!    tell of them.
 
 use std::collections::BTreeSet;
 

@@ -1,7 +1,9 @@
-//! What a writeback writes: everything that is dirty when it begins, copied at one moment.
+//! The slices that a writeback writes: everything that is dirty when it begins, copied at one
+//! moment.
 //!
-//! A copy is consistent, because an L2 entry changes in memory only after the refcounts that it depends
-//! on. Changes that come later wait for the next writeback. `writeback` decides the order of the writes.
+//! A copy is consistent, because an L2 entry changes in memory only after the refcounts that it
+//! depends on. Changes that come later wait for the next writeback. `writeback` decides the order
+//! of the writes.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -67,7 +69,7 @@ impl L1Update {
 /// A copy of what was dirty at one moment, by the order in which it may be written.
 pub(crate) struct WritebackBatch {
     scope: WritebackScope,
-    /// What is durable when this is.
+    /// The version that is durable when this is.
     version: u64,
     /// Refcounts, and tables that nothing on disk refers to: they need no order.
     unordered: Vec<TableWrite>,
@@ -132,7 +134,7 @@ impl WritebackBatch {
             && self.l1_update.is_none()
     }
 
-    /// What refers to the new tables is about to be written: these are durable.
+    /// The reference to the new tables is about to be written: these are durable.
     pub(crate) fn note_new_tables_linked(&self) {
         self.new_tables_linked.store(true, Ordering::Relaxed);
     }

@@ -6,27 +6,28 @@ use std::ops::Range;
 pub(crate) struct FileEnd {
     /// No cluster from here on is in use.
     end: u64,
-    /// The length of the file when the image was opened: clusters from here on read as zeros until they
-    /// are written.
+    /// The length of the file when the image was opened: clusters from here on read as zeros until
+    /// they are written.
     opened: u64,
     /// Whether what the file gets when it becomes longer may hold anything.
     has_stale_growth: bool,
 }
 
 impl FileEnd {
-    /// Of a file of so many clusters.
+    /// Of a file of this many clusters.
     pub(crate) fn new(clusters: u64) -> Self {
         Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
-    /// That of a file of so many clusters now. What lies before the end so far may have been written,
-    /// however short the file is taken to be: by a write that failed in its middle, or was dropped.
+    /// That of a file of this many clusters now. What lies before the end so far may have been
+    /// written, however short the file is taken to be: by a write that failed in its middle, or
+    /// was dropped.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
         let has_stale_growth = self.has_stale_growth;
         Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }
     }
 
-    /// What lies past the length of the file may hold anything: a block device that others make longer.
+    /// Bytes past the length of the file may hold anything: a block device that others make longer.
     pub(crate) fn expect_stale_growth(&mut self) {
         self.has_stale_growth = true;
     }
@@ -65,7 +66,8 @@ impl FileEnd {
         }
     }
 
-    /// Nothing is counted from `cluster` on: the end is there, unless clusters were taken past the old one.
+    /// Nothing is counted from `cluster` on: the end is there, unless clusters were taken past the
+    /// old one.
     pub(crate) fn lower(&mut self, cluster: u64) {
         if self.end == self.opened {
             self.end = cluster;

@@ -1,9 +1,10 @@
 //! Freezing the tables while the image is changed as a whole.
 //!
 //! 1. A transaction freezes them: steps that change tables wait for its end.
-//! 2. It ends: the tables are active again, at once or when writes that are still in flight have completed.
-//! 3. It fails at its last step: which tables on disk are the active ones is unknown, and every change
-//!    fails until the image is opened again.
+//! 2. It ends: the tables are active again, at once or when writes that are still in flight have
+//!    completed.
+//! 3. It fails at its last step: which tables on disk are the active ones is unknown, and every
+//!    change fails until the image is opened again.
 
 use blockhouse_core::Error;
 use blockhouse_core::sync::WaitGroup;

@@ -1,7 +1,8 @@
 //! The header as it should be and as it is on disk.
 //!
-//! Only the first sector ever changes, with one write. A write whose outcome is not known (it failed, or
-//! its future was dropped) leaves the disk's header unknown until another one is durable.
+//! Only the first sector ever changes, with one write. A write whose outcome is not known (it
+//! failed, or its future was dropped) leaves the disk's header unknown until another one is
+//! durable.
 
 use crate::qcow2::layout::header::{Header, Incompatible};
 
@@ -51,8 +52,9 @@ impl Headers {
         }
     }
 
-    /// Begins a write that changes the header on disk: patches its first bytes. Extensions that change or move fit into
-    /// the first sector ([`Header::fit_extensions`]). Returns the number of the write.
+    /// Begins a write that changes the header on disk: patches its first bytes. Extensions that
+    /// change or move fit into the first sector ([`Header::fit_extensions`]). Returns the
+    /// number of the write.
     pub(crate) fn begin_write(
         &mut self,
         change: impl FnOnce(&mut Header),
@@ -67,7 +69,7 @@ impl Headers {
             self.wanted.extensions.clone_from(&self.disk.extensions);
             self.disk.put_extensions(bytes);
         }
-        // Whatever becomes of this write, the next writeback repeats it before it relies on it.
+        // The next writeback repeats this write before it relies on it, whether it succeeds or not.
         self.begun += 1;
         self.begun
     }

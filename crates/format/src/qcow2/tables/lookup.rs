@@ -50,15 +50,17 @@ impl Tables {
         })
     }
 
-    /// Whether the entry of a guest cluster on disk may differ from that in memory. Its slice is cached.
+    /// Whether the entry of a guest cluster on disk may differ from that in memory. Its slice is
+    /// cached.
     pub(crate) fn is_entry_dirty(&mut self, cluster: u64) -> bool {
         let index = self.geometry.l2_index(cluster).index;
         let Ok(Some(slice)) = self.l2_slice(cluster) else { return false };
         self.cache.get(slice.offset).is_some_and(|slice| slice.is_dirty(index))
     }
 
-    /// Fails for the entry of a guest cluster that refers to data outside of the file, or in a table, or
-    /// anywhere but at the guest's offset of a data file: it must be neither overwritten nor freed.
+    /// Fails for the entry of a guest cluster that refers to data outside of the file, or in a
+    /// table, or anywhere but at the guest's offset of a data file: it must be neither
+    /// overwritten nor freed.
     pub(crate) fn check_host(&self, cluster: u64, entry: Entry) -> Step<()> {
         let geometry = self.geometry;
         if geometry.has_data_file {
@@ -96,8 +98,8 @@ impl Tables {
         }
     }
 
-    /// Blocked by a cache miss where the slice is not cached; slices of tables that are not on disk yet
-    /// are made.
+    /// Blocked by a cache miss where the slice is not cached; slices of tables that are not on disk
+    /// yet are made.
     pub(crate) fn ensure(&mut self, id: SliceId) -> Step<()> {
         if let Some(slice) = self.cache.look_up(id.offset) {
             if slice.kind == id.kind {

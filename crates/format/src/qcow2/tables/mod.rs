@@ -6,12 +6,12 @@
 //! 2. The step changes entries in memory. What it changed is *dirty*.
 //! 3. A writeback takes a copy of everything that is dirty, at one moment (`dirty`). The copy is
 //!    consistent, because an L2 entry changes only after the refcounts that it depends on.
-//! 4. The writeback is durable: what was copied is clean, unless it changed again. Or it failed: it is
-//!    dirty again.
+//! 4. The writeback is durable: what was copied is clean, unless it changed again. Or it failed: it
+//!    is dirty again.
 //!
-//! Locking: [`Tables`] has no lock. It lies under the image's one lock, and nothing here waits; writes go
-//! through [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster, and every read,
-//! looks at nothing but this.
+//! Locking: [`Tables`] has no lock. It lies under the image's one lock, and nothing here waits;
+//! writes go through [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster,
+//! and every read, looks at nothing but this.
 
 mod change;
 mod change_watch;
@@ -72,7 +72,7 @@ pub(crate) struct Tables {
     durable_version: u64,
     redo: RedoLog,
     freeze: FreezeState,
-    /// What changes while tables are copied beside these.
+    /// The slices that change while tables are copied beside these.
     watch: Option<ChangedSlices>,
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct ActiveTables {
 }
 
 impl Tables {
-    /// The tables of an image that is being opened, with a cache of so many slices.
+    /// The tables of an image that is being opened, with a cache of this many slices.
     pub(crate) fn new(name: &str, active: ActiveTables, slices: usize) -> Self {
         let ActiveTables { header, l1, refcount_table, clusters } = active;
         Self {
@@ -114,7 +114,8 @@ impl Tables {
         self.switch(active.header, active.l1, active.refcount_table)
     }
 
-    /// As [`replace`](Self::replace), by tables in clusters that these count already: the file ends where it did.
+    /// As [`replace`](Self::replace), by tables in clusters that these count already: the file ends
+    /// where it did.
     pub(crate) fn switch(
         &mut self,
         header: Header,
@@ -255,7 +256,8 @@ impl Tables {
         self.cache.fetch(offset)
     }
 
-    /// Takes the bytes that were read for [`fetch`](Self::fetch), unless the slice was made anew meanwhile.
+    /// Takes the bytes that were read for [`fetch`](Self::fetch), unless the slice was made anew
+    /// meanwhile.
     pub(crate) fn loaded(
         &mut self,
         id: SliceId,

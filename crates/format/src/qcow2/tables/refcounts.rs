@@ -13,7 +13,7 @@ use super::{Blocked, Step, Tables};
 pub(crate) enum Scan {
     /// These are free.
     Free(Range<u64>),
-    /// So many are in use.
+    /// This many are in use.
     Allocated(u64),
     /// No refcount block is for the cluster: it is free, but needs one.
     NoRefcountBlock,
@@ -112,8 +112,8 @@ impl Tables {
         })
     }
 
-    /// Whether the slice of refcounts that begins with cluster `start` counts any cluster but `except`;
-    /// `None` where no refcount block exists.
+    /// Whether the slice of refcounts that begins with cluster `start` counts any cluster but
+    /// `except`; `None` where no refcount block exists.
     pub(crate) fn counts_other(&mut self, start: u64, except: u64) -> Step<Option<bool>> {
         let geometry = self.geometry;
         let Some((id, _)) = self.refcount_slice(start)? else { return Ok(None) };

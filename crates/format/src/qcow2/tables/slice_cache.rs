@@ -3,9 +3,10 @@
 //! A slice's life, and the capacity of the cache:
 //!
 //! 1. Absent. One task reads it; others that need it wait for that task.
-//! 2. Clean. A slice that is needed replaces a clean one that was not used since the clock hand passed.
-//! 3. Dirty: entries differ from the disk. The slice stays. Steps that would make more slices dirty wait
-//!    for a writeback when half of the capacity is dirty.
+//! 2. Clean. A slice that is needed replaces a clean one that was not used since the clock hand
+//!    passed.
+//! 3. Dirty: entries differ from the disk. The slice stays. Steps that would make more slices dirty
+//!    wait for a writeback when half of the capacity is dirty.
 //! 4. Under writeback: a copy is being written; entries that change meanwhile are dirty again.
 //! 5. Clean again when the writeback is durable; dirty again where it failed.
 
@@ -87,8 +88,8 @@ impl Slice {
         self.dirty.contains(group) || self.writeback.contains(group)
     }
 
-    /// What the `index`-th entry is noted in. All refcounts are one group. An entry of L2 is a group
-    /// of its own in a slice of up to 4 KiB, and shares one in a larger slice.
+    /// The group that notes the `index`-th entry. All refcounts are one group. An entry of L2 is a
+    /// group of its own in a slice of up to 4 KiB, and shares one in a larger slice.
     fn group_of(&self, index: usize) -> usize {
         match self.kind {
             SliceKind::Refcounts => 0,
@@ -124,7 +125,7 @@ pub(crate) struct SliceCache {
     counts: CacheCounts,
 }
 
-/// What to do about a slice that is not there.
+/// The step for a slice that is not there.
 pub(crate) enum Fetch {
     /// Read it, then give it to [`SliceCache::loaded`].
     Read(Arc<Event>),
@@ -134,7 +135,7 @@ pub(crate) enum Fetch {
     Present,
 }
 
-/// What a writeback writes of one slice.
+/// The copy of one slice for a writeback.
 pub(crate) struct SliceCopy {
     pub(crate) id: SliceId,
     pub(crate) bytes: Box<[u8]>,
@@ -178,7 +179,8 @@ impl SliceCache {
         Some(&self.slots[*self.index.get(&offset)?].1.bytes)
     }
 
-    /// As [`get`](Self::get), for a step that cannot go on without the slice: a hit, unless it was read for that.
+    /// As [`get`](Self::get), for a step that cannot go on without the slice: a hit, unless it was
+    /// read for that.
     pub(crate) fn look_up(&mut self, offset: u64) -> Option<&Slice> {
         let slot = *self.index.get(&offset)?;
         match std::mem::take(&mut self.slots[slot].1.is_new) {
@@ -207,7 +209,8 @@ impl SliceCache {
         let group = slice.group_of(index);
         (slice.used, slice.step) = (true, self.step);
         slice.dirty.insert(group);
-        // An entry that was unstable before stays so: even a host cluster that reads as zeros must exist.
+        // An entry that was unstable before stays so: even a host cluster that reads as zeros must
+        // exist.
         if stability == DataStability::Unstable {
             slice.unstable.insert(group);
         }
@@ -306,8 +309,8 @@ impl SliceCache {
         slot
     }
 
-    /// A clean slice that was not used since the hand passed; `None` below the capacity, or when all are
-    /// dirty (then the cache grows: `is_over_dirty_limit` bounds by how much).
+    /// A clean slice that was not used since the hand passed; `None` below the capacity, or when
+    /// all are dirty (then the cache grows: `is_over_dirty_limit` bounds by how much).
     fn victim(&mut self) -> Option<usize> {
         if self.slots.len() < self.capacity {
             return None;

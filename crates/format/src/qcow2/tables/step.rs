@@ -2,7 +2,8 @@
 //!
 //! 1. The caller takes the lock and runs the step.
 //! 2. The step does all that it is for, or changes nothing and returns what it is [`Blocked`] by.
-//! 3. The caller gives the lock back, removes the obstacle (`writeback/steps`) and runs the step again.
+//! 3. The caller gives the lock back, removes the obstacle (`writeback/steps`) and runs the step
+//!    again.
 
 use blockhouse_core::Error;
 use event_listener::EventListener;
@@ -37,16 +38,16 @@ impl From<Error> for Blocked {
 /// Space that a step lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReserveRequest {
-    /// So many clusters at the end, with refcounts of 0.
+    /// This many clusters at the end, with refcounts of 0.
     AtEnd(u64),
     /// `count` clusters in a row: `total` at the end as above, or elsewhere with refcounts of one.
     Row {
-        /// The clusters that are to be in a row.
+        /// The clusters to be in a row.
         count: u64,
         /// That and what has to count it, at the end.
         total: u64,
     },
-    /// A file that is so many clusters long, if the storage can be made longer.
+    /// A file that is this many clusters long, if the storage can be made longer.
     Length(u64),
     /// Clusters at the end that hold written zeros, if the storage can prepare them.
     WrittenZeros,

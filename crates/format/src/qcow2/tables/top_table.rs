@@ -20,8 +20,8 @@ impl TopTable {
         Self { length: words.len(), words, is_trimmed: false, dirty: BTreeSet::new() }
     }
 
-    /// As [`new`](Self::new), without memory for the zeros at its end: a refcount table is a whole cluster, of which a
-    /// small image uses one word.
+    /// As [`new`](Self::new), without memory for the zeros at its end: a refcount table is a whole
+    /// cluster, of which a small image uses one word.
     pub(crate) fn trimmed(words: Vec<u64>) -> Self {
         let used = words.iter().rposition(|&word| word != 0).map_or(0, |last| last + 1);
         Self { words: words[..used].to_vec(), is_trimmed: true, ..Self::new(words) }

@@ -1,10 +1,11 @@
 //! Writes of tables, and flushes, of an open image. Runs without the image's lock.
 //!
-//! 1. A write owns its bytes. It is counted until the storage has completed it, also when its future was
-//!    dropped: a later write of the same table waits for that ([`TableWriter::drained`]).
+//! 1. A write owns its bytes. It is counted until the storage has completed it, also when its
+//!    future was dropped: a later write of the same table waits for that
+//!    ([`TableWriter::drained`]).
 //! 2. Writes of the header go one at a time, since each replaces the whole first sector.
-//! 3. The first failure is kept: no table is written any more until the image is opened again. A write
-//!    that failed for want of space is tried again, and makes whole what a part of it has changed.
+//! 3. The first failure is kept: no table is written until the image is opened again. A write that
+//!    failed for want of space is tried again, and makes whole what a part of it has changed.
 
 use std::future::Future;
 
@@ -21,7 +22,7 @@ const MAX_IN_FLIGHT: usize = 16;
 /// How many bytes of zeros are written at a time.
 const CHUNK_SIZE: u64 = 1 << 20;
 
-/// What to do about tables that could not be written.
+/// The hint about tables that could not be written.
 const FAILED_HINT: &str = "metadata could not be written: run check, then open the image again";
 
 /// See the module's page.
@@ -95,14 +96,16 @@ impl<S: Storage> TableWriter<S> {
         Ok(())
     }
 
-    /// Fills a range with written zeros without sending them. Not durable before the next full flush.
+    /// Fills a range with written zeros without sending them. Not durable before the next full
+    /// flush.
     pub(crate) async fn prepare_zeros(&self, range: ByteRange) -> Result<()> {
         let held = Buffer::new(0).lend().with_guard(self.writes.enter());
         self.storage.prepare_zeroes(range, held).await
     }
 
-    /// Changes the first sector, which holds all fields of the header that ever change. Durable with the
-    /// next flush. One change at a time, so that none brings back what another has replaced.
+    /// Changes the first sector, which holds all fields of the header that ever change. Durable
+    /// with the next flush. One change at a time, so that none brings back what another has
+    /// replaced.
     pub(crate) async fn write_header<T>(&self, patch: impl FnOnce(&mut [u8]) -> T) -> Result<T> {
         let _alone = self.header_lock.acquire().await;
         // One whose future was dropped may still be in flight.
@@ -127,8 +130,9 @@ impl<S: Storage> TableWriter<S> {
         &self.writes
     }
 
-    /// Flushes the data file, then the image: tables that refer to data are written after this. A failure
-    /// is recorded whatever its kind, because it may have lost data that tables are about to refer to.
+    /// Flushes the data file, then the image: tables that refer to data are written after this. A
+    /// failure is recorded whatever its kind, because it may have lost data that tables are
+    /// about to refer to.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         let data = match &self.data {
             Some(data) => data.flush(sync).await,
@@ -141,7 +145,8 @@ impl<S: Storage> TableWriter<S> {
         outcome
     }
 
-    /// Gives a range of the file back to the host. Only a hint: where it fails, the host keeps the space.
+    /// Gives a range of the file back to the host. Only a hint: where it fails, the host keeps the
+    /// space.
     pub(crate) async fn punch(&self, range: ByteRange) {
         if let Some(range) = table_io::whole_blocks(&self.storage, range) {
             let _ = self.storage.discard(range).await;

@@ -1,9 +1,10 @@
 //! Other options for an image: its version, and whether refcounts may be written late.
 //!
-//! One write of the header's first sector changes them, as the last step of a transaction that writes the snapshot table
-//! anew (version 3 wants more in its entries): a crash leaves the old options or the new ones. What older tables say stays
-//! true of version 3. Of the features that version 2 lacks only zero clusters are taken away, with tables beside the
-//! active ones (`zero_clusters`); an image with any other keeps its version, as with QEMU.
+//! One write of the header's first sector changes them, as the last step of a transaction that
+//! writes the snapshot table anew (version 3 wants more in its entries): a crash leaves the old
+//! options or the new ones. What older tables say stays true of version 3. Of the features that
+//! version 2 lacks only zero clusters are taken away, with tables beside the active ones
+//! (`zero_clusters`); an image with any other keeps its version, as with QEMU.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -21,13 +22,14 @@ use super::backing::free_first_sector;
 use super::metadata_transaction::{MetadataTransaction, Transactions};
 use super::zero_clusters::replace_zero_clusters;
 
-/// What helps where an image cannot change in place.
+/// The hint where an image cannot change in place.
 const CONVERT: &str = "'blockhouse convert -O qcow2 -o compat=0.10 IMAGE NEW' makes another image";
 
-/// What is to change of an image; `None` stays as it is.
+/// The changes of an image; `None` stays as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amendments {
-    /// The revision of the format; an earlier one where the image uses nothing that it lacks but zero clusters.
+    /// The revision of the format; an earlier one where the image uses nothing that it lacks but
+    /// zero clusters.
     pub version: Option<Version>,
     /// Whether refcounts may be written late: only in version 3.
     pub lazy_refcounts: Option<Switch>,
@@ -36,8 +38,8 @@ pub struct Amendments {
 /// Changes the options of an image, durably.
 ///
 /// # Errors
-/// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no room, or the options
-/// contradict each other; `ReadOnly`; `NoSpace`. The options are the old ones then.
+/// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no room,
+/// or the options contradict each other; `ReadOnly`; `NoSpace`. The options are the old ones then.
 pub(crate) async fn amend<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,

@@ -1,16 +1,17 @@
 //! Another backing file for an image: only its header changes.
 //!
-//! The name, its format (a header extension) and the fields that point to them must change together, and
-//! only 512 bytes are written at once by every disk. So:
+//! The name, its format (a header extension) and the fields that point to them must change
+//! together, and only 512 bytes are written at once by every disk. So:
 //!
-//! 1. what goes beyond the first 512 bytes (the new name, and the end of the new extensions) goes to a part of the
-//!    first cluster that neither the old name nor the old extensions use, durably; nothing refers to it yet;
-//! 2. one write of the first 512 bytes changes the fields and the extensions. Names of feature bits (an extension
-//!    that only serves messages) are left out where room is short. Where they fit, the name follows the extensions,
-//!    as other programs have it.
+//! 1. what goes beyond the first 512 bytes (the new name, and the end of the new extensions) goes
+//!    to a part of the first cluster that neither the old name nor the old extensions use, durably;
+//!    nothing refers to it yet;
+//! 2. one write of the first 512 bytes changes the fields and the extensions. Names of feature bits
+//!    (an extension that only serves messages) are left out where room is short. Where they fit,
+//!    the name follows the extensions, as other programs have it.
 //!
-//! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or the
-//! new one. Where the extensions do not fit, the change is refused.
+//! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or
+//! the new one. Where the extensions do not fit, the change is refused.
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -94,8 +95,8 @@ async fn change_backing<S: Storage>(
     Ok(())
 }
 
-/// Moves the name of the backing file out of the first sector, if it is there and clusters have more, so that
-/// extensions find room: durably.
+/// Moves the name of the backing file out of the first sector, if it is there and clusters have
+/// more, so that extensions find room: durably.
 ///
 /// # Errors
 /// As [`set_backing`].
@@ -139,7 +140,7 @@ fn with_backing(old: &Header, backing: Option<Backing>) -> Header {
     new
 }
 
-/// What follows the fields of a header.
+/// The parts after the fields of a header.
 struct NewLayout {
     /// The extensions, which begin behind the fields.
     list: Vec<u8>,
@@ -147,11 +148,12 @@ struct NewLayout {
     name_offset: Option<usize>,
 }
 
-/// The new extensions and the place of the name; `None` where there is no room. `bytes` is the old first cluster.
+/// The new extensions and the place of the name; `None` where there is no room. `bytes` is the old
+/// first cluster.
 fn lay_out(old: &Header, new: &Header, bytes: &[u8], place: NamePlace) -> Option<NewLayout> {
     let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());
     let has_name = new.backing.is_some();
-    // What the old header uses beyond the first sector.
+    // The parts of the old header beyond the first sector.
     let list_end = old.length + extensions::to_bytes(&old.extensions).len();
     let name_start = be64(bytes, 8) as usize;
     let old_name = old.backing.as_ref().map(|old| name_start..name_start + old.name.len());

@@ -1,14 +1,15 @@
 //! Removing a bitmap where the host has no space for new tables.
 //!
-//! A transaction writes new tables beside the old ones, for which a full host has no space; but users remove bitmaps to get
-//! some. So the directory is changed in place, each step durable before the next:
+//! A transaction writes new tables beside the old ones, for which a full host has no space; but
+//! users remove bitmaps to get some. So the directory is changed in place, each step durable before
+//! the next:
 //!
 //! 1. the bitmap's entry becomes the last one of the directory, which has the same length then;
 //! 2. one write of the header's first sector makes the directory end before it;
 //! 3. its clusters are free.
 //!
-//! A crash leaves all of the old bitmaps or all of the new, and at most leaks clusters. Step 1 is one sector, so a larger
-//! directory takes no other removal than that of its last bitmap.
+//! A crash leaves all of the old bitmaps or all of the new, and at most leaks clusters. Step 1 is
+//! one sector, so a larger directory takes no other removal than that of its last bitmap.
 
 use blockhouse_core::{Durability, Error, Result, Storage, SyncMode};
 
@@ -24,8 +25,9 @@ use crate::qcow2::layout::table_write::TableWrite;
 use super::ImageMetadata;
 use super::metadata_transaction::Transactions;
 
-/// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever comes of it, the bitmaps are
-/// to be [loaded](LiveBitmaps::load) again. `no_space` says why it is not done by a transaction.
+/// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever
+/// comes of it, the bitmaps are to be [loaded](LiveBitmaps::load) again. `no_space` says why it is
+/// not done by a transaction.
 ///
 /// # Errors
 /// `no_space` where the directory is too long; what the storage answers.

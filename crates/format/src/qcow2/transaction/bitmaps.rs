@@ -1,9 +1,10 @@
 //! Changes of the persistent bitmaps: added, removed, cleared, enabled, disabled, merged.
 //!
-//! Each is a transaction, so that a crash leaves all of the old bitmaps or all of the new. New tables, bits and a
-//! new directory are written beside the old ones, and the header extension that names the directory changes with
-//! the one write of the header's first sector. So the extension has to lie in that sector. Where the header has it
-//! elsewhere, or the backing file's name takes the space, both are moved first.
+//! Each is a transaction, so that a crash leaves all of the old bitmaps or all of the new. New
+//! tables, bits and a new directory are written beside the old ones, and the header extension that
+//! names the directory changes with the one write of the header's first sector. So the extension
+//! has to lie in that sector. Where the header has it elsewhere, or the backing file's name takes
+//! the space, both are moved first.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
@@ -26,19 +27,19 @@ use super::ImageMetadata;
 use super::bitmap_removal::remove_in_place;
 use super::metadata_transaction::{MetadataTransaction, Transactions};
 
-/// A bitmap that is to be added.
+/// A bitmap to be added.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewBitmap {
     /// 1 to 1023 bytes, different from all others in the image.
     pub name: String,
-    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. `None`: a cluster, but
-    /// 4 KiB at least and 64 KiB at most.
+    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. `None`: a
+    /// cluster, but 4 KiB at least and 64 KiB at most.
     pub granularity: Option<u64>,
     /// Whether changes of the disk are recorded in it.
     pub is_enabled: bool,
 }
 
-/// What becomes of one bitmap.
+/// The change of one bitmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapAction {
     /// It is gone.
@@ -63,7 +64,7 @@ pub(crate) async fn list_bitmaps<S: Storage>(metadata: &ImageMetadata<S>) -> Res
     Ok(entries.iter().map(|entry| entry.described(&header)).collect())
 }
 
-/// What a bitmap says of a range.
+/// The bitmap's record of a range.
 pub(crate) async fn bitmap_extents<S: Storage>(
     metadata: &ImageMetadata<S>,
     live: &LiveBitmaps,
@@ -135,8 +136,8 @@ async fn add_entry<S: Storage>(
     Ok(())
 }
 
-/// Makes changes of bitmaps, all or none; `prepared` is awaited when they are written, before one write makes them effective. Where it
-/// fails, none is made.
+/// Makes changes of bitmaps, all or none; `prepared` is awaited when they are written, before one
+/// write makes them effective. Where it fails, none is made.
 pub(crate) async fn change_bitmaps<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
@@ -222,7 +223,8 @@ async fn change_entry<S: Storage>(
     Ok(())
 }
 
-/// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those of another one.
+/// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those
+/// of another one.
 pub(crate) async fn merge_bitmap<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
@@ -304,7 +306,8 @@ async fn run_prepared<S: Storage>(
     outcome
 }
 
-/// Before a transaction that changes the directory: ends the session, whose marks are those of bitmaps that stay.
+/// Before a transaction that changes the directory: ends the session, whose marks are those of
+/// bitmaps that stay.
 pub(super) async fn prepare_directory<S: Storage>(
     metadata: &ImageMetadata<S>,
     live: &LiveBitmaps,
@@ -313,8 +316,8 @@ pub(super) async fn prepare_directory<S: Storage>(
     super::backing::free_first_sector(metadata).await
 }
 
-/// Changes the directory in a transaction. Whatever comes of it, the bitmaps are to be [loaded](LiveBitmaps::load)
-/// again.
+/// Changes the directory in a transaction. Whatever comes of it, the bitmaps are to be
+/// [loaded](LiveBitmaps::load) again.
 pub(super) async fn change_directory<S: Storage>(
     metadata: &ImageMetadata<S>,
     transaction: &mut MetadataTransaction<'_, S>,
@@ -375,7 +378,8 @@ fn check_new(image: &str, new: &BitmapEntry, entries: &[BitmapEntry]) -> Result<
     Ok(())
 }
 
-/// Whether another bitmap can be enabled: with too many of them no change of the disk could be made.
+/// Whether another bitmap can be enabled: with too many of them no change of the disk could be
+/// made.
 fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<()> {
     let is_live = |entry: &&BitmapEntry| {
         entry.flags.contains(BitmapFlags::AUTO) && !entry.is_inconsistent(header)
@@ -423,7 +427,7 @@ async fn place_empty_table<S: Storage>(
     place_table(entry, vec![BitsCluster::Zeros; clusters as usize], transaction).await
 }
 
-/// Whether a bitmap may have so many clusters: QEMU opens no image that has a larger one.
+/// Whether a bitmap may have this many clusters: QEMU opens no image that has a larger one.
 pub(super) fn check_bounds(
     image: &str,
     entry: &BitmapEntry,
@@ -457,9 +461,10 @@ pub(super) async fn place_table<S: Storage>(
     Ok(())
 }
 
-/// Changes the size of the disk, and with it the tables of all bitmaps: a table has exactly as many entries as the disk
-/// needs. Of a longer disk, enabled bitmaps say that the new part has changed: it may have had other content before a
-/// shrink. Nothing is in use past the new end of a shorter one.
+/// Changes the size of the disk, and with it the tables of all bitmaps: a table has exactly as many
+/// entries as the disk needs. Of a longer disk, enabled bitmaps say that the new part has changed:
+/// it may have had other content before a shrink. Nothing is in use past the new end of a shorter
+/// one.
 pub(super) async fn resize_with_bitmaps<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
@@ -497,7 +502,7 @@ async fn resize_table<S: Storage>(
 ) -> Result<()> {
     let geometry = transaction.geometry();
     if entry.is_inconsistent(transaction.header()) {
-        // Its bits say nothing any more, and its table may have any length.
+        // Its bits say nothing, and its table may have any length.
         return Ok(());
     }
     check_bounds(storage.name(), entry, entry.clusters_for(size, geometry), geometry)?;
@@ -559,8 +564,8 @@ pub(super) async fn mark_all<S: Storage>(
 /// Finds the first changed bytes at an offset or behind it.
 pub type NextChange<'a> = &'a (dyn Fn(u64) -> Option<ByteRange> + Sync);
 
-/// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in memory at a time:
-/// those of the other bitmap are passed in order.
+/// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in
+/// memory at a time: those of the other bitmap are passed in order.
 pub(super) struct Merge<'a, S: Storage> {
     old: &'a BitsReader<'a, S>,
     /// More changes.

@@ -70,7 +70,8 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
             Some(error) if self.stage == Stage::Switching => {
                 FreezeState::Failed(error.duplicate().hint("open the image again"))
             }
-            // Writes of a dropped transaction may still be in flight to clusters that count as free.
+            // Writes of a dropped transaction may still be in flight to clusters that count as
+            // free.
             _ if writer.writes().listen().is_some() => {
                 FreezeState::Draining(writer.writes().clone())
             }

@@ -1,6 +1,8 @@
-//! Bitmaps of an image from which its disk goes on in this one, a fork: they go on here by their names.
+//! Bitmaps of an image from which its disk goes on in this one, a fork: they go on here by their
+//! names.
 //!
-//! Guarantee: all of them change in one transaction, so that a crash leaves what each said before, or what it is to say.
+//! Guarantee: all of them change in one transaction, so that a crash leaves what each said before,
+//! or what it is to say.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -20,12 +22,12 @@ use super::metadata_transaction::{MetadataTransaction, Transactions};
 pub enum InheritedBits<'a> {
     /// All of the disk has changed: more than has, while what has changed is not known yet.
     All,
-    /// What they say in the image that is not changed any more, and these changes.
+    /// What they say in the image that is no longer changed, and these changes.
     Exact(NextChange<'a>),
 }
 
-/// Gives an image bitmaps of these names, with the granularity and the state that they have in `source`. Where it has one, what that
-/// says is replaced.
+/// Gives an image bitmaps of these names, with the granularity and the state that they have in
+/// `source`. Where it has one, what that says is replaced.
 pub(crate) async fn inherit_bitmaps<S: Storage>(
     metadata: &ImageMetadata<S>,
     (transactions, live): (&Transactions, &LiveBitmaps),

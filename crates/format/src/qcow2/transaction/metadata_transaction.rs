@@ -76,7 +76,8 @@ impl Transactions {
         self.lock.acquire().await
     }
 
-    /// Waits for the change of the snapshots that is being prepared; none other is until the result is dropped.
+    /// Waits for the change of the snapshots that is being prepared; none other is until the result
+    /// is dropped.
     pub(super) async fn begin_preparation(&self) -> SemaphoreGuard<'_> {
         self.preparation.acquire().await
     }
@@ -95,8 +96,8 @@ impl Transactions {
         self.run_begun(metadata, change).await
     }
 
-    /// As [`run`](Self::run), for a change that neither changes the guest's data nor who has it: bitmaps stay in
-    /// step with the disk, and a data file is no obstacle.
+    /// As [`run`](Self::run), for a change that neither changes the guest's data nor who has it:
+    /// bitmaps stay in step with the disk, and a data file is no obstacle.
     pub(super) async fn run_beside_guest_data<S: Storage, T>(
         &self,
         metadata: &ImageMetadata<S>,
@@ -125,8 +126,8 @@ impl Transactions {
     }
 }
 
-/// Refuses snapshots, whose disks share clusters, of an image with a data file: there each guest cluster has
-/// one host offset.
+/// Refuses snapshots, whose disks share clusters, of an image with a data file: there each guest
+/// cluster has one host offset.
 ///
 /// # Errors
 /// `Unsupported`.
@@ -208,8 +209,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.change_header(change, sector)
     }
 
-    /// Changes fields of the header that [`Header::patch`] stores, and its extensions. `sector` is its first sector, as it
-    /// is now.
+    /// Changes fields of the header that [`Header::patch`] stores, and its extensions. `sector` is
+    /// its first sector, as it is now.
     ///
     /// # Errors
     /// `InvalidInput` where the header has no room.
@@ -345,8 +346,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         reads.collect::<Vec<_>>().await.into_iter().collect()
     }
 
-    /// Makes the copied flags of the active tables agree with the new refcounts. An L2 table in which any
-    /// changes is copied.
+    /// Makes the copied flags of the active tables agree with the new refcounts. An L2 table in
+    /// which any changes is copied.
     pub(super) async fn update_copied_flags(&mut self, users: L1Users) -> Result<()> {
         let mut l1 = mem::take(&mut self.l1);
         let tables = references(self.metadata, &l1)?;
@@ -503,8 +504,9 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     }
 }
 
-/// Writes tables that are not active. Where they end up past the file's end, new clusters do not read as
-/// zeros any more: also when the transaction is dropped, and its writes are still in flight.
+/// Writes tables that are not active. Where they end up past the file's end, new clusters do not
+/// read as zeros any more: also when the transaction is dropped, and its writes are still in
+/// flight.
 async fn write_beside<S: Storage>(
     metadata: &ImageMetadata<S>,
     writes: &[TableWrite],

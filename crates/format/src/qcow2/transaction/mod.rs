@@ -3,19 +3,21 @@
 //! The life of a transaction on all metadata ([`MetadataTransaction`]):
 //!
 //! 1. One transaction runs at a time, and begins only where no change of the guest's is in flight.
-//! 2. Freeze: steps that change tables wait. A writeback brings all that is dirty to the disk, and no other
-//!    one runs. Reads go on.
+//! 2. Freeze: steps that change tables wait. A writeback brings all that is dirty to the disk, and
+//!    no other one runs. Reads go on.
 //! 3. Build: new tables are written to free clusters beside the active ones, refcounts too
 //!    (`shadow_refcounts`). An error or a crash here changes nothing.
-//! 4. Commit: all of it is flushed, then one write of the header's first sector makes the new tables the
-//!    active ones, on disk and in memory. A crash finds all of the old or all of the new, without a leak.
-//!    Where it is unknown whether that write took effect, nothing is changed any more while the image is open.
-//! 5. Thaw; what is free now is given back to the host when the reads that may have looked it up have ended.
+//! 4. Commit: all of it is flushed, then one write of the header's first sector makes the new
+//!    tables the active ones, on disk and in memory. A crash finds all of the old or all of the
+//!    new, without a leak. Where it is unknown whether that write took effect, nothing is changed
+//!    while the image is open.
+//! 5. Thaw; what is free now is given back to the host when the reads that may have looked it up
+//!    have ended.
 //!
-//! A change of the size goes by ordinary steps, in an order that no crash makes wrong (`resize`); the
-//! backing file changes with two writes of the header (`backing`), the version with one (`amend`). What a process that has died had answered is
-//! brought to the disk before anything else (`replay`), and refcounts that
-//! were written late are counted anew (`recount`).
+//! A change of the size goes by ordinary steps, in an order that no crash makes wrong (`resize`);
+//! the backing file changes with two writes of the header (`backing`), the version with one
+//! (`amend`). What a process that has died had answered is brought to the disk before anything else
+//! (`replay`), and refcounts that were written late are counted anew (`recount`).
 
 mod amend;
 mod backing;
@@ -64,7 +66,7 @@ pub(crate) use vm_state::{allocate_clusters, location_of as vm_state_location};
 /// The metadata of an open image, with the changes that its mapping prepares.
 pub(crate) type ImageMetadata<S> = Metadata<S, Mapping>;
 
-/// What a step of the mapping works on.
+/// The state that a step of the mapping works on.
 pub(crate) fn mapper(state: &mut State<Mapping>) -> Mapper<'_> {
     state.changes.mapper(&mut state.tables, &mut state.allocator)
 }

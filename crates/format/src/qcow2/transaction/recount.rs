@@ -1,9 +1,9 @@
-//! Refcounts that are missing on disk, when an image is opened: all of one that was not closed while its refcounts
-//! were written late, and those of what a dead process had answered (`replay`).
+//! Refcounts that are missing on disk, when an image is opened: all of one that was not closed
+//! while its refcounts were written late, and those of what a dead process had answered (`replay`).
 //!
-//! A refcount block that is missing is placed at the end of the file. Where that cannot be made longer, as on a
-//! block device, a cluster is searched that nothing uses: neither what is counted on disk, nor what is about
-//! to be counted.
+//! A refcount block that is missing is placed at the end of the file. Where that cannot be made
+//! longer, as on a block device, a cluster is searched that nothing uses: neither what is counted
+//! on disk, nor what is about to be counted.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, ToolProgress};
 
@@ -15,8 +15,8 @@ use crate::qcow2::tables::{Step, Tables};
 
 use super::ImageMetadata;
 
-/// Sets every refcount to what the tables say, durably, and marks the image as clean. Nothing is placed in
-/// `hosts`: data of a log that is replayed later.
+/// Sets every refcount to what the tables say, durably, and marks the image as clean. Nothing is
+/// placed in `hosts`: data of a log that is replayed later.
 ///
 /// # Errors
 /// `Corrupt` when the tables themselves are damaged: nothing is changed then.
@@ -37,7 +37,7 @@ pub(crate) async fn recount<S: Storage>(
     let on_disk = DiskRefcounts::read(storage, &header).await?;
     let is_taken = |cluster| counts.get(cluster) > 0 || hosts.overlaps(&(cluster..cluster + 1));
     let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
-    // What is counted too often is free: refcount blocks find room there.
+    // Clusters that are counted too often are free: refcount blocks find room there.
     for is_raised in [false, true] {
         let wrong = beside(counts, &on_disk)
             .filter(|&(_, count, recorded)| count != recorded && (count > recorded) == is_raised);
@@ -52,8 +52,8 @@ pub(crate) async fn recount<S: Storage>(
     metadata.finish().await
 }
 
-/// Makes a change of the refcount of `cluster`, with a refcount block in a gap where the file has no space at its
-/// end.
+/// Makes a change of the refcount of `cluster`, with a refcount block in a gap where the file has
+/// no space at its end.
 ///
 /// # Errors
 /// `NoSpace` where there is no gap either.

@@ -1,23 +1,26 @@
-//! Replaying the redo log of a process that has died (`tables/redo`): what it answered comes to be on disk.
+//! Replaying the redo log of a process that has died (`tables/redo`): what it answered comes to be
+//! on disk.
 //!
-//! Whether the log is that of this file, and of this boot of the host, the caller has found out. That no other
-//! program has changed the image since is said by the *session bits*, autoclear bits of the header: a program that does
-//! not know such bits clears them before the first change (`docs/interop/qcow2.txt` of QEMU, "autoclear feature
-//! bits"), and each process with a log sets others. Images of version 2 have none.
+//! Whether the log is that of this file, and of this boot of the host, the caller has found out.
+//! That no other program has changed the image since is said by the *session bits*, autoclear bits
+//! of the header: a program that does not know such bits clears them before the first change
+//! (`docs/interop/qcow2.txt` of QEMU, "autoclear feature bits"), and each process with a log sets
+//! others. Images of version 2 have none.
 //!
-//! Before anything is changed, the image is compared with all that the log says of it: a log that cannot be of this
-//! file leaves the file as it is.
+//! Before anything is changed, the image is compared with all that the log says of it: a log that
+//! cannot be of this file leaves the file as it is.
 //!
 //! 1. Of each guest cluster the latest change counts (`LatestChanges`).
-//! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no new table takes
-//!    one of them (`recount`). Compressed data adds to the refcounts of its clusters, which may be counted
-//!    already: a leak at most. One that is counted more than once, because the process died before a lower refcount was
-//!    written, leaks as well: its entry says that it is shared.
+//! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no
+//!    new table takes one of them (`recount`). Compressed data adds to the refcounts of its
+//!    clusters, which may be counted already: a leak at most. One that is counted more than once,
+//!    because the process died before a lower refcount was written, leaks as well: its entry says
+//!    that it is shared.
 //! 3. Entries are set by ordinary steps. What they referred to before is freed as always.
 //! 4. A writeback brings all of it to the disk.
 //!
-//! A death in the middle is harmless: the log is still there, and host clusters that it refers to are
-//! neither freed nor reused by a replay.
+//! A death in the middle is harmless: the log is still there, and host clusters that it refers to
+//! are neither freed nor reused by a replay.
 
 use std::ops::Range;
 
@@ -37,7 +40,8 @@ use super::{ImageMetadata, mapper};
 /// Replays a log, before anything is changed.
 ///
 /// # Errors
-/// What the storage answers; `Corrupt` where the image contradicts itself. The log is still good then.
+/// What the storage answers; `Corrupt` where the image contradicts itself. The log is still good
+/// then.
 pub(crate) async fn replay<S: Storage>(
     metadata: &ImageMetadata<S>,
     memory: &dyn StateMemory,
@@ -78,8 +82,8 @@ fn refusal<S: Storage>(metadata: &ImageMetadata<S>, session: u64) -> Option<Stri
     })
 }
 
-/// The latest changes inside the disk. Those beyond its end are of a disk that was about to become longer,
-/// or shorter: neither was answered.
+/// The latest changes inside the disk. Those beyond its end are of a disk that was about to become
+/// longer, or shorter: neither was answered.
 fn on_disk<S: Storage>(
     metadata: &ImageMetadata<S>,
     records: &[RedoRecord],
@@ -118,8 +122,9 @@ fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> 
     }
 }
 
-/// Why changes cannot be of this file: the data that they refer to would lie in its tables. Reads all tables that the
-/// changes concern, and changes nothing: an image that contradicts itself is not marked as corrupt either.
+/// Why changes cannot be of this file: the data that they refer to would lie in its tables. Reads
+/// all tables that the changes concern, and changes nothing: an image that contradicts itself is
+/// not marked as corrupt either.
 async fn misplaced_data<S: Storage>(
     metadata: &ImageMetadata<S>,
     latest: &[RedoRecord],

@@ -1,12 +1,12 @@
 //! Longer and shorter disks.
 //!
-//! A longer one gets its L1 entries first and its size last, so that the caller can make what would become
-//! visible read as zeros in between. What may find no room comes before its data file becomes
-//! longer. A sidecar says in its header which size its data file may have beside the disk's: after
-//! a crash in between it is cut to the disk. A shorter one loses the clusters beyond its new end
-//! first: what a crash leaves has the old size, and nothing can come back when the disk grows
-//! again. Its size and the number of L1 entries change with one write of the header. Where the
-//! image has bitmaps, that is the write of a transaction that changes their tables, too.
+//! A longer one gets its L1 entries first and its size last, so that the caller can make what would
+//! become visible read as zeros in between. What may find no room comes before its data file
+//! becomes longer. A sidecar says in its header which size its data file may have beside the
+//! disk's: after a crash in between it is cut to the disk. A shorter one loses the clusters beyond
+//! its new end first: what a crash leaves has the old size, and nothing can come back when the disk
+//! grows again. Its size and the number of L1 entries change with one write of the header. Where
+//! the image has bitmaps, that is the write of a transaction that changes their tables, too.
 
 use std::ops::Range;
 
@@ -56,14 +56,15 @@ async fn make_entries<S: Storage>(metadata: &ImageMetadata<S>, from: u64, size: 
     while cluster < end {
         let first = cluster;
         cluster = metadata.step(|state| thawed_mapper(state)?.map_raw_slice(first, end)).await?;
-        // Other tasks of the loop have their turn: a step that finds its slice in memory never waits.
+        // Other tasks of the loop have their turn: a step that finds its slice in memory never
+        // waits.
         budget.spend((cluster - first) * WorkBudget::LOOK_UP).await;
     }
     Ok(())
 }
 
-/// Makes the disk longer. What lies past the old end in the last cluster or in the backing file becomes
-/// visible, unless it was made zeros before.
+/// Makes the disk longer. What lies past the old end in the last cluster or in the backing file
+/// becomes visible, unless it was made zeros before.
 pub(crate) async fn grow<S: Storage>(
     metadata: &ImageMetadata<S>,
     (transactions, live): (&Transactions, &LiveBitmaps),
@@ -86,7 +87,8 @@ pub(crate) async fn grow<S: Storage>(
     Ok(())
 }
 
-/// Drops what the active tables have after the disk: a guest with a longer disk would read it there.
+/// Drops what the active tables have after the disk: a guest with a longer disk would read it
+/// there.
 async fn drop_vm_state<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
     let of_disk = metadata.geometry().l1_entries_for(metadata.size()) as usize;
     let (has_any, entries) = {
@@ -137,7 +139,7 @@ pub(crate) async fn make_empty<S: Storage>(metadata: &ImageMetadata<S>) -> Resul
     let tables = metadata.geometry().l1_entries_for(metadata.size()) as usize;
     drop_l2_tables(metadata, 0..tables).await?;
     if let Some(data) = metadata.writer().data_file() {
-        // Nothing refers to it any more. Only a hint, as everywhere.
+        // Nothing refers to it. Only a hint, as everywhere.
         let end = metadata.size().next_multiple_of(metadata.geometry().cluster_size());
         if let Some(range) = table_io::whole_blocks(data, ByteRange::between(0, end)) {
             let _ = data.discard(range).await;
@@ -151,7 +153,7 @@ async fn drop_l2_tables<S: Storage>(
     metadata: &ImageMetadata<S>,
     indexes: Range<usize>,
 ) -> Result<()> {
-    // Tables that are going to be free must not be written any more.
+    // Tables that are going to be free must no longer be written.
     metadata.flush(SyncMode::Data).await?;
     let entries = metadata.geometry().l2_entries();
     let together = (MAX_CLUSTERS_PER_WRITEBACK / entries).max(1) as usize;

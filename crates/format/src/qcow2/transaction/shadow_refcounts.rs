@@ -1,13 +1,13 @@
 //! New refcounts, built beside those that are active.
 //!
-//! A change of snapshots concerns refcounts all over the image. It is made beside the active tables:
-//! every refcount block that changes is written to a new cluster, and so is the refcount table,
-//! so that one write of the header switches from all of the old to all of the new. FreeSpace is taken only
-//! where both the old and the new refcount are 0: nothing of the old is overwritten, and a crash
-//! before the switch leaves the image as it was, without so much as a leak.
+//! A change of snapshots concerns refcounts all over the image. It is made beside the active
+//! tables: every refcount block that changes is written to a new cluster, and so is the refcount
+//! table, so that one write of the header switches from all of the old to all of the new. FreeSpace
+//! is taken only where both the old and the new refcount are 0: nothing of the old is overwritten,
+//! and a crash before the switch leaves the image as it was, without so much as a leak.
 //!
-//! Of refcounts only slices that are not all zeros are read and kept: memory and time go by what the file
-//! holds, not by what the refcount table claims.
+//! Of refcounts only slices that are not all zeros are read and kept: memory and time go by what
+//! the file holds, not by what the refcount table claims.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;
@@ -50,14 +50,14 @@ struct Block {
     new_cluster: Option<u64>,
 }
 
-/// What has to be written for the new refcounts, and where the header finds them.
+/// The writes for the new refcounts, and the place where the header finds them.
 pub(crate) struct NewRefcounts {
     pub(crate) writes: Vec<TableWrite>,
     /// The refcount table.
     pub(crate) table: Vec<u64>,
     pub(crate) table_offset: u64,
     pub(crate) table_clusters: u32,
-    /// What nothing refers to any more.
+    /// The clusters without any reference.
     pub(crate) freed: Vec<Range<u64>>,
 }
 
@@ -239,7 +239,7 @@ impl ShadowRefcounts {
         self.into_writes(&table)
     }
 
-    /// Of a table of so many entries: as many as before, or half as many again as needed, so that
+    /// Of a table of this many entries: as many as before, or half as many again as needed, so that
     /// growing stays rare.
     fn table_clusters(&self, entries: u64) -> Result<u64> {
         let before = self.old_table.end - self.old_table.start;
@@ -309,8 +309,8 @@ impl ShadowRefcounts {
     }
 }
 
-/// The slices of refcount blocks that are not all zeros, by their number. `blocks` says which block of the
-/// refcount table is at an offset.
+/// The slices of refcount blocks that are not all zeros, by their number. `blocks` says which block
+/// of the refcount table is at an offset.
 async fn read_slices<S: Storage>(
     storage: &S,
     geometry: Geometry,

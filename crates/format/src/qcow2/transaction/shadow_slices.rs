@@ -1,6 +1,8 @@
-//! Slices of refcounts in memory: as they are on disk, and as they will be. A slice that is not there is all zeros.
+//! Slices of refcounts in memory: as they are on disk, and as they will be. A slice that is not
+//! there is all zeros.
 //!
-//! The slice that was used last is found without a lookup by number: references to clusters come in runs.
+//! The slice that was used last is found without a lookup by number: references to clusters come in
+//! runs.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -58,7 +60,7 @@ impl ShadowSlices {
         before.is_some().then_some(now)
     }
 
-    /// A slice of so many bytes, to change it for the first time.
+    /// A slice of this many bytes, to change it for the first time.
     pub(super) fn begin_change(&mut self, number: u64, size: usize) -> &mut [u8] {
         let at = self.find(number).unwrap_or_else(|| {
             self.insert(number, Vec::new());

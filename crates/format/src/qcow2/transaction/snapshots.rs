@@ -1,10 +1,11 @@
 //! Snapshots of the disk, with or without the machine's state: taken, applied, deleted, renamed.
 //!
-//! Taking one costs reading and writing the image's tables, never its data: all clusters are counted
-//! once more, and copied when they are next written. Each of these changes happens as a whole or not at
-//! all, whatever crashes (see the folder's page). The machine's state lies in the snapshot's tables
-//! after the disk, at the size of the disk rounded up to what one L1 entry covers. As in QEMU, what the active tables
-//! have there goes into a snapshot without a VM state of its own, and comes back with it.
+//! Taking one costs reading and writing the image's tables, never its data: all clusters are
+//! counted once more, and copied when they are next written. Each of these changes happens as a
+//! whole or not at all, whatever crashes (see the folder's page). The machine's state lies in the
+//! snapshot's tables after the disk, at the size of the disk rounded up to what one L1 entry
+//! covers. As in QEMU, what the active tables have there goes into a snapshot without a VM state of
+//! its own, and comes back with it.
 
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use super::bitmaps::{change_directory, mark_all, prepare_directory};
 use super::metadata_transaction::{L1Users, MetadataTransaction, RefcountDelta, Transactions};
 use super::{ImageMetadata, VmStateTables};
 
-/// What a new snapshot is called.
+/// The name of a new snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewSnapshot {
     /// 1 to 255 bytes, different from all others in the image.
@@ -34,8 +35,8 @@ pub struct NewSnapshot {
 /// All snapshots, in the order in which they were taken.
 ///
 /// # Errors
-/// `Corrupt` where the table contradicts the format; why it is unknown which table is active, after a
-/// change of it failed at its last step.
+/// `Corrupt` where the table contradicts the format; why it is unknown which table is active, after
+/// a change of it failed at its last step.
 pub(crate) async fn list_snapshots<S: Storage>(
     metadata: &ImageMetadata<S>,
 ) -> Result<Vec<Snapshot>> {
@@ -92,8 +93,8 @@ pub(crate) async fn create_snapshot<S: Storage>(
     transactions.run(metadata, change).await
 }
 
-/// Makes the disk what it was when the snapshot was taken, its size included. Enabled bitmaps say that all of it
-/// changed.
+/// Makes the disk what it was when the snapshot was taken, its size included. Enabled bitmaps say
+/// that all of it changed.
 pub(crate) async fn apply_snapshot<S: Storage>(
     metadata: &ImageMetadata<S>,
     transactions: &Transactions,
@@ -251,7 +252,8 @@ pub(super) fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> 
     Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("delete some of them first"))
 }
 
-/// Drops what the active tables have after the disk: another program's VM state, where the new snapshot brings one.
+/// Drops what the active tables have after the disk: another program's VM state, where the new
+/// snapshot brings one.
 async fn drop_active_vm_state<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
@@ -266,7 +268,8 @@ async fn drop_active_vm_state<S: Storage>(
     Ok(())
 }
 
-/// The entry of a new snapshot of a disk of so many bytes without a machine's state, but for the offset of its L1 table.
+/// The entry of a new snapshot of a disk of this many bytes without a machine's state, but for the
+/// offset of its L1 table.
 pub(super) fn draft_entry(
     new: &NewSnapshot,
     disk_size: u64,

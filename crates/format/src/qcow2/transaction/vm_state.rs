@@ -1,8 +1,8 @@
 //! The tables of a machine's state that is being stored.
 //!
-//! No table on disk refers to these clusters before the snapshot is committed; their refcount is 1. If
-//! saving stops early they leak, and nothing else is wrong. All of the tables are in memory, 8 or 16 bytes
-//! for each cluster of the state.
+//! No table on disk refers to these clusters before the snapshot is committed; their refcount is 1.
+//! If saving stops early they leak, and nothing else is wrong. All of the tables are in memory, 8
+//! or 16 bytes for each cluster of the state.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -49,15 +49,16 @@ pub enum VmStateCluster {
     Zero,
     /// At this offset of the storage.
     Data(u64),
-    /// Compressed: from this offset on, in at most so many bytes.
+    /// Compressed: from this offset on, in at most this many bytes.
     Compressed(ByteRange),
 }
 
-/// Where the state is of the snapshot that the image was opened on, from `start` on; empty for a snapshot
-/// without one.
+/// Where the state is of the snapshot that the image was opened on, from `start` on; empty for a
+/// snapshot without one.
 ///
 /// # Errors
-/// `Corrupt` where the snapshot's tables do not reach so far; `Unsupported` for an image with a data file.
+/// `Corrupt` where the snapshot's tables do not reach so far; `Unsupported` for an image with a
+/// data file.
 pub(crate) fn location_of<S: Storage>(
     metadata: &ImageMetadata<S>,
     snapshot: Option<&Snapshot>,
@@ -81,7 +82,8 @@ pub(crate) fn location_of<S: Storage>(
 /// Allocates one to `limit` clusters in a row for a machine's state.
 ///
 /// # Errors
-/// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data file.
+/// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data
+/// file.
 pub(crate) async fn allocate_clusters<S: Storage>(
     metadata: &ImageMetadata<S>,
     limit: u64,

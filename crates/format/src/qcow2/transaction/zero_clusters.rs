@@ -1,8 +1,10 @@
-//! Zero clusters, which version 2 does not have. Where nothing is behind the image, clusters without a place read the same;
-//! where a backing file would show through, clusters full of zeros are written.
+//! Zero clusters, which version 2 does not have. Where nothing is behind the image, clusters
+//! without a place read the same; where a backing file would show through, clusters full of zeros
+//! are written.
 //!
-//! All L2 tables are looked at, also those that only snapshots have. One with zero clusters gets a copy beside it, for all
-//! L1 tables that refer to it. A host cluster that a zero cluster kept is free afterwards.
+//! All L2 tables are looked at, also those that only snapshots have. One with zero clusters gets a
+//! copy beside it, for all L1 tables that refer to it. A host cluster that a zero cluster kept is
+//! free afterwards.
 
 use std::collections::BTreeMap;
 
@@ -73,7 +75,8 @@ fn refer_to<S: Storage>(
     Ok(has_changed.then_some(l1))
 }
 
-/// The offset of a copy of the L2 table at `offset`, to which `users` L1 entries refer; `None` where it has no zero clusters.
+/// The offset of a copy of the L2 table at `offset`, to which `users` L1 entries refer; `None`
+/// where it has no zero clusters.
 async fn copy_without_zero_clusters<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
     offset: u64,
@@ -112,7 +115,7 @@ async fn copy_without_zero_clusters<S: Storage>(
     Ok(Some(copy))
 }
 
-/// Counts so many references to the cluster at `offset` more or less.
+/// Counts this many references to the cluster at `offset` more or less.
 fn count<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
     offset: u64,

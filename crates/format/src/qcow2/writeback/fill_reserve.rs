@@ -1,4 +1,5 @@
-//! Filling the reserve (`allocator/reserve`): space on the host for metadata, before anything relies on it.
+//! Filling the reserve (`allocator/reserve`): space on the host for metadata, before anything
+//! relies on it.
 //!
 //! Where the host has no space the request that needs it fails, and nothing has changed.
 
@@ -9,8 +10,8 @@ use crate::qcow2::tables::ReserveRequest;
 
 use super::Metadata;
 
-/// By how much the file is longer than needed: an eighth, but at least so many clusters, and at most so
-/// many bytes.
+/// By how much the file is longer than needed: an eighth, but at least this many clusters, and at
+/// most so many bytes.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 1 << 30;
 
@@ -47,8 +48,8 @@ impl<S: Storage, C> Metadata<S, C> {
         }
     }
 
-    /// Makes the file longer than it needs to be now: file systems let writes that make a file longer
-    /// through one at a time.
+    /// Makes the file longer than it needs to be now: file systems let writes that make a file
+    /// longer through one at a time.
     async fn extend_file(&self, needed: u64) {
         let _alone = self.end_lock.acquire().await;
         if !self.state.lock().allocator.is_file_short(needed) {
@@ -62,10 +63,11 @@ impl<S: Storage, C> Metadata<S, C> {
         state.allocator.note_extended(self.geometry, length, needed, size);
     }
 
-    /// Prepares clusters at the end for durable writes, where the storage can, and the host has enough space.
+    /// Prepares clusters at the end for durable writes, where the storage can, and the host has
+    /// enough space.
     ///
-    /// A host that cannot is no failure: space is taken as without it. A flush that fails is one for all requests, as any
-    /// other.
+    /// A host that cannot is no failure: space is taken as without it. A flush that fails is one
+    /// for all requests, as any other.
     async fn prepare_zeros(&self) -> Result<()> {
         let _alone = self.end_lock.acquire().await;
         // As for the reserve: a transaction that freezes the tables later waits for the guard.
@@ -86,7 +88,8 @@ impl<S: Storage, C> Metadata<S, C> {
         let mut state = self.state.lock();
         let state = &mut *state;
         match outcome {
-            // A transaction that waits for the guard may take them: they are known to nobody from now on.
+            // A transaction that waits for the guard may take them: they are known to nobody from
+            // now on.
             Ok(()) if !state.tables.freeze().is_active() => {}
             Ok(()) => state.allocator.put_prepared(claimed),
             Err(_) => state.allocator.give_up_preparing(&mut state.tables, claimed),
@@ -94,8 +97,8 @@ impl<S: Storage, C> Metadata<S, C> {
         Ok(())
     }
 
-    /// Frees what waits for it, unless the storage becomes longer with what is written to it: such a
-    /// storage only could not be made longer ahead.
+    /// Frees what waits for it, unless the storage becomes longer with what is written to it: such
+    /// a storage only could not be made longer ahead.
     ///
     /// # Errors
     /// Why tables cannot be written, which keeps those clusters from being freed.
@@ -114,8 +117,8 @@ impl<S: Storage, C> Metadata<S, C> {
 
     async fn fill_reserve_at_end(&self, count: u64) -> Result<()> {
         let _alone = self.end_lock.acquire().await;
-        // A transaction that freezes the tables later waits for the guard: nothing is reserved, written or given back
-        // in space that it has taken.
+        // A transaction that freezes the tables later waits for the guard: nothing is reserved,
+        // written or given back in space that it has taken.
         let reserve = self.step(|state| {
             state.tables.freeze_mut().wait_thawed()?;
             let reserved = state.allocator.begin_end_reserve(&mut state.tables, count);
@@ -132,8 +135,8 @@ impl<S: Storage, C> Metadata<S, C> {
         outcome
     }
 
-    /// Reserves clusters in a row elsewhere, where the end of the file has no space. Returns whether it is
-    /// worth to try once more.
+    /// Reserves clusters in a row elsewhere, where the end of the file has no space. Returns
+    /// whether it is worth to try once more.
     async fn fill_reserve_in_row(&self, count: u64) -> Result<bool> {
         let _alone = self.end_lock.acquire().await;
         let found = self.step(|state| {
@@ -150,7 +153,8 @@ impl<S: Storage, C> Metadata<S, C> {
             Room::End => return Ok(true),
             Room::None => return Ok(false),
         };
-        // Dropped in the middle, they stay allocated: a leak, because the write may still be in flight.
+        // Dropped in the middle, they stay allocated: a leak, because the write may still be in
+        // flight.
         let outcome = self.writer.write_zeros(self.geometry.bytes_of(row.clone())).await;
         let mut state = self.state.lock();
         let state = &mut *state;

@@ -1,11 +1,12 @@
 //! Changes of the header on disk, and flushes.
 //!
-//! 1. Before the first change of an image the autoclear bits are cleared, durably, but for those that are kept
-//!    true: they stand for what writers must know to keep it true (bitmaps of changed clusters, for example). Where a redo log is
-//!    attached, the session bits are set with the same write: any other program clears them before it changes
-//!    the image, and another process with a redo log sets others, so a replay finds out.
-//! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while it is
-//!    open, if it is open for writing.
+//! 1. Before the first change of an image the autoclear bits are cleared, durably, but for those
+//!    that are kept true: they stand for what writers must know to keep it true (bitmaps of changed
+//!    clusters, for example). Where a redo log is attached, the session bits are set with the same
+//!    write: any other program clears them before it changes the image, and another process with a
+//!    redo log sets others, so a replay finds out.
+//! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while
+//!    it is open, if it is open for writing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,7 +25,7 @@ use super::Metadata;
 pub(super) struct Autoclear {
     /// Whether they have to be changed.
     is_due: AtomicBool,
-    /// Those that stay set because what they say is kept true: bits of bitmaps.
+    /// The bits that stay set because they are kept true: those of bitmaps.
     kept: AtomicU64,
     lock: Semaphore,
 }
@@ -36,7 +37,8 @@ impl Autoclear {
     }
 }
 
-/// The autoclear bits of an image that is being changed: those that are `kept` true as well, and those of the session.
+/// The autoclear bits of an image that is being changed: those that are `kept` true as well, and
+/// those of the session.
 fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
     header.autoclear & (header.preserved_autoclear() | kept) | session
 }
@@ -64,8 +66,8 @@ impl<S: Storage, C> Metadata<S, C> {
         Ok(())
     }
 
-    /// Before a change that leaves the guest's data as it is: bitmaps stay in step with the disk. Other autoclear
-    /// bits are made true, durably.
+    /// Before a change that leaves the guest's data as it is: bitmaps stay in step with the disk.
+    /// Other autoclear bits are made true, durably.
     pub(crate) async fn begin_changes_beside_guest_data(&self) -> Result<()> {
         if !self.needs_begin_changes() {
             return Ok(());
@@ -82,8 +84,8 @@ impl<S: Storage, C> Metadata<S, C> {
         Ok(())
     }
 
-    /// Before a change that is made before it is known whether a redo log will be replayed: the session
-    /// bits stay as they are.
+    /// Before a change that is made before it is known whether a redo log will be replayed: the
+    /// session bits stay as they are.
     pub(crate) async fn begin_changes_before_replay(&self) -> Result<()> {
         let kept = self.kept_autoclear() | SESSION_BITS;
         self.rewrite_header(|header| {
@@ -101,7 +103,8 @@ impl<S: Storage, C> Metadata<S, C> {
         self.look_at_autoclear();
     }
 
-    /// These autoclear bits stay as they are from now on: what they say is kept true, whatever is changed.
+    /// These autoclear bits stay as they are from now on: what they say is kept true, whatever is
+    /// changed.
     pub(crate) fn keep_autoclear(&self, kept: u64) {
         self.autoclear.kept.store(kept, Ordering::Release);
         self.look_at_autoclear();
@@ -126,7 +129,8 @@ impl<S: Storage, C> Metadata<S, C> {
         self.sync(SyncMode::Data).await
     }
 
-    /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for what says nothing of it.
+    /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for what says
+    /// nothing of it.
     pub(crate) async fn write_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         self.writer.check_failure()?;
         self.change_header(change).await?;
@@ -159,8 +163,8 @@ impl<S: Storage, C> Metadata<S, C> {
         self.state.lock().tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
     }
 
-    /// Flushes an image whose changes are all written, for another process that opens it. The session bits stay: this
-    /// process may go on, and the other one keeps a redo log, too.
+    /// Flushes an image whose changes are all written, for another process that opens it. The
+    /// session bits stay: this process may go on, and the other one keeps a redo log, too.
     pub(crate) async fn settle(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
         self.mark_clean(0).await
@@ -186,8 +190,8 @@ impl<S: Storage, C> Metadata<S, C> {
         .await
     }
 
-    /// The outcome of a step. Where the image contradicts itself it is marked as corrupt on disk, and not
-    /// changed again while it is open, if it is open for writing.
+    /// The outcome of a step. Where the image contradicts itself it is marked as corrupt on disk,
+    /// and not changed again while it is open, if it is open for writing.
     pub(crate) async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
             && error.kind() == ErrorKind::Corrupt
@@ -202,8 +206,8 @@ impl<S: Storage, C> Metadata<S, C> {
         outcome
     }
 
-    /// Marks the image as corrupt, durably, also where tables could not be written before: a storage
-    /// that takes no flush any more says so itself.
+    /// Marks the image as corrupt, durably, also where tables could not be written before: a
+    /// storage that takes no flush says so itself.
     async fn mark_as_corrupt(&self) -> Result<()> {
         if self.state.lock().tables.headers().is_marked_durably(Incompatible::CORRUPT) {
             return Ok(());

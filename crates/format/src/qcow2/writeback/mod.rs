@@ -1,22 +1,25 @@
-//! Running steps, and bringing what they changed to the disk in the order that no crash makes wrong.
+//! Running steps, and bringing what they changed to the disk in the order that no crash makes
+//! wrong.
 //!
 //! The life of a writeback. One runs at a time; tasks that need one share it.
 //!
-//! 1. A task needs changes to be durable (a flush, a durable write that allocated, the dirty limit, closing).
-//!    If a writeback runs, it waits for that one, and then for another one if its changes came too late.
-//! 2. A writeback that serves writes without FUA waits for the data of others like them that is in flight:
-//!    else their own writeback would follow at once. It waits for writes of tables of a dropped
-//!    writeback.
+//! 1. A task needs changes to be durable (a flush, a durable write that allocated, the dirty limit,
+//!    closing). If a writeback runs, it waits for that one, and then for another one if its changes
+//!    came too late.
+//! 2. A writeback that serves writes without FUA waits for the data of others like them that is in
+//!    flight: else their own writeback would follow at once. It waits for writes of tables of a
+//!    dropped writeback.
 //! 3. Under the lock it takes a copy of everything that is dirty (`tables`), and the pending frees
 //!    (`allocator`).
 //! 4. It writes the copy, without the lock (`order`).
-//! 5. Under the lock: the copy is clean, and the frees are freeable. Or, where it failed or its future was
-//!    dropped, all of it is dirty again, and the next one repeats it.
+//! 5. Under the lock: the copy is clean, and the frees are freeable. Or, where it failed or its
+//!    future was dropped, all of it is dirty again, and the next one repeats it.
 //! 6. It processes what is freeable (`reclaim`).
 //!
-//! Locking: [`State`] is what the image's one short lock guards; it is never held over I/O. A step that is
-//! blocked gives it back (`steps`). The semaphores are taken without it. Their order is: the lock for
-//! L2 tables, the lock for the end of the file, the lock for frees, the lock for the header.
+//! Locking: [`State`] is what the image's one short lock guards; it is never held over I/O. A step
+//! that is blocked gives it back (`steps`). The semaphores are taken without it. Their order is:
+//! the lock for L2 tables, the lock for the end of the file, the lock for frees, the lock for the
+//! header.
 
 mod fill_reserve;
 mod header;
@@ -42,7 +45,7 @@ pub(crate) use run::WritebackBlock;
 
 use header::Autoclear;
 
-/// What the image's one lock guards: `C` is the changes that have not taken effect.
+/// The state behind the image's one lock: `C` is the changes that have not taken effect.
 pub(crate) struct State<C> {
     pub(crate) tables: Tables,
     pub(crate) allocator: Allocator,
@@ -153,7 +156,8 @@ impl<S: Storage, C> Metadata<S, C> {
     }
 }
 
-/// Keeps clusters that were looked up for reading from being reallocated. See [`Format::begin_read`].
+/// Keeps clusters that were looked up for reading from being reallocated. See
+/// [`Format::begin_read`].
 ///
 /// [`Format::begin_read`]: crate::Format::begin_read
 pub struct ReadGuard<'a> {

@@ -1,10 +1,11 @@
 //! The order of a writeback's writes (README.md of qcow2, "Order"):
 //!
-//! 1. refcounts, and tables that nothing on disk refers to yet; flush: they and all data are durable;
+//! 1. refcounts, and tables that nothing on disk refers to yet; flush: they and all data are
+//!    durable;
 //! 2. if the refcount table changed: its entries, or the header with its new location; flush;
 //! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
 //!
-//! A failed write of a table is recorded, and nothing that depends on it is written any more. One that
+//! A failed write of a table is recorded, and nothing that depends on it is written. One that
 //! failed for want of space changed nothing, and the next writeback tries again.
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
@@ -15,8 +16,8 @@ use crate::qcow2::tables::{WritebackBatch, WritebackScope};
 
 use super::Metadata;
 
-/// Up to how many changes, and writes of a kind, are written by FUA rather than with a flush. Only one where
-/// FUA brings a flush with it.
+/// Up to how many changes, and writes of a kind, are written by FUA rather than with a flush. Only
+/// one where FUA brings a flush with it.
 pub(super) const MAX_FUA_WRITES: usize = 3;
 
 /// Whether a flush was among what was done.
@@ -75,15 +76,17 @@ impl<S: Storage, C> Metadata<S, C> {
         fua == Fua::Native && writes.len() <= limit
     }
 
-    /// Whether the batch is written as a few durable writes and needs no flush: no data waits for one.
+    /// Whether the batch is written as a few durable writes and needs no flush: no data waits for
+    /// one.
     fn is_small(&self, batch: &WritebackBatch) -> bool {
         batch.is_stable_slices()
             && self.goes_by_fua(batch.unordered())
             && self.goes_by_fua(batch.mappings())
     }
 
-    /// Makes the refcounts of clusters durable that were allocated before the call, and what was written to them. Where
-    /// refcounts are written late, the mark of an image whose refcounts may be wrong is durable instead.
+    /// Makes the refcounts of clusters durable that were allocated before the call, and what was
+    /// written to them. Where refcounts are written late, the mark of an image whose refcounts
+    /// may be wrong is durable instead.
     pub(crate) async fn flush_allocated(&self) -> Result<()> {
         let is_lazy = self.state.lock().tables.headers().disk().compatible & LAZY_REFCOUNTS != 0;
         if is_lazy {

@@ -1,4 +1,4 @@
-//! Who runs a writeback, and who waits for one.
+//! The tasks that run a writeback, and those that wait for one.
 
 use std::ops::Range;
 
@@ -22,7 +22,8 @@ enum WritebackStep {
     Run,
 }
 
-/// The one writeback that runs. Dropped, it lets others run; unfinished, what it had copied is dirty again.
+/// The one writeback that runs. Dropped, it lets others run; unfinished, what it had copied is
+/// dirty again.
 struct WritebackGuard<'a, S: Storage, C> {
     metadata: &'a Metadata<S, C>,
     batch: Option<WritebackBatch>,
@@ -46,7 +47,8 @@ impl<S: Storage, C> Drop for WritebackGuard<'_, S, C> {
     }
 }
 
-/// Keeps writebacks from running, and refcounts from being lowered. Nothing is dirty when it is made.
+/// Keeps writebacks from running, and refcounts from being lowered. Nothing is dirty when it is
+/// made.
 pub(crate) struct WritebackBlock<'a, S: Storage, C> {
     metadata: &'a Metadata<S, C>,
     _no_frees: SemaphoreGuard<'a>,
@@ -60,8 +62,8 @@ impl<S: Storage, C> Drop for WritebackBlock<'_, S, C> {
 }
 
 impl<S: Storage, C> Metadata<S, C> {
-    /// Makes everything that was linked so far durable: data first, then metadata. Waits for data writes
-    /// that are in flight.
+    /// Makes everything that was linked so far durable: data first, then metadata. Waits for data
+    /// writes that are in flight.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         match (self.make_durable(WritebackReason::PendingData).await?, sync) {
             (Flushed::Yes, SyncMode::Data) => Ok(()),
@@ -79,10 +81,10 @@ impl<S: Storage, C> Metadata<S, C> {
         self.make_durable(WritebackReason::PendingData).await.map(drop)
     }
 
-    /// How extents become durable with the fewest operations: by FUA while few changes are pending and the
-    /// next writeback is a few writes whose data is stable. Not where FUA brings a flush with it, as it does
-    /// where the file grows: one flush for data and refcounts is cheaper than one for each. `pending` is how
-    /// many changes are.
+    /// How extents become durable with the fewest operations: by FUA while few changes are pending
+    /// and the next writeback is a few writes whose data is stable. Not where FUA brings a
+    /// flush with it, as it does where the file grows: one flush for data and refcounts is
+    /// cheaper than one for each. `pending` is how many changes are.
     pub(crate) fn metadata_sync_mode(&self, pending: impl FnOnce(&C) -> usize) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
@@ -124,8 +126,8 @@ impl<S: Storage, C> Metadata<S, C> {
         state.tables.has_dirty() || state.allocator.has_frees()
     }
 
-    /// Waits until the changes made so far are durable, running writebacks where no other task does.
-    /// Whether a flush that began after the call was part of it.
+    /// Waits until the changes made so far are durable, running writebacks where no other task
+    /// does. Whether a flush that began after the call was part of it.
     async fn make_durable(&self, reason: WritebackReason) -> Result<Flushed> {
         let target = self.state.lock().tables.version();
         let mut flushed = Flushed::No;
@@ -156,8 +158,8 @@ impl<S: Storage, C> Metadata<S, C> {
         self.write_back(WritebackReason::Full).await.map(drop)
     }
 
-    /// Writes everything that is dirty, and keeps writebacks from running. While the result is held no
-    /// refcount is lowered either: what a writeback makes freeable it frees after its end.
+    /// Writes everything that is dirty, and keeps writebacks from running. While the result is held
+    /// no refcount is lowered either: what a writeback makes freeable it frees after its end.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S, C>> {
         loop {
             self.writer.check_failure()?;
@@ -219,7 +221,8 @@ impl<S: Storage, C> Metadata<S, C> {
         Ok(flushed)
     }
 
-    /// Copies what has to be written; `None` when that is nothing, and then what is pending free is freeable.
+    /// Copies what has to be written; `None` when that is nothing, and then what is pending free is
+    /// freeable.
     fn begin_writeback(&self, reason: WritebackReason) -> Option<WritebackBatch> {
         let mut state = self.state.lock();
         state.allocator.begin_writeback();

@@ -1,4 +1,5 @@
-//! Running a step until nothing blocks it (`tables/step`): each obstacle is removed without the lock.
+//! Running a step until nothing blocks it (`tables/step`): each obstacle is removed without the
+//! lock.
 
 use std::sync::Arc;
 

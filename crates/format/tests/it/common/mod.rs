@@ -193,8 +193,8 @@ pub async fn read_host<S: Storage>(storage: &S, offset: u64, length: usize) -> R
     Ok(buffer.bytes()[start..start + length].to_vec())
 }
 
-/// Writes `bytes` to the guest's disk as an I/O path would: what becomes visible together is written
-/// together.
+/// Writes `bytes` to the guest's disk as an I/O path would: what becomes visible together is
+/// written together.
 pub async fn write<S: Storage>(
     image: &Qcow2<S>,
     offset: u64,

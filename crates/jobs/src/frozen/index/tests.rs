@@ -7,7 +7,7 @@ use super::*;
 const SIZE: u64 = REGION + 20 * GRANULE + 1024;
 const REGION_BLOCKS: usize = (REGION / BLOCK) as usize;
 
-/// What a block of the model is.
+/// The state of a block of the model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Model {
     Unsaved,
@@ -19,7 +19,8 @@ fn blocks(range: ByteRange) -> Range<usize> {
     (range.offset() / BLOCK) as usize..range.end().div_ceil(BLOCK) as usize
 }
 
-/// The claim is what it is to be: the first blocks that are not saved, with others of their granules.
+/// The claim is what it is to be: the first blocks that are not saved, with others of their
+/// granules.
 fn check_claim(
     model: &[Model],
     (wanted, claimed): (ByteRange, ByteRange),
@@ -35,7 +36,7 @@ fn check_claim(
     let (start, end) = (region * REGION_BLOCKS, ((region + 1) * REGION_BLOCKS).min(model.len()));
     let taken = model[start..end].iter().filter(|block| **block != Model::Unsaved).count();
     if taken * 16 >= end - start {
-        // Whatever is unsaved around it in its granules.
+        // The unsaved rest around it in its granules.
         let before = claimed.start % 16 != 0;
         assert!(!before || model[claimed.start - 1] != Model::Unsaved);
         let after = claimed.end % 16 != 0 && claimed.end < end;

@@ -15,11 +15,12 @@ use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 use crate::tls::Credential;
 
-/// A connection that has sent no request for this long may be ended to make room for another client.
+/// A connection that has sent no request for this long may be ended to make room for another
+/// client.
 const UNUSED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Connections beyond the limit that may wait. Further ones are closed, those first whose peer has most of
-/// them waiting.
+/// Connections beyond the limit that may wait. Further ones are closed, those first whose peer has
+/// most of them waiting.
 pub const MAX_WAITING: usize = 64;
 
 /// Whether one more connection is taken in.
@@ -36,9 +37,9 @@ pub enum Admission {
 /// Some of the connections that have done their handshakes.
 #[derive(Clone, Copy, Debug)]
 pub enum Clients {
-    /// Those that use an export.
+    /// Connections that use an export.
     Of(ExportId),
-    /// Those that use TLS.
+    /// Connections that use TLS.
     Encrypted,
 }
 
@@ -114,8 +115,8 @@ impl AdmissionState {
         self.is_draining
     }
 
-    /// Takes a connection in, to be admitted now or later, where `limit` connections are admitted at once.
-    /// Its number; `None` when the server ends, or too many wait.
+    /// Takes a connection in, to be admitted now or later, where `limit` connections are admitted
+    /// at once. Its number; `None` when the server ends, or too many wait.
     pub fn enter(&mut self, stream: &Stream, origin: Origin, limit: usize) -> Option<u64> {
         if self.is_draining {
             return None;
@@ -134,8 +135,8 @@ impl AdmissionState {
         Some(id)
     }
 
-    /// Takes a connection in that has done its handshake with another process, also beyond the limit. Its number; `None`
-    /// when the server ends.
+    /// Takes a connection in that has done its handshake with another process, also beyond the
+    /// limit. Its number; `None` when the server ends.
     pub fn enter_served(&mut self, stream: &Stream, origin: Origin) -> Option<u64> {
         if self.is_draining {
             return None;
@@ -201,7 +202,7 @@ impl AdmissionState {
         self.entries.iter().filter_map(paused).collect()
     }
 
-    /// Those that have not paused, in words.
+    /// The connections that have not paused, in words.
     pub fn busy(&self) -> Vec<String> {
         let busy = self.entries.iter().filter(|entry| entry.paused().is_none());
         busy.map(|entry| entry.origin().peer.to_string()).collect()
@@ -221,7 +222,8 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// What a connection goes on from: outside `None` while it is paused, inside where it is to end.
+    /// The session that a connection goes on from: outside `None` while it is paused, inside where
+    /// it is to end.
     pub fn take_resumed(&mut self, id: u64) -> Option<Option<PausedSession>> {
         let is_over = self.pause != Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id)?;
@@ -319,9 +321,9 @@ impl AdmissionState {
         clients.for_each(Entry::shut_stream_down);
     }
 
-    /// Ends a connection for the one with this number, which waits, unless enough are ending already. If
-    /// none can be ended now: in what time to try again, if it can be said. A connection that was asked to
-    /// end `end_time` ago is disconnected.
+    /// Ends a connection for the one with this number, which waits, unless enough are ending
+    /// already. If none can be ended now: in what time to try again, if it can be said. A
+    /// connection that was asked to end `end_time` ago is disconnected.
     pub fn make_room(&mut self, id: u64, end_time: Duration) -> Option<Duration> {
         let overdue_in = self.disconnect_overdue(end_time);
         let ending = self.admitted().filter(|entry| entry.is_ending()).count();
@@ -365,8 +367,8 @@ impl AdmissionState {
         self.entries.iter().filter(|entry| !entry.is_waiting())
     }
 
-    /// Whether one more connection may wait from there. One of another peer that waits may be closed for
-    /// it.
+    /// Whether one more connection may wait from there. One of another peer that waits may be
+    /// closed for it.
     fn may_wait(&mut self, origin: Origin) -> bool {
         let waiting = || self.entries.iter().filter(|entry| entry.is_waiting());
         if waiting().count() < MAX_WAITING {
@@ -384,7 +386,8 @@ impl AdmissionState {
         true
     }
 
-    /// Admits connections that wait while there is room: first from where fewest are, then the oldest.
+    /// Admits connections that wait while there is room: first from where fewest are, then the
+    /// oldest.
     fn admit_waiting(&mut self, limit: usize) {
         while self.admitted().count() < limit {
             let counts = Counts::of(self.admitted());
@@ -428,8 +431,8 @@ impl AdmissionState {
         unused.min().map(|((_, _, since), id)| (id, since))
     }
 
-    /// A connection of a socket or peer that has two more at least than `origin`: the one that has been
-    /// idle for longest, or the newest where all are busy.
+    /// A connection of a socket or peer that has two more at least than `origin`: the one that has
+    /// been idle for longest, or the newest where all are busy.
     fn beyond_its_share(&self, counts: &Counts, origin: Origin) -> Option<u64> {
         let (&socket, &largest) = counts.sockets.iter().max_by_key(|(_, count)| **count)?;
         let is_other_socket = largest >= counts.socket(origin.socket) + 2;

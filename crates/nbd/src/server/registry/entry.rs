@@ -16,7 +16,7 @@ use crate::tls::Credential;
 pub struct Origin {
     /// The listening socket.
     pub socket: usize,
-    /// Who connected.
+    /// The client.
     pub peer: Peer,
 }
 
@@ -31,7 +31,7 @@ enum Phase {
         since: Instant,
         shutdown: Arc<ShutdownSignal>,
         activity: Arc<Activity>,
-        /// What it goes on from, while it is paused.
+        /// The session that it goes on from, while it is paused.
         paused: Option<PausedSession>,
     },
     /// Shutdown was requested then; `None` where its stream is shut down.
@@ -44,7 +44,7 @@ pub struct Entry {
     stream: Stream,
     origin: Origin,
     phase: Phase,
-    /// What it chose in the handshake.
+    /// The export of its handshake.
     export: Option<ExportId>,
     /// By what it was admitted, if it uses TLS; known when the handshake is over.
     credential: Option<Arc<Credential>>,
@@ -178,7 +178,7 @@ impl Entry {
         }
     }
 
-    /// What it goes on from, while it is paused.
+    /// The session that it goes on from, while it is paused.
     pub fn paused(&self) -> Option<&PausedSession> {
         match &self.phase {
             Phase::Transmission { paused, .. } => paused.as_ref(),

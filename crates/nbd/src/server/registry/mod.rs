@@ -1,31 +1,34 @@
-//! The connections of a server: their limit, which of them end to make room for others, and the orderly end.
+//! The connections of a server: their limit, which of them end to make room for others, and the
+//! orderly end.
 //!
-//! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same socket, a
-//! client that holds few connections is not kept out by a process or host that holds many, whether those
-//! are silent, idle or busy. Below the limit no client is disconnected for being idle, unless the limit
-//! `idle` is set: a guest may have nothing to do for days. At the limit, room is made for a client that
-//! waits, in this order:
+//! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same
+//! socket, a client that holds few connections is not kept out by a process or host that holds
+//! many, whether those are silent, idle or busy. Below the limit no client is disconnected for
+//! being idle, unless the limit `idle` is set: a guest may have nothing to do for days. At the
+//! limit, room is made for a client that waits, in this order:
 //!
 //! 1. by a connection that has sent no request yet, once it is a second old: one in its handshake
 //!    before one after it, of those one of the peer that has most of them, of those the oldest;
-//! 2. by a connection of the socket, or else at the same socket of the [`Peer`](super::peer::Peer), that
-//!    holds most of them, two more at least than the one that waits: that which has been idle for longest,
-//!    among all peers that hold as many.
+//! 2. by a connection of the socket, or else at the same socket of the [`Peer`](super::peer::Peer),
+//!    that holds most of them, two more at least than the one that waits: that which has been idle
+//!    for longest, among all peers that hold as many.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`](admission::MAX_WAITING).
 //!
-//! The socket is the unit of isolation: at one socket, a connection that was used makes no room for a client
-//! whose process or host would then hold as many. So a program that forks, with one used connection in each
-//! child, can keep other clients of its own socket out. Reason: children that idle look like the guests of
-//! a host, each a process with one connection. To end the one that is idle for longest would break the
-//! disk of a guest for a stranger, who could go on to the next guest. And who may connect to a socket may
-//! read what it exports, and write what is not read-only, which is worse than to keep others out. The owner
-//! and mode of a Unix socket, or a firewall, say who may connect: clients that must not keep one another
-//! out get sockets of their own.
+//! The socket is the unit of isolation: at one socket, a connection that was used makes no room for
+//! a client whose process or host would then hold as many. So a program that forks, with one used
+//! connection in each child, can keep other clients of its own socket out. Reason: children that
+//! idle look like the guests of a host, each a process with one connection. To end the one that is
+//! idle for longest would break the disk of a guest for a stranger, who could go on to the next
+//! guest. And who may connect to a socket may read what it exports, and write what is not
+//! read-only, which is worse than to keep others out. The owner and mode of a Unix socket, or a
+//! firewall, say who may connect: clients that must not keep one another out get sockets of their
+//! own.
 //!
-//! A connection that is told to end completes what it has in flight and sends the replies. While a client
-//! waits for its place, it has at most the time that [`Registry::new`] is given. Then it is disconnected, also
-//! when it goes on receiving: a slow receiver would stay past the time that a client may wait.
+//! A connection that is told to end completes what it has in flight and sends the replies. While a
+//! client waits for its place, it has at most the time that [`Registry::new`] is given. Then it is
+//! disconnected, also when it goes on receiving: a slow receiver would stay past the time that a
+//! client may wait.
 
 mod admission;
 mod entry;
@@ -56,20 +59,21 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// A registry that admits `limit` connections at once, at least one. A connection that is told to end
-    /// for a client that waits is disconnected after `end_time`.
+    /// A registry that admits `limit` connections at once, at least one. A connection that is told
+    /// to end for a client that waits is disconnected after `end_time`.
     pub fn new(limit: usize, end_time: Duration) -> Self {
         Self { state: Mutex::default(), limit: limit.max(1), end_time }
     }
 
-    /// Takes a connection in, to be admitted now or later. `None` when the server ends, or too many wait:
-    /// the caller closes it.
+    /// Takes a connection in, to be admitted now or later. `None` when the server ends, or too many
+    /// wait: the caller closes it.
     pub fn enter(self: &Arc<Self>, stream: &Stream, origin: Origin) -> Option<ConnectionGuard> {
         let id = self.state.lock().enter(stream, origin, self.limit)?;
         Some(ConnectionGuard { registry: Arc::clone(self), id })
     }
 
-    /// Takes a connection in that has done its handshake with another process. `None` when the server ends.
+    /// Takes a connection in that has done its handshake with another process. `None` when the
+    /// server ends.
     pub fn enter_served(
         self: &Arc<Self>,
         stream: &Stream,
@@ -102,8 +106,8 @@ impl Registry {
         !self.state.lock().is_draining()
     }
 
-    /// Has no connection accepted until [`resume`](Self::resume), and waits until all have done their handshakes; those
-    /// that have not in `time` are disconnected.
+    /// Has no connection accepted until [`resume`](Self::resume), and waits until all have done
+    /// their handshakes; those that have not in `time` are disconnected.
     pub async fn pause_accepting(&self, time: Duration) {
         self.state.lock().pause_accepting();
         let settled = || poll_fn(|context| self.poll(context, AdmissionState::is_settled));
@@ -131,8 +135,8 @@ impl Registry {
         self.state.lock().resume();
     }
 
-    /// Ends all connections: those in the handshake at once, the others when they have completed what they
-    /// have in flight. No more are taken in.
+    /// Ends all connections: those in the handshake at once, the others when they have completed
+    /// what they have in flight. No more are taken in.
     pub fn drain(&self) {
         self.state.lock().drain();
     }
@@ -152,8 +156,9 @@ impl Registry {
         self.state.lock().wake();
     }
 
-    /// Ends these connections: what they have in flight completes. Those that have not taken their replies in `time` are
-    /// disconnected; false if there was one. When it returns there are none.
+    /// Ends these connections: what they have in flight completes. Those that have not taken their
+    /// replies in `time` are disconnected; false if there was one. When it returns there are
+    /// none.
     pub async fn end_clients(&self, which: Clients, time: Duration) -> bool {
         self.state.lock().end_clients(which);
         let gone = || poll_fn(|context| self.poll(context, |state| state.clients(which) == 0));
@@ -207,7 +212,8 @@ pub struct ConnectionGuard {
 }
 
 impl ConnectionGuard {
-    /// Waits until the connection is admitted, and ends another one if need be. False when it will not be.
+    /// Waits until the connection is admitted, and ends another one if need be. False when it will
+    /// not be.
     pub async fn admitted(&self) -> bool {
         let mut delay = None;
         poll_fn(|context| {
@@ -230,7 +236,8 @@ impl ConnectionGuard {
         .await
     }
 
-    /// The handshake is over, and has chosen this export, with TLS or without. The signal that ends the transmission phase.
+    /// The handshake is over, and has chosen this export, with TLS or without. The signal that ends
+    /// the transmission phase.
     pub fn start_transmission(
         &self,
         export: ExportId,
@@ -242,7 +249,8 @@ impl ConnectionGuard {
 }
 
 impl ConnectionGuard {
-    /// The connection has paused. Waits until it goes on, and gives back what it goes on from; `None` where it is to end.
+    /// The connection has paused. Waits until it goes on, and gives back what it goes on from;
+    /// `None` where it is to end.
     pub async fn paused(&self, session: PausedSession) -> Option<PausedSession> {
         self.registry.state.lock().set_paused(self.id, session);
         poll_fn(|context| {

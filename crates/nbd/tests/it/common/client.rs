@@ -23,7 +23,7 @@ pub struct Reply {
     pub outcome: Outcome,
 }
 
-/// What it says.
+/// The outcome.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Outcome {
     Done,

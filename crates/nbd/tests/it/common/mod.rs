@@ -133,8 +133,8 @@ pub fn on_every_engine(size: usize, test: impl Fn(&Rig) + Sync) {
     with_limits(Limits::default(), size, |rig| test(&rig));
 }
 
-/// Runs `test` on every engine with these limits, at the same time: most of these tests wait for a limit of
-/// time.
+/// Runs `test` on every engine with these limits, at the same time: most of these tests wait for a
+/// limit of time.
 pub fn with_limits(limits: Limits, size: usize, test: impl Fn(Rig) + Sync) {
     let on = &|engine| {
         if let Some(rig) = Rig::start(engine, limits, size) {

@@ -38,9 +38,9 @@ pub(crate) struct LockHolder {
 /// The first extent of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// So many bytes are in objects that exist.
+    /// This many bytes are in objects that exist.
     Data(u64),
-    /// So many bytes are in no object, and read as zeros.
+    /// This many bytes are in no object, and read as zeros.
     Hole(u64),
 }
 
@@ -57,15 +57,15 @@ pub(crate) struct Image<W: Waiter> {
     waiters: PhantomData<fn(W) -> W>,
 }
 
-// SAFETY: an image of librbd is not bound to a thread, and its functions may be called by several at a time (upheld by
-// Ceph); waiters move between threads, which `Waiter: Send` allows.
+// SAFETY: an image of librbd is not bound to a thread, and its functions may be called by several
+// at a time (upheld by Ceph); waiters move between threads, which `Waiter: Send` allows.
 unsafe impl<W: Waiter> Send for Image<W> {}
 // SAFETY: as above; a waiter is never shared, only given in and taken out.
 unsafe impl<W: Waiter> Sync for Image<W> {}
 
 impl<W: Waiter> Image<W> {
-    /// Connects to the cluster and opens the image, or the snapshot that the location names. Only an image that is
-    /// opened for writing is known to other clients.
+    /// Connects to the cluster and opens the image, or the snapshot that the location names. Only
+    /// an image that is opened for writing is known to other clients.
     ///
     /// # Errors
     /// What failed; ENOENT where there is no such image.
@@ -88,7 +88,8 @@ impl<W: Waiter> Image<W> {
         let rbd = &cluster.ceph().rbd;
         let open = if is_writable { rbd.rbd_open } else { rbd.rbd_open_read_only };
         let mut handle = ptr::null_mut();
-        // SAFETY: the pool lives as long as the cluster, which the image keeps; null means no snapshot.
+        // SAFETY: the pool lives as long as the cluster, which the image keeps; null means no
+        // snapshot.
         check(unsafe { open(cluster.pool(), name.as_ptr(), &raw mut handle, snapshot) })?;
         // From here on it is closed on every way out.
         let in_flight = AtomicUsize::new(0);
@@ -105,7 +106,7 @@ impl<W: Waiter> Image<W> {
         &self.cluster.ceph().rbd
     }
 
-    /// What the pool calls the image, whatever its name: no other one there ever has it.
+    /// The pool's own id of the image, whatever its name: no other one there ever has it.
     pub(crate) fn id(&self) -> io::Result<String> {
         let mut id: [c_char; MAX_ID] = [0; MAX_ID];
         // SAFETY: the image is open, and the last byte stays zero.
@@ -133,8 +134,8 @@ impl<W: Waiter> Image<W> {
         check(code).map(drop)
     }
 
-    /// The value of one of librbd's options for this image, which its pool or its own metadata may set. `None` where
-    /// the library has no such option.
+    /// The value of one of librbd's options for this image, which its pool or its own metadata may
+    /// set. `None` where the library has no such option.
     pub(crate) fn option(&self, name: &str) -> io::Result<Option<String>> {
         let empty = OptionRecord {
             name: ptr::null_mut(),
@@ -166,8 +167,8 @@ impl<W: Waiter> Image<W> {
         Ok(value)
     }
 
-    /// Takes the image's exclusive lock and keeps it. Waits for a holder that is gone until the cluster has found that
-    /// out.
+    /// Takes the image's exclusive lock and keeps it. Waits for a holder that is gone until the
+    /// cluster has found that out.
     ///
     /// # Errors
     /// EROFS where another client keeps it; EINVAL where the image has no such lock.
@@ -213,7 +214,8 @@ impl<W: Waiter> Image<W> {
         Ok((count > 0).then_some(holder))
     }
 
-    /// The numbers of the clients that have the image open for writing; of more than a few the first.
+    /// The numbers of the clients that have the image open for writing; of more than a few the
+    /// first.
     pub(crate) fn watchers(&self) -> io::Result<Vec<i64>> {
         let none = WatcherRecord { address: ptr::null_mut(), id: 0, cookie: 0 };
         let (mut records, mut count) = ([none; MAX_WATCHERS], MAX_WATCHERS);
@@ -230,7 +232,8 @@ impl<W: Waiter> Image<W> {
     pub(crate) fn first_extent(&self, range: ByteRange) -> io::Result<Extent> {
         let mut scan = Scan { range, data_end: range.offset(), hole_end: range.end() };
         let (whole_objects, with_parent) = (1, 1);
-        // SAFETY: the callback is called during the call only, and gets the scan, which nothing else uses meanwhile.
+        // SAFETY: the callback is called during the call only, and gets the scan, which nothing
+        // else uses meanwhile.
         let code = unsafe {
             (self.rbd().rbd_diff_iterate2)(
                 self.handle,
@@ -250,10 +253,10 @@ impl<W: Waiter> Image<W> {
     }
 }
 
-/// What the callback of a diff answers when it knows enough.
+/// The answer of a diff's callback when it knows enough.
 const STOP: c_int = -rustix::io::Errno::CANCELED.raw_os_error();
 
-/// What is known of the start of a range.
+/// The findings on the start of a range.
 struct Scan {
     range: ByteRange,
     /// Where the data ends that the range starts with.
@@ -320,8 +323,8 @@ impl<W: Waiter> Image<W> {
         }
         self.drain();
         let handle = std::mem::replace(&mut self.handle, ptr::null_mut());
-        // SAFETY: no operation is in flight, so librbd has no memory of ours. The eventfd is closed afterwards, and the
-        // handle is not used again: both callers own the image.
+        // SAFETY: no operation is in flight, so librbd has no memory of ours. The eventfd is closed
+        // afterwards, and the handle is not used again: both callers own the image.
         check(unsafe { (self.rbd().rbd_close)(handle) }).map(drop)
     }
 }

@@ -1,7 +1,8 @@
 //! The functions of librados and librbd, found when the first image in Ceph is opened.
 //!
-//! Guarantees: a process that opens no such image loads neither library, and one on a machine without them gets an error
-//! that says what to install. A library that was loaded stays: its threads and destructors are in the process.
+//! Guarantees: a process that opens no such image loads neither library, and one on a machine
+//! without them gets an error that says what to install. A library that was loaded stays: its
+//! threads and destructors are in the process.
 //!
 //! The declarations are those of `rados/librados.h` and `rbd/librbd.h` (Ceph 16).
 
@@ -15,7 +16,8 @@ use libloading::Library;
 /// `rados_t`, `rados_ioctx_t`, `rbd_image_t`, `rbd_completion_t`, and arguments of callbacks.
 pub(super) type Handle = *mut c_void;
 
-/// `rbd_diff_iterate2` calls it for each extent: offset, length, whether it exists, argument. Negative: stop.
+/// `rbd_diff_iterate2` calls it for each extent: offset, length, whether it exists, argument.
+/// Negative: stop.
 pub(super) type ExtentCallback = unsafe extern "C" fn(u64, usize, c_int, Handle) -> c_int;
 
 /// Long operations tell their progress: done, total, argument. Negative: stop.
@@ -71,8 +73,8 @@ macro_rules! functions {
                 let library = load($file)?;
                 Ok(Self {
                     $($name: {
-                        // SAFETY: the type is that of the function's declaration in the library's header, which the
-                        // soname keeps compatible (upheld by Ceph).
+                        // SAFETY: the type is that of the function's declaration in the library's
+                        // header, which the soname keeps compatible (upheld by Ceph).
                         let symbol = unsafe { library.get(stringify!($name).as_bytes()) };
                         *symbol.map_err(|_| too_old($file, stringify!($name)))?
                     },)*
@@ -165,11 +167,12 @@ fn load(file: &str) -> Result<&'static Library, String> {
             "this program is linked statically and cannot load {file}; use the package for your distribution"
         ));
     }
-    // SAFETY: the initializers of Ceph's libraries have no demands on their caller, and none of their code ends before
-    // the process does.
+    // SAFETY: the initializers of Ceph's libraries have no demands on their caller, and none of
+    // their code ends before the process does.
     let library = unsafe { Library::new(file) };
     let install = "install Ceph's client library (Debian: librbd1, Fedora: librbd1)";
-    // The loader calls a file that it may not open missing. A process that cannot even ask is confined.
+    // The loader calls a file that it may not open missing. A process that cannot even ask is
+    // confined.
     let confined = match rustix::thread::no_new_privs().unwrap_or(true) {
         true => {
             "; a server in its sandbox cannot load it: start it with an image in Ceph, or with --sandbox off"

@@ -1,10 +1,12 @@
-//! Images in Ceph by librbd: the one place outside of the engine and core's buffers with unsafe code.
+//! Images in Ceph by librbd: the one place outside of the engine and core's buffers with unsafe
+//! code.
 //!
 //! Guarantees:
 //! - [`Image`] is safe to use from any thread.
-//! - An operation in flight owns its memory until librbd has completed it, whatever becomes of its caller, and an image
-//!   is closed after its last operation.
-//! - No function of Ceph is called after what it works on was closed, and no panic crosses a callback.
+//! - An operation in flight owns its memory until librbd has completed it, whatever becomes of its
+//!   caller, and an image is closed after its last operation.
+//! - No function of Ceph is called after what it works on was closed, and no panic crosses a
+//!   callback.
 
 mod cluster;
 mod image;
@@ -22,7 +24,7 @@ pub(super) use image::{Extent, Image, LockHolder};
 pub(super) use operation::Command;
 pub(super) use waiter::{Completion, Waiter};
 
-/// What failed, and the errno of Ceph.
+/// The call that failed, and the errno of Ceph.
 pub(super) struct CallError {
     pub(super) what: &'static str,
     pub(super) source: io::Error,

@@ -1,6 +1,7 @@
 //! Operations: begun by any thread, completed by librbd, and taken out by whoever asks.
 //!
-//! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter is told once.
+//! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter
+//! is told once.
 
 use std::ffi::c_int;
 use std::io;
@@ -22,7 +23,7 @@ const THICK_PROVISION: c_int = 1;
 /// After so long the end of an operation is looked for again.
 const DRAIN_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// What is asked of an image.
+/// The command to an image.
 pub(crate) enum Command {
     /// Fills the memory from an offset on.
     Read(u64, IoVector),
@@ -36,7 +37,7 @@ pub(crate) enum Command {
     Flush,
 }
 
-/// What an operation owns while it is in flight.
+/// The property of an operation while it is in flight.
 struct InFlight<W> {
     /// librbd writes to its bytes, and reads the list of its segments until the completion.
     memory: Option<IoVector>,
@@ -44,7 +45,8 @@ struct InFlight<W> {
 }
 
 impl<W: Waiter> Image<W> {
-    /// Begins an operation. Its waiter is told of its end by [`reap`](Self::reap), or by the closing, with its memory dropped.
+    /// Begins an operation. Its waiter is notified of its end by [`reap`](Self::reap), or by the
+    /// closing, with its memory dropped.
     ///
     /// # Errors
     /// librbd refuses: then it was not begun.
@@ -63,7 +65,8 @@ impl<W: Waiter> Image<W> {
             (self.rbd().rbd_aio_create_completion)(owned.cast(), None, &raw mut completion)
         });
         self.in_flight.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the box is `InFlight`, stays until the completion is taken out, and nothing uses it until then.
+        // SAFETY: the box is `InFlight`, stays until the completion is taken out, and nothing uses
+        // it until then.
         let begun = created.and_then(|_| unsafe { self.begin(call, owned, completion) });
         if let Err(error) = begun {
             self.in_flight.fetch_sub(1, Ordering::Relaxed);
@@ -88,8 +91,8 @@ impl<W: Waiter> Image<W> {
         completion: Handle,
     ) -> io::Result<()> {
         let (rbd, image) = (self.rbd(), self.handle);
-        // SAFETY: the caller guarantees that the box is there, and so are segments and bytes (`IoVector`). A guest may
-        // change bytes meanwhile; librbd copies what it sends.
+        // SAFETY: the caller guarantees that the box is there, and so are segments and bytes
+        // (`IoVector`). A guest may change bytes meanwhile; librbd copies what it sends.
         let code = unsafe {
             let segments = (*owned).memory.as_ref().map_or(&[][..], IoVector::segments);
             let count = c_int::try_from(segments.len()).unwrap_or(c_int::MAX);
@@ -123,8 +126,9 @@ impl<W: Waiter> Image<W> {
             let count = unsafe { (rbd.rbd_poll_io_events)(self.handle, first, room) };
             let count = usize::try_from(count).unwrap_or(0);
             for &completion in &completions[..count] {
-                // SAFETY: each completion comes out once. Its argument is the box that `submit` made of an `InFlight`
-                // of the same image, thus of the same `W`, and librbd is done with it.
+                // SAFETY: each completion comes out once. Its argument is the box that `submit`
+                // made of an `InFlight` of the same image, thus of the same `W`,
+                // and librbd is done with it.
                 let (owned, result) = unsafe {
                     let owned = (rbd.rbd_aio_get_arg)(completion).cast::<InFlight<W>>();
                     let result = (rbd.rbd_aio_get_return_value)(completion);

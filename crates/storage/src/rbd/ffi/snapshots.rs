@@ -22,7 +22,8 @@ impl<W: Waiter> Image<W> {
         let count = loop {
             let mut room = c_int::try_from(records.len()).unwrap_or(c_int::MAX);
             let list = self.rbd().rbd_snap_list;
-            // SAFETY: there is room for as many records. One more than there are snapshots is filled, with a null name.
+            // SAFETY: there is room for as many records. One more than there are snapshots is
+            // filled, with a null name.
             let code = unsafe { list(self.handle, records.as_mut_ptr(), &raw mut room) };
             let needed = usize::try_from(room).unwrap_or(0);
             if code == -rustix::io::Errno::RANGE.raw_os_error() && needed > records.len() {
@@ -39,12 +40,13 @@ impl<W: Waiter> Image<W> {
             size: record.size,
         });
         let snapshots = snapshots.collect();
-        // SAFETY: they are the records that librbd has filled, up to the null name; none is used afterwards.
+        // SAFETY: they are the records that librbd has filled, up to the null name; none is used
+        // afterwards.
         unsafe { (self.rbd().rbd_snap_list_end)(records.as_mut_ptr()) };
         Ok(snapshots)
     }
 
-    /// When a snapshot was taken; zero where that is not known any more.
+    /// When a snapshot was taken; zero where that is no longer known.
     fn time_of(&self, id: u64) -> Duration {
         let mut time = Time::default();
         // SAFETY: there is room for the time.
@@ -56,10 +58,11 @@ impl<W: Waiter> Image<W> {
         }
     }
 
-    /// What was written or discarded in a range since a snapshot was taken, in order.
+    /// The ranges that were written or discarded in a range since a snapshot was taken, in order.
     ///
     /// # Errors
-    /// ENOENT where there is no such snapshot, EINVAL for one that is younger than what the image was opened on.
+    /// ENOENT where there is no such snapshot, EINVAL for one that is younger than what the image
+    /// was opened on.
     pub(crate) fn changes_since(
         &self,
         snapshot: &str,
@@ -68,7 +71,8 @@ impl<W: Waiter> Image<W> {
         let snapshot = c_string(snapshot)?;
         let mut found = Changes { range, changes: Vec::new() };
         let (whole_objects, with_parent) = (0, 1);
-        // SAFETY: the callback is called during the call only, and gets what was found, which nothing else uses meanwhile.
+        // SAFETY: the callback is called during the call only, and gets what was found, which
+        // nothing else uses meanwhile.
         let code = unsafe {
             (self.rbd().rbd_diff_iterate2)(
                 self.handle,
@@ -89,7 +93,8 @@ impl<W: Waiter> Image<W> {
     /// Changes the snapshots.
     ///
     /// # Errors
-    /// EEXIST for a name that is taken, ENOENT for one that there is not; EBUSY for a snapshot that is protected.
+    /// EEXIST for a name that is taken, ENOENT for one that there is not; EBUSY for a snapshot that
+    /// is protected.
     pub(crate) fn change_snapshots(&self, change: SnapshotChange<'_>) -> io::Result<()> {
         let (rbd, image) = (self.rbd(), self.handle);
         let code = match change {
@@ -118,7 +123,7 @@ impl<W: Waiter> Image<W> {
     }
 }
 
-/// What a diff has found in a range.
+/// The findings of a diff in a range.
 struct Changes {
     range: ByteRange,
     changes: Vec<StorageChange>,

@@ -163,7 +163,8 @@ impl Served {
         }
     }
 
-    /// Has another server go on with the device. The old one stays as it has paused, as in a process that is over.
+    /// Has another server go on with the device. The old one stays as it has paused, as in a
+    /// process that is over.
     pub fn hand_over(&mut self) {
         let server = self.server.take().unwrap();
         let paused = server.pause(std::time::Instant::now() + LONG).wait().unwrap();

@@ -1,5 +1,5 @@
-//! An entry of the log as bytes (\[MS-VHDX\] 2.3.1): a header, descriptors of changes, and a sector of data for each change
-//! that is no range of zeros.
+//! An entry of the log as bytes (\[MS-VHDX\] 2.3.1): a header, descriptors of changes, and a sector
+//! of data for each change that is no range of zeros.
 
 use blockhouse_core::{ByteRange, Result};
 
@@ -75,7 +75,8 @@ impl Entry {
     /// Adds its changes to `patches`. The log is at `log` of the file.
     ///
     /// # Errors
-    /// `Corrupt` where the entry contradicts itself in spite of its checksum; `Unsupported` for too many changes.
+    /// `Corrupt` where the entry contradicts itself in spite of its checksum; `Unsupported` for too
+    /// many changes.
     pub(super) fn apply(&self, bytes: &[u8], log: u64, patches: &mut Patches) -> Result<()> {
         let place = log + self.start;
         let mut data = (HEADER + self.descriptors * DESCRIPTOR).next_multiple_of(SECTOR);

@@ -1,9 +1,10 @@
-//! The log of a VHDX image (\[MS-VHDX\] 2.3), replayed in memory: what a program that died had logged, and not yet
-//! written to its place.
+//! The log of a VHDX image (\[MS-VHDX\] 2.3), replayed in memory: what a program that died had
+//! logged, and not yet written to its place.
 //!
-//! Guarantees: nothing is written. The entries of the one sequence that is in force are applied in their order; an
-//! image that the log does not fit is refused. Time and memory are bounded: logs beyond [`MAX_LENGTH`] are refused, and
-//! at most [`MAX_CHECKED`] times the log's length is read to find its entries.
+//! Guarantees: nothing is written. The entries of the one sequence that is in force are applied in
+//! their order; an image that the log does not fit is refused. Time and memory are bounded: logs
+//! beyond [`MAX_LENGTH`] are refused, and at most [`MAX_CHECKED`] times the log's length is read to
+//! find its entries.
 
 mod entry;
 
@@ -18,8 +19,8 @@ use entry::{Entry, SECTOR};
 
 /// Bytes of the longest log that is replayed. Hyper-V and QEMU make logs of 1 MiB for most images.
 const MAX_LENGTH: u64 = 64 << 20;
-/// Bytes that are read at once where entries may begin: a log without any is read by few requests, also by a storage
-/// that is far away.
+/// Bytes that are read at once where entries may begin: a log without any is read by few requests,
+/// also by a storage that is far away.
 const WINDOW: u64 = 64 << 10;
 /// How often the log is read, counting each entry that turns out to have no sound checksum.
 const MAX_CHECKED: u64 = 16;
@@ -38,7 +39,8 @@ impl Sequence {
         self.entries.last()
     }
 
-    /// From the entry that the head names as the first whose changes may be missing, if this sequence has it.
+    /// From the entry that the head names as the first whose changes may be missing, if this
+    /// sequence has it.
     fn active(&self) -> Option<&[Entry]> {
         let tail = self.head()?.tail;
         let first = self.entries.iter().position(|entry| entry.start == tail)?;
@@ -46,7 +48,7 @@ impl Sequence {
     }
 }
 
-/// What the log changes; nothing where it is empty.
+/// The changes by the log; nothing where it is empty.
 ///
 /// # Errors
 /// `Corrupt` or `Unsupported`, with an offset; or what the storage answers.
@@ -93,7 +95,8 @@ struct Log<'a, S> {
 }
 
 impl<S: Storage> Log<'_, S> {
-    /// The sequence in force: of those that hold the tail which their head names, the one with the highest number.
+    /// The sequence in force: of those that hold the tail which their head names, the one with the
+    /// highest number.
     async fn find(&self) -> Result<Option<Sequence>> {
         let (mut at, mut best): (u64, Option<Sequence>) = (0, None);
         let number = |sequence: &Sequence| sequence.head().map(|head| head.sequence);

@@ -1,7 +1,7 @@
-//! What the records of a redo log come to: the latest change of each guest cluster.
+//! The sum of a redo log's records: the latest change of each guest cluster.
 //!
-//! Only that is replayed. A host cluster that an older record names may have been freed since, and a replay
-//! that died may have given it to a table.
+//! Only that is replayed. A host cluster that an older record names may have been freed since, and
+//! a replay that died may have given it to a table.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -54,7 +54,8 @@ impl LatestChanges {
         }
     }
 
-    /// Zeros that keep the host clusters of what is there: known from `older` changes, or from the tables.
+    /// Zeros that keep the host clusters of what is there: known from `older` changes, or from the
+    /// tables.
     fn add_zeros(&mut self, clusters: Range<u64>, older: &[(u64, u64, RedoChange)]) {
         let mut next = clusters.start;
         for &(start, end, change) in older {

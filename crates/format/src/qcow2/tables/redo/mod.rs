@@ -1,24 +1,27 @@
-//! The redo log: changes of L2 entries that no finished writeback has brought to the disk, kept in memory
-//! that outlives the process.
+//! The redo log: changes of L2 entries that no finished writeback has brought to the disk, kept in
+//! memory that outlives the process.
 //!
-//! A server answers a guest's write into new space when its entry is linked in memory. If the server's process
-//! dies before a writeback, the host runs on and holds the data, but the entry is gone. So:
+//! A server answers a guest's write into new space when its entry is linked in memory. If the
+//! server's process dies before a writeback, the host runs on and holds the data, but the entry is
+//! gone. So:
 //!
-//! 1. A step that links appends what it changed, before the request is answered. Both happen under the image's
-//!    lock, so the log has the order of the changes.
-//! 2. A writeback that begins notes the log's head ([`RedoLog::head`]): it copies what is dirty under the same
-//!    lock, so the copy has every change before that point. When it has ended, the log's tail moves there
-//!    ([`RedoLog::trim`]). One that failed or was dropped moves nothing.
+//! 1. A step that links appends what it changed, before the request is answered. Both happen under
+//!    the image's lock, so the log has the order of the changes.
+//! 2. A writeback that begins notes the log's head ([`RedoLog::head`]): it copies what is dirty
+//!    under the same lock, so the copy has every change before that point. When it has ended, the
+//!    log's tail moves there ([`RedoLog::trim`]). One that failed or was dropped moves nothing.
 //! 3. After a death the records between tail and head are replayed before anything else
-//!    (`transaction/replay`). They say what entries became, not how, so they may be replayed again, onto tables
-//!    that hold some of the changes already.
+//!    (`transaction/replay`). They say what entries became, not how, so they may be replayed again,
+//!    onto tables that hold some of the changes already.
 //!
-//! The memory is a ring of records of a fixed length. A record is valid from the store of the head on. A
-//! process that is killed loses no store that it has made, so each store leaves a log that is right.
-//! Where the ring is full, a step that prepares a change is blocked like one at the dirty limit.
+//! The memory is a ring of records of a fixed length. A record is valid from the store of the head
+//! on. A process that is killed loses no store that it has made, so each store leaves a log that is
+//! right. Where the ring is full, a step that prepares a change is blocked like one at the dirty
+//! limit.
 //!
-//! The host provides the ring's memory as it is needed, in a part that begins with the ring's first record. An empty log
-//! goes on with that record, and gives the rest of the memory back. Where the host has no more, the ring counts as full.
+//! The host provides the ring's memory as it is needed, in a part that begins with the ring's first
+//! record. An empty log goes on with that record, and gives the rest of the memory back. Where the
+//! host has no more, the ring counts as full.
 
 mod latest;
 mod record;
@@ -36,17 +39,19 @@ pub(crate) use record::{EntryRun, RedoChange, RedoRecord};
 use super::{Blocked, Step};
 use record::WORDS_PER_RECORD;
 
-/// How many changes may wait for a writeback. Random writes of 4 KiB at 60,000 a second fill it in a second.
+/// How many changes may wait for a writeback. Random writes of 4 KiB at 60,000 a second fill it in
+/// a second.
 const MAX_RECORDS: usize = 1 << 16;
 
-/// How many records one change may need: the first and the last cluster of a write may differ from the rest.
+/// How many records one change may need: the first and the last cluster of a write may differ from
+/// the rest.
 const MAX_RECORDS_PER_CHANGE: u64 = 3;
 
 /// "BHRedo", and the version of this layout.
 const MAGIC: u64 = 0x4248_5265_646f_0002;
 
-/// The words before the records: what this is, the geometry that it is for, head and tail, and the autoclear bits that
-/// the image has since the first change.
+/// The words before the records: what this is, the geometry that it is for, head and tail, and the
+/// autoclear bits that the image has since the first change.
 const MAGIC_WORD: usize = 0;
 const GEOMETRY_WORD: usize = 1;
 const HEAD_WORD: usize = 2;
@@ -66,7 +71,7 @@ pub(crate) struct RedoLog {
     memory: Option<Arc<dyn StateMemory>>,
     /// The autoclear bits of the session.
     session: u64,
-    /// How many records were ever appended, and how many of these are not needed any more.
+    /// How many records were ever appended, and how many of these are no longer needed.
     head: u64,
     tail: u64,
     /// The end of the records that changes may append which are prepared.
@@ -100,8 +105,8 @@ impl RedoLog {
         self.session
     }
 
-    /// Blocked where there is no room for the records of one more change beside `pending` others, which are all that
-    /// are prepared.
+    /// Blocked where there is no room for the records of one more change beside `pending` others,
+    /// which are all that are prepared.
     pub(crate) fn check_room(&mut self, pending: usize) -> Step<()> {
         let Some(memory) = &self.memory else { return Ok(()) };
         let needed = (pending as u64 + 1) * MAX_RECORDS_PER_CHANGE;
@@ -114,7 +119,7 @@ impl RedoLog {
         Ok(())
     }
 
-    /// Whether there are so many records at the ring's beginning, now.
+    /// Whether there are this many records at the ring's beginning, now.
     fn reserve(&mut self, records: u64) -> bool {
         let Some(memory) = self.memory.as_ref().filter(|_| records > self.reserved) else {
             return true;
@@ -132,8 +137,8 @@ impl RedoLog {
         self.head == self.tail
     }
 
-    /// Blocked where there is no room for the records of one change, which the step that prepared it has promised: it
-    /// waits for a writeback then.
+    /// Blocked where there is no room for the records of one change, which the step that prepared
+    /// it has promised: it waits for a writeback then.
     pub(crate) fn check_promised(&self) -> Step<()> {
         match self.has_room(MAX_RECORDS_PER_CHANGE) {
             true => Ok(()),
@@ -196,7 +201,8 @@ impl RedoLog {
         }
     }
 
-    /// How many records a log has, whatever image it is of; 0 where the memory is none of this version.
+    /// How many records a log has, whatever image it is of; 0 where the memory is none of this
+    /// version.
     pub(crate) fn count(memory: &dyn StateMemory) -> u64 {
         if memory.words() < FIRST_RECORD || memory.load(MAGIC_WORD) != MAGIC {
             return 0;
@@ -205,7 +211,8 @@ impl RedoLog {
         head.saturating_sub(tail).min(capacity(memory))
     }
 
-    /// The autoclear bits that an image has, if a process with this log was the last one to change it.
+    /// The autoclear bits that an image has, if a process with this log was the last one to change
+    /// it.
     pub(crate) fn session_in(memory: &dyn StateMemory) -> u64 {
         memory.load(SESSION_WORD) & SESSION_BITS
     }
@@ -251,7 +258,7 @@ fn capacity(memory: &dyn StateMemory) -> u64 {
     (memory.words().saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64
 }
 
-/// How many words a log with so many records has.
+/// How many words a log with this many records has.
 fn words_of(records: u64) -> usize {
     FIRST_RECORD + records as usize * WORDS_PER_RECORD
 }

@@ -1,4 +1,4 @@
-//! What one record of the redo log says, and its words.
+//! The content of one record of the redo log, and its words.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ pub(super) const WORDS_PER_RECORD: usize = 4;
 const SET: u64 = 1;
 const ZERO_KEEPING_HOST: u64 = 2;
 
-/// What became of the entries of consecutive guest clusters. Applied again, it changes nothing.
+/// The change of the entries of consecutive guest clusters. Applied again, it changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RedoChange {
     /// The first cluster has this entry. Each further one has the same, with the next host cluster.
@@ -46,7 +46,8 @@ impl RedoChange {
     }
 }
 
-/// The entry of the `index`-th of clusters that have the same entries with consecutive host clusters.
+/// The entry of the `index`-th of clusters that have the same entries with consecutive host
+/// clusters.
 fn nth_entry(first: Entry, index: u64, geometry: Geometry) -> Entry {
     match first {
         Entry::Standard { host: Some(host), subclusters } => {
@@ -101,7 +102,8 @@ pub(crate) struct EntryRun {
 }
 
 impl EntryRun {
-    /// Adds the entry of the next cluster. Returns the record before, where this one does not continue it.
+    /// Adds the entry of the next cluster. Returns the record before, where this one does not
+    /// continue it.
     pub(crate) fn push(
         &mut self,
         cluster: u64,

@@ -1,15 +1,17 @@
-//! The active L2 tables after a change of the snapshots: those with other COPIED flags get copies in new clusters.
+//! The active L2 tables after a change of the snapshots: those with other COPIED flags get copies
+//! in new clusters.
 //!
-//! A new snapshot and the active L1 table are to share all L2 tables, and no cluster of theirs is to be changed in
-//! place. So a table that has COPIED flags gets a copy without them. A table that has none, which
-//! an older snapshot shares, is shared once more. What the tables refer to is counted
-//! ([`ReferenceCounts`](super::reference_counts::ReferenceCounts)), from the same bytes that were copied: a copy says
-//! what to take back when its table has changed.
+//! A new snapshot and the active L1 table are to share all L2 tables, and no cluster of theirs is
+//! to be changed in place. So a table that has COPIED flags gets a copy without them. A table that
+//! has none, which an older snapshot shares, is shared once more. What the tables refer to is
+//! counted ([`ReferenceCounts`](super::reference_counts::ReferenceCounts)), from the same bytes
+//! that were copied: a copy says what to take back when its table has changed.
 //!
-//! When a snapshot is deleted, a cluster that only it and the disk shared has one reference left, so the flag is
-//! set. What was counted are the snapshot's references, which do not change. Nor does what is left of an active
-//! cluster's references while an entry refers to it: only a transaction makes more of them, which ends the watch, and
-//! of those that there are the entry is one. So a table is looked at again only where it changed itself.
+//! When a snapshot is deleted, a cluster that only it and the disk shared has one reference left,
+//! so the flag is set. What was counted are the snapshot's references, which do not change. Nor
+//! does what is left of an active cluster's references while an entry refers to it: only a
+//! transaction makes more of them, which ends the watch, and of those that there are the entry is
+//! one. So a table is looked at again only where it changed itself.
 
 use std::collections::HashMap;
 
@@ -30,7 +32,7 @@ use super::reference_counts::{Left, ReferenceCounts};
 use super::space::{Halt, Space, check_wanted};
 use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, read, write};
 
-/// What became of the table of an L1 entry.
+/// The new table of an L1 entry.
 #[derive(Clone, Copy)]
 struct Table {
     /// The active one.
@@ -50,11 +52,11 @@ pub(super) struct L2Copies {
     entries: L2References,
 }
 
-/// An L1 entry that is to be looked at.
+/// An L1 entry to be looked at.
 struct Look {
     index: usize,
     reference: Option<Reference>,
-    /// What was counted for it before.
+    /// The counts for it before.
     counted: Option<Vec<u8>>,
     now: Option<Vec<u8>>,
 }
@@ -80,7 +82,7 @@ impl L2Copies {
         self.tables.iter().map(word).collect()
     }
 
-    /// The tables that copies take the place of: nothing refers to them any more, but maybe older snapshots.
+    /// The tables that copies take the place of: nothing refers to them, but maybe older snapshots.
     pub(super) fn replaced(&self) -> impl Iterator<Item = Reference> {
         let all = self.tables.iter().flatten();
         all.filter(|table| table.copy.is_some()).map(|table| table.active)
@@ -218,8 +220,8 @@ impl L2Copies {
         Ok(write(metadata, &writes).await?)
     }
 
-    /// Makes slices of a table what they will be, and counts what a new snapshot refers to by them. Whether they are
-    /// others then.
+    /// Makes slices of a table what they will be, and counts what a new snapshot refers to by them.
+    /// Whether they are others then.
     async fn convert(
         &self,
         l2: &mut [u8],

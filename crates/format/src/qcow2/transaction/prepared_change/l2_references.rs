@@ -87,8 +87,8 @@ impl L2References {
         self.change_references(l2, clear).await
     }
 
-    /// Sets the COPIED flag of each cluster that has one reference left. Whether any changed. `name` and `offset` are for
-    /// messages.
+    /// Sets the COPIED flag of each cluster that has one reference left. Whether any changed.
+    /// `name` and `offset` are for messages.
     ///
     /// # Errors
     /// `Corrupt` where a cluster has none left.
@@ -144,8 +144,8 @@ fn corrupt(what: String, name: &str, offset: u64) -> Error {
     error.hint("check the image before using it")
 }
 
-/// The error of a copy that does not hold what was written to it: its cluster has another user, which the refcounts do
-/// not tell of.
+/// The error of a copy that does not hold what was written to it: its cluster has another user,
+/// which the refcounts do not tell of.
 pub(super) fn overwritten(name: &str, offset: u64) -> Error {
     corrupt("a new table was overwritten: a refcount is wrong".to_owned(), name, offset)
 }

@@ -1,24 +1,27 @@
-//! Changes of the snapshots of a disk whose guests go on: counted and copied while they write, made in a moment. One is
-//! taken so, or deleted.
+//! Changes of the snapshots of a disk whose guests go on: counted and copied while they write, made
+//! in a moment. One is taken so, or deleted.
 //!
 //! The life of a prepared change:
 //!
-//! 1. *Prepare*: guests go on. The metadata that the change leads to is written to new clusters beside the active
-//!    tables: L2 tables with other COPIED flags (`l2_copies`), refcount blocks that count the references of the snapshot
-//!    more, or less (`refcount_copies`). These are those of the active tables for a new snapshot, of its own tables for
-//!    one that is deleted (`snapshot_tree`). The clusters are allocated like any others (`space`).
-//! 2. What guests change meanwhile is noted, slice by slice (`tables/change_watch`), and copied again, in passes,
-//!    each of which has less to do, until little is left. All of it is flushed.
-//! 3. *Take*: no change of the guest's is in flight. The tables are frozen, the rest is copied, L1 tables, snapshot
-//!    table and refcount table are written and flushed, and one write of the header makes all of it the active
-//!    metadata (`take`). Nothing is allocated then, and nothing takes longer because more is mapped, but for the
-//!    L1 table and the refcount table: 16 KiB and 4 KiB for each TiB.
-//! 4. What the copies have replaced, and what nothing but a deleted snapshot referred to (`unreferenced`), is freed as
-//!    everything else is, while guests go on.
+//! 1. *Prepare*: guests go on. The metadata that the change leads to is written to new clusters
+//!    beside the active tables: L2 tables with other COPIED flags (`l2_copies`), refcount blocks
+//!    that count the references of the snapshot more, or less (`refcount_copies`). These are those
+//!    of the active tables for a new snapshot, of its own tables for one that is deleted
+//!    (`snapshot_tree`). The clusters are allocated like any others (`space`).
+//! 2. What guests change meanwhile is noted, slice by slice (`tables/change_watch`), and copied
+//!    again, in passes, each of which has less to do, until little is left. All of it is flushed.
+//! 3. *Take*: no change of the guest's is in flight. The tables are frozen, the rest is copied, L1
+//!    tables, snapshot table and refcount table are written and flushed, and one write of the
+//!    header makes all of it the active metadata (`take`). Nothing is allocated then, and nothing
+//!    takes longer because more is mapped, but for the L1 table and the refcount table: 16 KiB and
+//!    4 KiB for each TiB.
+//! 4. What the copies have replaced, and what nothing but a deleted snapshot referred to
+//!    (`unreferenced`), is freed as everything else is, while guests go on.
 //!
-//! A crash before the write of the header leaves the old image, and after it the new one, each with leaks at most.
-//! Cancelled or dropped at any moment before that write, it gives its clusters back, once writes to them have completed.
-//! Where another transaction has replaced the tables, or the disk has another size, all is copied anew.
+//! A crash before the write of the header leaves the old image, and after it the new one, each with
+//! leaks at most. Cancelled or dropped at any moment before that write, it gives its clusters back,
+//! once writes to them have completed. Where another transaction has replaced the tables, or the
+//! disk has another size, all is copied anew.
 
 mod l2_copies;
 mod l2_references;
@@ -52,7 +55,7 @@ pub use plan::SnapshotPlan;
 
 /// Where no more slices are left to copy, another pass is not worth it.
 const FEW_LEFT: usize = 16;
-/// After so many passes it is taken whatever is left: guests change more than can be copied.
+/// After this many passes it is taken whatever is left: guests change more than can be copied.
 const MAX_PASSES: u32 = 24;
 
 /// See the module's page.
@@ -79,10 +82,11 @@ pub struct PreparedChange<'a, S: Storage> {
 pub enum Preparation {
     /// The change can be made.
     Ready,
-    /// It cannot be prepared, and has to be made at once, where nothing else can take the space that is left: there
-    /// is little of it, another program has left a state of a machine after the disk, or the tables contradict each other.
+    /// It cannot be prepared, and has to be made at once, where nothing else can take the space
+    /// that is left: there is little of it, another program has left a state of a machine after
+    /// the disk, or the tables contradict each other.
     AtOnce,
-    /// It is not wanted any more.
+    /// It is no longer wanted.
     Cancelled,
 }
 
@@ -139,7 +143,7 @@ impl<S: Storage> PreparedChange<'_, S> {
                 Err(Halt::Failed(error)) if error.kind() == ErrorKind::NoSpace => {
                     return Ok(Preparation::AtOnce);
                 }
-                // What was read may have been no table any more.
+                // What was read may have been no table.
                 _ if !is_watched => self.metadata.writer().check_failure()?,
                 Ok(()) => return Ok(Preparation::Ready),
                 Err(Halt::Failed(error)) => return Err(error),
@@ -220,7 +224,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Option<Error>, Halt> {
         let Self { metadata, plan, counts, l2, refcounts, space, .. } = self;
-        // Counts of the active tables go by their copies, and flags by what is left of other counts.
+        // Counts of the active tables go by their copies, and flags by what is left of other
+        // counts.
         let SnapshotPlan::Delete(name) = plan else {
             l2.update(metadata, counts, space, is_cancelled).await?;
             return refcounts.update(metadata, counts, space, is_cancelled).await;
@@ -234,8 +239,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(refused)
     }
 
-    /// After the change: frees what nothing refers to any more, while guests go on. Otherwise that is done with the next
-    /// flushes.
+    /// After the change: frees what nothing refers to, while guests go on. Otherwise that is done
+    /// with the next flushes.
     pub async fn free_unreferenced(mut self) {
         if let Some(unreferenced) = self.unreferenced.take() {
             unreferenced.free().await;

@@ -1,8 +1,9 @@
 //! Bounds the memory of the counters in an image that contradicts itself.
 //!
-//! A counter's page is as large as 256 L2 entries, so L2 entries that refer to clusters far from each other would cost
-//! far more memory than they take in the file. A cluster in use has a refcount, though: as many slices of refcounts as
-//! there are pages are not all zeros. Where guests have freed clusters since their references were counted, a few are.
+//! A counter's page is as large as 256 L2 entries, so L2 entries that refer to clusters far from
+//! each other would cost far more memory than they take in the file. A cluster in use has a
+//! refcount, though: as many slices of refcounts as there are pages are not all zeros. Where guests
+//! have freed clusters since their references were counted, a few are.
 
 use blockhouse_core::{Result, Storage};
 use futures_util::stream::{self, StreamExt};
@@ -15,7 +16,7 @@ use super::reference_counts::ReferenceCounts;
 use super::space::Halt;
 use super::table_parts::{MAX_SLICES_IN_FLIGHT, Notes, Part, look};
 
-/// How many pages are looked at together, if there are so many.
+/// How many pages are looked at together, if there are this many.
 const PAGES: usize = 1024;
 
 /// Looks at the refcounts of new pages, where there are many.

@@ -1,9 +1,10 @@
-//! The refcount blocks after a change of the snapshots: the active refcounts, and the references that a new snapshot
-//! adds, or without those that a deleted one had.
+//! The refcount blocks after a change of the snapshots: the active refcounts, and the references
+//! that a new snapshot adds, or without those that a deleted one had.
 //!
-//! Each block with a cluster that the snapshot refers to gets a copy in a new cluster; the others stay. A copy is
-//! made of slices, which are written again where their refcounts or references changed. A cluster that loses its last
-//! reference keeps a refcount of one: it is freed later, as everything else is.
+//! Each block with a cluster that the snapshot refers to gets a copy in a new cluster; the others
+//! stay. A copy is made of slices, which are written again where their refcounts or references
+//! changed. A cluster that loses its last reference keeps a refcount of one: it is freed later, as
+//! everything else is.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,7 +31,7 @@ pub(super) struct RefcountCopies {
     budget: WorkBudget,
 }
 
-/// A slice of refcounts, or all of a block, that is to be encoded.
+/// A slice of refcounts, or all of a block, to be encoded.
 #[derive(Clone, Copy)]
 struct Target {
     /// The first slice.
@@ -61,8 +62,8 @@ impl RefcountCopies {
         self.geometry.cluster_size() / self.geometry.slice_size()
     }
 
-    /// Encodes what changed since it was encoded. The first slice that cannot be, as it is now: it is tried again
-    /// with the next update.
+    /// Encodes what changed since it was encoded. The first slice that cannot be, as it is now: it
+    /// is tried again with the next update.
     pub(super) async fn update<S: Storage>(
         &mut self,
         metadata: &ImageMetadata<S>,
@@ -111,7 +112,8 @@ impl RefcountCopies {
         Ok(refused)
     }
 
-    /// Whether a slice has to be encoded: its block is replaced, or a cluster of it has a reference.
+    /// Whether a slice has to be encoded: its block is replaced, or a cluster of it has a
+    /// reference.
     fn is_needed(&self, slice: u64, counts: &ReferenceCounts) -> bool {
         self.copies.contains_key(&(slice / self.slices_in_block())) || counts.has_any(slice)
     }

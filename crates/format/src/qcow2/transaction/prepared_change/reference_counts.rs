@@ -1,8 +1,9 @@
 //! How many references a change of the snapshots adds to each cluster, or takes from it.
 //!
-//! Counters are kept in pages, one for each slice of refcounts, and only where something is counted: memory
-//! goes by what is mapped, a byte for each cluster, two where references are taken. A page knows whether it changed
-//! since its slice was encoded, and what was left of its clusters' references then.
+//! Counters are kept in pages, one for each slice of refcounts, and only where something is
+//! counted: memory goes by what is mapped, a byte for each cluster, two where references are taken.
+//! A page knows whether it changed since its slice was encoded, and what was left of its clusters'
+//! references then.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
@@ -108,7 +109,8 @@ impl ReferenceCounts {
         Some(self.last.get().1)
     }
 
-    /// So many references are left of a cluster that some were taken of. Of one without any that is not known.
+    /// This many references are left of a cluster that some were taken of. Of one without any that
+    /// is not known.
     pub(super) fn set_left(&mut self, cluster: u64, left: Left) {
         let Some(page) = self.find(cluster / self.in_page) else { return };
         let all = &mut self.pages[page].left;

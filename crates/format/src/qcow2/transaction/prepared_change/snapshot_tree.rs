@@ -1,7 +1,7 @@
-//! The references of a snapshot that is to be deleted: to its L2 tables, and to what these refer to.
+//! The references of a snapshot to be deleted: to its L2 tables, and to what these refer to.
 //!
-//! A snapshot's tables are never changed in place, so they are counted once. Where another transaction has run meanwhile,
-//! which may have changed the snapshots, all is counted anew.
+//! A snapshot's tables are never changed in place, so they are counted once. Where another
+//! transaction has run meanwhile, which may have changed the snapshots, all is counted anew.
 
 use blockhouse_core::{Result, Storage};
 use futures_util::stream::{self, StreamExt};

@@ -1,8 +1,8 @@
 //! Clusters for tables that are written beside the active ones while guests go on.
 //!
-//! They come from the allocator like any others, with a refcount of one: a crash leaks them at most. What is not
-//! used in the end is given back; all of it, if the change is not made. While the tables are frozen nothing
-//! can be allocated, so some are kept ready for what changes last.
+//! They come from the allocator like any others, with a refcount of one: a crash leaks them at
+//! most. What is not used in the end is given back; all of it, if the change is not made. While the
+//! tables are frozen nothing can be allocated, so some are kept ready for what changes last.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -22,13 +22,13 @@ pub(super) enum Halt {
     Failed(Error),
     /// More clusters are needed, and the tables are frozen.
     NoSpare,
-    /// The change is not wanted any more.
+    /// The change is no longer wanted.
     Cancelled,
     /// The tables refer to what the refcounts do not tell of.
     Implausible,
 }
 
-/// Stops copying that is not wanted any more.
+/// Stops copying that is no longer wanted.
 pub(super) fn check_wanted(is_cancelled: &dyn Fn() -> bool) -> Result<(), Halt> {
     if is_cancelled() { Err(Halt::Cancelled) } else { Ok(()) }
 }
@@ -73,7 +73,7 @@ impl<'a, S: Storage> Space<'a, S> {
         self.is_closed = is_closed;
     }
 
-    /// Fails where so many clusters cannot be had now.
+    /// Fails where this many clusters cannot be had now.
     pub(super) fn check_room(&self, count: usize) -> Result<(), Halt> {
         match self.is_closed && self.spare.len() < count {
             true => Err(Halt::NoSpare),
@@ -100,12 +100,12 @@ impl<'a, S: Storage> Space<'a, S> {
         }
     }
 
-    /// Nothing that was taken is needed any more.
+    /// Nothing that was taken is needed.
     pub(super) fn put_all_back(&mut self) {
         self.spare.extend(std::mem::take(&mut self.used));
     }
 
-    /// Has at least so many clusters ready.
+    /// Has at least this many clusters ready.
     pub(super) async fn fill(&mut self, count: u64) -> Result<()> {
         while (self.spare.len() as u64) < count {
             self.allocate_spare(count - self.spare.len() as u64).await?;
@@ -113,7 +113,7 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(())
     }
 
-    /// Has exactly so many clusters ready for a table.
+    /// Has exactly this many clusters ready for a table.
     pub(super) async fn fill_run(&mut self, run: Run, count: u64) -> Result<()> {
         let ready = &mut self.runs[run as usize];
         if ready.end - ready.start == count {
@@ -138,7 +138,7 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(())
     }
 
-    /// The clusters that are ready for a table of so many bytes.
+    /// The clusters that are ready for a table of this many bytes.
     ///
     /// # Errors
     /// `NoSpare` where it takes another number of clusters.
@@ -166,7 +166,8 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(())
     }
 
-    /// Tables in what was taken are about to become the active ones: it is not given back any more. What is left.
+    /// Tables in what was taken are about to become the active ones: it is no longer given back.
+    /// What is left.
     pub(super) fn leave(&mut self) -> Vec<u64> {
         self.used.clear();
         self.runs = std::array::from_fn(|_| 0..0);

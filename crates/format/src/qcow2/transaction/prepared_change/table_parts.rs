@@ -1,6 +1,7 @@
 //! Reading active tables while guests change them, and writing copies.
 //!
-//! What is read is complete if nothing changed meanwhile, and noted as changed otherwise (`tables/change_watch`).
+//! What is read is complete if nothing changed meanwhile, and noted as changed otherwise
+//! (`tables/change_watch`).
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage};
 

@@ -28,17 +28,19 @@ struct NewMetadata {
     refcount_table: Vec<u64>,
     /// The one that is taken or deleted.
     snapshot: Snapshot,
-    /// What nothing refers to any more then.
+    /// What nothing refers to then.
     replaced: Vec<DeferredFree>,
 }
 
 impl<S: Storage> PreparedChange<'_, S> {
-    /// Makes the change; durable when it returns. No change of the guest's data may be in flight. Answers the snapshot
-    /// that is taken or deleted. `None` where nothing has changed, and it has to be [updated](Self::update) first: guests
-    /// changed too much since. `now` is when a new snapshot is taken, since 1970-01-01 UTC.
+    /// Makes the change; durable when it returns. No change of the guest's data may be in flight.
+    /// Answers the snapshot that is taken or deleted. `None` where nothing has changed, and it
+    /// has to be [updated](Self::update) first: guests changed too much since. `now` is when a
+    /// new snapshot is taken, since 1970-01-01 UTC.
     ///
     /// # Errors
-    /// As [`Snapshots::create`](crate::Snapshots::create) and [`Snapshots::delete`](crate::Snapshots::delete).
+    /// As [`Snapshots::create`](crate::Snapshots::create) and
+    /// [`Snapshots::delete`](crate::Snapshots::delete).
     pub async fn take(&mut self, now: Duration) -> Result<Option<Snapshot>> {
         let metadata = self.metadata;
         metadata.check_writable()?;
@@ -137,7 +139,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         (!free.clusters.is_empty()).then_some(free)
     }
 
-    /// So many bytes of tables are not needed any more.
+    /// This many bytes of tables are no longer needed.
     fn free(&self, offset: u64, bytes: u64) -> DeferredFree {
         let geometry = self.metadata.geometry();
         let first = geometry.cluster_of(offset);

@@ -1,8 +1,10 @@
-//! What a snapshot that was deleted was the last to refer to: freed like everything else, while guests go on.
+//! What a snapshot that was deleted was the last to refer to: freed like everything else, while
+//! guests go on.
 //!
-//! Such clusters have a refcount of one in the new tables, and no reference: a crash leaks what is not freed by then.
-//! They are given to the allocator some at a time, so that what waits to be freed does not take memory by the size of
-//! the image. What is left when this is dropped is given to it at once.
+//! Such clusters have a refcount of one in the new tables, and no reference: a crash leaks what is
+//! not freed by then. They are given to the allocator some at a time, so that what waits to be
+//! freed does not take memory by the size of the image. What is left when this is dropped is given
+//! to it at once.
 
 use std::collections::BTreeSet;
 
@@ -23,7 +25,8 @@ pub(super) struct Unreferenced<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> Unreferenced<'a, S> {
-    /// What `counts` says has no reference left. The tables that say so are the active ones, on disk too.
+    /// The clusters without a reference by `counts`. The tables that say so are the active ones, on
+    /// disk too.
     pub(super) fn new(metadata: &'a ImageMetadata<S>, counts: ReferenceCounts) -> Self {
         let slices = counts.slices();
         Self { metadata, counts, slices }
