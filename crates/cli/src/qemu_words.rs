@@ -117,7 +117,7 @@ impl Typed {
             "snapshot" => self.of_snapshot(text),
             "bitmap" => self.of_bitmap(text),
             "resize" => of_resize(text),
-            "commit" if text.ends_with(": has no backing file") => {
+            "commit" if has(": has no backing file") => {
                 Some("Image does not have a backing file".to_owned())
             }
             "commit" if has("no backing file of this name is behind it") => {
@@ -429,7 +429,11 @@ mod tests {
                 "a: has no snapshot 's'",
                 "Could not delete snapshot 's': snapshot not found",
             ),
-            ("qemu-img commit a", "a: has no backing file", "Image does not have a backing file"),
+            (
+                "qemu-img commit a",
+                "a: has no backing file; name an overlay",
+                "Image does not have a backing file",
+            ),
             (
                 "qemu-img amend -o cluster_size=4k a",
                 "a: cluster_size cannot change in place",

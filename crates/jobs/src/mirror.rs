@@ -11,8 +11,8 @@
 //!    retired, and the guest's changes go on.
 //!
 //!    Where that takes longer than `MAX_PAUSE`, the guest's changes go on with the source, the
-//! target has its mark again,    and the job is ready as before: it can be asked to complete once
-//! more.
+//!    target has its mark again, and the job is ready as before: it can be asked to complete once
+//!    more.
 //!
 //! Guarantees: an error of the target ends the job, and no request of the guest. Until the moment
 //! of step 3 the source is the disk, and the target has the mark; from then on the target has
