@@ -198,7 +198,7 @@ fn what_was_carried_out_is_not_repeated() {
 #[test]
 fn a_ring_that_lost_completions_ends_the_process() {
     let binary = std::env::current_exe().unwrap();
-    let path = "uring::tests::child_with_lost_completions";
+    let path = "driver::uring::tests::child_with_lost_completions";
     let mut child = Command::new(binary);
     let output = child.args(["--exact", path, "--ignored", "--nocapture"]).output().unwrap();
     assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{output:?}");
