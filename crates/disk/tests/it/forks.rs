@@ -159,11 +159,35 @@ pub(crate) async fn go_on(
     Ok(())
 }
 
-/// The disks, the first one the lowest layer, and the last one a child over the second.
-struct Files {
-    storages: [SimDisk; 4],
-    format: ImageFormat,
-    cluster_size: u64,
+/// The storages of a disk and of its overlays: the first one has the lowest layer, of any format.
+pub(crate) struct Files<const COUNT: usize> {
+    pub(crate) storages: [SimDisk; COUNT],
+    pub(crate) format: ImageFormat,
+    pub(crate) cluster_size: u64,
+}
+
+impl<const COUNT: usize> Files<COUNT> {
+    /// Storages of a random kind, and an image for the layer where its format needs one.
+    pub(crate) fn random(sim: &Sim, random: &mut Rng) -> Result<Self> {
+        let config = Config::random(random);
+        let block = u64::from(config.alignment.offset);
+        let format = if random.bool() { ImageFormat::Raw } else { ImageFormat::Qcow2 };
+        let bytes = if format == ImageFormat::Raw { SIZE } else { 0 };
+        let storages: [SimDisk; COUNT] = std::array::from_fn(|index| {
+            let content = vec![0; if index == 0 { bytes } else { 0 }];
+            SimDisk::new(sim, config.clone(), content)
+        });
+        let cluster_size = [512, 4096, 16_384][random.usize(..3)].max(block);
+        if format == ImageFormat::Qcow2 {
+            let layer = storages[0].clone();
+            let made = CreateOptions { cluster_size, ..CreateOptions::new(SIZE as u64) };
+            sim.block_on(async move {
+                qcow2::create(&layer, &made).await?;
+                layer.flush(SyncMode::Full).await
+            })?;
+        }
+        Ok(Self { storages, format, cluster_size })
+    }
 }
 
 /// How far the fork is.
@@ -176,7 +200,7 @@ struct Progress {
 
 /// Forks a disk twice while it is used, with a child of the second one's layer.
 async fn use_disk(
-    files: Rc<Files>,
+    files: Rc<Files<4>>,
     promises: Rc<[RefCell<Promise>; 2]>,
     progress: Rc<RefCell<Progress>>,
     mut random: Rng,
@@ -242,22 +266,9 @@ pub(crate) fn recover(images: Vec<(Vec<u8>, ImageFormat)>) -> Result<Vec<u8>, St
 fn fork(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
-    let config = Config::random(&mut random);
-    let block = u64::from(config.alignment.offset);
-    let format = if random.bool() { ImageFormat::Raw } else { ImageFormat::Qcow2 };
-    let bytes = if format == ImageFormat::Raw { SIZE } else { 0 };
-    let storages: [SimDisk; 4] = std::array::from_fn(|index| {
-        let content = vec![0; if index == 0 { bytes } else { 0 }];
-        SimDisk::new(&sim, config.clone(), content)
-    });
-    let cluster_size = [512, 4096, 16_384][random.usize(..3)].max(block);
-    if format == ImageFormat::Qcow2 {
-        let layer = storages[0].clone();
-        let made = CreateOptions { cluster_size, ..CreateOptions::new(SIZE as u64) };
-        sim.block_on(async move { qcow2::create(&layer, &made).await })
-            .map_err(|error| error.to_string())?;
-    }
-    let files = Rc::new(Files { storages, format, cluster_size });
+    // The last one is of a child over the second.
+    let files = Files::random(&sim, &mut random).map_err(|error| error.to_string())?;
+    let files = Rc::new(files);
     let promises: Rc<[RefCell<Promise>; 2]> =
         Rc::new([RefCell::new(Promise::new()), RefCell::new(Promise::new())]);
     let progress = Rc::new(RefCell::new(Progress::default()));

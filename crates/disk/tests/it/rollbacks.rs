@@ -8,11 +8,10 @@ use std::sync::Arc;
 
 use blockhouse_core::{Durability, Result, Storage, WriteCache};
 use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options};
-use blockhouse_format::qcow2::{self, CreateOptions};
-use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::common::crash_points::at_every_operation;
-use crate::forks::{Promise, SECTOR, SIZE, flush, go_on, overlay, plain, read, recover};
+use crate::forks::{Files, Promise, SECTOR, SIZE, flush, go_on, overlay, plain, read, recover};
 
 const BITMAP: &str = "changes";
 
@@ -28,9 +27,7 @@ enum Top {
 
 struct World {
     /// The layer, and two overlays over it, one after the other.
-    storages: [SimDisk; 3],
-    format: ImageFormat,
-    cluster_size: u64,
+    files: Files<3>,
     promise: RefCell<Promise>,
     top: RefCell<Top>,
     /// What the disk was when the bitmap was added to the layer, if it was.
@@ -38,22 +35,23 @@ struct World {
 }
 
 async fn open_layer(world: &World) -> Result<Disk<SimDisk>> {
-    let layer = world.storages[0].clone();
+    let layer = world.files.storages[0].clone();
     // As its overlays are.
     let durability = match layer.capabilities().write_cache {
         WriteCache::None => Durability::Data,
         WriteCache::Volatile => Durability::None,
     };
     let options = Options { durability, ..Options::default() };
-    match world.format {
+    match world.files.format {
         ImageFormat::Raw => Disk::raw(layer, options),
         format => Disk::open(layer, format, options).await,
     }
 }
 
 async fn fork(world: &World, disk: &Disk<SimDisk>, into: usize, top: Top) -> Result<Promise> {
-    let storage = &world.storages[into];
-    let over = Arc::new(overlay(storage, world.format, world.cluster_size).await?.over(disk));
+    let storage = &world.files.storages[into];
+    let over =
+        Arc::new(overlay(storage, world.files.format, world.files.cluster_size).await?.over(disk));
     *world.top.borrow_mut() = top;
     let replaced = disk.quiesced().await?.switch_to(over)?;
     let before = world.promise.borrow().clone();
@@ -77,7 +75,7 @@ async fn roll_back(world: &World, disk: &Disk<SimDisk>, before: &Promise) -> Res
 async fn use_disk(world: Rc<World>, mut random: Rng) -> Result<()> {
     let disk = Arc::new(open_layer(&world).await?);
     go_on(&disk, &world.promise, &mut random).await?;
-    if world.format == ImageFormat::Qcow2 && random.bool() {
+    if world.files.format == ImageFormat::Qcow2 && random.bool() {
         let granularity = Some(SECTOR);
         let new = NewBitmap { name: BITMAP.into(), granularity, is_enabled: true };
         flush(&disk, &world.promise).await?;
@@ -128,33 +126,16 @@ fn check_bitmap(layer: Vec<u8>, checkpoint: &[u8], now: &[u8]) -> Result<(), Str
 fn rollback(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
-    let config = Config::random(&mut random);
-    let block = u64::from(config.alignment.offset);
-    let format = if random.bool() { ImageFormat::Raw } else { ImageFormat::Qcow2 };
-    let bytes = if format == ImageFormat::Raw { SIZE } else { 0 };
-    let storages: [SimDisk; 3] = std::array::from_fn(|index| {
-        let content = vec![0; if index == 0 { bytes } else { 0 }];
-        SimDisk::new(&sim, config.clone(), content)
-    });
-    let cluster_size = [512, 4096, 16_384][random.usize(..3)].max(block);
-    if format == ImageFormat::Qcow2 {
-        let layer = storages[0].clone();
-        let made = CreateOptions { cluster_size, ..CreateOptions::new(SIZE as u64) };
-        let made = async move {
-            qcow2::create(&layer, &made).await?;
-            layer.flush(blockhouse_core::SyncMode::Full).await
-        };
-        sim.block_on(made).map_err(|error| error.to_string())?;
-    }
+    let files = Files::random(&sim, &mut random).map_err(|error| error.to_string())?;
     let promise = RefCell::new(Promise::new());
     let (top, checkpoint) = Default::default();
-    let world = Rc::new(World { storages, format, cluster_size, promise, top, checkpoint });
+    let world = Rc::new(World { files, promise, top, checkpoint });
     let task = sim.spawn(use_disk(Rc::clone(&world), random.fork()));
     let mut crash = || {
         let [layer, first, second] =
-            world.storages.each_ref().map(|storage| storage.crash(&mut random));
+            world.files.storages.each_ref().map(|storage| storage.crash(&mut random));
         let top = *world.top.borrow();
-        let mut images = vec![(layer.clone(), world.format)];
+        let mut images = vec![(layer.clone(), world.files.format)];
         match top {
             Top::Layer => {}
             Top::First => images.push((first, ImageFormat::Qcow2)),
@@ -167,7 +148,7 @@ fn rollback(seed: u64) -> Result<Report, String> {
             _ => Ok(()),
         }
     };
-    let disks = world.storages.each_ref();
+    let disks = world.files.storages.each_ref();
     let (outcome, crashes) = at_every_operation(&sim, &disks, &task, &mut crash)?;
     outcome.map_err(|error| error.to_string())?;
     crash()?;
