@@ -41,10 +41,9 @@ pub struct Arguments {
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of
-    /// raw: preallocation. Of luks: key-secret, iter-time. Of
-    /// qcow2: cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, compression_type,
-    /// preallocation, backing_file, backing_fmt, data_file, data_file_raw, encrypt.format,
-    /// encrypt.iter-time.
+    /// raw: preallocation. Of luks: key-secret, iter-time. Of qcow2: cluster_size, compat,
+    /// refcount_bits, lazy_refcounts, extended_l2, compression_type, preallocation, backing_file,
+    /// backing_fmt, data_file, data_file_raw, encrypt.format, encrypt.iter-time.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...")]
     #[arg(value_parser = create_options::parse)]
     options: Vec<create_options::Settings>,

@@ -168,8 +168,7 @@ bitflags::bitflags! {
         /// The mapping itself is not yet durable.
         const DIRTY = 4;
         /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The
-        /// writer of
-        /// `guest` may leave the rest as it is.
+        /// writer of `guest` may leave the rest as it is.
         const ZEROED = 8;
         /// The place is the same for ever, and no change of it concerns the format: linking and
         /// aborting do nothing.

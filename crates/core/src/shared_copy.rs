@@ -137,12 +137,11 @@ mod x86_64 {
                 let (blocks, vectors) = (length / $block, length % $block / $vector);
                 // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of
                 // them one after the other. The last access ends at the ranges' ends and begins
-                // inside, because
-                // `length` is at least one vector. No other memory is accessed, the stack is not,
-                // and all registers that change are named: those of the loop, and all that
-                // `vzeroupper` changes (a register of 512 bits is changed with its lower part). The
-                // accesses to the shared side are those that the module's page tells. The caller
-                // has checked that the processor has the instructions.
+                // inside, because `length` is at least one vector. No other memory is accessed, the
+                // stack is not, and all registers that change are named: those of the loop, and all
+                // that `vzeroupper` changes (a register of 512 bits is changed with its lower
+                // part). The accesses to the shared side are those that the module's page tells.
+                // The caller has checked that the processor has the instructions.
                 unsafe {
                     asm!(
                         "test {blocks}, {blocks}",

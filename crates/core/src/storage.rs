@@ -123,8 +123,8 @@ pub trait Storage: 'static {
         true
     }
 
-    /// The status of the start of `range`, and for how many bytes it holds (at
-    /// least one, at most the length of the range, which must not be empty).
+    /// The status of the start of `range`, and for how many bytes it holds (at least one, at most
+    /// the length of the range, which must not be empty).
     fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;
 
     /// Starts to bring the range into the cache, if there is one. Never fails for want of one.

@@ -5,8 +5,8 @@
 //! it dirty again. In flight are at most `MAX_IN_FLIGHT` copies of `CHUNK_SIZE`, as many that
 //! guests wait for, and forwarded writes. None is dropped while it is: its write might come late,
 //! after a newer one of the same bytes. What a guest's request waits for goes first, but takes no
-//! room from the background: however slow the target is, what is dirty becomes less.
-//! In the background it copies as fast as the guest, who uses the disk meanwhile, leaves room for
+//! room from the background: however slow the target is, what is dirty becomes less. In the
+//! background it copies as fast as the guest, who uses the disk meanwhile, leaves room for
 //! ([`Pace`]).
 
 use std::cell::{Cell, RefCell};

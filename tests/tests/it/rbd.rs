@@ -405,8 +405,8 @@ fn a_disk_moves_to_ceph_and_back_while_its_client_writes() {
     server.stop();
 }
 
-/// The sandbox lets a server load no library.
-/// Threads of Ceph's library cannot be asked to drop what they began with.
+/// The sandbox lets a server load no library. Threads of Ceph's library cannot be asked to drop
+/// what they began with.
 #[test]
 fn a_server_of_an_image_in_ceph_keeps_few_capabilities() {
     let ceph = require!(ceph());

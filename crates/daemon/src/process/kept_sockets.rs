@@ -4,8 +4,8 @@
 //! Guarantees: between the end of a server, or its death, and the next start clients wait in the
 //! backlog of the socket instead of being refused. A kept socket is used again only for its own
 //! address, and that of a file only where the file at its path is still the one that was bound.
-//! What is served no longer, or not wanted at the next start, is given up. Without
-//! a store (`$FDSTORE`, systemd 254) nothing is kept.
+//! What is served no longer, or not wanted at the next start, is given up. Without a store
+//! (`$FDSTORE`, systemd 254) nothing is kept.
 //!
 //! A socket is known by its name in the store: [`PREFIX`], the device and inode of its file, and
 //! its address. The inode is not used again while the socket listens.

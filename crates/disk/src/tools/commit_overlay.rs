@@ -19,9 +19,8 @@ pub enum AfterCommit {
 }
 
 /// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the
-/// overlay if `after` says so.
-/// A base that is shorter is made as long. Durable when it returns. No other request may be in
-/// flight on either.
+/// overlay if `after` says so. A base that is shorter is made as long. Durable when it returns. No
+/// other request may be in flight on either.
 ///
 /// # Errors
 /// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or what a storage

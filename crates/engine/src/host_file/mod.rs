@@ -250,8 +250,8 @@ impl HostFile {
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
                 // A short read is the end of the file or a partial transfer. Another read would
-                // tell, but at the end the rest is usually not aligned for
-                // O_DIRECT. So check the size.
+                // tell, but at the end the rest is usually not aligned for O_DIRECT. So check the
+                // size.
                 Ok(count) => {
                     advance(&mut transfer, count);
                     if count == 0 || self.ends_at(transfer.offset)? {

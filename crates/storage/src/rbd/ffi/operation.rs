@@ -127,8 +127,8 @@ impl<W: Waiter> Image<W> {
             let count = usize::try_from(count).unwrap_or(0);
             for &completion in &completions[..count] {
                 // SAFETY: each completion comes out once. Its argument is the box that `submit`
-                // made of an `InFlight` of the same image, thus of the same `W`,
-                // and librbd is done with it.
+                // made of an `InFlight` of the same image, thus of the same `W`, and librbd is done
+                // with it.
                 let (owned, result) = unsafe {
                     let owned = (rbd.rbd_aio_get_arg)(completion).cast::<InFlight<W>>();
                     let result = (rbd.rbd_aio_get_return_value)(completion);
