@@ -1,6 +1,6 @@
 //! What the method of new images does.
 
-use blockhouse_disk::{Backing, Compression, CreateOptions, ImageFormat, Switch};
+use blockhouse_disk::{Backing, Compression, CreateOptions, ImageFormat};
 
 use super::image_methods::{CompressionName, ImageCreateParams};
 use super::methods::Done;
@@ -40,7 +40,6 @@ fn check_plain(given: &ImageCreateParams) -> Result<(), Failure> {
 }
 
 fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
-    let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
     let usual = CreateOptions::new(given.size);
     let backing = match (&given.backing, &given.backing_format) {
         (Some(name), Some(format)) => {
@@ -52,8 +51,8 @@ fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
     Ok(CreateOptions {
         cluster_size: given.cluster_size.unwrap_or(usual.cluster_size),
         refcount_bits: given.refcount_bits.unwrap_or(usual.refcount_bits),
-        lazy_refcounts: switch(given.lazy_refcounts),
-        extended_l2: switch(given.extended_l2),
+        lazy_refcounts: given.lazy_refcounts.into(),
+        extended_l2: given.extended_l2.into(),
         compression: match given.compression {
             Some(CompressionName::Zstd) => Compression::Zstd,
             Some(CompressionName::Zlib) | None => Compression::Zlib,

@@ -16,7 +16,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use blockhouse_core::{Error, ErrorKind};
-use blockhouse_disk::{Access, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options};
+use blockhouse_disk::{
+    Access, Bitmap, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options,
+};
 use blockhouse_engine::{sleep, timeout};
 use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
 use blockhouse_nbd::ExportBitmap;
@@ -510,26 +512,36 @@ async fn copy_bitmap(disk: &RunningDisk, name: &str) -> Result<ExportBitmap> {
     Ok(ExportBitmap::Fixed { name: name.to_owned(), dirty })
 }
 
-/// Whether a disk has this bitmap: with all changes.
+/// Whether a disk has this bitmap: with all changes, and enabled.
 async fn has_bitmap(disk: &RunningDisk, name: &str) -> Result<bool> {
+    match complete_bitmap(disk, name).await? {
+        Some(bitmap) if !bitmap.is_enabled => Err(lacks_changes(disk, name, "it is not enabled")),
+        found => Ok(found.is_some()),
+    }
+}
+
+/// The bitmap of this name, if the disk has one.
+///
+/// # Errors
+/// The bitmap lacks changes.
+pub(super) async fn complete_bitmap(disk: &RunningDisk, name: &str) -> Result<Option<Bitmap>> {
     let bitmaps = match disk.disk.bitmaps().list().await {
         // A raw image, in which none was begun yet.
-        Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(false),
+        Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(None),
         bitmaps => bitmaps?,
     };
-    let lacks = |why: &str| {
-        let what =
-            format!("the bitmap {name:?} of the disk {:?} lacks changes: {why}", disk.name());
-        Error::new(ErrorKind::LacksChanges, what).hint("make a full backup of it")
-    };
-    match bitmaps.iter().find(|bitmap| bitmap.name == name) {
-        None => Ok(false),
+    match bitmaps.into_iter().find(|bitmap| bitmap.name == name) {
         Some(bitmap) if bitmap.is_inconsistent => {
-            Err(lacks("they could not be recorded, or its last writer died").into())
+            let why = "they could not be recorded, or its last writer died";
+            Err(lacks_changes(disk, name, why))
         }
-        Some(bitmap) if !bitmap.is_enabled => Err(lacks("it is not enabled").into()),
-        Some(_) => Ok(true),
+        found => Ok(found),
     }
+}
+
+fn lacks_changes(disk: &RunningDisk, name: &str, why: &str) -> anyhow::Error {
+    let what = format!("the bitmap {name:?} of the disk {:?} lacks changes: {why}", disk.name());
+    Error::new(ErrorKind::LacksChanges, what).hint("make a full backup of it").into()
 }
 
 pub(super) fn frozen_name(disk: &str, backup: &str) -> String {

@@ -19,7 +19,7 @@ use blockhouse_jobs::FrozenDisk;
 use blockhouse_storage::ImageStorage;
 use futures_util::future::try_join_all;
 
-use super::backups::{MAX_BITMAP_BYTES, MAX_FREEZE_TIME, frozen_name};
+use super::backups::{MAX_BITMAP_BYTES, MAX_FREEZE_TIME, complete_bitmap, frozen_name};
 use super::{Running, RunningDisk};
 use crate::jobs::{CopiedBitmap, FrozenSource, JobSetup};
 use crate::running::claims::Name;
@@ -256,13 +256,8 @@ async fn check_readable(
     if changes.iter().any(is_added) {
         return Ok(());
     }
-    let bitmaps = disk.disk.bitmaps().list().await?;
-    match bitmaps.iter().find(|bitmap| bitmap.name == name) {
-        None => bail!("the disk {:?} has no bitmap {name:?}", disk.name()),
-        Some(bitmap) if bitmap.is_inconsistent => bail!(
-            "the bitmap {name:?} of the disk {:?} lacks changes: make a full backup of it",
-            disk.name()
-        ),
+    match complete_bitmap(disk, name).await? {
         Some(_) => Ok(()),
+        None => bail!("the disk {:?} has no bitmap {name:?}", disk.name()),
     }
 }

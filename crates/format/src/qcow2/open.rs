@@ -246,13 +246,12 @@ impl<S: Storage> Qcow2<S> {
     pub fn features(&self) -> Features {
         let state = self.metadata.lock();
         let header = state.tables.headers().disk();
-        let switch = |is_on| if is_on { Switch::On } else { Switch::Off };
         Features {
             version: if header.geometry.version < 3 { Version::V2 } else { Version::V3 },
             compression: header.compression,
             refcount_bits: 1 << header.geometry.refcount_order,
-            lazy_refcounts: switch(header.compatible & LAZY_REFCOUNTS != 0),
-            extended_l2: switch(header.geometry.extended_l2),
+            lazy_refcounts: (header.compatible & LAZY_REFCOUNTS != 0).into(),
+            extended_l2: header.geometry.extended_l2.into(),
             truncation: self.facts.truncation,
             stated_size: header.size + header.excess,
             is_dirty: header.incompatible.contains(Incompatible::DIRTY),

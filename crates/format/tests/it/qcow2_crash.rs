@@ -21,7 +21,7 @@ use blockhouse_core::{
     SyncMode, Unmap, errno,
 };
 use blockhouse_format::qcow2::{
-    Access, Backing, CheckReport, CreateOptions, OpenOptions, Qcow2, Switch, Version, check, create,
+    Access, Backing, CheckReport, CreateOptions, OpenOptions, Qcow2, Version, check, create,
 };
 use blockhouse_format::{Abort, Intent, Replay};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
@@ -400,14 +400,13 @@ fn new_image(config: &Config, random: &mut Rng) -> Vec<u8> {
     let block = u64::from(config.alignment.offset);
     let cluster_size = [512, 512, 1024, 4096, 16_384][random.usize(..5)].max(block);
     let is_v2 = random.u8(..5) == 0;
-    let switch = |on| if on { Switch::On } else { Switch::Off };
     let size = (random.u64(8..=120) * 4096).max(2 * block);
     let options = CreateOptions {
         cluster_size,
         version: if is_v2 { Version::V2 } else { Version::V3 },
         refcount_bits: if is_v2 { 16 } else { [1, 16, 64, 64][random.usize(..4)] },
-        lazy_refcounts: switch(!is_v2 && random.u8(..4) == 0),
-        extended_l2: switch(!is_v2 && cluster_size == 16_384 && random.bool()),
+        lazy_refcounts: (!is_v2 && random.u8(..4) == 0).into(),
+        extended_l2: (!is_v2 && cluster_size == 16_384 && random.bool()).into(),
         // The part behind reads as zeros here: it counts that zeros must be said.
         backing: (random.u8(..4) == 0)
             .then(|| Backing { name: b"base".to_vec(), format: Some("raw".into()) }),

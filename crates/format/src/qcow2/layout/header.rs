@@ -413,8 +413,7 @@ fn data_file(
         let what = format!("a data file's name of {} bytes is not 1 to 1023", name.len());
         return Err(corrupt(features.length as u64, what));
     }
-    let is_raw = features.autoclear & RAW_DATA_FILE != 0;
-    let raw = if is_raw { Switch::On } else { Switch::Off };
+    let raw = (features.autoclear & RAW_DATA_FILE != 0).into();
     Ok(Some(DataFile { name: name.to_vec(), raw }))
 }
 

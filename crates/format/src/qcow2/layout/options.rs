@@ -22,6 +22,12 @@ pub enum Switch {
     On,
 }
 
+impl From<bool> for Switch {
+    fn from(is_on: bool) -> Self {
+        if is_on { Self::On } else { Self::Off }
+    }
+}
+
 /// The image's description of its backing file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backing {
