@@ -220,10 +220,10 @@ fn check_above(name: &str, places: &Places) -> Result<()> {
     let devices = fs::read_dir("/sys/block").into_iter().flatten().flatten();
     for device in devices {
         let folder = device.path();
-        let Some(number) = device_of(&folder).filter(|_| folder.join("loop/backing_file").exists())
-        else {
+        if !folder.join("loop/backing_file").exists() {
             continue;
-        };
+        }
+        let Some(number) = device_of(&folder) else { continue };
         if places.has_device(number) || !Places::of_device(number).overlaps(places) {
             continue;
         }

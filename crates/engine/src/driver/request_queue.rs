@@ -8,7 +8,9 @@ use rustix::fs::{FileType, Stat};
 
 /// The queue of the block device that a file is or lies on.
 pub(crate) struct RequestQueue {
-    device: PathBuf,
+    /// The device's folder. `None` where the file system has no device: the kernel gives those the
+    /// major number 0, and no folder.
+    device: Option<PathBuf>,
 }
 
 impl RequestQueue {
@@ -19,14 +21,16 @@ impl RequestQueue {
             _ => status.st_dev,
         };
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-        Self { device: format!("/sys/dev/block/{major}:{minor}").into() }
+        let folder = || format!("/sys/dev/block/{major}:{minor}").into();
+        Self { device: (major != 0).then(folder) }
     }
 
     /// An attribute, without white space around. `None` where the kernel has no such attribute, or
     /// the file system is on no block device that it tells of.
     pub(crate) fn attribute(&self, name: &str) -> Option<String> {
+        let device = self.device.as_ref()?;
         // A partition has no queue of its own: the disk that it is on stands above it.
-        let read = |queue: &str| fs::read_to_string(self.device.join(queue).join(name));
+        let read = |queue: &str| fs::read_to_string(device.join(queue).join(name));
         let text = read("queue").or_else(|_| read("../queue")).ok()?;
         Some(text.trim().to_owned())
     }
@@ -48,7 +52,7 @@ impl RequestQueue {
 
     /// The device's name in /sys: a disk or a partition.
     pub(crate) fn device_name(&self) -> Option<String> {
-        let place = fs::canonicalize(&self.device).ok()?;
+        let place = fs::canonicalize(self.device.as_ref()?).ok()?;
         Some(place.file_name()?.to_string_lossy().into_owned())
     }
 }
