@@ -413,6 +413,21 @@ impl Both {
         ours
     }
 
+    /// Waits until the only job of both, which was ready, is paused.
+    fn wait_for_standby(&mut self) {
+        for attempt in 0.. {
+            let told = self.ask("{'execute':'query-block-jobs'}").map(|answer| {
+                let job = &answer["return"][0];
+                json!([job["status"], job["paused"], job["ready"]])
+            });
+            if told == [json!(["standby", true, true]), json!(["standby", true, true])] {
+                return;
+            }
+            assert!(attempt < 200, "{told:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     fn events_until(&mut self, job: &str, status: &str) -> [Vec<Value>; 2] {
         [&mut self.ours, &mut self.theirs]
             .map(|qmp| qmp.events_until(job, status).into_iter().map(without_moments).collect())
@@ -492,6 +507,21 @@ fn nodes_have_the_keys_of_qemu() {
             assert_eq!(ours, theirs, "{name}, flat {flat}");
         }
     }
+    // A node that another one is on, and the order of nodes.
+    both.ask_same("{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'ef','filename':'DIR/e'}}");
+    both.ask_same(
+        "{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'e','file':'ef'}}",
+    );
+    both.ask_same("{'execute':'blockdev-del','arguments':{'node-name':'ef'}}");
+    let added = both.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
+        let nodes = answer["return"].as_array().expect("a list").iter();
+        let names = nodes.filter_map(|node| node["node-name"].as_str());
+        names
+            .filter(|name| ["e", "ef", "p", "pf"].contains(name))
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(added, [["e", "ef", "p", "pf"]; 2]);
     let [ours, theirs] =
         both.ask("{'execute':'query-blockstats','arguments':{'query-nodes':true}}");
     let stats = |answer: &Value| {
@@ -592,6 +622,9 @@ fn copies_have_the_statuses_and_events_of_qemu() {
         told(&mut both, name, "BLOCK_JOB_READY");
         let [ours, theirs] = both.ask("{'execute':'query-block-jobs'}");
         assert_eq!(keys(&ours), keys(&theirs));
+        both.ask_same(&format!("{{'execute':'job-pause','arguments':{{'id':'{name}'}}}}"));
+        both.wait_for_standby();
+        both.ask_same(&format!("{{'execute':'job-resume','arguments':{{'id':'{name}'}}}}"));
         both.ask_same(&format!("{{'execute':'{end}','arguments':{{{arguments}}}}}"));
         told(&mut both, name, "null");
     }

@@ -1,7 +1,7 @@
 //! The program under the name qemu-storage-daemon: QEMU's command line, beside QEMU's own program.
 
-use std::io::Write;
-use std::os::unix::net::UnixListener;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -387,5 +387,35 @@ fn clients_of_the_nbd_server_need_the_tls_of_its_object() {
     let object = format!("tls-creds-psk,id=t,dir={},endpoint=client,username=u", str(&folder));
     let image = format!("{image},tls-creds=t");
     qemu_img(&["info", "--object", &object, "--image-opts", &image]).success();
+    daemon.stop();
+}
+
+/// Whether the server greets a client before `time` is over. The client stays.
+fn is_greeted(client: &mut UnixStream, time: Duration) -> bool {
+    client.set_read_timeout(Some(time)).expect("a socket");
+    let mut magic = [0; 8];
+    client.read_exact(&mut magic).is_ok() && magic == *b"NBDMAGIC"
+}
+
+#[test]
+fn the_nbd_server_has_as_many_clients_as_it_is_told() {
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let nbd = scratch.socket("nbd");
+    let line = [
+        "--blockdev",
+        "file,node-name=r,filename=DIR/r",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={},max-connections=1", str(&nbd)),
+        "--export",
+        "nbd,id=e,node-name=r",
+    ];
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
+    let mut first = UnixStream::connect(&nbd).expect("it listens");
+    assert!(is_greeted(&mut first, LONG));
+    let mut second = UnixStream::connect(&nbd).expect("it listens");
+    assert!(!is_greeted(&mut second, Duration::from_millis(300)));
+    drop(first);
+    assert!(is_greeted(&mut second, LONG));
     daemon.stop();
 }

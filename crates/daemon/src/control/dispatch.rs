@@ -12,7 +12,8 @@ use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskSetParams, DiskStats, Done, ErrorStats, ExportAddParams,
     ExportInfo, ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult,
     PauseResult, RefreshResult, ReloadResult, ResizeParams, ResizeResult, SnapshotParams,
-    SnapshotRenameParams, SnapshotResult, SocketParams, StatsParams, VERSION, VersionResult,
+    SnapshotRenameParams, SnapshotResult, SocketAddParams, SocketParams, StatsParams, VERSION,
+    VersionResult,
 };
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
@@ -75,11 +76,13 @@ pub(crate) async fn call(
         "disk.transaction" => Box::pin(transactions::transact(running, params(given)?)).await,
         "image.create" => images::create(running, params(given)?).await,
         "socket.add" => {
-            let address = running.add_socket(socket(params(given)?)?).await?.to_string();
-            result(SocketParams { address })
+            let SocketAddParams { address, max_connections } = params(given)?;
+            let added = running.add_socket(socket(&address)?, max_connections).await?;
+            result(SocketParams { address: added.to_string() })
         }
         "socket.remove" => {
-            running.remove_socket(&socket(params(given)?)?).await?;
+            let SocketParams { address } = params(given)?;
+            running.remove_socket(&socket(&address)?).await?;
             result(Done {})
         }
         "disk.rollback" => forks::roll_back(running, params(given)?).await,
@@ -156,8 +159,8 @@ fn version(running: &Running, answers: &Answers) -> VersionResult {
 }
 
 /// The socket that a user means.
-fn socket(SocketParams { address }: SocketParams) -> Result<NbdUri, Failure> {
-    match ExportAddress::parse_absolute(&address).map_err(invalid)? {
+fn socket(address: &str) -> Result<NbdUri, Failure> {
+    match ExportAddress::parse_absolute(address).map_err(invalid)? {
         ExportAddress::Nbd(uri) if uri.export.is_empty() => Ok(uri),
         _ => Err(invalid(format!("{address}: a socket is an NBD URI without a name of an export"))),
     }

@@ -1,5 +1,6 @@
 //! The methods of JSON-RPC: what each takes and gives. control.schema.json is made from here.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use schemars::{JsonSchema, SchemaGenerator};
@@ -204,6 +205,17 @@ pub struct ExportParams {
 pub struct SocketParams {
     /// An NBD URI without a name of an export.
     pub address: String,
+}
+
+/// A new socket of NBD clients.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct SocketAddParams {
+    /// An NBD URI without a name of an export.
+    pub address: String,
+    /// How many connections it has at most; others wait until one ends.
+    #[serde(default)]
+    pub max_connections: Option<NonZeroUsize>,
 }
 
 /// An export that is served.
@@ -428,7 +440,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     (
         "socket.add",
         "Listens for NBD clients at an address, also while it has no exports.",
-        of::<SocketParams, SocketParams>,
+        of::<SocketAddParams, SocketParams>,
     ),
     (
         "socket.remove",

@@ -28,8 +28,8 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     let name = given.text("node-name")?;
     given.end()?;
     let file = context.state.borrow().files.get(&name).cloned();
-    if let Some(user) = file.and_then(|file| file.user) {
-        return Err(busy(&name, "file", &user));
+    if file.is_some_and(|file| file.user.is_some()) {
+        return Err(in_use(&name));
     }
     let filter = context.state.borrow().filters.get(&name).cloned();
     if let Some(filter) = filter {
@@ -58,8 +58,8 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         return Err(QmpError::generic(format!("Node {name} is in use")));
     }
     check_unused(context, &name, &disk)?;
-    if let Some(user) = context.state.borrow().filter_on(&disk) {
-        return Err(busy(&name, "file", user));
+    if context.state.borrow().filter_on(&disk).is_some() {
+        return Err(in_use(&name));
     }
     close(context, &disk, depth).await?;
     Ok(json!({}))
@@ -83,8 +83,9 @@ fn check_unused(context: &Context, name: &str, disk: &str) -> Result<(), QmpErro
     }
 }
 
-fn busy(name: &str, what: &str, user: &str) -> QmpError {
-    QmpError::generic(format!("Node '{name}' is busy: node is used as '{what}' of '{user}'"))
+/// The error for a node that others are on, in QEMU's words.
+fn in_use(name: &str) -> QmpError {
+    QmpError::generic(format!("Block device {name} is in use"))
 }
 
 /// Refuses to remove a filter with exports: they are those of its disk.

@@ -235,8 +235,8 @@ async fn remove(context: &Context, id: String, mut given: Arguments) -> Returned
 pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let addr = given.object("addr")?;
     let address = address(addr)?;
+    let max_connections = given.some_unsigned("max-connections")?.filter(|max| *max > 0);
     let why = "'serve --limit' and 'serve --tls-allow' say that of all clients";
-    given.only("max-connections", &[json!(0)], why)?;
     given.only("handshake-max-seconds", &[], why)?;
     let tls = given.some_text("tls-creds")?;
     tls.iter().try_for_each(|id| check_tls(context, id))?;
@@ -247,7 +247,9 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     }
     let security = if tls.is_some() { Security::Tls } else { Security::Plain };
     let uri = NbdUri { security, address, export: String::new() };
-    let added = context.call("socket.add", json!({ "address": uri.to_string() })).await?;
+    let mut params = json!({ "address": uri.to_string() });
+    max_connections.into_iter().for_each(|max| params["max-connections"] = max.into());
+    let added = context.call("socket.add", params).await?;
     // The port where port 0 was asked for.
     let address = text_of(&added, "address").parse().map_or(uri.address, |uri: NbdUri| uri.address);
     context.state.borrow_mut().nbd_server = Some(NbdServer { address, tls });

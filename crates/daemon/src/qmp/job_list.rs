@@ -1,10 +1,14 @@
 //! What there is of jobs: those of the server, backups that clients read, and images that are made.
 
+use blockhouse_jobs::JobStage;
 use serde_json::{Value, json};
 
 use super::context::Context;
 use super::errors::QmpError;
 use super::state::Pull;
+
+/// The statuses in QEMU of a job that goes on.
+pub(super) const ACTIVE: &[&str] = &["running", "paused", "ready", "standby"];
 
 /// A job, as `job.list` tells of it.
 pub(super) struct Job(pub(super) Value);
@@ -25,11 +29,17 @@ impl Job {
         self.0["status"] == status
     }
 
+    /// Whether it is paused, ready or not.
+    pub(super) fn is_paused(&self) -> bool {
+        self.is("paused") || self.is("standby")
+    }
+
     /// Its status in QEMU.
     pub(super) fn status(&self) -> &'static str {
         match self.0["status"].as_str().unwrap_or_default() {
             "running" => "running",
             "paused" => "paused",
+            "standby" => "standby",
             // It is asked to complete, and does.
             "ready" | "completing" => "ready",
             _ => "concluded",
@@ -68,11 +78,21 @@ impl Job {
 /// All jobs of QEMU: those of the server, and what is none there.
 pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
     let mut jobs: Vec<_> = match context.call("job.list", json!({})).await? {
-        Value::Array(jobs) => jobs.into_iter().map(Job).collect(),
+        Value::Array(jobs) => jobs.into_iter().map(|job| of_server(context, job)).collect(),
         _ => Vec::new(),
     };
     jobs.extend(pulls(context).into_iter().chain(creations(context)).map(Job));
     Ok(jobs)
+}
+
+/// A job of the server. QEMU has a status of its own for one that is ready and paused.
+fn of_server(context: &Context, told: Value) -> Job {
+    let mut job = Job(told);
+    let found = context.running.jobs().find(job.name()).ok();
+    if job.is("paused") && found.is_some_and(|job| job.control.stage() == JobStage::Ready) {
+        job.0["status"] = "standby".into();
+    }
+    job
 }
 
 /// The job of this name.

@@ -11,7 +11,7 @@ use super::backups;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::events::forget;
-use super::job_list::{Job, find, list};
+use super::job_list::{ACTIVE, Job, find, list};
 
 /// The job of the argument `id`.
 async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError> {
@@ -61,8 +61,8 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
             "offset": job.offset(),
             "speed": job.number("speed"),
             "busy": job.is("running") && job.0["idle"] != true,
-            "paused": job.is("paused"),
-            "ready": job.is("ready"),
+            "paused": job.is_paused(),
+            "ready": job.is("ready") || job.is("standby"),
             "io-status": "ok",
             "auto-finalize": true,
             "auto-dismiss": state.auto_dismisses(job.name()),
@@ -103,7 +103,7 @@ pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments
 }
 
 async fn end(context: &Context, job: &Job) -> Returned {
-    job.check("cancel", &["running", "paused", "ready"])?;
+    job.check("cancel", ACTIVE)?;
     if backups::end(context, job.name()).await? {
         return Ok(json!({}));
     }
@@ -211,12 +211,13 @@ pub(super) async fn pause_block_job(context: &Rc<Context>, mut given: Arguments)
 }
 
 async fn hold(context: &Context, job: &Job) -> Returned {
-    job.check("pause", &["running", "paused", "ready"])?;
-    if job.is("paused") {
+    job.check("pause", ACTIVE)?;
+    if job.is_paused() {
         return Err(QmpError::generic("Job is already paused"));
     }
     context.call("job.pause", json!({ "job": job.name() })).await?;
-    context.events.tell_status(job.name(), "paused");
+    let is_ready = job.status() == "ready";
+    context.events.tell_status(job.name(), if is_ready { "standby" } else { "paused" });
     Ok(json!({}))
 }
 
@@ -233,8 +234,8 @@ pub(super) async fn resume_block_job(context: &Rc<Context>, mut given: Arguments
 }
 
 async fn go_on(context: &Context, job: &Job) -> Returned {
-    job.check("resume", &["running", "paused", "ready"])?;
-    if !job.is("paused") {
+    job.check("resume", ACTIVE)?;
+    if !job.is_paused() {
         return Err(QmpError::generic("Can't resume a job that was not paused"));
     }
     context.call("job.resume", json!({ "job": job.name() })).await?;
@@ -247,7 +248,7 @@ async fn go_on(context: &Context, job: &Job) -> Returned {
 pub(super) async fn set_speed(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let speed = given.integer("speed")?;
     let job = of_device(context, &mut given, "device").await?;
-    job.check("set-speed", &["running", "paused", "ready"])?;
+    job.check("set-speed", ACTIVE)?;
     if speed < 0 {
         return Err(QmpError::generic("Parameter 'speed' expects a non-negative value"));
     }

@@ -27,12 +27,13 @@ const LIMITS: &[(&str, &str)] = &[
     ("iops_wr", "iops-write"),
 ];
 
-/// `query-named-block-nodes`.
+/// `query-named-block-nodes`: the newest disk first, as QEMU lists them.
 pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_flat = given.flag("flat", false)?;
     given.end()?;
     let mut nodes = Vec::new();
-    for disk in context.call("disk.list", json!({})).await?.as_array().into_iter().flatten() {
+    let disks = context.call("disk.list", json!({})).await?;
+    for disk in disks.as_array().into_iter().flatten().rev() {
         // It may have gone meanwhile.
         if let Some(running) = context.running.find(disk["disk"].as_str().unwrap_or_default()) {
             add_nodes(context, disk, &running, is_flat, &mut nodes).await?;
@@ -142,9 +143,12 @@ async fn format_node(
         DetectZeroes::Unmap => "unmap",
     }
     .into();
-    let limits = context.call("limit.get", json!({ "disk": name })).await?;
-    for (key, limit) in LIMITS {
-        node[*key] = limits[0]["limits"][*limit].as_u64().unwrap_or_default().into();
+    // Those of a throttle group are told with the group.
+    if context.state.borrow().filter_on(name).is_none() {
+        let limits = context.call("limit.get", json!({ "disk": name })).await?;
+        for (key, limit) in LIMITS {
+            node[*key] = limits[0]["limits"][*limit].as_u64().unwrap_or_default().into();
+        }
     }
     let mut image = image(disk, running);
     // Formats without snapshots or bitmaps refuse to list them.
@@ -154,7 +158,7 @@ async fn format_node(
     }
     let bitmaps = context.call("bitmap.list", json!({ "disk": name })).await;
     if let Some(Value::Array(bitmaps)) = bitmaps.ok().filter(|list| *list != json!([])) {
-        node["dirty-bitmaps"] = bitmaps.iter().map(bitmap).collect();
+        node["dirty-bitmaps"] = bitmaps.iter().rev().map(bitmap).collect();
     }
     // QEMU counts images behind this one only where it tells of them.
     let depth = (1..).take_while(|depth| running.layer_at(*depth).is_some()).count();

@@ -140,7 +140,7 @@ alternate BitmapOrName str Bitmap
 command query-jobs -> [JobInfo]
 object JobInfo id:str type:JobType status:JobStatus current-progress:int total-progress:int error?:str
 enum JobType commit stream mirror backup create
-enum JobStatus created running paused ready waiting pending aborting concluded null
+enum JobStatus created running paused ready standby waiting pending aborting concluded null
 command query-block-jobs -> [BlockJobInfo]
 object BlockJobInfo type:JobType device:str len:int offset:int busy:bool paused:bool speed:int io-status:IoStatus ready:bool status:JobStatus auto-finalize:bool auto-dismiss:bool error?:str | type mirror=BlockJobInfoMirror
 object BlockJobInfoMirror actively-synced:bool

@@ -1,6 +1,7 @@
 //! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its
 //! address, or it was added by itself.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -261,12 +262,16 @@ impl Running {
         self.server.close(exports);
     }
 
-    /// Listens at a socket, also while it has no exports. The URI, with the real port where port 0
-    /// was asked for.
+    /// Listens at a socket, also while it has no exports, with at most so many connections at once.
+    /// The URI, with the real port where port 0 was asked for.
     ///
     /// # Errors
     /// The address is in use or cannot be had.
-    pub(crate) async fn add_socket(&self, uri: NbdUri) -> Result<NbdUri> {
+    pub(crate) async fn add_socket(
+        &self,
+        uri: NbdUri,
+        max_connections: Option<NonZeroUsize>,
+    ) -> Result<NbdUri> {
         let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
         let _claim = self.claims.claim([name]).await;
         if let Some(path) = ExportAddress::Nbd(uri.clone()).unix_socket() {
@@ -282,7 +287,10 @@ impl Running {
         let (address, security) = (bound.address.clone(), security_of(tls.as_ref()));
         self.serve_socket(bound, security, Vec::new(), Vec::new())?;
         let socket = self.list.lock().socket(&address);
-        socket.into_iter().for_each(|socket| socket.is_kept.store(true, Ordering::SeqCst));
+        if let Some(socket) = socket {
+            socket.is_kept.store(true, Ordering::SeqCst);
+            max_connections.into_iter().for_each(|max| socket.exports.limit_connections(max));
+        }
         Ok(NbdUri { security, address, export })
     }
 

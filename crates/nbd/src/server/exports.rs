@@ -3,6 +3,7 @@
 //! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by
 //! any option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
 
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -108,6 +109,7 @@ struct Set<S: Storage> {
     observer: Option<ClientObserver>,
     /// TLS at the sockets where they are offered.
     tls: OnceLock<SocketTls>,
+    max_connections: OnceLock<NonZeroUsize>,
 }
 
 /// An export, and its number: of all that there ever were in this process, so that a later one of
@@ -154,7 +156,13 @@ impl<S: Storage> Exports<S> {
 
     fn with_observer(observer: Option<ClientObserver>) -> Self {
         let (entries, is_closed) = (RwLock::default(), AtomicBool::new(false));
-        Self(Arc::new(Set { entries, is_closed, observer, tls: OnceLock::new() }))
+        Self(Arc::new(Set {
+            entries,
+            is_closed,
+            observer,
+            tls: OnceLock::new(),
+            max_connections: OnceLock::new(),
+        }))
     }
 
     /// Offers them by TLS, before clients find them: by TLS alone, or also.
@@ -220,6 +228,19 @@ impl<S: Storage> Exports<S> {
     /// Whether this export is still offered.
     pub(super) fn has(&self, id: ExportId) -> bool {
         self.0.entries.read().iter().any(|entry| entry.id == id)
+    }
+
+    /// Has each socket where they are offered accept a client only while it has fewer connections
+    /// than `max`, those in their handshakes included. Others wait until one ends. The first call
+    /// decides.
+    pub fn limit_connections(&self, max: NonZeroUsize) {
+        // It is said once.
+        let _ = self.0.max_connections.set(max);
+    }
+
+    /// How many connections each socket has at most.
+    pub(super) fn max_connections(&self) -> usize {
+        self.0.max_connections.get().map_or(usize::MAX, |max| max.get())
     }
 
     /// Has no socket accept clients for them.

@@ -125,6 +125,11 @@ impl Server {
             let _accepting = registry.begin_accepting();
             // Asked each time: clients that never stop coming must not keep it from ending.
             while registry.may_accept() && !exports.is_closed() {
+                let (of_socket, max) = (Clients::At(socket), exports.max_connections());
+                if registry.clients(of_socket) >= max {
+                    registry.wait_fewer(of_socket, max, || exports.is_closed()).await;
+                    continue;
+                }
                 let is_stopped_now = |context: &Context<'_>| {
                     registry.poll_accept_stopped(context) || exports.is_closed()
                 };

@@ -34,13 +34,15 @@ pub enum Admission {
     Refused,
 }
 
-/// Some of the connections that have done their handshakes.
+/// Some of the connections.
 #[derive(Clone, Copy, Debug)]
 pub enum Clients {
     /// Connections that use an export.
     Of(ExportId),
     /// Connections that use TLS.
     Encrypted,
+    /// Connections of a socket, those in their handshakes included.
+    At(usize),
 }
 
 impl Clients {
@@ -48,6 +50,7 @@ impl Clients {
         match self {
             Self::Of(export) => entry.export() == Some(export),
             Self::Encrypted => entry.is_encrypted(),
+            Self::At(socket) => entry.origin().socket == socket,
         }
     }
 }

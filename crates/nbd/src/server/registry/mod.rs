@@ -176,6 +176,18 @@ impl Registry {
         self.state.lock().disconnect_refused(admits)
     }
 
+    /// Waits until there are fewer of these connections than `limit`, no connection is to be
+    /// accepted, or `is_closed` says so after a [`wake`](Self::wake).
+    pub async fn wait_fewer(&self, which: Clients, limit: usize, is_closed: impl Fn() -> bool) {
+        poll_fn(|context| {
+            let is_over = |state: &AdmissionState| {
+                state.clients(which) < limit || !state.may_accept() || is_closed()
+            };
+            self.poll(context, is_over)
+        })
+        .await;
+    }
+
     /// How many of these connections there are.
     pub fn clients(&self, which: Clients) -> usize {
         self.state.lock().clients(which)
