@@ -129,8 +129,7 @@ impl Extent {
     /// Whether a datasync write of this extent is pure data: mapped, not just allocated, not
     /// shared, its mapping durable. Only then may FUA alone stand for the durability of the write.
     pub fn is_pure_overwrite(&self) -> bool {
-        matches!(self.state, ExtentState::Mapped { .. })
-            && self.flags.difference(ExtentFlags::FIXED).is_empty()
+        matches!(self.state, ExtentState::Mapped { .. }) && self.flags.is_empty()
     }
 }
 
@@ -170,12 +169,9 @@ bitflags::bitflags! {
         /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The
         /// writer of `guest` may leave the rest as it is.
         const ZEROED = 8;
-        /// The place is the same for ever, and no change of it concerns the format: linking and
-        /// aborting do nothing.
-        const FIXED = 16;
         /// With `ZEROED`: these zeros are written and durable, so that a durable write may leave
         /// the rest, too.
-        const PREPARED = 32;
+        const PREPARED = 16;
     }
 }
 
@@ -231,6 +227,5 @@ mod tests {
             assert!(!Extent { flags, ..clean }.is_pure_overwrite());
         }
         assert!(!Extent { state: ExtentState::Zero, ..clean }.is_pure_overwrite());
-        assert!(Extent { flags: ExtentFlags::FIXED, ..clean }.is_pure_overwrite());
     }
 }

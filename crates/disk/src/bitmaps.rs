@@ -102,7 +102,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
-    /// As [`Qcow2::add_bitmap`](blockhouse_format::Qcow2::add_bitmap); `ReadOnly`; `Unsupported`
+    /// As [`Bitmaps::add`]; `ReadOnly`; `Unsupported`
     /// for a format without bitmaps. Nothing has changed then.
     pub async fn add(&self, new: &NewBitmap) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| bitmaps.add(new).await).await

@@ -1,10 +1,11 @@
 //! Disk image formats as mappings from guest ranges to host extents (layer 1).
 //!
 //! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves
-//! guest data: the I/O path of `blockhouse-disk` does. [`Raw`] is the disk byte for byte; [`Qcow2`]
-//! is QEMU's format, whose design is in `qcow2/README.md`. [`Foreign`] images are those of other
-//! programs, which are only read (`docs/formats.md`); [`Luks`] is a container whose disk the I/O
-//! path decrypts.
+//! guest data: the I/O path of `blockhouse-disk` does. [`Qcow2`] is QEMU's format, whose design is
+//! in `qcow2/README.md`. [`Flat`] images have no metadata to write: [`Raw`] is the disk byte for
+//! byte, whose bitmaps are in a [`SideFile`]; [`Luks`] is a container whose disk the I/O path
+//! decrypts; [`Foreign`] images are those of other programs, which are only read
+//! (`docs/formats.md`).
 //!
 //! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all
 //! their options, and for looking into them:
@@ -30,9 +31,12 @@
 
 mod aligned_read;
 mod bitmaps;
+mod compressed;
 mod describe;
+mod flat;
 mod foreign;
 mod format;
+mod header;
 mod image_format;
 mod inflate;
 mod interface;
@@ -41,12 +45,14 @@ mod open;
 mod preallocate;
 pub mod probe;
 pub mod qcow2;
-mod raw;
+mod size_change;
 mod snapshots;
 
-pub use bitmaps::Bitmaps;
+pub use compressed::CompressedClusters;
+pub use flat::{Flat, Raw, SideFile};
 pub use foreign::{Foreign, ForeignKind, VmdkExtent, VmdkFacts};
 pub use format::Format;
+pub use header::ImageHeader;
 pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};
 pub use luks::{
@@ -56,10 +62,10 @@ pub use luks::{
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};
 pub use qcow2::{
-    Amendments, Backing, Bitmap, BitmapAction, BitmapActivity, BitmapChange, BitmapExtent,
+    Amendments, Backing, Bitmap, BitmapAction, BitmapActivity, BitmapChange, BitmapExtent, Bitmaps,
     CheckReport, Compression, DataFile, Features, InheritedBits, NewBitmap, NewSnapshot,
     Preparation, PreparedChange, Qcow2, ReadGuard, Snapshot, SnapshotPlan, VmStateCluster,
-    VmStateTables, redo_log_len,
+    VmStateTables, VmStates, redo_log_len,
 };
-pub use raw::Raw;
-pub use snapshots::{Snapshots, VmStates};
+pub use size_change::SizeChange;
+pub use snapshots::Snapshots;

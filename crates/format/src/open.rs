@@ -4,7 +4,8 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage,
 
 use crate::foreign::refuse_writing;
 use crate::{
-    Access, BitmapActivity, Discard, Foreign, Format, ImageFormat, Luks, Qcow2, Raw, qcow2,
+    Access, BitmapActivity, Discard, Flat, Foreign, Format, ImageFormat, Luks, Qcow2, Raw,
+    SideFile, qcow2,
 };
 
 /// How an image is opened.
@@ -26,9 +27,8 @@ impl From<OpenOptions> for qcow2::OpenOptions {
 }
 
 impl<S: Storage> Format<S> {
-    /// Opens the image in `storage`. One that names a [`backing_file`](Self::backing_file) reads it
-    /// through the caller; one that names a [`data_file`](Self::data_file) is not complete before
-    /// [`with_data`](Self::with_data).
+    /// Opens the image in `storage`. One that names a backing file reads it through the caller; one
+    /// that names a data file is not complete before [`with_data`](Self::with_data).
     ///
     /// # Errors
     /// What [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly`
@@ -37,8 +37,9 @@ impl<S: Storage> Format<S> {
         Self::open_before_replay(storage, format, options, None).await
     }
 
-    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what
-    /// opening itself writes does not take the place of what the log refers to.
+    /// As [`open`](Self::open), for an image whose `log` will be
+    /// [replayed](qcow2::ImageRedo::replay): what opening itself writes does not take the place of
+    /// what the log refers to.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -50,7 +51,9 @@ impl<S: Storage> Format<S> {
     ) -> Result<Self> {
         Ok(match format {
             ImageFormat::Raw => Self::raw(storage)?,
-            ImageFormat::Luks => Self::Luks(Box::new(Luks::open(storage, options.access).await?)),
+            ImageFormat::Luks => {
+                Self::Flat(Flat::Luks(Box::new(Luks::open(storage, options.access).await?)))
+            }
             ImageFormat::Qcow2 => {
                 let image = Qcow2::open_before_replay(storage, options.into(), log).await?;
                 Self::Qcow2(Box::new(image))
@@ -59,7 +62,7 @@ impl<S: Storage> Format<S> {
                 return Err(refuse_writing(kind, storage.name()));
             }
             ImageFormat::Foreign(kind) => {
-                Self::Foreign(Box::new(Foreign::open(storage, kind).await?))
+                Self::Flat(Flat::Foreign(Box::new(Foreign::open(storage, kind).await?)))
             }
         })
     }
@@ -93,7 +96,7 @@ impl<S: Storage> Format<S> {
     /// # Errors
     /// What [`Raw::open`] answers.
     pub fn raw(storage: S) -> Result<Self> {
-        Ok(Self::Raw(Raw::open(storage)?))
+        Ok(Self::Flat(Flat::Raw(Raw::open(storage)?)))
     }
 
     /// The same image with its data file, before anything is read or written.
@@ -103,25 +106,29 @@ impl<S: Storage> Format<S> {
     /// blocks of `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         match self {
-            Self::Qcow2(image) => Ok(Self::Qcow2(Box::new(image.with_data(data)?))),
-            Self::Raw(_) | Self::Luks(_) | Self::Foreign(_) => {
+            Self::Flat(_) => {
                 let what = format!("{} images have no data file", self.name());
                 Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
             }
+            Self::Qcow2(image) => Ok(match SideFile::new(Box::new(image.with_data(data)?)) {
+                Ok(side_file) => Self::Flat(Flat::WithSideFile(side_file)),
+                Err(image) => Self::Qcow2(image),
+            }),
         }
     }
 
-    /// The same image with its [files](Self::extent_files), before anything is read: each is one of
-    /// `ranges` of `data`, in their order.
+    /// The same image with its [files](crate::ImageHeader::extent_files), before anything is read:
+    /// each is one of `ranges` of `data`, in their order.
     ///
     /// # Errors
     /// `InvalidInput` where it names none, or another number; what is wrong with a file.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         match self {
-            Self::Foreign(image) => {
-                Ok(Self::Foreign(Box::new(image.with_extents(data, ranges).await?)))
+            Self::Flat(Flat::Foreign(image)) => {
+                let image = image.with_extents(data, ranges).await?;
+                Ok(Self::Flat(Flat::Foreign(Box::new(image))))
             }
-            Self::Raw(_) | Self::Luks(_) | Self::Qcow2(_) => {
+            Self::Flat(_) | Self::Qcow2(_) => {
                 let what = format!("{} images name no files for their data", self.name());
                 Err(Error::new(ErrorKind::InvalidInput, what).on(self.storage().name()))
             }

@@ -108,7 +108,7 @@ impl<S: Storage> Disk<S> {
             let _guard = self.quiesce().await?;
             self.check_access(0)?;
             self.check_detachable().await?;
-            self.format().set_backing(None).await?;
+            self.format().header().set_backing(None).await?;
             self.layer().set_claims_all(false);
         }
         // They may have looked up before that what lies past the end of the backing file.

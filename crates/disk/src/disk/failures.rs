@@ -43,15 +43,19 @@ impl<S: Storage> Disk<S> {
     /// Has `observer` told of each bitmap that has to be given up from now on, also by the images
     /// that take the place of this one. Only the first observer of a disk is.
     pub fn observe_bitmap_losses(&self, observer: BitmapLossObserver) {
-        self.format().observe_bitmap_losses(Arc::clone(&observer));
+        if let Ok(bitmaps) = self.format().bitmaps() {
+            bitmaps.observe_losses(Arc::clone(&observer));
+        }
         // There is one already: that one stays.
         let _ = self.failures.bitmaps.set(observer);
     }
 
     /// Has the observer of this disk told of the bitmaps of the image that takes its place.
     pub(super) fn pass_bitmap_observer(&self, successor: &Self) {
-        if let Some(observer) = self.failures.bitmaps.get() {
-            successor.format().observe_bitmap_losses(Arc::clone(observer));
+        if let Some(observer) = self.failures.bitmaps.get()
+            && let Ok(bitmaps) = successor.format().bitmaps()
+        {
+            bitmaps.observe_losses(Arc::clone(observer));
         }
     }
 

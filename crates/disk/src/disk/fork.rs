@@ -42,8 +42,10 @@ impl<S: Storage> Disk<S> {
     #[must_use]
     pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
         self.layer().set_backing(Arc::clone(layer), Access::ReadOnly);
-        let sizes =
-            layer.layers_behind().chain([layer]).map(|one| one.format().logical_block_size());
+        let sizes = layer
+            .layers_behind()
+            .chain([layer])
+            .map(|one| one.format().header().logical_block_size());
         self.sector_size = sizes.fold(self.sector_size, u64::max);
         self.uses = ImageUses::new(self.writer.layer());
         self

@@ -185,7 +185,7 @@ impl<S: Storage> Disk<S> {
         log: Option<&dyn StateMemory>,
     ) -> Result<Self> {
         let image = Format::open_before_replay(storage, format, options.of_format(), log).await?;
-        let excess = image.bitmap_excess();
+        let excess = image.bitmaps().map_or(0, |bitmaps| bitmaps.excess());
         if excess > 0 {
             tracing::warn!(
                 "{}: its last writer died: each enabled bitmap has all changes, and may say of up to {excess} bytes \
@@ -214,7 +214,7 @@ impl<S: Storage> Disk<S> {
     }
 
     fn new(layer: Layer<S>, options: Options) -> Self {
-        let sector_size = layer.format().logical_block_size();
+        let sector_size = layer.format().header().logical_block_size();
         let writer = Writer::new(Arc::new(layer));
         let uses = ImageUses::new(writer.layer());
         let (throttle, quiesce) = (Arc::default(), Quiesce::default());
@@ -300,9 +300,9 @@ impl<S: Storage> Disk<S> {
     /// How the guest's data is encrypted; `None` where it is not.
     ///
     /// # Errors
-    /// As [`Format::read_encryption`].
+    /// As [`ImageHeader::read_encryption`](blockhouse_format::ImageHeader::read_encryption).
     pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
-        self.format().read_encryption().await
+        self.format().header().read_encryption().await
     }
 
     /// The same disk, which is encrypted so, with the cipher of its data, before anything is read.
@@ -326,13 +326,13 @@ impl<S: Storage> Disk<S> {
 
     /// The descriptor of a VMDK image; `None` for other formats.
     pub fn vmdk_facts(&self) -> Option<VmdkFacts> {
-        self.format().vmdk_facts()
+        self.format().header().vmdk_facts()
     }
 
     /// The names of the files that together hold the disk's data, relative to the image's folder;
     /// empty where the image holds it itself, or in a [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
-        self.format().extent_files()
+        self.format().header().extent_files()
     }
 
     /// The same disk over `backing`, the disk of its backing file: what the image does not have is
@@ -384,12 +384,12 @@ impl<S: Storage> Disk<S> {
 
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
-        self.format().backing_file().filter(|_| !self.layer().is_detached())
+        self.format().header().backing_file().filter(|_| !self.layer().is_detached())
     }
 
     /// The file that the image names as the one with the guest's data, if that is another one.
     pub fn data_file(&self) -> Option<&DataFile> {
-        self.format().data_file()
+        self.format().header().data_file()
     }
 
     /// The name of the image's format, as on the command line.
@@ -399,7 +399,7 @@ impl<S: Storage> Disk<S> {
 
     /// As [`format_name`](Self::format_name), but raw for a raw image with a sidecar.
     pub fn image_format_name(&self) -> &'static str {
-        match self.format().is_sidecar() {
+        match self.format().side_file().is_some() {
             true => ImageFormat::Raw.as_str(),
             false => self.format_name(),
         }
@@ -412,12 +412,12 @@ impl<S: Storage> Disk<S> {
 
     /// The properties that the image's header states; `None` where the format has no header.
     pub fn features(&self) -> Option<Features> {
-        self.format().features()
+        self.format().header().features()
     }
 
     /// How clusters are compressed; `None` where the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
-        self.format().compression()
+        self.format().header().compression()
     }
 
     /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as
@@ -528,7 +528,7 @@ impl<S: Storage> Disk<S> {
             format_name: layer.format().name(),
             size: layer.size(),
             is_encrypted: layer.format().is_encrypted(),
-            features: layer.format().features(),
+            features: layer.format().header().features(),
         })
     }
 
@@ -546,7 +546,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As there.
     pub async fn check_with(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
-        self.format().check_with(progress).await
+        self.format().check(progress).await
     }
 
     /// Makes everything durable, and gives back what the image's storage holds on another host,

@@ -14,7 +14,7 @@ impl<S: Storage> Disk<S> {
     /// Words of memory for the redo log; 0 where none is needed, because no answered change is in
     /// this process alone. Less memory than this is enough for a log with fewer changes.
     pub fn redo_log_words(&self) -> usize {
-        self.format().redo_log_words()
+        self.format().redo().map_or(0, |redo| redo.words())
     }
 
     /// Brings to the image what a process had answered that died with it open. `log` is the memory
@@ -25,12 +25,17 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What the storage answers, or `Corrupt`: the log is still good.
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
-        self.format().replay(log).await
+        match self.format().redo() {
+            Some(redo) => redo.replay(log).await,
+            None => Ok(Replay::Nothing),
+        }
     }
 
     /// Empties `log`, and notes there from now on what is changed and not yet on disk. To be called
     /// before anything is changed, and after [`replay`](Self::replay).
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
-        self.format().attach_redo_log(log);
+        if let Some(redo) = self.format().redo() {
+            redo.attach(log);
+        }
     }
 }

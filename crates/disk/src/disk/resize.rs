@@ -62,7 +62,7 @@ impl<S: Storage> Disk<S> {
         if prepared != Some(Prepared { old, quiesced }) {
             self.prepare(old, ByteRange::between(old, size), &claim).await?;
         }
-        self.format().resize(size).await?;
+        self.format().size_change().grow(size).await?;
         self.format().flush(SyncMode::Full).await
     }
 
@@ -70,7 +70,7 @@ impl<S: Storage> Disk<S> {
     /// `None` where it may not count.
     async fn prepare_ahead(&self, size: u64) -> Result<Option<Prepared>> {
         let (old, quiesced) = (self.size(), self.quiesce.count());
-        self.format().check_resize(size)?;
+        self.format().size_change().check(size)?;
         let mut rest = ByteRange::between(old.min(size), size);
         while !rest.is_empty() {
             let _change = self.begin_change().await;
@@ -91,7 +91,7 @@ impl<S: Storage> Disk<S> {
         if part.is_empty() {
             return Ok(());
         }
-        self.format().prepare_resize(part.offset(), part.end()).await?;
+        self.format().size_change().prepare(part.offset(), part.end()).await?;
         if let Some(uncovered) = self.uncovered(old, part.end()) {
             // Durable with the flush below.
             let sync = RequestSync::not_required(self.format());
@@ -117,7 +117,7 @@ impl<S: Storage> Disk<S> {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
-        self.format().shrink(size).await?;
+        self.format().size_change().shrink(size).await?;
         // A data file ends with the disk.
         if self.data_file().is_none()
             && let Some(rest) = self.uncovered(size, self.format().end())

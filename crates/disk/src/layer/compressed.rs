@@ -74,15 +74,17 @@ impl<S: Storage> Layer<S> {
         let length = self.data().size().saturating_sub(host.offset()).min(host.length());
         let compressed = &memory.compressed.bytes()[start..start + length as usize];
         self.stats.decompressed();
-        self.format.decompress(compressed, memory.cluster.bytes_mut()).map_err(|why| {
-            let guest = guest.offset();
-            let what =
-                format!("cannot decompress the cluster of the guest's offset {guest} ({why})");
-            Error::new(ErrorKind::Corrupt, what)
-                .on(self.name())
-                .at(host.offset())
-                .hint("its compressed data is damaged: restore it from a copy of the image")
-        })?;
+        self.format.compressed().decompress(compressed, memory.cluster.bytes_mut()).map_err(
+            |why| {
+                let guest = guest.offset();
+                let what =
+                    format!("cannot decompress the cluster of the guest's offset {guest} ({why})");
+                Error::new(ErrorKind::Corrupt, what)
+                    .on(self.name())
+                    .at(host.offset())
+                    .hint("its compressed data is damaged: restore it from a copy of the image")
+            },
+        )?;
         Ok(memory.cluster)
     }
 }

@@ -21,6 +21,7 @@ use blockhouse_core::{
 use super::data_cipher::{DataCipher, DataEncryption};
 use super::{HostRuns, Layer};
 use crate::buffers::CHUNK_SIZE;
+use crate::durability::FlushTracker;
 
 /// The cost of encrypting a byte, next to copying it.
 const COST: u64 = 3;
@@ -67,7 +68,7 @@ impl<S: Storage> Layer<S> {
             DataEncryption::None => self.data().read_data(host, into).await,
             DataEncryption::Locked => Err(self.locked(host)),
             DataEncryption::Unlocked(cipher) => {
-                Box::pin(self.read_encrypted(cipher, host, into)).await
+                Box::pin(cipher.read(self.data(), host, into)).await
             }
         }
     }
@@ -83,18 +84,28 @@ impl<S: Storage> Layer<S> {
             DataEncryption::None => self.data().write_data(host, from, durability).await,
             DataEncryption::Locked => Err(self.locked(host)),
             DataEncryption::Unlocked(cipher) => {
-                Box::pin(self.write_encrypted(cipher, host, from, durability)).await
+                Box::pin(cipher.write(self.data(), host, from, durability)).await
             }
         }
     }
 
-    async fn read_encrypted(
+    /// The image's data is asked for without its key.
+    fn locked(&self, host: u64) -> Error {
+        let what = "the image is encrypted, and was opened without its key";
+        let error = Error::new(ErrorKind::Unsupported, what).on(self.name()).at(host);
+        error.hint("name the key: --key-file FILE, or --passphrase-file FILE")
+    }
+}
+
+impl DataCipher {
+    /// Fills `into` with the decrypted bytes of `data` from `host` on.
+    async fn read<S: Storage>(
         &self,
-        cipher: &DataCipher,
+        data: &FlushTracker<S>,
         host: u64,
         mut into: IoVector,
     ) -> Result<()> {
-        let block = u64::from(self.data().capabilities().alignment.offset);
+        let block = u64::from(data.capabilities().alignment.offset);
         // So that a chunk fits into a buffer also with the rests of its blocks.
         let limit = if host.is_multiple_of(block) { CHUNK_SIZE } else { CHUNK_SIZE / 2 } as u64;
         let budget = WorkBudget::new();
@@ -102,12 +113,12 @@ impl<S: Storage> Layer<S> {
         while !rest.is_empty() {
             let chunk = rest.truncate(limit);
             let outer = chunk.align_outward(block);
-            let mut buffer = cipher.buffer(outer.length() as usize).await?;
-            self.data().read_data(outer.offset(), buffer.lend()).await?;
+            let mut buffer = self.buffer(outer.length() as usize).await?;
+            data.read_data(outer.offset(), buffer.lend()).await?;
             let (start, length) =
                 ((chunk.offset() - outer.offset()) as usize, chunk.length() as usize);
             let bytes = &mut buffer.bytes_mut()[start..start + length];
-            cipher.decrypt(chunk.offset(), bytes);
+            self.decrypt(chunk.offset(), bytes);
             into.copy_from(bytes);
             // For memory that is lost the rest need not be read.
             into.check_intact()?;
@@ -121,9 +132,10 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    async fn write_encrypted(
+    /// Stores the encrypted form of `from` in `data`, from `host` on.
+    async fn write<S: Storage>(
         &self,
-        cipher: &DataCipher,
+        data: &FlushTracker<S>,
         host: u64,
         mut from: IoVector,
         durability: Durability,
@@ -134,14 +146,14 @@ impl<S: Storage> Layer<S> {
             let rest = from.split_off(from.len().min(CHUNK_SIZE));
             let part = std::mem::replace(&mut from, rest);
             let length = part.len();
-            let mut buffer = cipher.buffer(length).await?;
+            let mut buffer = self.buffer(length).await?;
             let bytes = buffer.bytes_mut();
             part.copy_to(bytes);
             // Zeros in the place of a guest's lost memory are not to be stored.
             part.check_intact()?;
-            cipher.encrypt(at, bytes);
+            self.encrypt(at, bytes);
             let vector = buffer.lend().with_guard(Mutex::new(part));
-            self.data().write_data(at, vector, durability).await?;
+            data.write_data(at, vector, durability).await?;
             at += length as u64;
             budget.charge(length as u64 * COST);
             if !from.is_empty() {
@@ -149,12 +161,5 @@ impl<S: Storage> Layer<S> {
             }
         }
         Ok(())
-    }
-
-    /// The image's data is asked for without its key.
-    fn locked(&self, host: u64) -> Error {
-        let what = "the image is encrypted, and was opened without its key";
-        let error = Error::new(ErrorKind::Unsupported, what).on(self.name()).at(host);
-        error.hint("name the key: --key-file FILE, or --passphrase-file FILE")
     }
 }

@@ -206,7 +206,7 @@ impl<S: Storage> Layer<S> {
 
     /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
     pub(crate) fn image_name(&self) -> &str {
-        match self.format.is_sidecar() {
+        match self.format.side_file().is_some() {
             true => self.format.data().name(),
             false => self.name(),
         }

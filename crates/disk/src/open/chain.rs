@@ -186,7 +186,7 @@ async fn open_from(
             break;
         }
         let next = chain.open_behind(backing, options).await?;
-        disk.format().check_backing(next.format())?;
+        disk.format().header().check_backing(next.format())?;
         above.push(std::mem::replace(&mut disk, next));
     }
     chain.source.check_complete(disk.name())?;
@@ -231,13 +231,14 @@ async fn end_resize(disk: &ImageDisk, restore: &Restore) -> Result<()> {
     // A device has its length from elsewhere.
     let is_file = disk.format().data().storage().as_file();
     let is_file = is_file.is_some_and(|file| file.kind() == FileKind::Regular);
-    let is_longer = is_file && disk.format().is_longer_than_its_disk();
-    if !is_longer || disk.opened_access() == Access::ReadOnly {
+    let side_file = disk.format().side_file().filter(|side_file| side_file.is_shorter_than_data());
+    let Some(side_file) = side_file.filter(|_| is_file) else { return Ok(()) };
+    if disk.opened_access() == Access::ReadOnly {
         return Ok(());
     }
     // No other program's change, if this process dies as well.
     restore.stamp_data_change();
-    disk.format().cut_to_its_disk().await?;
+    side_file.cut_data().await?;
     restore.stamp_data_change();
     Ok(())
 }
@@ -349,7 +350,7 @@ pub async fn open_base(
     let (Some(backing), Some(layer)) = (disk.backing_file(), disk.layer().backing_layer()) else {
         return refuse(ErrorKind::InvalidInput, "has no backing file", disk.name());
     };
-    if layer.format().data_file().is_some() {
+    if layer.format().header().data_file().is_some() {
         return refuse(
             ErrorKind::Unsupported,
             "keeps its data in another file, and cannot be written to as a backing file that is used",

@@ -310,7 +310,7 @@ impl<'a> Steps<'a> {
         };
         let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
         let (disk, restore) = opened?;
-        disk.format().check_backing(self.fork.disk.format())?;
+        disk.format().header().check_backing(self.fork.disk.format())?;
         disk.end_opening(false);
         restore.finish(disk.over(self.fork.disk)).await
     }

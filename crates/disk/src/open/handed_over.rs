@@ -51,7 +51,7 @@ impl SharedLayer {
     /// # Errors
     /// `InvalidInput` where its image does not fit this one.
     pub(super) fn put_behind(&self, disk: ImageDisk) -> Result<ImageDisk> {
-        disk.format().check_backing(self.0.format())?;
+        disk.format().header().check_backing(self.0.format())?;
         Ok(disk.over_layer(&self.0))
     }
 }
@@ -151,7 +151,8 @@ impl ImageDisk {
         for (depth, layer) in self.layers().take(images).enumerate() {
             let (image, data) = (layer.format().storage(), layer.format().data());
             // Behind another image a raw one is read without the file that has its bitmaps.
-            let image = if depth > 0 && layer.format().is_sidecar() { data } else { image };
+            let image =
+                if depth > 0 && layer.format().side_file().is_some() { data } else { image };
             let name = image.name();
             let is_as_opened = Path::new(name) == path;
             let folder = Folder::of_handed_over(&path);
@@ -160,14 +161,14 @@ impl ImageDisk {
                 all.push((if is_image { path.clone() } else { file.name().into() }, file));
             }
             if !std::ptr::eq(image, data) {
-                let named = layer.format().data_file().filter(|_| !is_as_opened);
+                let named = layer.format().header().data_file().filter(|_| !is_as_opened);
                 for file in files_of_storage(data.storage())? {
                     let name = named.map(|named| folder.join(&named.name));
                     all.push((name.unwrap_or_else(|| file.name().into()), file));
                 }
             }
             let behind = layer.backing_layer().map(|behind| PathBuf::from(behind.image_name()));
-            let named = layer.format().backing_file();
+            let named = layer.format().header().backing_file();
             let named = named.and_then(|named| plain_backing(named, name).ok());
             path = match (named, behind) {
                 (Some((named, _)), Some(_)) if !Location::is_remote(&named.name) => {
@@ -354,9 +355,11 @@ mod tests {
             create(&path, 1 << 20, ImageFormat::Qcow2).await.unwrap();
             let options = ImageOptions::default();
             let disk = open(&path, options.clone()).await.unwrap();
-            let words = disk.format().redo_log_words();
+            let has_session_bit =
+                |disk: &ImageDisk| disk.format().redo().is_some_and(|redo| redo.has_session_bit());
+            let words = disk.redo_log_words();
             let log: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
-            disk.format().attach_redo_log(Arc::new(log) as Arc<dyn StateMemory>);
+            disk.attach_redo_log(Arc::new(log) as Arc<dyn StateMemory>);
             let write = async |offset| {
                 let from = Buffer::new(4096).lend();
                 let durability = Durability::None;
@@ -366,10 +369,10 @@ mod tests {
             disk.settle().await.unwrap();
             let other =
                 open_handed_over(&path, options, None, files_of(&disk), None).await.unwrap();
-            assert!(other.disk.format().has_session_bit(), "a replay would refuse what follows");
+            assert!(has_session_bit(&other.disk), "a replay would refuse what follows");
             drop(other);
             write(1 << 19).await;
-            assert!(disk.format().has_session_bit());
+            assert!(has_session_bit(&disk));
             disk.close().await.unwrap();
         });
     }

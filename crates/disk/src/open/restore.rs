@@ -224,7 +224,7 @@ impl Writer {
     /// Replays the redo log. Says why where it no longer fits the image.
     async fn replay(&self, disk: &ImageDisk, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
-        let has_session = disk.format().has_session_bit();
+        let has_session = disk.format().redo().is_some_and(|redo| redo.has_session_bit());
         if let Some(modification) = self.modification
             && let Some(why) = modification.contradiction(has_session)
             && found.changes() > 0
@@ -234,7 +234,7 @@ impl Writer {
         if found.changes() > 0 && !tells_of_changes(disk)? {
             return Ok(Some(NOTHING_TELLS.to_owned()));
         }
-        match disk.format().replay(&*log).await? {
+        match disk.replay(&*log).await? {
             Replay::Nothing => Ok(None),
             Replay::Applied { changes } => {
                 let how = match found.page().is_clean() {

@@ -170,7 +170,7 @@ fn lock_readers(disk: &ImageDisk, options: &ImageOptions) -> Result<()> {
 /// Opens the layer of a disk for writing, in the place of the one that is read.
 async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<ImageDisk> {
     let behind = disk.layers().nth(1);
-    let format = behind.map(|layer| match layer.format().is_sidecar() {
+    let format = behind.map(|layer| match layer.format().side_file().is_some() {
         true => Ok(crate::ImageFormat::Raw),
         false => layer.format().name().parse(),
     });

@@ -29,7 +29,7 @@ impl ImageDisk {
             (FileKind::Regular, _) => {
                 file.query_file_system().await.map(|(left, total)| Some(Room { left, total }))
             }
-            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.data_file().is_none() => {
+            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.facts().data_file.is_none() => {
                 let left = qcow2.room_left().await?;
                 Ok(Some(Room { left, total: file.size() }))
             }
@@ -45,7 +45,7 @@ impl ImageDisk {
         let file = format.data().storage().as_file()?;
         match (file.kind(), format) {
             (FileKind::Regular, _) => file.file_system_room().ok().map(|(left, _)| left),
-            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.data_file().is_none() => {
+            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.facts().data_file.is_none() => {
                 qcow2.room_left_in_memory()
             }
             (FileKind::BlockDevice, _) => None,

@@ -341,7 +341,7 @@ impl<'a> Route<'a> {
             }
             Through::Itself
                 if self.options.access == Access::ReadWrite
-                    && disk.format().sidecar_mark().is_some() =>
+                    && disk.format().header().data_file_mark().is_some() =>
             {
                 let what =
                     "holds the bitmaps of a raw image, and is changed together with it alone";
@@ -365,7 +365,7 @@ impl<'a> Route<'a> {
             let error = Error::new(ErrorKind::InvalidInput, what.to_owned());
             Err(error.on(disk.name()).hint("try again"))
         };
-        let Some(mark) = disk.format().sidecar_mark() else {
+        let Some(mark) = disk.format().header().data_file_mark() else {
             return refuse("another program has changed the file while it was opened");
         };
         let is_it = disk.format().is_fully_allocated() && {

@@ -169,7 +169,7 @@ async fn open_beside(
     let refuse = |what: &str, hint: &'static str| {
         Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(opened.name()).hint(hint))
     };
-    let Some(mark) = opened.format().sidecar_mark() else {
+    let Some(mark) = opened.format().header().data_file_mark() else {
         return refuse("another program has changed the file while it was opened", "try again");
     };
     if mark.identity != identity(served)? || opened.size() != disk.size() {

@@ -41,21 +41,27 @@ impl ImageDisk {
     pub(super) fn begin_vouching(&self, cache: CacheMode) {
         // Without flushes a bitmap may lack changes after a death of the host.
         let is_durable = cache != CacheMode::Unsafe;
-        if is_durable && self.opened_access() == Access::ReadWrite && this_boot().is_some() {
-            self.format().vouch_by(voucher);
+        if is_durable
+            && self.opened_access() == Access::ReadWrite
+            && this_boot().is_some()
+            && let Some(side_file) = self.format().side_file()
+        {
+            side_file.bitmaps().vouch_by(voucher);
         }
     }
 
     /// Whether it is a raw image whose changes are recorded in a sidecar.
     pub fn has_sidecar(&self) -> bool {
-        self.format().is_sidecar()
+        self.format().side_file().is_some()
     }
 
     /// Vouches for the changes that are recorded for some time more. What fails is reported by the
     /// next change of the bitmaps, if that fails, too: otherwise the sidecar is refused after a
     /// death of the host.
     pub async fn renew_voucher(&self) {
-        if let Err(error) = self.format().renew_voucher().await {
+        if let Some(side_file) = self.format().side_file()
+            && let Err(error) = side_file.bitmaps().renew_voucher().await
+        {
             tracing::debug!("{error}");
         }
     }

@@ -5,12 +5,13 @@ use blockhouse_format::Amendments;
 
 use crate::disk::Disk;
 
-/// Changes options of the image, durably: see [`Format::amend`](blockhouse_format::Format::amend).
+/// Changes options of the image, durably: see
+/// [`ImageHeader::amend`](blockhouse_format::ImageHeader::amend).
 /// The disk is to be closed and opened anew after this. No request may be in flight.
 ///
 /// # Errors
 /// As there; `ReadOnly`.
 pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result<()> {
     disk.check_access(0)?;
-    disk.format().amend(amendments).await
+    disk.format().header().amend(amendments).await
 }

@@ -65,14 +65,14 @@ pub async fn prepare_rebase<S: Storage>(
 }
 
 /// Tells the image its new backing file, or that it has none, durably: see
-/// [`Format::set_backing`](blockhouse_format::Format::set_backing). Without [`prepare_rebase`] the
-/// content may change. The disk is to be closed and opened anew after this.
+/// [`ImageHeader::set_backing`](blockhouse_format::ImageHeader::set_backing). Without
+/// [`prepare_rebase`] the content may change. The disk is to be closed and opened anew after this.
 ///
 /// # Errors
 /// As there; `ReadOnly`; `Unsupported` for a format without backing files.
 pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backing>) -> Result<()> {
     disk.check_access(0)?;
-    disk.format().set_backing(backing).await
+    disk.format().header().set_backing(backing).await
 }
 
 /// Copies of a chunk what the disk leaves to its backing file.

@@ -71,7 +71,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     pub fn new(disk: &'a Disk<S>, compression: Option<Compression>) -> Result<Self> {
         disk.check_access(disk.size())?;
         let states = disk.format().vm_states()?;
-        states.check_possible()?;
+        disk.format().snapshots()?.check_possible()?;
         if let Some(kind) = compression
             && let Some(own) = disk.compression()
             && kind != own
@@ -85,7 +85,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
             disk,
             window_size: MIN_WINDOW.max(states.cluster_size()),
             compression,
-            tables: states.new_vm_state(),
+            tables: states.new_tables(),
             open: VecDeque::new(),
             compressed: CompressedBatch::default(),
             in_flight: FuturesUnordered::new(),
@@ -267,7 +267,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 
     /// The compressed form of a cluster, where that is wanted and saves anything.
     fn compress(&self, bytes: &[u8]) -> Option<Vec<u8>> {
-        self.compression.and_then(|_| self.disk.format().compress(bytes))
+        self.compression.and_then(|_| self.disk.format().compressed().compress(bytes))
     }
 
     /// Where a cluster is that can be written over.

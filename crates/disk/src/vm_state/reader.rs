@@ -29,7 +29,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     /// `Corrupt` where the snapshot's tables are too short for it.
     pub fn new(disk: &'a Disk<S>) -> Result<Self> {
         let states = disk.format().vm_states()?;
-        let state = states.vm_state()?;
+        let state = states.location()?;
         if state.is_empty() {
             let what = "the snapshot has no machine's state: it is one of the disk alone";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));

@@ -180,7 +180,7 @@ pub(super) async fn read_back<S: Storage>(
                 let skipped = (place.offset() - outer.offset()) as usize;
                 let compressed = &compressed.bytes()[skipped..skipped + place.length() as usize];
                 let into = &mut buffer.bytes_mut()[start..start + cluster_size];
-                disk.format().decompress(compressed, into).map_err(|why| {
+                disk.format().compressed().decompress(compressed, into).map_err(|why| {
                     let what = format!("cannot decompress what was just stored ({why})");
                     Error::new(ErrorKind::Corrupt, what).on(disk.name()).at(place.offset())
                 })?;

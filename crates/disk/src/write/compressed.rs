@@ -31,7 +31,7 @@ impl<S: Storage> Writer<S> {
         };
         let _claim = self.claim(range).await;
         let format = self.layer.format();
-        let extent = format.map_compressed(range, compressed.len() as u64).await?;
+        let extent = format.compressed().map(range, compressed.len() as u64).await?;
         let mut extent = PreparedExtent::new(format, extent);
         let ExtentState::Compressed { host, length } = extent.state else {
             return Err(self.layer.misplaced(&extent));
@@ -54,12 +54,12 @@ impl<S: Storage> Writer<S> {
     fn compress(&self, bytes: &[u8], cluster_size: u64) -> Option<Vec<u8>> {
         let format = self.layer.format();
         let compressed = if bytes.len() as u64 == cluster_size {
-            format.compress(bytes)?
+            format.compressed().compress(bytes)?
         } else {
             // The part past the disk's end reads as zeros, should it grow.
             let mut whole = bytes.to_vec();
             whole.resize(cluster_size as usize, 0);
-            format.compress(&whole)?
+            format.compressed().compress(&whole)?
         };
         let length = (compressed.len() as u64).next_multiple_of(self.layer.block_size());
         (length < cluster_size).then_some(compressed)

@@ -250,7 +250,7 @@ fn options_of(image: Vec<u8>) -> Result<(Version, Switch), String> {
     let storage = SimDisk::new(&sim, plain(), image);
     let options = qcow2::OpenOptions { access: Access::ReadOnly, ..Default::default() };
     let image = sim.block_on(Qcow2::open(storage, options)).map_err(|error| error.to_string())?;
-    let features = image.features();
+    let features = image.header().features();
     Ok((features.version, features.lazy_refcounts))
 }
 

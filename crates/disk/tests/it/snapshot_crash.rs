@@ -228,7 +228,7 @@ fn recover(image: Vec<u8>, state: ImageState, log: &Log, now: Duration) -> Resul
         if report.corruptions > 0 || (state == ImageState::Closed && report.leaks > 0) {
             return Err(format!("{state:?}: {} leaks, {:?}", report.leaks, report.problems));
         }
-        let there = opened.snapshots().await.map_err(|error| error.to_string())?;
+        let there = opened.snapshots().list().await.map_err(|error| error.to_string())?;
         drop(opened);
         for one in &log.asked {
             let is_there = there.iter().any(|snapshot| snapshot.name == one.name);

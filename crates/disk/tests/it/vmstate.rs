@@ -128,7 +128,7 @@ fn check(content: Vec<u8>) -> (CheckReport, Vec<String>) {
     sim.block_on(async move {
         let image = Qcow2::open(disk, qcow2::OpenOptions::default()).await.expect("a good image");
         let report = qcow2::check(&image).await.expect("a good disk");
-        let names = image.snapshots().await.expect("a good table");
+        let names = image.snapshots().list().await.expect("a good table");
         (report, names.into_iter().map(|one| one.name).collect())
     })
 }

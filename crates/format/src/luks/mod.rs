@@ -27,7 +27,7 @@ pub use header::{LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot
 pub use key_slots::NewLuksSlot;
 pub use luks1::NewLuks;
 
-use crate::{Abort, Access, aligned_read};
+use crate::{Access, aligned_read};
 
 /// The hint about a container that cannot be read as it is.
 const DAMAGED: &str =
@@ -284,25 +284,6 @@ impl<S: Storage> Luks<S> {
     pub(crate) fn map(&self, range: ByteRange) -> Extent {
         let state = ExtentState::Mapped { host: self.header.payload + range.offset() };
         Extent { guest: range, alloc_range: range, state, flags: ExtentFlags::empty() }
-    }
-
-    /// Nothing to do: extents are visible from the first.
-    pub(crate) fn link(&self, _extent: Extent) -> Result<()> {
-        Ok(())
-    }
-
-    /// Nothing to do: extents are never new.
-    pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
-
-    /// There are no tables.
-    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
-        self.storage.flush(sync).await
-    }
-
-    /// The error for a thing that a container does not have.
-    pub(crate) fn lacks(&self, what: &str) -> Error {
-        let what = format!("a LUKS container has no {what}");
-        Error::new(ErrorKind::Unsupported, what).on(self.storage.name())
     }
 
     /// Makes the disk end elsewhere, with its file. A longer one reads as anything there, as that

@@ -28,16 +28,14 @@ use crate::CacheCounts;
 use super::allocator::{Allocator, BackwardScan, MIN_WAITING};
 use super::bitmaps::LiveBitmaps;
 use super::check::truncation;
-use super::layout::header::{Header, Incompatible, LAZY_REFCOUNTS};
+use super::header::ImageFacts;
+use super::layout::header::{Header, Incompatible};
 use super::layout::{table_io, words};
 use super::mapping::Mapping;
 use super::tables::{ActiveTables, Tables};
-use super::transaction::{ImageMetadata, Transactions, logged_hosts, recount, show_snapshot};
+use super::transaction::{Transactions, logged_hosts, recount, show_snapshot};
 use super::writeback::Metadata;
-use super::{
-    Access, BitmapActivity, Compression, DataFile, DataFileMark, Discard, Facts, Qcow2, Switch,
-    Truncation, Version,
-};
+use super::{Access, BitmapActivity, Discard, Qcow2};
 
 /// How often refcount blocks are dropped at closing: one that is counted by another block may make
 /// that one empty.
@@ -76,29 +74,6 @@ impl Default for OpenOptions {
     }
 }
 
-/// The properties of an image, as its header on disk says them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Features {
-    /// The revision of the format.
-    pub version: Version,
-    /// How clusters are compressed.
-    pub compression: Compression,
-    /// Bits of a refcount, 1 to 64.
-    pub refcount_bits: u32,
-    /// Whether refcounts may be written late.
-    pub lazy_refcounts: Switch,
-    /// Whether there are subclusters.
-    pub extended_l2: Switch,
-    /// Bytes of the disk as the image states it. What is beyond a multiple of 512 is left out.
-    pub stated_size: u64,
-    /// The losses of the file, if it was found to be cut off.
-    pub truncation: Option<Truncation>,
-    /// Whether the image was not closed, so that refcounts may be wrong.
-    pub is_dirty: bool,
-    /// Whether the image was found to contradict itself.
-    pub is_corrupt: bool,
-}
-
 impl<S: Storage> Qcow2<S> {
     /// Opens the image in `storage`.
     ///
@@ -110,8 +85,9 @@ impl<S: Storage> Qcow2<S> {
         Self::open_before_replay(storage, options, None).await
     }
 
-    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what
-    /// opening itself writes does not take the place of what the log refers to.
+    /// As [`open`](Self::open), for an image whose `log` will be
+    /// [replayed](super::ImageRedo::replay): what opening itself writes does not take the place of
+    /// what the log refers to.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -135,13 +111,12 @@ impl<S: Storage> Qcow2<S> {
             Some(_) => storage.size() >> geometry.cluster_bits,
             None => geometry.clusters_for(storage.size()),
         };
-        let facts = Facts {
+        let facts = ImageFacts {
             compression: header.compression,
             backing: header.backing.clone(),
             data_file: header.data_file.clone(),
             encryption: header.encryption,
             truncation,
-            is_sidecar: is_sidecar(&header),
             snapshot: None,
         };
         let slices = (options.cache_size / geometry.slice_size()).max(geometry.min_slices());
@@ -150,7 +125,7 @@ impl<S: Storage> Qcow2<S> {
         let active = ActiveTables { header, l1, refcount_table, clusters };
         let mut tables = Tables::new(storage.name(), active, slices as usize);
         if !storage.grows_with_zeros() {
-            tables.file_mut().expect_stale_growth();
+            tables.file.expect_stale_growth();
         }
         if options.access == Access::ReadWrite {
             tables.note_active()?;
@@ -175,7 +150,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Opens an image as it was when a snapshot was taken, for reading. What lies after the disk is
-    /// the machine's state, see [`vm_state_offset`](Self::vm_state_offset).
+    /// the machine's state, see [`vm_states`](Self::vm_states).
     ///
     /// # Errors
     /// As [`open`](Self::open); `InvalidInput` for an unknown name.
@@ -186,7 +161,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(image)
     }
 
-    /// The same image with its [`data_file`](Self::data_file), without which nothing can be mapped.
+    /// The same image with its [data file](ImageFacts::data_file), without which nothing can be
+    /// mapped.
     ///
     /// # Errors
     /// `InvalidInput` where the image has none; `Unsupported` when clusters are smaller than its
@@ -203,7 +179,7 @@ impl<S: Storage> Qcow2<S> {
                 .on(data.name())
                 .hint(table_io::SMALL_CLUSTERS));
         }
-        self.metadata.lock().changes.set_data_block(block);
+        self.metadata.lock().mapping.set_data_block(block);
         self.metadata.set_data_file(data);
         Ok(self)
     }
@@ -239,31 +215,8 @@ impl<S: Storage> Qcow2<S> {
 
     /// How often parts of the metadata were found in memory, and had to be read.
     pub fn cache_counts(&self) -> CacheCounts {
-        self.metadata.lock().tables.cache_counts()
+        self.metadata.lock().tables.cache.counts()
     }
-
-    /// The image's own description.
-    pub fn features(&self) -> Features {
-        let state = self.metadata.lock();
-        let header = state.tables.headers().disk();
-        Features {
-            version: if header.geometry.version < 3 { Version::V2 } else { Version::V3 },
-            compression: header.compression,
-            refcount_bits: 1 << header.geometry.refcount_order,
-            lazy_refcounts: (header.compatible & LAZY_REFCOUNTS != 0).into(),
-            extended_l2: header.geometry.extended_l2.into(),
-            truncation: self.facts.truncation,
-            stated_size: header.size + header.excess,
-            is_dirty: header.incompatible.contains(Incompatible::DIRTY),
-            is_corrupt: header.incompatible.contains(Incompatible::CORRUPT),
-        }
-    }
-}
-
-/// Whether an image is a sidecar, as it is made.
-fn is_sidecar(header: &Header) -> bool {
-    let has_raw_disk = header.data_file.as_ref().is_some_and(DataFile::is_raw_disk);
-    has_raw_disk && header.backing.is_none() && DataFileMark::of(header).is_some()
 }
 
 fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Result<()> {
@@ -291,7 +244,7 @@ fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Res
 /// # Errors
 /// Only of writing tables and reading refcounts. A storage that cannot be made shorter stays as it
 /// is.
-async fn truncate_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+async fn truncate_file<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.writer().check_failure()?;
     if !metadata.lock().tables.has_counted() {
         return Ok(());
@@ -310,7 +263,7 @@ async fn truncate_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
     let (clusters, is_sure, header, l1) = {
         let state = metadata.lock();
         let clusters = scan.clusters_in_use(&state.tables);
-        let is_sure = state.tables.file().is_unwritten(clusters);
+        let is_sure = state.tables.file.is_unwritten(clusters);
         (clusters, is_sure, state.tables.header().clone(), state.tables.l1().to_vec())
     };
     let storage = metadata.storage();
@@ -329,11 +282,11 @@ async fn truncate_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
 }
 
 async fn scan_backwards<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     begin: impl FnOnce(u64) -> BackwardScan,
 ) -> Result<BackwardScan> {
     let in_file = metadata.geometry().clusters_for(metadata.storage().size());
-    let mut scan = begin(metadata.lock().tables.file().bound().max(in_file));
+    let mut scan = begin(metadata.lock().tables.file.bound().max(in_file));
     let scanned =
         metadata.step(|state| state.allocator.scan_backwards(&mut state.tables, &mut scan)).await;
     metadata.marking(scanned).await?;

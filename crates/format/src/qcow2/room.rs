@@ -4,6 +4,7 @@ use blockhouse_core::{Result, Storage};
 
 use super::Qcow2;
 use super::tables::{LastCounted, Step, Tables};
+use super::writeback::Metadata;
 
 /// A search for the last cluster in use, from the end of the storage backwards.
 struct Search {
@@ -12,13 +13,17 @@ struct Search {
 }
 
 impl Search {
+    fn new<S: Storage>(metadata: &Metadata<S>) -> Self {
+        Self { below: metadata.storage().size() >> metadata.geometry().cluster_bits }
+    }
+
     fn run(&mut self, tables: &mut Tables) -> Step<()> {
         let geometry = tables.geometry();
         // Clusters that no refcount block can be for are not counted.
-        let countable = tables.refcount_table_entries() * geometry.block_refcounts();
+        let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
         self.below = self.below.min(countable);
         while self.below > 0 {
-            match tables.last_counted(self.below - 1)? {
+            match tables.refcounts().last_counted(self.below - 1)? {
                 LastCounted::NoRefcountBlock(first) | LastCounted::NoneFrom(first) => {
                     self.below = first;
                 }
@@ -30,21 +35,17 @@ impl Search {
         }
         Ok(())
     }
+
+    /// Bytes of the storage from the first cluster after the last one in use, and of those before
+    /// it that became free while the image is open.
+    fn room<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
+        let clusters = metadata.storage().size() >> metadata.geometry().cluster_bits;
+        let free = metadata.lock().allocator.freed_before(self.below);
+        metadata.geometry().offset_of(clusters.saturating_sub(self.below) + free)
+    }
 }
 
 impl<S: Storage> Qcow2<S> {
-    fn search(&self) -> Search {
-        Search { below: self.storage().size() >> self.geometry().cluster_bits }
-    }
-
-    /// Bytes of the storage from `end` on, the first cluster after the last one in use, and of
-    /// those before it that became free while the image is open.
-    fn room_from(&self, end: u64) -> u64 {
-        let clusters = self.storage().size() >> self.geometry().cluster_bits;
-        let free = self.metadata.lock().allocator.freed_before(end);
-        self.geometry().offset_of(clusters.saturating_sub(end) + free)
-    }
-
     /// How many bytes of clusters still fit into the storage, at least: those that were free
     /// already when the image was opened, before its last cluster, are not counted. Of an image
     /// whose storage does not grow by itself.
@@ -52,16 +53,16 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// What the storage answers.
     pub async fn room_left(&self) -> Result<u64> {
-        let mut search = self.search();
+        let mut search = Search::new(&self.metadata);
         self.metadata.step(|state| search.run(&mut state.tables)).await?;
-        Ok(self.room_from(search.below))
+        Ok(search.room(&self.metadata))
     }
 
     /// As [`room_left`](Self::room_left), without reading anything: `None` where that takes more
     /// than what is in memory.
     pub fn room_left_in_memory(&self) -> Option<u64> {
-        let mut search = self.search();
+        let mut search = Search::new(&self.metadata);
         let found = search.run(&mut self.metadata.lock().tables);
-        found.ok().map(|()| self.room_from(search.below))
+        found.ok().map(|()| search.room(&self.metadata))
     }
 }

@@ -90,7 +90,7 @@ fn the_bit_and_another_change_of_the_header_both_get_there() {
         let (grown, delay) = (Rc::clone(&image), random.u64(..2000));
         let growth = sim.spawn(async move {
             write(&grown, 5 * CLUSTER, &[2; 512], 0).await?;
-            grown.resize(SIZE + CLUSTER).await?;
+            grown.size_change().grow(SIZE + CLUSTER).await?;
             grown.flush(SyncMode::Full).await
         });
         let clock = sim.clone();

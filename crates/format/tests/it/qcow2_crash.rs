@@ -365,7 +365,7 @@ fn recover(
         let options = OpenOptions { access, ..OpenOptions::default() };
         let image = Qcow2::open(disk, options).await?;
         if let Some(log) = redo_log
-            && let Replay::Refused { why } = image.replay(&log).await?
+            && let Replay::Refused { why } = image.redo().replay(&log).await?
         {
             return Err(Error::new(ErrorKind::InvalidInput, format!("the log is refused: {why}")));
         }
@@ -458,7 +458,7 @@ fn explore(seed: u64) -> Result<Report, String> {
         Arc::new(words.collect::<Vec<_>>())
     });
     if let Some(log) = redo_log.clone() {
-        image.attach_redo_log(log);
+        image.redo().attach(log);
     }
     let clients = random.usize(1..=4);
     let world = Rc::new(World {

@@ -44,7 +44,7 @@ fn whole_image(random: &mut Rng) -> Vec<u8> {
         if has_snapshot {
             let name = "zero".to_owned();
             let new = NewSnapshot { name, created: Duration::ZERO, vm_clock: Duration::ZERO };
-            image.create_snapshot(&new, None).await.unwrap();
+            image.snapshots().create(&new, None).await.unwrap();
             write(&image, 8192, &[3; 20_480], 0).await.unwrap();
         }
         image.close().await.unwrap();
@@ -91,7 +91,7 @@ async fn use_it(disk: SimDisk, access: Access) -> Result<()> {
 async fn any_plan(image: &Qcow2<SimDisk>, random: &mut Rng) -> Result<SnapshotPlan> {
     let name = "one".to_owned();
     let new = NewSnapshot { name, created: Duration::ZERO, vm_clock: Duration::ZERO };
-    let there = image.snapshots().await?;
+    let there = image.snapshots().list().await?;
     Ok(match there.get(random.usize(..2)) {
         Some(snapshot) => SnapshotPlan::Delete(snapshot.name.clone()),
         None => SnapshotPlan::Create(new),
@@ -104,13 +104,13 @@ async fn change_beside_writes(
     plan: SnapshotPlan,
     random: &mut Rng,
 ) -> Result<()> {
-    let mut prepared = image.prepare_change(plan.clone()).await?;
+    let mut prepared = image.snapshots().prepare(plan.clone()).await?;
     for _ in 0..4 {
         if prepared.update(&|| false).await? == Preparation::AtOnce {
             drop(prepared);
             return match plan {
-                SnapshotPlan::Create(new) => image.create_snapshot(&new, None).await.map(drop),
-                SnapshotPlan::Delete(name) => image.delete_snapshot(&name).await,
+                SnapshotPlan::Create(new) => image.snapshots().create(&new, None).await.map(drop),
+                SnapshotPlan::Delete(name) => image.snapshots().delete(&name).await,
             };
         }
         for _ in 0..random.usize(..8) {
@@ -143,7 +143,7 @@ async fn change_and_check(disk: SimDisk, random: &mut Rng) -> std::result::Resul
         Ok(plan) => change_beside_writes(&image, plan, random).await,
         Err(error) => Err(error),
     };
-    image.give_back().await;
+    image.snapshots().give_back().await;
     let closed = image.close().await;
     if outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Unsupported) {
         return Ok(false);

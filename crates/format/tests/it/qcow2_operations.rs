@@ -110,7 +110,7 @@ fn writes_that_are_first_together_set_the_session_bit_once() {
     let sim = Sim::new(1);
     let (disk, image) = new_image(&sim);
     let log: Vec<_> = (0..1024).map(|_| AtomicU64::new(0)).collect();
-    image.attach_redo_log(Arc::new(log));
+    image.redo().attach(Arc::new(log));
     disk.take_log();
     for cluster in 0..8 {
         let image = Rc::clone(&image);

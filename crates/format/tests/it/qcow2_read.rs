@@ -124,7 +124,7 @@ fn what_an_overlay_does_not_have_is_left_to_the_backing_file() {
             expect_content(&path, &model, 9).await;
             let image = open_for_reading(&path).await.unwrap();
             let backing = Backing { name: b"base.raw".to_vec(), format: Some("raw".into()) };
-            assert_eq!(image.backing(), Some(&backing));
+            assert_eq!(image.facts().backing.as_ref(), Some(&backing));
         });
     }
 }
@@ -238,7 +238,7 @@ fn an_image_whose_data_file_is_not_open_maps_nothing() {
     let name = path.display().to_string();
     run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &option, &name, "1M"]);
     let image = block_on(open_for_reading(&path)).expect("its tables");
-    assert!(image.data_file().is_some_and(|file| file.name.ends_with(b"data")));
+    assert!(image.facts().data_file.as_ref().is_some_and(|file| file.name.ends_with(b"data")));
     let error = block_on(image.map(ByteRange::between(0, 512), Intent::Read)).expect_err("refused");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("data file, which is not open"), "{error}");

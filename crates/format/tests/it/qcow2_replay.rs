@@ -71,7 +71,7 @@ fn fill(device: &mut Vec<u8>, log: &Log, clusters: Vec<u64>) -> Vec<u64> {
     let seen = Arc::clone(&answered);
     *device = die_after(std::mem::take(device), async move |disk| {
         let image = Qcow2::open(disk, OpenOptions::default()).await.expect("an image");
-        image.attach_redo_log(noted);
+        image.redo().attach(noted);
         for cluster in clusters {
             match write(&image, cluster * CLUSTER, &content_of(cluster), 0).await {
                 Ok(()) => seen.lock().unwrap().push(cluster),
@@ -93,7 +93,7 @@ fn replay(device: &mut Vec<u8>, log: &Log, answered: Vec<u64>) {
     *device = die_after(std::mem::take(device), async move |disk| {
         let opened = Qcow2::open_before_replay(disk, OpenOptions::default(), Some(&log)).await;
         let image = opened.expect("an image of a process that died");
-        let outcome = image.replay(&log).await.expect("there is room");
+        let outcome = image.redo().replay(&log).await.expect("there is room");
         assert!(matches!(outcome, Replay::Applied { .. }), "{outcome:?}");
         let report = check(&image).await.expect("a report");
         assert_eq!(report.corruptions, 0, "{:?}", report.problems);
@@ -148,7 +148,7 @@ fn a_recount_finds_room_on_a_device_without_a_log() {
     // The refcount blocks are lost, as if they had been written later.
     die_after(device, async move |disk| {
         let image = Qcow2::open(disk, OpenOptions::default()).await.expect("there is room");
-        assert!(!image.features().is_dirty);
+        assert!(!image.header().features().is_dirty);
         let report = check(&image).await.expect("a report");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{:?}", report.problems);
     });
@@ -169,7 +169,7 @@ fn compressed_data_is_not_counted_beyond_what_a_refcount_holds() {
     let copied = Arc::clone(&before);
     let device = die_after(new_device(&options, 600), async move |disk| {
         let image = Qcow2::open(disk, OpenOptions::default()).await.expect("an image");
-        image.attach_redo_log(Arc::clone(&noted) as Arc<_>);
+        image.redo().attach(Arc::clone(&noted) as Arc<_>);
         let cluster = vec![7; 4096];
         let packed = compress(Compression::Zlib, &cluster).expect("it is shorter");
         let guest = ByteRange::between(0, 4096);
@@ -186,7 +186,7 @@ fn compressed_data_is_not_counted_beyond_what_a_refcount_holds() {
     die_after(device, async move |disk| {
         let opened = Qcow2::open_before_replay(disk, OpenOptions::default(), Some(&log)).await;
         let image = opened.expect("an image of a process that died");
-        image.replay(&log).await.expect("the refcount stays");
+        image.redo().replay(&log).await.expect("the refcount stays");
         let report = check(&image).await.expect("a report");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{:?}", report.problems);
         let bytes = read(&image, ByteRange::between(0, 4096), 0).await.expect("no failure");
@@ -208,7 +208,7 @@ fn a_log_is_refused_when_another_process_with_a_log_has_changed_the_image_since(
     let log = copy_of(&first);
     let mut device = die_after(device, async move |disk| {
         let image = Qcow2::open_before_replay(disk, OpenOptions::default(), Some(&log)).await;
-        let outcome = image.expect("an image of a process that died").replay(&log).await;
+        let outcome = image.expect("an image of a process that died").redo().replay(&log).await;
         let Ok(Replay::Refused { why }) = outcome else { panic!("{outcome:?}") };
         assert!(why.contains("another server"), "{why}");
     });
@@ -224,7 +224,7 @@ fn changes_wait_for_others_that_take_all_room_of_the_log() {
     let disk = SimDisk::new(&sim, Config::default(), device);
     let opened = sim.block_on(async move { Qcow2::open(disk, OpenOptions::default()).await });
     let image = Rc::new(opened.expect("an image"));
-    image.attach_redo_log(Arc::new((0..8 + 4 * 6).map(|_| AtomicU64::new(0)).collect::<Vec<_>>()));
+    image.redo().attach(Arc::new((0..8 + 4 * 6).map(|_| AtomicU64::new(0)).collect::<Vec<_>>()));
     let tasks: Vec<_> = (0..16)
         .map(|cluster| {
             let image = Rc::clone(&image);
@@ -247,9 +247,9 @@ fn who_holds_changes_does_not_wait_for_room() {
     let disk = SimDisk::new(&sim, Config::default(), device);
     sim.block_on(async move {
         let image = Qcow2::open(disk, OpenOptions::default()).await.expect("an image");
-        image.attach_redo_log(Arc::new(
-            (0..8 + 4 * 6).map(|_| AtomicU64::new(0)).collect::<Vec<_>>(),
-        ));
+        image
+            .redo()
+            .attach(Arc::new((0..8 + 4 * 6).map(|_| AtomicU64::new(0)).collect::<Vec<_>>()));
         let cluster =
             |index: u64| ByteRange::between(2 * index * CLUSTER, (2 * index + 1) * CLUSTER);
         let first = image.map(cluster(0), Intent::Write).await.expect("room for one");
@@ -298,7 +298,7 @@ fn a_log_that_does_not_fit_leaves_the_image_as_it_is() {
     let before = device.clone();
     let after = die_after(device, async move |disk| {
         let image = Qcow2::open_before_replay(disk, OpenOptions::default(), Some(&log)).await;
-        let outcome = image.expect("an image of a process that died").replay(&log).await;
+        let outcome = image.expect("an image of a process that died").redo().replay(&log).await;
         let Ok(Replay::Refused { why }) = outcome else { panic!("{outcome:?}") };
         assert!(why.contains("tables"), "{why}");
     });

@@ -112,20 +112,20 @@ async fn delete(image: &Qcow2<SimDisk>, name: &str, how: Taking) -> Result<()> {
 async fn change(image: &Qcow2<SimDisk>, plan: SnapshotPlan, how: Taking) -> Result<()> {
     if how == Taking::Prepared {
         let outcome = prepare_and_take(image, &plan).await;
-        image.give_back().await;
+        image.snapshots().give_back().await;
         if outcome? == Preparation::Ready {
             return Ok(());
         }
     }
     match plan {
-        SnapshotPlan::Create(new) => image.create_snapshot(&new, None).await.map(|_| ()),
-        SnapshotPlan::Delete(name) => image.delete_snapshot(&name).await,
+        SnapshotPlan::Create(new) => image.snapshots().create(&new, None).await.map(|_| ()),
+        SnapshotPlan::Delete(name) => image.snapshots().delete(&name).await,
     }
 }
 
 /// Whether it is made, or has to be made at once.
 async fn prepare_and_take(image: &Qcow2<SimDisk>, plan: &SnapshotPlan) -> Result<Preparation> {
-    let mut prepared = image.prepare_change(plan.clone()).await?;
+    let mut prepared = image.snapshots().prepare(plan.clone()).await?;
     loop {
         if prepared.update(&|| false).await? == Preparation::AtOnce {
             return Ok(Preparation::AtOnce);
@@ -157,13 +157,13 @@ async fn change_snapshots(
         4 => {
             let name = any(random);
             model.active = model.snapshots[&name].clone();
-            image.apply_snapshot(&name).await
+            image.snapshots().apply(&name).await
         }
         5 => {
             let (old, name) = (any(random), format!("r{}", random.u32(..)));
             let content = model.snapshots.remove(&old).expect("it is there");
             model.snapshots.insert(name.clone(), content);
-            image.rename_snapshot(&old, &name).await
+            image.snapshots().rename(&old, &name).await
         }
         _ => {
             let name = any(random);
@@ -182,7 +182,7 @@ fn recover(content: Vec<u8>) -> Result<(Model, CheckReport), String> {
         let image = Qcow2::open(disk.clone(), OpenOptions::default()).await?;
         let report = check(&image).await?;
         let mut model = Model { active: all_of(&image).await, ..Model::default() };
-        for snapshot in image.snapshots().await? {
+        for snapshot in image.snapshots().list().await? {
             let view =
                 Qcow2::open_snapshot(disk.clone(), OpenOptions::default(), &snapshot.name).await?;
             model.snapshots.insert(snapshot.name, all_of(&view).await);
@@ -416,19 +416,19 @@ fn names_have_limits_and_are_unique() {
     sim.block_on(async move {
         let image = open(&disk).await;
         let kind = async |name: &str| {
-            image.create_snapshot(&new(name), None).await.map_err(|error| error.kind())
+            image.snapshots().create(&new(name), None).await.map_err(|error| error.kind())
         };
         assert_eq!(kind("").await, Err(ErrorKind::InvalidInput));
         assert_eq!(kind(&"x".repeat(256)).await, Err(ErrorKind::InvalidInput));
         assert_eq!(kind("one").await.map(|made| made.id), Ok("1".into()));
         assert_eq!(kind("one").await, Err(ErrorKind::InvalidInput));
         assert_eq!(kind("two").await.map(|made| made.id), Ok("2".into()));
-        let error = image.rename_snapshot("two", "one").await.unwrap_err();
+        let error = image.snapshots().rename("two", "one").await.unwrap_err();
         assert!(error.to_string().contains("'one' already"), "{error}");
-        let error = image.delete_snapshot("three").await.unwrap_err();
+        let error = image.snapshots().delete("three").await.unwrap_err();
         assert!(error.to_string().contains("no snapshot 'three'"), "{error}");
-        image.delete_snapshot("1").await.expect("an id is as good as a name");
-        assert_eq!(image.snapshots().await.unwrap()[0].name, "two");
+        image.snapshots().delete("1").await.expect("an id is as good as a name");
+        assert_eq!(image.snapshots().list().await.unwrap()[0].name, "two");
     });
 }
 
@@ -438,7 +438,7 @@ fn a_name_that_is_no_text_is_found_as_it_is_listed() {
     let made = disk.clone();
     sim.block_on(async move {
         let image = open(&made).await;
-        image.create_snapshot(&new("before-update"), None).await.expect("there is room");
+        image.snapshots().create(&new("before-update"), None).await.expect("there is room");
         image.close().await.expect("a good disk");
     });
     let mut bytes = disk.content();
@@ -447,10 +447,10 @@ fn a_name_that_is_no_text_is_found_as_it_is_listed() {
     let disk = SimDisk::new(&sim, plain(), bytes);
     sim.block_on(async move {
         let image = open(&disk).await;
-        let listed = image.snapshots().await.expect("a good image");
+        let listed = image.snapshots().list().await.expect("a good image");
         assert_eq!(listed[0].name, "before\u{fffd}update");
-        image.delete_snapshot(&listed[0].name).await.expect("it is listed so");
-        assert!(image.snapshots().await.expect("a good image").is_empty());
+        image.snapshots().delete(&listed[0].name).await.expect("it is listed so");
+        assert!(image.snapshots().list().await.expect("a good image").is_empty());
     });
 }
 
@@ -464,7 +464,7 @@ fn narrow_refcounts_refuse_and_nothing_changes() {
         create(&disk, &how).await.unwrap();
         let image = open(&disk).await;
         write(&image, 0, &[7; 4096], 0).await.unwrap();
-        let error = image.create_snapshot(&new("one"), None).await.unwrap_err();
+        let error = image.snapshots().create(&new("one"), None).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         write(&image, 65_536, &[8; 4096], 0).await.expect("life goes on");
         image.close().await.unwrap();
@@ -480,7 +480,7 @@ fn a_snapshot_can_be_read_but_not_written() {
     let (sim, disk, _) = fresh(&mut random);
     sim.block_on(async move {
         let image = open(&disk).await;
-        image.create_snapshot(&new("one"), None).await.unwrap();
+        image.snapshots().create(&new("one"), None).await.unwrap();
         image.close().await.unwrap();
         let options = OpenOptions { access: Access::ReadWrite, ..OpenOptions::default() };
         let view = Qcow2::open_snapshot(disk.clone(), options, "one").await.unwrap();
@@ -526,13 +526,13 @@ fn counters_of_a_snapshot_are_not_kept_for_what_refcounts_do_not_tell_of() {
     sim.block_on(async move {
         let image = open(&storage).await;
         let plan = SnapshotPlan::Create(new("one"));
-        let mut prepared = image.prepare_change(plan).await.unwrap();
+        let mut prepared = image.snapshots().prepare(plan).await.unwrap();
         let made = prepared.update(&|| false).await;
         assert_eq!(made.unwrap(), Preparation::AtOnce);
         drop(prepared);
-        let error = image.create_snapshot(&new("one"), None).await.unwrap_err();
+        let error = image.snapshots().create(&new("one"), None).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
-        assert!(image.snapshots().await.unwrap().is_empty());
+        assert!(image.snapshots().list().await.unwrap().is_empty());
     });
 }
 

@@ -138,7 +138,7 @@ impl Disk<'_> {
     async fn grow(&mut self, by: u64) {
         let old = self.model.len() as u64;
         let new = (old + by).min(MAX_SIZE);
-        self.image().resize(new).await.unwrap();
+        self.image().size_change().grow(new).await.unwrap();
         // The bytes behind the old end are the caller's to hide.
         let grown = ByteRange::between(old, new);
         unmap(self.image(), grown, Intent::Zero(Unmap::Allowed), self.behind).await.unwrap();
@@ -220,7 +220,7 @@ fn compressed_and_shared_clusters_are_overwritten() {
             let image =
                 Qcow2::open(FileStorage::open(&path), OpenOptions::default()).await.unwrap();
             let kinds = [Compression::Zlib, Compression::Zstd];
-            assert!(kinds.contains(&image.compression()));
+            assert!(kinds.contains(&image.facts().compression));
             for at in [1000 * 512, 5 * 512, 2000 * 512] {
                 write(&image, at, &[7; 3 * 512], 0).await.unwrap();
                 model[at as usize..][..3 * 512].fill(7);

@@ -1,7 +1,7 @@
 //! Raw images: sizes, probing, and where bytes are.
 
 use blockhouse_core::{Alignment, ByteRange, ErrorKind, ExtentState, Unmap};
-use blockhouse_format::{Format, Intent, Raw, probe};
+use blockhouse_format::{Format, Intent, probe};
 use blockhouse_sim::{Config, Operation, Sim, SimDisk};
 
 fn storage(sim: &Sim, block: u32, content: Vec<u8>) -> SimDisk {
@@ -12,7 +12,7 @@ fn storage(sim: &Sim, block: u32, content: Vec<u8>) -> SimDisk {
 /// The extents of all of a raw image, as (guest offset, length, host offset).
 fn extents(block: u32, size: usize, intent: Intent) -> Vec<(u64, u64, u64)> {
     let sim = Sim::new(1);
-    let format = Format::Raw(Raw::open(storage(&sim, block, vec![0; size])).unwrap());
+    let format = Format::raw(storage(&sim, block, vec![0; size])).unwrap();
     sim.block_on(async move {
         let mut rest = ByteRange::between(0, format.end());
         let mut found = Vec::new();
@@ -46,8 +46,8 @@ fn a_last_partial_block_is_an_extent_of_its_own() {
 fn sizes_are_whole_sectors() {
     let sim = Sim::new(1);
     for (size, expected) in [(0, 0), (1, 512), (511, 512), (512, 512), (1000, 1024), (1024, 1024)] {
-        let raw = Raw::open(storage(&sim, 1, vec![0; size])).unwrap();
-        assert_eq!(Format::Raw(raw).size(), expected);
+        let raw = Format::raw(storage(&sim, 1, vec![0; size])).unwrap();
+        assert_eq!(raw.size(), expected);
     }
 }
 
@@ -67,9 +67,12 @@ fn a_last_sector_is_zeroed_and_discarded_apart_where_the_file_ends_inside_it() {
 fn a_new_size_is_checked_before_the_storage_hears_of_it() {
     let sim = Sim::new(1);
     let disk = storage(&sim, 1, vec![0; 512]);
-    let format = Format::Raw(Raw::open(disk.clone()).unwrap());
+    let format = Format::raw(disk.clone()).unwrap();
     let outcomes = sim.block_on(async move {
-        (format.resize(1000).await.map_err(|error| error.kind()), format.resize(1024).await.is_ok())
+        (
+            format.size_change().grow(1000).await.map_err(|error| error.kind()),
+            format.size_change().grow(1024).await.is_ok(),
+        )
     });
     assert_eq!(outcomes, (Err(ErrorKind::InvalidInput), true));
     assert_eq!(disk.take_log(), [Operation::Resize(1024)]);

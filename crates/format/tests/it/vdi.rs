@@ -1,6 +1,6 @@
 //! VDI images against a model: any block table, read extent by extent.
 
-use blockhouse_core::{ByteRange, ErrorKind, ExtentState, Result};
+use blockhouse_core::{ByteRange, ErrorKind, ExtentState, Result, ToolProgress};
 use blockhouse_format::{
     Access, BitmapActivity, Discard, ForeignKind, Format, ImageFormat, Intent, OpenOptions,
 };
@@ -104,7 +104,7 @@ fn blocks_past_the_end_of_the_file_are_an_error_and_no_zeros() {
         assert_eq!(error.kind(), ErrorKind::Corrupt);
         assert!(error.to_string().contains("past the end of the file"), "{error}");
         assert!(format.map(range.skip(2 * BLOCK), Intent::Read).await.is_ok());
-        let report = format.check().await.unwrap().expect("a report");
+        let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
         assert_eq!(report.corruptions, 1, "{:?}", report.problems);
     });
 }
@@ -118,7 +118,13 @@ fn a_check_finds_what_a_table_has_twice_or_nowhere() {
         let mut bytes = image(&table, 6, 6 * BLOCK);
         foreign::assert_shared(&open(&run, bytes.clone()).await.unwrap()).await;
         bytes[0x184] = 9;
-        let report = open(&run, bytes).await.unwrap().check().await.unwrap().expect("a report");
+        let report = open(&run, bytes)
+            .await
+            .unwrap()
+            .check(&ToolProgress::default())
+            .await
+            .unwrap()
+            .expect("a report");
         assert_eq!((report.corruptions, report.allocated_clusters), (3, 3));
         let all = report.problems.join("\n");
         for words in
@@ -127,7 +133,7 @@ fn a_check_finds_what_a_table_has_twice_or_nowhere() {
             assert!(all.contains(words), "{words}: {all}");
         }
         let sound = open(&run, image(&[1, 0, 2], 3, 3 * BLOCK)).await.unwrap();
-        let report = sound.check().await.unwrap().expect("a report");
+        let report = sound.check(&ToolProgress::default()).await.unwrap().expect("a report");
         assert_eq!((report.corruptions, report.fragmented_clusters), (0, 2));
         assert_eq!(report.end, DATA as u64 + 3 * BLOCK);
     });

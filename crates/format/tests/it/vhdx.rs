@@ -1,7 +1,7 @@
 //! VHDX images against a model: any block table, with bitmaps between; logs that were not replayed,
 //! whole, cut and stale.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, ToolProgress};
 use blockhouse_format::{ForeignKind, Format, Intent};
 use blockhouse_sim::{Sim, SimDisk};
 use proptest::prelude::*;
@@ -321,7 +321,13 @@ fn a_check_finds_what_a_table_has_twice_or_nowhere() {
         let table = [at(4), at(5), at(4), at(9), 5 << 20 | 5, 2];
         let file = image(&table, 6 * BLOCK, 6 * MIB);
         foreign::assert_shared(&open(&run, file.clone()).await.unwrap()).await;
-        let report = open(&run, file).await.unwrap().check().await.unwrap().expect("a report");
+        let report = open(&run, file)
+            .await
+            .unwrap()
+            .check(&ToolProgress::default())
+            .await
+            .unwrap()
+            .expect("a report");
         assert_eq!(
             (report.corruptions, report.allocated_clusters),
             (3, 3),
@@ -329,6 +335,9 @@ fn a_check_finds_what_a_table_has_twice_or_nowhere() {
             report.problems
         );
         let sound = open(&run, image(&[at(5), 0, at(4)], 3 * BLOCK, 6 * MIB)).await.unwrap();
-        assert_eq!(sound.check().await.unwrap().expect("a report").corruptions, 0);
+        assert_eq!(
+            sound.check(&ToolProgress::default()).await.unwrap().expect("a report").corruptions,
+            0
+        );
     });
 }

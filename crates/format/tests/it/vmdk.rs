@@ -1,6 +1,6 @@
 //! VMDK images against a model: any tables of grains, and disks of several extents in one storage.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, ToolProgress};
 use blockhouse_format::{ForeignKind, Format, Intent};
 use blockhouse_sim::{Sim, SimDisk};
 use proptest::prelude::*;
@@ -136,7 +136,7 @@ fn extents_follow_each_other_and_each_is_in_its_file() {
         let files = [flat, sparse(&[entry(0), entry(9)], 1, 2 * GRAIN)];
         let format = open_files(&run, lines, &files).await.unwrap();
         assert_eq!((format.size(), format.cluster_size()), (15 * 512, Some(GRAIN)));
-        assert_eq!(format.extent_files(), [b"flat".to_vec(), b"sparse".to_vec()]);
+        assert_eq!(format.header().extent_files(), [b"flat".to_vec(), b"sparse".to_vec()]);
         let mapped = |host: usize| ExtentState::Mapped { host: host as u64 };
         let sparse = 4096 + GRAINS;
         let expected = [2, 3, 4]
@@ -146,7 +146,10 @@ fn extents_follow_each_other_and_each_is_in_its_file() {
             .chain([ExtentState::Zero; 2])
             .chain([mapped(0), mapped(SECTOR)]);
         assert_eq!(sectors(&format).await, expected.collect::<Vec<_>>());
-        assert_eq!(format.check().await.unwrap().expect("a report").corruptions, 0);
+        assert_eq!(
+            format.check(&ToolProgress::default()).await.unwrap().expect("a report").corruptions,
+            0
+        );
     });
 }
 
@@ -190,7 +193,7 @@ fn what_points_past_the_end_is_an_error_and_no_zeros() {
             assert_eq!(error.kind(), ErrorKind::Corrupt);
             assert!(error.to_string().contains("past the end of the file"), "{error}");
         }
-        let report = format.check().await.unwrap().expect("a report");
+        let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
         assert_eq!(report.corruptions, 1, "{:?}", report.problems);
         // A table past the end.
         let mut file = sparse(&[entry(0)], 1, GRAIN);
@@ -198,7 +201,10 @@ fn what_points_past_the_end_is_an_error_and_no_zeros() {
         let format = open(&run, file).await.unwrap();
         let error = format.map(ByteRange::between(0, GRAIN), Intent::Read).await.unwrap_err();
         assert!(error.to_string().contains("grain table 0"), "{error}");
-        assert_eq!(format.check().await.unwrap().expect("a report").corruptions, 1);
+        assert_eq!(
+            format.check(&ToolProgress::default()).await.unwrap().expect("a report").corruptions,
+            1
+        );
     });
 }
 

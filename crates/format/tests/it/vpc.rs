@@ -1,7 +1,7 @@
 //! Dynamic VHD images against a model: any table and any bitmaps, read extent by extent. Fixed
 //! ones, whose guest writes what it likes.
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, ToolProgress};
 use blockhouse_format::{ForeignKind, Format, Intent};
 use blockhouse_sim::{Sim, SimDisk};
 use proptest::prelude::*;
@@ -134,7 +134,7 @@ fn the_footer_at_the_end_decides_and_its_copy_stands_in_for_it() {
         assert_eq!(format.size(), 4096);
         let extent = format.map(ByteRange::between(512, 4096), Intent::Read).await.unwrap();
         assert_eq!(extent.state, ExtentState::Mapped { host: 512 });
-        assert_eq!(format.check().await.unwrap(), None);
+        assert_eq!(format.check(&ToolProgress::default()).await.unwrap(), None);
         let mut cut = dynamic(&[Some(0)], &[[0xff; 32]], BLOCK);
         cut.truncate(cut.len() - 512);
         assert_eq!(open(&run, cut).await.unwrap().size(), BLOCK);
@@ -196,7 +196,7 @@ fn a_truncated_image_reads_as_an_error_and_no_zeros() {
             let error = format.map(range, Intent::Read).await.unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Corrupt);
             assert!(error.to_string().contains("past the end of the file"), "{error}");
-            let report = format.check().await.unwrap().expect("a report");
+            let report = format.check(&ToolProgress::default()).await.unwrap().expect("a report");
             assert_eq!(report.corruptions, 1, "{:?}", report.problems);
         }
     });

@@ -36,7 +36,7 @@ pub(crate) fn make_state(
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
-    let mark = disk.format().sidecar_mark();
+    let mark = disk.format().header().data_file_mark();
     let data = disk.format().data().storage().as_file();
     // Of a device the mark has no time, but says how much was written to it.
     let writes = data.filter(|_| mark.is_some()).and_then(HostFile::device_writes);
@@ -52,7 +52,7 @@ pub(crate) fn make_state(
             }
         }
     };
-    let words = disk.format().redo_log_words();
+    let words = disk.redo_log_words();
     let has_log = words > 0 && tells_of_changes(disk)?;
     if words > 0 && !has_log {
         tracing::warn!(
@@ -64,7 +64,7 @@ pub(crate) fn make_state(
     let state = StateFile::create(dir, owner, if has_log { words } else { 0 }, fill)?;
     tracing::debug!("{}: answers are kept in {}", disk.name(), state.path());
     if state.log().words() > 0 {
-        disk.format().attach_redo_log(state.log());
+        disk.attach_redo_log(state.log());
     }
     disk.keep_state(state);
     Ok(())
@@ -79,7 +79,8 @@ pub(crate) fn tells_of_changes(disk: &ImageDisk) -> Result<bool> {
     let Some(file) = disk.file() else { return Ok(false) };
     let status = status_of(file)?;
     let is_file = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
-    Ok(disk.format().has_sessions() || is_file && clock_of(file)? == Clock::ThisHost)
+    let detects_changes = disk.format().redo().is_some_and(|redo| redo.detects_changes());
+    Ok(detects_changes || is_file && clock_of(file)? == Clock::ThisHost)
 }
 
 /// Why an image has no redo log.

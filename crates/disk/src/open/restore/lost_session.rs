@@ -28,7 +28,8 @@ impl LostSession {
     /// Of an image; `None` where it has no session, or is on another host.
     fn of(disk: &ImageDisk) -> Option<Self> {
         // An image of another host has no state here.
-        let file = disk.file().filter(|_| disk.format().has_session_bit())?;
+        disk.format().redo().filter(|redo| redo.has_session_bit())?;
+        let file = disk.file()?;
         // Of a block device there is no such time.
         let status = status_of(file).ok();
         let status =

@@ -39,12 +39,12 @@ impl Allocator {
             self.reserve.take_at_end();
         }
         loop {
-            let start = tables.file().end();
+            let start = tables.file.end();
             let layout = plan(tables, start, count)?;
             let clusters = start..start + layout.total;
             tables.check_within_limits(clusters.end)?;
             match first_allocated(tables, clusters)? {
-                Some(allocated) => tables.file_mut().advance(allocated + 1),
+                Some(allocated) => tables.file.advance(allocated + 1),
                 None => return Err(Blocked::NeedsReserve(ReserveRequest::AtEnd(layout.total))),
             }
         }
@@ -63,16 +63,17 @@ impl Allocator {
         let wanted = table_start + layout.table..table_start + layout.table + count;
         check_not_active(tables, start..wanted.end)?;
         if layout.table > 0 {
-            let old = tables.move_refcount_table(table_start..table_start + layout.table);
+            let old = tables.refcounts().move_table(table_start..table_start + layout.table);
             self.defer_free(DeferredFree::of(old));
         }
         for (&index, cluster) in layout.blocks.iter().zip(start..) {
-            tables.add_refcount_block(index, tables.geometry().offset_of(cluster))?;
+            let offset = tables.geometry().offset_of(cluster);
+            tables.refcounts().add_block(index, offset)?;
         }
         self.reserve.take_at_end();
-        tables.file_mut().unreserve(reserved.end, wanted.end);
+        tables.file.unreserve(reserved.end, wanted.end);
         for cluster in start..wanted.end {
-            tables.set_refcount(cluster, 1)?;
+            tables.refcounts().set(cluster, 1)?;
         }
         Ok(wanted)
     }
@@ -105,13 +106,14 @@ impl Allocator {
         let end = self.space.scan_end();
         while self.rows.at < end {
             let RowSearch { start, at } = self.rows;
-            match tables.scan(at, (start + count - at).min(end - at))? {
+            match tables.refcounts().scan(at, (start + count - at).min(end - at))? {
                 Scan::Free(clusters) => self.rows.at = clusters.end,
                 Scan::Allocated(count) => self.rows.go_to(at + count),
                 Scan::NoRefcountBlock => {
                     let in_block = tables.geometry().block_refcounts();
                     let index = at / in_block;
-                    let later = tables.refcount_table().get(index as usize..).unwrap_or_default();
+                    let later =
+                        tables.refcount_table().words().get(index as usize..).unwrap_or_default();
                     match later.iter().position(|&word| word != 0) {
                         Some(gap) => self.rows.go_to((index + gap as u64) * in_block),
                         None => return Ok(self.end_at(tables, start)),
@@ -138,12 +140,12 @@ impl Allocator {
     /// Nothing is counted from `cluster` on: the end is there, if nothing was taken from the end so
     /// far.
     fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
-        let last = tables.active_clusters().iter().max().map_or(0, |&last| last + 1);
+        let last = tables.active.iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);
         self.rows.go_to(self.space.scan_end());
-        let old = tables.file().end();
-        tables.file_mut().lower(cluster);
-        if tables.file().end() >= old {
+        let old = tables.file.end();
+        tables.file.lower(cluster);
+        if tables.file.end() >= old {
             return Room::None;
         }
         self.space.end_at(cluster);
@@ -164,7 +166,7 @@ fn plan(tables: &Tables, start: u64, count: u64) -> Result<EndLayout, Error> {
             }
         }
         let entries = last + 1;
-        layout.table = if entries > tables.refcount_table_entries() {
+        layout.table = if entries > tables.refcount_table().len() as u64 {
             // Half as much again, so that growing stays rare.
             let wanted = geometry.clusters_for((entries + entries / 2) * 8);
             wanted.min(MAX_REFCOUNT_TABLE >> geometry.cluster_bits)

@@ -28,12 +28,12 @@ impl Allocator {
         let next = next.filter(|&next| !geometry.is_cluster_aligned(next));
         if let Some(start) = next {
             let cluster = geometry.cluster_of(start);
-            let count = tables.refcount(cluster)?;
+            let count = tables.refcounts().get(cluster)?;
             if count < geometry.max_refcount() {
                 let fits = start + length <= geometry.offset_of(cluster + 1);
                 let beyond = if fits { None } else { Some(self.allocate(tables, 1)?.start) };
                 if beyond.is_none_or(|beyond| beyond == cluster + 1) {
-                    tables.set_refcount(cluster, count + 1)?;
+                    tables.refcounts().set(cluster, count + 1)?;
                     return self.note_bytes(tables, start, length);
                 }
                 let start = geometry.offset_of(beyond.unwrap_or(cluster));

@@ -44,7 +44,7 @@ impl BackwardScan {
     /// Where the file ends at least: after the header and the active tables, whatever refcounts
     /// say.
     pub(crate) fn clusters_in_use(&self, tables: &Tables) -> u64 {
-        let last = tables.active_clusters().iter().max();
+        let last = tables.active.iter().max();
         last.map_or(self.below, |&last| self.below.max(last + 1))
     }
 }
@@ -59,10 +59,10 @@ impl Allocator {
     ) -> Step<()> {
         let geometry = tables.geometry();
         // Clusters that no refcount block can be for are not counted.
-        let countable = tables.refcount_table_entries() * geometry.block_refcounts();
+        let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
         scan.below = scan.below.min(countable.max(1));
         while scan.below > 0 && scan.slices_left > 0 {
-            match tables.last_counted(scan.below - 1)? {
+            match tables.refcounts().last_counted(scan.below - 1)? {
                 LastCounted::NoRefcountBlock(first) => {
                     scan.below = first;
                     continue;
@@ -96,21 +96,21 @@ impl Allocator {
     ) -> Step<bool> {
         let geometry = tables.geometry();
         let offset = geometry.offset_of(cluster);
-        if !tables.active_clusters().contains(&cluster) {
+        if !tables.active.contains(&cluster) {
             return Ok(false);
         }
-        let index = tables.refcount_table().iter().rposition(|&word| word == offset);
+        let index = tables.refcount_table().words().iter().rposition(|&word| word == offset);
         let Some(index) = index else { return Ok(false) };
         let first = index as u64 * geometry.block_refcounts();
         let counted = first..first + geometry.block_refcounts();
         let seen = looked.filter(|&(block, _)| block == cluster).map_or(first, |(_, seen)| seen);
         for start in (seen..counted.end).step_by(geometry.slice_refcounts() as usize) {
             *looked = Some((cluster, start));
-            if tables.counts_other(start, cluster)? != Some(false) {
+            if tables.refcounts().counts_other(start, cluster)? != Some(false) {
                 return Ok(false);
             }
         }
-        tables.remove_refcount_block(index);
+        tables.refcounts().remove_block(index);
         if !counted.contains(&cluster) {
             self.defer_free(DeferredFree::of(cluster..cluster + 1));
         }
@@ -119,7 +119,7 @@ impl Allocator {
 
     /// The file was cut off after this many clusters.
     pub(crate) fn note_cut(&mut self, tables: &mut Tables, clusters: u64) {
-        tables.file_mut().cut(clusters);
+        tables.file.cut(clusters);
         let _ = self.prepared.take_all();
         self.space.cut(clusters);
     }

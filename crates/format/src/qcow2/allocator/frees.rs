@@ -66,7 +66,7 @@ impl Allocator {
 
     /// Whether so much waits to be freed that a writeback is worth its flushes.
     pub(crate) fn has_many_frees(&self, tables: &Tables) -> bool {
-        self.frees.has_many(tables.file().end(), tables.geometry().cluster_bits)
+        self.frees.has_many(tables.file.end(), tables.geometry().cluster_bits)
     }
 
     /// How many entries of the list are freeable.

@@ -40,7 +40,7 @@ impl Allocator {
         if tables.refcount_block(index)?.is_some() {
             return Ok(());
         }
-        let is_in_table = index < tables.refcount_table_entries();
+        let is_in_table = index < tables.refcount_table().len() as u64;
         while is_in_table && let Some(gap) = gaps.rest.clone().next() {
             let counted_by = geometry.refcount_index(gap).table_index;
             if counted_by != index && tables.refcount_block(counted_by)?.is_none() {
@@ -48,12 +48,12 @@ impl Allocator {
                 gaps.rest.start = (counted_by + 1) * geometry.block_refcounts();
                 continue;
             }
-            let is_used = tables.refcount(gap)? != 0
+            let is_used = tables.refcounts().get(gap)? != 0
                 || (gaps.is_taken)(gap)
-                || tables.active_clusters().contains(&gap);
+                || tables.active.contains(&gap);
             if !is_used {
-                tables.add_refcount_block(index, geometry.offset_of(gap))?;
-                tables.set_refcount(gap, 1)?;
+                tables.refcounts().add_block(index, geometry.offset_of(gap))?;
+                tables.refcounts().set(gap, 1)?;
                 gaps.rest.start += 1;
                 return Ok(());
             }

@@ -48,7 +48,7 @@ impl Allocator {
         tables: &mut Tables,
         count: u64,
     ) -> Option<Range<u64>> {
-        self.reserve.at_end().is_none().then(|| tables.file_mut().reserve(count))
+        self.reserve.at_end().is_none().then(|| tables.file.reserve(count))
     }
 
     /// The host has space for these clusters at the end.
@@ -101,7 +101,7 @@ impl Allocator {
         // Past the limit the next step scans all that was not scanned. Once: it fails after that.
         let is_unknown = self.space.limit().is_none()
             && !self.space.unscanned().is_empty()
-            && size < tables.geometry().offset_of(tables.file().end() + 1);
+            && size < tables.geometry().offset_of(tables.file.end() + 1);
         if is_unknown {
             self.space.set_limit(Some(size));
         }

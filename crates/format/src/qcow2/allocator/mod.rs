@@ -142,7 +142,7 @@ impl Allocator {
                     return Err(Blocked::NeedsReserve(ReserveRequest::Frees));
                 }
                 let count = if start < host_limit { count.min(host_limit - start) } else { count };
-                match tables.scan(start, count.min(limit))? {
+                match tables.refcounts().scan(start, count.min(limit))? {
                     Scan::Free(clusters) => {
                         self.space.take_from_run(start, clusters.end - clusters.start);
                         return Allocated::unprepared(tables, clusters);
@@ -154,7 +154,7 @@ impl Allocator {
             } else if !unscanned.is_empty() && (slices > 0 || self.space.limit().is_some()) {
                 slices = slices.saturating_sub(1);
                 let cursor = unscanned.start;
-                match tables.scan(cursor, limit.min(unscanned.end - cursor))? {
+                match tables.refcounts().scan(cursor, limit.min(unscanned.end - cursor))? {
                     Scan::Free(clusters) => {
                         self.space.advance_cursor(clusters.end);
                         return Allocated::unprepared(tables, clusters);
@@ -166,11 +166,11 @@ impl Allocator {
             } else if let Some(clusters) = self.scan_prepared(tables, limit + ahead)? {
                 let clusters = mark_allocated(tables, clusters)?;
                 return Ok(Allocated { clusters, is_prepared: true });
-            } else if self.prepared.is_due(tables.file().end()) {
+            } else if self.prepared.is_due(tables.file.end()) {
                 return Err(Blocked::NeedsReserve(ReserveRequest::WrittenZeros));
             } else {
-                let end = tables.file().end();
-                match tables.scan(end, limit)? {
+                let end = tables.file.end();
+                match tables.refcounts().scan(end, limit)? {
                     Scan::Free(clusters) if clusters.end > self.space.length() => {
                         return Err(Blocked::NeedsReserve(ReserveRequest::Length(clusters.end)));
                     }
@@ -178,10 +178,10 @@ impl Allocator {
                         return Err(Blocked::NeedsReserve(ReserveRequest::Frees));
                     }
                     Scan::Free(clusters) => {
-                        tables.file_mut().advance(clusters.end);
+                        tables.file.advance(clusters.end);
                         return Allocated::unprepared(tables, clusters);
                     }
-                    Scan::Allocated(count) => tables.file_mut().advance(end + count),
+                    Scan::Allocated(count) => tables.file.advance(end + count),
                     Scan::NoRefcountBlock => {
                         self.allocate_at_end(tables, 0)?;
                     }
@@ -200,19 +200,19 @@ impl Allocator {
     fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
         let geometry = tables.geometry();
         let index = geometry.refcount_index(cluster).table_index;
-        let blocks = tables.refcount_table().get(index as usize..).unwrap_or_default();
+        let blocks = tables.refcount_table().words().get(index as usize..).unwrap_or_default();
         if let Some(gap) = blocks.iter().position(|&word| word != 0) {
             self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
             return;
         }
         // Nothing is counted from here on: a block device after its last cluster in use. A table
         // that lies there is passed.
-        let last = tables.active_clusters().iter().filter(|&&table| table >= cluster).max();
+        let last = tables.active.iter().filter(|&&table| table >= cluster).max();
         let in_block = geometry.block_refcounts();
         let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
         if self.space.unscanned().contains(&start) {
             self.space.end_scan_at(start);
-            tables.file_mut().lower(start);
+            tables.file.lower(start);
         } else {
             self.space.advance_cursor(start);
         }
@@ -220,14 +220,14 @@ impl Allocator {
 
     /// One reference to a cluster is gone, durably. At none, the cluster is free.
     pub(crate) fn decrement_refcount(&mut self, tables: &mut Tables, cluster: u64) -> Step<()> {
-        let count = tables.refcount(cluster)?;
+        let count = tables.refcounts().get(cluster)?;
         if count == 0 {
             let what = "the refcount of a cluster in use is 0";
             return Err(tables.corrupt(what, tables.geometry().offset_of(cluster)).into());
         }
-        tables.set_refcount(cluster, count - 1)?;
+        tables.refcounts().set(cluster, count - 1)?;
         if count == 1 {
-            tables.remove_active(cluster);
+            tables.active.remove(&cluster);
             self.close_compressed(tables.geometry(), cluster);
             self.space.free(cluster);
             self.rows.note_free(cluster);
@@ -242,7 +242,7 @@ impl Allocator {
         cluster: u64,
         value: u64,
     ) -> Step<()> {
-        if tables.refcount(cluster)? == value {
+        if tables.refcounts().get(cluster)? == value {
             return Ok(());
         }
         let geometry = tables.geometry();
@@ -250,17 +250,17 @@ impl Allocator {
             let what = format!("{value} references to a cluster are more than can be counted");
             return Err(tables.corrupt(what, geometry.offset_of(cluster)).into());
         }
-        while !tables.has_refcount(cluster)? {
-            tables.file_mut().advance(cluster + 1);
+        while !tables.refcounts().has_block(cluster)? {
+            tables.file.advance(cluster + 1);
             let index = geometry.refcount_index(cluster).table_index;
             let new = self.allocate_at_end(tables, 1)?;
             if tables.refcount_block(index)?.is_none() {
-                tables.add_refcount_block(index, geometry.offset_of(new.start))?;
+                tables.refcounts().add_block(index, geometry.offset_of(new.start))?;
             } else {
                 self.free_unlinked(tables, new);
             }
         }
-        tables.set_refcount(cluster, value)
+        tables.refcounts().set(cluster, value)
     }
 
     /// Counts a reference of a process that has died to a cluster. It may be counted already; one
@@ -272,7 +272,7 @@ impl Allocator {
         cluster: u64,
         shared: bool,
     ) -> Step<()> {
-        match tables.refcount(cluster)? {
+        match tables.refcounts().get(cluster)? {
             0 => self.correct_refcount(tables, cluster, 1),
             count if shared && count < tables.geometry().max_refcount() => {
                 self.correct_refcount(tables, cluster, count + 1)
@@ -286,7 +286,7 @@ impl Allocator {
     pub(crate) fn free_unlinked(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         let mut rest = clusters;
         // While the tables are frozen, refcounts do not change.
-        while tables.freeze().is_active()
+        while tables.freeze.is_active()
             && !rest.is_empty()
             && self.decrement_refcount(tables, rest.start).is_ok()
         {
@@ -351,7 +351,7 @@ impl Allocator {
 
     /// Whether the file grows by what is being written.
     pub(crate) fn is_growing(&self, tables: &Tables) -> bool {
-        self.space.written_end() < tables.file().end()
+        self.space.written_end() < tables.file.end()
     }
 }
 
@@ -359,7 +359,7 @@ impl Allocator {
 fn mark_allocated(tables: &mut Tables, clusters: Range<u64>) -> Step<Range<u64>> {
     check_not_active(tables, clusters.clone())?;
     for cluster in clusters.clone() {
-        tables.set_refcount(cluster, 1)?;
+        tables.refcounts().set(cluster, 1)?;
     }
     Ok(clusters)
 }

@@ -99,7 +99,7 @@ impl Allocator {
         tables: &mut Tables,
         free: Option<u64>,
     ) -> Step<Option<Range<u64>>> {
-        let end = tables.file().end();
+        let end = tables.file.end();
         if !self.prepared.is_due(end) || !self.prepared.clusters().is_empty() {
             return Ok(None);
         }
@@ -109,18 +109,18 @@ impl Allocator {
             return Ok(None);
         }
         loop {
-            let end = tables.file().end();
+            let end = tables.file.end();
             let in_file = self.space.length().saturating_sub(end);
             // A device never has more than it has now.
             let count = if free.is_none() && in_file > 0 { wanted.min(in_file) } else { wanted };
-            match tables.scan(end, count)? {
+            match tables.refcounts().scan(end, count)? {
                 Scan::Free(clusters) => {
                     check_not_active(tables, clusters.clone())?;
-                    tables.file_mut().advance(clusters.end);
+                    tables.file.advance(clusters.end);
                     self.prepared.is_wanted = false;
                     return Ok(Some(clusters));
                 }
-                Scan::Allocated(count) => tables.file_mut().advance(end + count),
+                Scan::Allocated(count) => tables.file.advance(end + count),
                 // The allocation places it, and takes what follows as without preparation.
                 Scan::NoRefcountBlock => {
                     self.prepared.not_before = end + 1;
@@ -140,8 +140,8 @@ impl Allocator {
     /// The claimed clusters could not be prepared. They are free as before, and it is not tried
     /// again soon.
     pub(crate) fn give_up_preparing(&mut self, tables: &mut Tables, clusters: Range<u64>) {
-        tables.file_mut().unreserve(clusters.end, clusters.start);
-        if tables.file().end() > clusters.start {
+        tables.file.unreserve(clusters.end, clusters.start);
+        if tables.file.end() > clusters.start {
             self.space.free_range(clusters.clone());
         }
         self.stop_preparing(clusters.start);
@@ -169,7 +169,10 @@ impl Allocator {
             if prepared.is_empty() {
                 return Ok(None);
             }
-            match tables.scan(prepared.start, limit.min(prepared.end - prepared.start))? {
+            match tables
+                .refcounts()
+                .scan(prepared.start, limit.min(prepared.end - prepared.start))?
+            {
                 Scan::Free(clusters) => {
                     self.prepared.advance(clusters.end);
                     return Ok(Some(clusters));

@@ -42,7 +42,7 @@ pub(crate) enum Room {
 
 pub(super) fn first_allocated(tables: &mut Tables, clusters: Range<u64>) -> Step<Option<u64>> {
     for cluster in clusters {
-        if tables.refcount(cluster)? != 0 {
+        if tables.refcounts().get(cluster)? != 0 {
             return Ok(Some(cluster));
         }
     }

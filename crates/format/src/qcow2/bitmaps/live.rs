@@ -43,7 +43,6 @@ use crate::qcow2::layout::names;
 use crate::qcow2::layout::options::BitmapActivity;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
-use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
 use super::reader::BitsReader;
@@ -121,7 +120,7 @@ impl Role {
 /// Clusters that are written in place when changes are recorded: each is of one bitmap, and of
 /// nothing else that the image cannot do without.
 struct Places<'a, S: Storage> {
-    metadata: &'a Metadata<S, Mapping>,
+    metadata: &'a Metadata<S>,
     taken: ClusterRanges,
     /// They are not of an image that was not closed while they were written late, until they are
     /// counted.
@@ -129,7 +128,7 @@ struct Places<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> Places<'a, S> {
-    fn new(metadata: &'a Metadata<S, Mapping>, header: &Header) -> Self {
+    fn new(metadata: &'a Metadata<S>, header: &Header) -> Self {
         let are_refcounts_known = !header.incompatible.contains(Incompatible::DIRTY);
         Self { metadata, taken: ClusterRanges::default(), are_refcounts_known }
     }
@@ -145,14 +144,13 @@ impl<'a, S: Storage> Places<'a, S> {
         if offset >= storage.size() {
             return Err(refuse("a bitmap is past the end of the file"));
         }
-        let is_active = clusters
-            .clone()
-            .any(|cluster| self.metadata.lock().tables.active_clusters().contains(&cluster));
+        let is_active =
+            clusters.clone().any(|cluster| self.metadata.lock().tables.active.contains(&cluster));
         if is_active || self.taken.overlaps(&clusters) {
             return Err(refuse("a bitmap overlaps other metadata"));
         }
         for cluster in clusters.clone().filter(|_| self.are_refcounts_known) {
-            if self.metadata.step(|state| state.tables.refcount(cluster)).await? == 0 {
+            if self.metadata.step(|state| state.tables.refcounts().get(cluster)).await? == 0 {
                 return Err(refuse("the refcount of a bitmap's cluster is 0"));
             }
         }
@@ -163,7 +161,7 @@ impl<'a, S: Storage> Places<'a, S> {
 
 impl BitmapSet {
     async fn read<S: Storage>(
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         header: &Header,
         activity: BitmapActivity,
     ) -> Result<Self> {
@@ -237,7 +235,7 @@ impl BitmapSet {
     /// durable yet.
     async fn write_flags<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
     ) -> Result<bool> {
         let Some(DirectoryLocation { offset, length, .. }) = self.location else {
@@ -304,11 +302,11 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// What the storage answers; the failure to write metadata that is remembered.
-    pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+    pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         // After one it may be unknown which header is on disk. With refcounts of the other one's
         // tables, good bitmaps would look damaged.
         metadata.writer().check_failure()?;
-        let header = metadata.lock().tables.headers().disk().clone();
+        let header = metadata.lock().tables.headers.disk().clone();
         let set = match BitmapSet::read(metadata, &header, self.activity).await {
             Err(error) if error.kind() == ErrorKind::Corrupt => BitmapSet::default(),
             set => set?,
@@ -348,8 +346,8 @@ impl LiveBitmaps {
 
     /// Up to how many bytes of the disk an enabled bitmap may say to have changed that have not,
     /// because a process died that recorded changes in it; 0 where none did.
-    pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> u64 {
-        if metadata.lock().tables.headers().disk().autoclear & LIVE_BITMAPS == 0 {
+    pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
+        if metadata.lock().tables.headers.disk().autoclear & LIVE_BITMAPS == 0 {
             return 0;
         }
         let set = self.set();
@@ -378,7 +376,7 @@ impl LiveBitmaps {
     /// bitmaps are enabled: the change must not be made.
     pub(crate) async fn record<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         range: ByteRange,
     ) -> Result<ByteRange> {
         if let Some(range) = self.try_record(range) {
@@ -407,7 +405,7 @@ impl LiveBitmaps {
     /// Has these bitmaps lack changes from now on, durably.
     async fn give_up<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         lost: Vec<(Arc<LiveBitmap>, Error)>,
     ) -> Result<()> {
         let _alone = self.begin_lock.acquire().await;
@@ -432,7 +430,7 @@ impl LiveBitmaps {
     /// write that failed or was dropped may be read, and is lost in a crash.
     async fn set_flags<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         set: &BitmapSet,
         wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
     ) -> Result<()> {
@@ -464,10 +462,7 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// As [`record`](Self::record).
-    pub(crate) async fn begin_session<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-    ) -> Result<()> {
+    pub(crate) async fn begin_session<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.has_live.load(Ordering::Acquire) && !self.has_begun.load(Ordering::Acquire) {
             self.begin(metadata).await?;
             // They may have been found to be damaged just now.
@@ -477,7 +472,7 @@ impl LiveBitmaps {
     }
 
     /// Begins the session, if it has not begun meanwhile.
-    async fn begin<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+    async fn begin<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let _alone = self.begin_lock.acquire().await;
         if self.has_begun.load(Ordering::Acquire) {
             return Ok(());
@@ -522,10 +517,7 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// What the storage answers.
-    pub(crate) async fn disable_lost<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-    ) -> Result<()> {
+    pub(crate) async fn disable_lost<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.is_marked.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -552,10 +544,7 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// What the storage answers.
-    pub(crate) async fn renew_voucher<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-    ) -> Result<()> {
+    pub(crate) async fn renew_voucher<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if !self.has_begun.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -573,11 +562,8 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// What the storage answers: the sidecar is refused later.
-    pub(crate) async fn note_resize<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-    ) -> Result<()> {
-        let autoclear = metadata.lock().tables.headers().disk().autoclear;
+    pub(crate) async fn note_resize<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
+        let autoclear = metadata.lock().tables.headers.disk().autoclear;
         match autoclear & LIVE_BITMAPS {
             0 => sidecar::renew_mark(metadata).await,
             _ => Ok(()),
@@ -589,8 +575,8 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// What the storage answers: the bitmaps stay marked, and contain all changes.
-    pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
-        let header = metadata.lock().tables.headers().disk().clone();
+    pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
+        let header = metadata.lock().tables.headers.disk().clone();
         // They could not be read after a resize, which leaves a session.
         if self.is_forgotten.load(Ordering::Acquire) && header.autoclear & LIVE_BITMAPS != 0 {
             self.load(metadata).await?;

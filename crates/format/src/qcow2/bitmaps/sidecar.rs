@@ -10,16 +10,13 @@ use std::time::Duration;
 use blockhouse_core::{Result, Storage, SyncMode};
 
 use crate::qcow2::layout::data_file_mark::DataFileMark;
-use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
 /// When the data file of a sidecar was changed for the last time: what it holds now is stable, and
 /// its time of change, too. `None` of other images. No change may be in flight.
-pub(super) async fn stable_change<S: Storage>(
-    metadata: &Metadata<S, Mapping>,
-) -> Result<Option<Duration>> {
-    let is_sidecar = DataFileMark::of(metadata.lock().tables.headers().disk()).is_some();
-    let Some(data) = metadata.writer().data_file().filter(|_| is_sidecar) else { return Ok(None) };
+pub(super) async fn stable_change<S: Storage>(metadata: &Metadata<S>) -> Result<Option<Duration>> {
+    let mark = DataFileMark::of(metadata.lock().tables.headers.disk());
+    let (Some(_), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(None) };
     // A flush of the data alone leaves the time behind.
     metadata.sync(SyncMode::Full).await?;
     data.last_change().await
@@ -27,8 +24,8 @@ pub(super) async fn stable_change<S: Storage>(
 
 /// Outside of a session, of an image that is open for writing, where no bitmap is enabled, or this
 /// process has changed the data file just now in a way that no bitmap records.
-pub(super) async fn renew_mark<S: Storage>(metadata: &Metadata<S, Mapping>) -> Result<()> {
-    let mark = DataFileMark::of(metadata.lock().tables.headers().disk());
+pub(super) async fn renew_mark<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    let mark = DataFileMark::of(metadata.lock().tables.headers.disk());
     let (Some(mark), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(()) };
     if data.last_change().await? == Some(mark.changed) {
         return Ok(());

@@ -3,7 +3,6 @@
 use blockhouse_core::{ByteRange, Result, Storage};
 
 use crate::qcow2::layout::bitmap_directory::BitmapEntry;
-use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
 use super::bits::BitRuns;
@@ -74,7 +73,7 @@ impl Extents {
 /// # Errors
 /// What the storage answers, or `Corrupt`.
 pub(crate) async fn extents_of<S: Storage>(
-    metadata: &Metadata<S, Mapping>,
+    metadata: &Metadata<S>,
     live: &LiveBitmaps,
     entry: &BitmapEntry,
     range: ByteRange,

@@ -33,7 +33,6 @@ use crate::qcow2::layout::options::BitmapActivity;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::layout::words;
-use crate::qcow2::mapping::Mapping;
 use crate::qcow2::writeback::Metadata;
 
 use super::number_map::NumberMap;
@@ -189,7 +188,7 @@ impl LiveBitmap {
     /// What the storage answers: the change must not be made.
     pub(super) async fn record<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         range: ByteRange,
     ) -> Result<()> {
         loop {
@@ -212,7 +211,7 @@ impl LiveBitmap {
     /// memory.
     pub(super) async fn page_of<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         number: u64,
     ) -> Result<Bits> {
         let in_memory = || {
@@ -249,7 +248,7 @@ impl LiveBitmap {
     }
 
     /// The bits of a page on disk.
-    async fn read<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<Bits> {
+    async fn read<S: Storage>(&self, metadata: &Metadata<S>, page: u64) -> Result<Bits> {
         self.settle_exact_writes(metadata).await?;
         Ok(match self.location_of(page)? {
             BitsCluster::Stored(offset) => {
@@ -261,7 +260,7 @@ impl LiveBitmap {
         })
     }
 
-    async fn load<S: Storage>(&self, metadata: &Metadata<S, Mapping>, page: u64) -> Result<()> {
+    async fn load<S: Storage>(&self, metadata: &Metadata<S>, page: u64) -> Result<()> {
         let bits = match self.read(metadata, page).await? {
             Bits::Zeros => vec![0; self.page_size as usize],
             Bits::Ones => vec![0xff; self.page_size as usize],
@@ -274,7 +273,7 @@ impl LiveBitmap {
 
     async fn make_durable<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         page: u64,
         version: u64,
     ) -> Result<()> {
@@ -310,11 +309,7 @@ impl LiveBitmap {
 
     /// The offset of a page, for which a cluster is allocated where there is none; `None` for one
     /// whose bits are all set without one.
-    async fn place<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-        page: u64,
-    ) -> Result<Option<u64>> {
+    async fn place<S: Storage>(&self, metadata: &Metadata<S>, page: u64) -> Result<Option<u64>> {
         loop {
             match self.location_of(page)? {
                 BitsCluster::Stored(offset) => return Ok(Some(offset)),
@@ -328,11 +323,7 @@ impl LiveBitmap {
     }
 
     /// Allocates a cluster of bits, which are zeros.
-    async fn allocate<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-        cluster: u64,
-    ) -> Result<()> {
+    async fn allocate<S: Storage>(&self, metadata: &Metadata<S>, cluster: u64) -> Result<()> {
         let _alone = self.allocating.acquire().await;
         let is_unknown = {
             let state = self.state.lock();
@@ -346,7 +337,7 @@ impl LiveBitmap {
             metadata.writer().drained().await;
         }
         let allocated = metadata.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             state.tables.check_dirty_limit()?;
             let allocated = state.allocator.allocate(&mut state.tables, 1)?;
             state.tables.note_change();
@@ -368,7 +359,7 @@ impl LiveBitmap {
 
     async fn fill_and_refer<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         cluster: u64,
         host: ByteRange,
     ) -> Result<()> {
@@ -394,7 +385,7 @@ impl LiveBitmap {
     }
 
     /// Has extents rest where many are active.
-    async fn have_some_rest<S: Storage>(&self, metadata: &Metadata<S, Mapping>) {
+    async fn have_some_rest<S: Storage>(&self, metadata: &Metadata<S>) {
         let (rest_at, rest_to) = (self.max_active * 3 / 4, self.max_active / 2);
         loop {
             let (active, going_to_rest) = {
@@ -451,7 +442,7 @@ impl LiveBitmap {
 
     async fn write_stale<S: Storage>(
         &self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         stale: BTreeSet<u64>,
     ) -> Result<()> {
         let writes = stale.into_iter().map(async |page| {
@@ -469,10 +460,7 @@ impl LiveBitmap {
     ///
     /// # Errors
     /// What the storage answers.
-    pub(super) async fn write_exactly<S: Storage>(
-        &self,
-        metadata: &Metadata<S, Mapping>,
-    ) -> Result<()> {
+    pub(super) async fn write_exactly<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let pages = {
             let mut state = self.state.lock();
             state.active.clear();
@@ -499,7 +487,7 @@ impl LiveBitmap {
     /// Makes writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or that no
     /// flush has covered: among the bits may be those of changes that failed, and were never
     /// durable.
-    async fn settle_exact_writes<S: Storage>(&self, metadata: &Metadata<S, Mapping>) -> Result<()> {
+    async fn settle_exact_writes<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.state.lock().is_exact_write_unknown {
             metadata.writer().drained().await;
             metadata.sync(SyncMode::Data).await?;
@@ -520,7 +508,7 @@ struct PageWrite<'a> {
 impl PageWrite<'_> {
     async fn run<S: Storage>(
         mut self,
-        metadata: &Metadata<S, Mapping>,
+        metadata: &Metadata<S>,
         durability: Durability,
     ) -> Result<()> {
         if self.was_dropped {

@@ -43,7 +43,7 @@ impl Mapper<'_> {
             Durability::Data | Durability::Full => DataStability::Stable,
         };
         let slice = self.writable_l2_slice(first)?;
-        self.tables.redo().check_promised()?;
+        self.tables.redo.check_promised()?;
         for cluster in clusters.clone() {
             self.tables.entry(slice, geometry.l2_index(cluster).index)?;
         }
@@ -103,12 +103,12 @@ impl Mapper<'_> {
 
     /// Notes in the redo log what the entries of these clusters became, all in one slice.
     fn append_redo(&mut self, slice: SliceId, clusters: Range<u64>, change: &Change) -> Step<()> {
-        if !self.tables.redo().is_attached() {
+        if !self.tables.redo.is_attached() {
             return Ok(());
         }
         if let Change::Zero { keep: true } = change {
             let change = RedoChange::ZeroKeepingHost;
-            self.tables.append_redo(&RedoRecord { clusters, change });
+            self.tables.redo.append(&RedoRecord { clusters, change }, self.tables.geometry());
             return Ok(());
         }
         let geometry = self.tables.geometry();
@@ -116,11 +116,11 @@ impl Mapper<'_> {
         for cluster in clusters {
             let entry = self.tables.entry(slice, geometry.l2_index(cluster).index)?;
             if let Some(record) = run.push(cluster, entry, geometry) {
-                self.tables.append_redo(&record);
+                self.tables.redo.append(&record, self.tables.geometry());
             }
         }
         if let Some(record) = run.finish() {
-            self.tables.append_redo(&record);
+            self.tables.redo.append(&record, self.tables.geometry());
         }
         Ok(())
     }

@@ -47,7 +47,7 @@ impl Mapper<'_> {
         }
         // A record of their own is noted, before those of the changes that are pending.
         let pending = self.mapping.changes.len() + 1;
-        let has_room = found > clusters.end && self.tables.redo_mut().check_room(pending).is_ok();
+        let has_room = found > clusters.end && self.tables.redo.check_room(pending).is_ok();
         Ok(if has_room { found - clusters.end } else { 0 })
     }
 
@@ -68,7 +68,9 @@ impl Mapper<'_> {
         }
         if !ahead.is_empty() {
             let change = RedoChange::Set(entry_of(hosts.start));
-            self.tables.append_redo(&RedoRecord { clusters: ahead, change });
+            self.tables
+                .redo
+                .append(&RedoRecord { clusters: ahead, change }, self.tables.geometry());
             self.tables.note_change();
         }
     }

@@ -118,10 +118,10 @@ impl Mapper<'_> {
     /// Blocked where a writeback has to run, or a change to end, before another one is prepared.
     fn check_room(&mut self) -> Step<()> {
         self.tables.check_dirty_limit()?;
-        let checked = self.tables.redo_mut().check_room(self.mapping.changes.len());
+        let checked = self.tables.redo.check_room(self.mapping.changes.len());
         match self.mapping.changes.first() {
             // The changes that are prepared take all room: a writeback gives none back.
-            Some(pending) if checked.is_err() && self.tables.redo().is_empty() => {
+            Some(pending) if checked.is_err() && self.tables.redo.is_empty() => {
                 Err(Blocked::NoRoom(pending.listen()))
             }
             _ => checked,

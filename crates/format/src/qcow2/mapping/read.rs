@@ -105,7 +105,7 @@ fn within_file(tables: &Tables, extent: Extent) -> Step<Extent> {
         ExtentState::Compressed { host, .. } => host,
         _ => return Ok(extent),
     };
-    let end = geometry.offset_of(tables.file().end());
+    let end = geometry.offset_of(tables.file.end());
     if host >= end {
         let guest = extent.guest.offset();
         let what = format!("the data of the guest's offset {guest} lies past the end of the file");

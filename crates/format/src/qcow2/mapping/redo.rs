@@ -66,7 +66,7 @@ impl Mapper<'_> {
         match entry {
             Entry::Standard { host: Some(host), subclusters }
                 if !geometry.has_data_file
-                    && self.tables.refcount(geometry.cluster_of(host.offset))? > 1 =>
+                    && self.tables.refcounts().get(geometry.cluster_of(host.offset))? > 1 =>
             {
                 let host = Reference { copied: false, ..host };
                 Ok(Entry::Standard { host: Some(host), subclusters })

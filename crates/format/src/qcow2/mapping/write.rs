@@ -176,14 +176,14 @@ impl Mapper<'_> {
         clusters: Range<u64>,
     ) -> Step<(Range<u64>, Target)> {
         // Nothing was ever written past the end, where the file did not reach further before.
-        let unused = self.tables.file().end();
+        let unused = self.tables.file.end();
         let count = clusters.end - clusters.start;
         let ahead = self.clusters_ahead(slice, &clusters)?;
         let allocated = self.allocator.allocate_for_data(self.tables, count, ahead)?;
         let (all, prepared) = (allocated.clusters, allocated.is_prepared);
         let hosts = all.start..all.end.min(all.start + count);
         let clusters = clusters.start..clusters.start + (hosts.end - hosts.start);
-        let is_unwritten = hosts.start >= unused && self.tables.file().is_unwritten(hosts.start);
+        let is_unwritten = hosts.start >= unused && self.tables.file.is_unwritten(hosts.start);
         let zeroed = (is_unwritten || prepared) && self.reads_as_zeros(slice, clusters.clone())?;
         let host = self.tables.geometry().offset_of(hosts.start);
         if prepared {

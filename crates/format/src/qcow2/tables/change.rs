@@ -5,7 +5,6 @@ use std::ops::Range;
 use blockhouse_core::Error;
 
 use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
-use crate::qcow2::layout::header::Header;
 
 use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::{Blocked, Step, Tables};
@@ -24,7 +23,7 @@ impl Tables {
         entry: Entry,
         stability: DataStability,
     ) {
-        self.note_slice(slice.offset, SliceKind::L2);
+        self.watch.note(slice.offset, SliceKind::L2);
         let bytes = self.cache.change(slice.offset, index, stability);
         entry.write(bytes, index, self.geometry);
     }
@@ -63,7 +62,7 @@ impl Tables {
 
     /// Takes an L2 table out of the L1 table.
     pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
-        self.end_watch();
+        self.watch.end();
         // Past its end there is none.
         let _ = self.l1.set(l1_index, 0);
         self.version += 1;
@@ -72,7 +71,7 @@ impl Tables {
     /// The L1 table has this many entries from now on, in these clusters, which nothing on disk
     /// refers to yet. Returns its old clusters.
     pub(crate) fn move_l1(&mut self, entries: u64, clusters: Range<u64>) -> Option<Range<u64>> {
-        self.end_watch();
+        self.watch.end();
         let geometry = self.geometry;
         let old = geometry.cluster_of(self.header().l1_offset);
         let old_count = geometry.clusters_for(self.l1.len() as u64 * 8);
@@ -88,7 +87,7 @@ impl Tables {
     /// The L1 table is cut off after this many entries, at its offset. Returns the clusters that it
     /// does not need any more.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
-        self.end_watch();
+        self.watch.end();
         let geometry = self.geometry;
         let start = geometry.cluster_of(self.header().l1_offset);
         let [kept, old] =
@@ -100,7 +99,7 @@ impl Tables {
 
     /// The guest's disk has this many bytes from now on.
     pub(crate) fn set_size(&mut self, size: u64) {
-        self.end_watch();
+        self.watch.end();
         self.headers.wanted_mut().size = size;
         self.version += 1;
     }
@@ -110,63 +109,17 @@ impl Tables {
         self.l1 = super::TopTable::new(l1);
     }
 
-    /// Begins a refcount block, which nothing on disk refers to yet.
-    ///
-    /// # Errors
-    /// `Corrupt` where the refcount table does not reach this far.
-    pub(crate) fn add_refcount_block(&mut self, index: u64, offset: u64) -> Result<(), Error> {
-        if !self.refcount_table.set(index as usize, offset) {
-            let table = self.header().refcount_table_offset;
-            return Err(self.past_table("refcount table", table));
-        }
-        self.init_table(offset, SliceKind::Refcounts);
-        Ok(())
-    }
-
-    fn past_table(&self, table: &str, offset: u64) -> Error {
+    pub(super) fn past_table(&self, table: &str, offset: u64) -> Error {
         self.corrupt(format!("the {table} does not reach as far as the image"), offset)
     }
 
-    /// Takes a refcount block out of the refcount table.
-    pub(crate) fn remove_refcount_block(&mut self, index: usize) {
-        self.end_watch();
-        let geometry = self.geometry;
-        let offset = self.refcount_table.get(index);
-        // Past its end there is none.
-        let _ = self.refcount_table.set(index, 0);
-        self.cache.invalidate(offset, offset + geometry.cluster_size(), geometry.slice_size());
-        self.new_tables.remove(&offset);
-        self.active.remove(&geometry.cluster_of(offset));
-        self.version += 1;
-    }
-
-    /// The refcount table is in these clusters from now on, longer than it was. Returns the old
-    /// ones.
-    pub(crate) fn move_refcount_table(&mut self, clusters: Range<u64>) -> Range<u64> {
-        let geometry = self.geometry;
-        let count = clusters.end - clusters.start;
-        let header = self.headers.wanted_mut();
-        let old = geometry.cluster_of(header.refcount_table_offset);
-        let old = old..old + u64::from(header.refcount_table_clusters);
-        header.refcount_table_offset = geometry.offset_of(clusters.start);
-        header.refcount_table_clusters = count as u32;
-        self.refcount_table.resize((count << geometry.cluster_bits) as usize / 8);
-        self.active.extend(clusters);
-        old
-    }
-
     /// A cluster becomes a table of zeros in memory; what was cached of it before is dropped.
-    fn init_table(&mut self, offset: u64, kind: SliceKind) {
+    pub(super) fn init_table(&mut self, offset: u64, kind: SliceKind) {
         let geometry = self.geometry;
         let end = offset + geometry.cluster_size();
         self.cache.invalidate(offset, end, geometry.slice_size());
         self.new_tables.insert(offset, kind);
         self.active.insert(geometry.cluster_of(offset));
-    }
-
-    /// A cluster is free: it holds no table.
-    pub(crate) fn remove_active(&mut self, cluster: u64) {
-        self.active.remove(&cluster);
     }
 
     /// Fails for a cluster that holds a table: it would be overwritten.
@@ -176,10 +129,5 @@ impl Tables {
         }
         let what = "refcount 0 for a cluster that holds metadata";
         Err(self.corrupt(what, self.geometry.offset_of(cluster)))
-    }
-
-    /// The image has another backing file, on disk already.
-    pub(crate) fn set_backing(&mut self, new: &Header) {
-        self.headers.set_backing(new);
     }
 }

@@ -13,22 +13,21 @@ use std::collections::BTreeSet;
 use super::Tables;
 use super::slice_cache::SliceKind;
 
+/// The slices that change while it is active.
+#[derive(Default)]
+pub(crate) struct ChangeWatch {
+    changed: Option<ChangedSlices>,
+}
+
 /// Offsets of slices that changed since they were looked at.
 #[derive(Default)]
-pub(super) struct ChangedSlices {
+struct ChangedSlices {
     l2: BTreeSet<u64>,
     refcounts: BTreeSet<u64>,
 }
 
 impl ChangedSlices {
-    fn of(&self, kind: SliceKind) -> &BTreeSet<u64> {
-        match kind {
-            SliceKind::L2 => &self.l2,
-            SliceKind::Refcounts => &self.refcounts,
-        }
-    }
-
-    fn of_mut(&mut self, kind: SliceKind) -> &mut BTreeSet<u64> {
+    fn of(&mut self, kind: SliceKind) -> &mut BTreeSet<u64> {
         match kind {
             SliceKind::L2 => &mut self.l2,
             SliceKind::Refcounts => &mut self.refcounts,
@@ -36,49 +35,46 @@ impl ChangedSlices {
     }
 }
 
-impl Tables {
-    /// Begins a watch, without any change.
-    pub(crate) fn begin_watch(&mut self) {
-        self.watch = Some(ChangedSlices::default());
+impl ChangeWatch {
+    /// Begins, without any change.
+    pub(crate) fn begin(&mut self) {
+        self.changed = Some(ChangedSlices::default());
     }
 
-    /// Ends the watch, if there is one.
-    pub(crate) fn end_watch(&mut self) {
-        self.watch = None;
+    /// Ends, if it is active.
+    pub(crate) fn end(&mut self) {
+        self.changed = None;
     }
 
-    /// Whether all changes since the watch began were noted.
-    pub(crate) fn is_watched(&self) -> bool {
-        self.watch.is_some()
+    /// Whether all changes since it began were noted.
+    pub(crate) fn is_active(&self) -> bool {
+        self.changed.is_some()
     }
 
     /// The slices that changed and were not looked at since, in order.
-    pub(crate) fn changed_slices(&self, kind: SliceKind) -> Vec<u64> {
-        self.watch.iter().flat_map(|watch| watch.of(kind)).copied().collect()
+    pub(crate) fn changed(&mut self, kind: SliceKind) -> Vec<u64> {
+        self.changed.iter_mut().flat_map(|changed| changed.of(kind).iter()).copied().collect()
     }
 
     /// How many these are, of all kinds.
-    pub(crate) fn count_changed_slices(&self) -> usize {
-        self.watch.as_ref().map_or(0, |watch| watch.l2.len() + watch.refcounts.len())
+    pub(crate) fn count(&self) -> usize {
+        self.changed.as_ref().map_or(0, |changed| changed.l2.len() + changed.refcounts.len())
     }
 
     /// A slice was changed.
-    pub(super) fn note_slice(&mut self, offset: u64, kind: SliceKind) {
-        if let Some(watch) = &mut self.watch {
-            watch.of_mut(kind).insert(offset);
+    pub(super) fn note(&mut self, offset: u64, kind: SliceKind) {
+        if let Some(changed) = &mut self.changed {
+            changed.of(kind).insert(offset);
         }
     }
+}
 
+impl Tables {
     /// Takes the note of a slice back; its bytes, where they may differ from those on disk.
     pub(crate) fn look_at(&mut self, offset: u64, kind: SliceKind) -> Option<&[u8]> {
-        if let Some(watch) = &mut self.watch {
-            watch.of_mut(kind).remove(&offset);
+        if let Some(changed) = &mut self.watch.changed {
+            changed.of(kind).remove(&offset);
         }
-        self.peek(offset)
-    }
-
-    /// The bytes of a slice, where they may differ from those on disk.
-    pub(crate) fn peek(&self, offset: u64) -> Option<&[u8]> {
         self.cache.peek(offset)
     }
 

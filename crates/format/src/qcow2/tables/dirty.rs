@@ -146,6 +146,72 @@ impl WritebackBatch {
             && self.l1_update.is_none()
             && !self.has_header_write()
     }
+
+    fn copy_refcounts(&mut self, tables: &mut Tables) {
+        self.copy_slices(tables, SliceKind::Refcounts);
+        self.refcount_table_dirty = tables.refcount_table.take_dirty();
+        let (wanted, disk) = (tables.headers.wanted(), tables.headers.disk());
+        let offset = wanted.refcount_table_offset;
+        if offset != disk.refcount_table_offset {
+            self.unordered.push(tables.refcount_table.whole(offset));
+            let clusters = wanted.refcount_table_clusters;
+            self.refcount_table_update = Some(RefcountTableUpdate { offset, clusters });
+        } else {
+            let dirty = &self.refcount_table_dirty;
+            let step = tables.geometry.slice_size();
+            self.refcount_table = tables.refcount_table.parts(dirty, offset, step);
+        }
+    }
+
+    fn copy_mappings(&mut self, tables: &mut Tables) {
+        self.copy_slices(tables, SliceKind::L2);
+        let (wanted, disk) = (tables.headers.wanted(), tables.headers.disk());
+        let is_moved = wanted.l1_offset != disk.l1_offset;
+        if is_moved {
+            self.unordered.push(tables.l1.whole(wanted.l1_offset));
+        } else {
+            let step = tables.geometry.slice_size();
+            self.mappings.extend(tables.l1.parts(&self.l1_dirty, wanted.l1_offset, step));
+        }
+        if is_moved || wanted.size != disk.size {
+            let (size, l1_offset, l1_entries) = (wanted.size, wanted.l1_offset, wanted.l1_entries);
+            self.l1_update = Some(L1Update { size, l1_offset, l1_entries });
+        }
+    }
+
+    /// Copies dirty slices: those of new tables with all of their table, the others alone.
+    fn copy_slices(&mut self, tables: &mut Tables, kind: SliceKind) {
+        let geometry = tables.geometry;
+        for copy in tables.cache.begin_writeback(kind) {
+            let SliceCopy { id, bytes, stability } = copy;
+            self.slices.push(id);
+            if stability == DataStability::Unstable {
+                self.stability = stability;
+            }
+            let table = id.offset & !(geometry.cluster_size() - 1);
+            if !tables.new_tables.contains_key(&table) {
+                let write = TableWrite { offset: id.offset, bytes: bytes.into() };
+                match kind {
+                    SliceKind::Refcounts => self.unordered.push(write),
+                    SliceKind::L2 => self.mappings.push(write),
+                }
+            }
+        }
+        let new = tables.new_tables.iter().filter(|&(_, &other)| other == kind);
+        for (&offset, _) in new {
+            let mut bytes = vec![0; geometry.cluster_size() as usize];
+            for (start, part) in (offset..)
+                .step_by(geometry.slice_size() as usize)
+                .zip(bytes.chunks_exact_mut(geometry.slice_size() as usize))
+            {
+                if let Some(slice) = tables.cache.get(start) {
+                    part.copy_from_slice(&slice.bytes);
+                }
+            }
+            self.unordered.push(TableWrite { offset, bytes });
+            self.new_tables.push(offset);
+        }
+    }
 }
 
 impl Tables {
@@ -169,9 +235,9 @@ impl Tables {
             redo_head: self.redo.head(),
         };
         if batch.scope == WritebackScope::All {
-            self.copy_refcounts(&mut batch);
+            batch.copy_refcounts(self);
         }
-        self.copy_mappings(&mut batch);
+        batch.copy_mappings(self);
         if batch.is_empty() {
             self.finish_writeback(batch);
             return None;
@@ -189,72 +255,6 @@ impl Tables {
                 WritebackScope::SkipRefcounts
             }
             _ => WritebackScope::All,
-        }
-    }
-
-    fn copy_refcounts(&mut self, batch: &mut WritebackBatch) {
-        self.copy_slices(SliceKind::Refcounts, batch);
-        batch.refcount_table_dirty = self.refcount_table.take_dirty();
-        let (wanted, disk) = (self.headers.wanted(), self.headers.disk());
-        let offset = wanted.refcount_table_offset;
-        if offset != disk.refcount_table_offset {
-            batch.unordered.push(self.refcount_table.whole(offset));
-            let clusters = wanted.refcount_table_clusters;
-            batch.refcount_table_update = Some(RefcountTableUpdate { offset, clusters });
-        } else {
-            let dirty = &batch.refcount_table_dirty;
-            let step = self.geometry.slice_size();
-            batch.refcount_table = self.refcount_table.parts(dirty, offset, step);
-        }
-    }
-
-    fn copy_mappings(&mut self, batch: &mut WritebackBatch) {
-        self.copy_slices(SliceKind::L2, batch);
-        let (wanted, disk) = (self.headers.wanted(), self.headers.disk());
-        let is_moved = wanted.l1_offset != disk.l1_offset;
-        if is_moved {
-            batch.unordered.push(self.l1.whole(wanted.l1_offset));
-        } else {
-            let step = self.geometry.slice_size();
-            batch.mappings.extend(self.l1.parts(&batch.l1_dirty, wanted.l1_offset, step));
-        }
-        if is_moved || wanted.size != disk.size {
-            let (size, l1_offset, l1_entries) = (wanted.size, wanted.l1_offset, wanted.l1_entries);
-            batch.l1_update = Some(L1Update { size, l1_offset, l1_entries });
-        }
-    }
-
-    /// Copies dirty slices: those of new tables with all of their table, the others alone.
-    fn copy_slices(&mut self, kind: SliceKind, batch: &mut WritebackBatch) {
-        let geometry = self.geometry;
-        for copy in self.cache.begin_writeback(kind) {
-            let SliceCopy { id, bytes, stability } = copy;
-            batch.slices.push(id);
-            if stability == DataStability::Unstable {
-                batch.stability = stability;
-            }
-            let table = id.offset & !(geometry.cluster_size() - 1);
-            if !self.new_tables.contains_key(&table) {
-                let write = TableWrite { offset: id.offset, bytes: bytes.into() };
-                match kind {
-                    SliceKind::Refcounts => batch.unordered.push(write),
-                    SliceKind::L2 => batch.mappings.push(write),
-                }
-            }
-        }
-        let tables = self.new_tables.iter().filter(|&(_, &other)| other == kind);
-        for (&offset, _) in tables {
-            let mut bytes = vec![0; geometry.cluster_size() as usize];
-            for (start, part) in (offset..)
-                .step_by(geometry.slice_size() as usize)
-                .zip(bytes.chunks_exact_mut(geometry.slice_size() as usize))
-            {
-                if let Some(slice) = self.cache.get(start) {
-                    part.copy_from_slice(&slice.bytes);
-                }
-            }
-            batch.unordered.push(TableWrite { offset, bytes });
-            batch.new_tables.push(offset);
         }
     }
 

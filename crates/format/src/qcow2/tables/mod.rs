@@ -33,21 +33,20 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind};
 
-use crate::CacheCounts;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 
 pub(crate) use dirty::{WritebackBatch, WritebackReason, WritebackScope};
 pub(crate) use file_end::FileEnd;
 pub(crate) use freeze::{FreezeState, ThawEvent};
-pub(crate) use headers::Headers;
 pub(crate) use redo::{EntryRun, LatestChanges, REDO_LOG_WORDS, RedoChange, RedoLog, RedoRecord};
 pub(crate) use refcounts::{LastCounted, Scan};
 pub(crate) use slice_cache::{DataStability, Fetch, SliceId, SliceKind};
 pub(crate) use step::{Blocked, ReserveRequest, Step};
 pub(crate) use writer::TableWriter;
 
-use change_watch::ChangedSlices;
+use change_watch::ChangeWatch;
+use headers::Headers;
 use slice_cache::SliceCache;
 use top_table::TopTable;
 
@@ -56,24 +55,25 @@ pub(crate) struct Tables {
     geometry: Geometry,
     /// The image's name, for errors.
     name: Arc<str>,
-    headers: Headers,
+    pub(crate) headers: Headers,
     l1: TopTable,
     refcount_table: TopTable,
-    cache: SliceCache,
+    pub(crate) cache: SliceCache,
     /// L2 tables and refcount blocks that nothing on disk refers to yet, by offset.
     new_tables: HashMap<u64, SliceKind>,
     /// Clusters of the active tables: none is ever given to the guest because a refcount is wrong.
-    active: HashSet<u64>,
-    file: FileEnd,
+    pub(crate) active: HashSet<u64>,
+    pub(crate) file: FileEnd,
     /// Whether any refcount was changed since the image was opened.
     has_counted: bool,
     /// Counts changes that a flush makes durable; and those that are.
     version: u64,
     durable_version: u64,
-    redo: RedoLog,
-    freeze: FreezeState,
+    /// Where changes of entries are noted for a process that comes after this one.
+    pub(crate) redo: RedoLog,
+    pub(crate) freeze: FreezeState,
     /// The slices that change while tables are copied beside these.
-    watch: Option<ChangedSlices>,
+    pub(crate) watch: ChangeWatch,
 }
 
 /// The active tables as they are on disk.
@@ -104,7 +104,7 @@ impl Tables {
             durable_version: 0,
             redo: RedoLog::default(),
             freeze: FreezeState::Active,
-            watch: None,
+            watch: ChangeWatch::default(),
         }
     }
 
@@ -122,7 +122,7 @@ impl Tables {
         l1: Vec<u64>,
         refcount_table: Vec<u64>,
     ) -> Result<(), Error> {
-        self.end_watch();
+        self.watch.end();
         self.headers.replace(header);
         self.l1 = TopTable::new(l1);
         self.refcount_table = TopTable::trimmed(refcount_table);
@@ -131,11 +131,6 @@ impl Tables {
         self.has_counted = true;
         self.active.clear();
         self.note_active()
-    }
-
-    /// A step begins: what it looks at stays cached until the next one.
-    pub(crate) fn begin_step(&mut self) {
-        self.cache.begin_step();
     }
 
     pub(crate) fn geometry(&self) -> Geometry {
@@ -152,53 +147,13 @@ impl Tables {
         self.headers.wanted()
     }
 
-    pub(crate) fn headers(&self) -> &Headers {
-        &self.headers
-    }
-
-    pub(crate) fn headers_mut(&mut self) -> &mut Headers {
-        &mut self.headers
-    }
-
-    pub(crate) fn file(&self) -> &FileEnd {
-        &self.file
-    }
-
-    pub(crate) fn file_mut(&mut self) -> &mut FileEnd {
-        &mut self.file
-    }
-
-    pub(crate) fn freeze(&self) -> &FreezeState {
-        &self.freeze
-    }
-
-    pub(crate) fn freeze_mut(&mut self) -> &mut FreezeState {
-        &mut self.freeze
-    }
-
     /// The active L1 table.
     pub(crate) fn l1(&self) -> &[u64] {
         self.l1.words()
     }
 
-    /// The refcount table up to the last of its refcount blocks.
-    pub(crate) fn refcount_table(&self) -> &[u64] {
-        self.refcount_table.words()
-    }
-
-    /// All of the refcount table, also the zeros at its end.
-    pub(crate) fn whole_refcount_table(&self) -> Vec<u64> {
-        self.refcount_table.to_vec()
-    }
-
-    /// How many refcount blocks the refcount table has entries for.
-    pub(crate) fn refcount_table_entries(&self) -> u64 {
-        self.refcount_table.len() as u64
-    }
-
-    /// The clusters of the active tables.
-    pub(crate) fn active_clusters(&self) -> &HashSet<u64> {
-        &self.active
+    pub(crate) fn refcount_table(&self) -> &TopTable {
+        &self.refcount_table
     }
 
     /// The change that was made last. A writeback that begins now makes it durable.
@@ -216,60 +171,9 @@ impl Tables {
         self.has_counted
     }
 
-    /// Where changes of entries are noted for a process that comes after this one.
-    pub(crate) fn redo(&self) -> &RedoLog {
-        &self.redo
-    }
-
-    /// The same, to make room in it.
-    pub(crate) fn redo_mut(&mut self) -> &mut RedoLog {
-        &mut self.redo
-    }
-
-    /// Changes are noted in this log from now on.
-    pub(crate) fn set_redo(&mut self, log: RedoLog) {
-        self.redo = log;
-    }
-
-    /// Notes a change of entries that was made just now.
-    pub(crate) fn append_redo(&mut self, record: &RedoRecord) {
-        self.redo.append(record, self.geometry);
-    }
-
     /// Blocked where so many slices are dirty that a writeback should run first.
     pub(crate) fn check_dirty_limit(&self) -> Step<()> {
         if self.cache.is_over_dirty_limit() { Err(Blocked::DirtyLimit) } else { Ok(()) }
-    }
-
-    /// Whether at most `limit` slices are dirty and all data that they refer to is stable.
-    pub(crate) fn has_few_dirty(&self, limit: usize) -> bool {
-        self.cache.has_few_dirty(limit)
-    }
-
-    /// How often slices were found in memory, and had to be read.
-    pub(crate) fn cache_counts(&self) -> CacheCounts {
-        self.cache.counts()
-    }
-
-    /// Starts to read a slice that was found missing.
-    pub(crate) fn fetch(&mut self, offset: u64) -> Fetch {
-        self.cache.fetch(offset)
-    }
-
-    /// Takes the bytes that were read for [`fetch`](Self::fetch), unless the slice was made anew
-    /// meanwhile.
-    pub(crate) fn loaded(
-        &mut self,
-        id: SliceId,
-        ticket: &Arc<event_listener::Event>,
-        bytes: Box<[u8]>,
-    ) {
-        self.cache.loaded(id, ticket, bytes);
-    }
-
-    /// Ends a fetch, whatever came of it.
-    pub(crate) fn fetch_ended(&mut self, offset: u64, ticket: &Arc<event_listener::Event>) {
-        self.cache.fetch_ended(offset, ticket);
     }
 
     /// The error of a structure that contradicts the format.

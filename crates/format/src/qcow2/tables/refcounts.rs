@@ -39,53 +39,65 @@ impl Tables {
         })
     }
 
+    /// Refcounts, in memory.
+    pub(crate) fn refcounts(&mut self) -> Refcounts<'_> {
+        Refcounts { tables: self }
+    }
+}
+
+/// Refcounts of the tables in memory.
+pub(crate) struct Refcounts<'a> {
+    tables: &'a mut Tables,
+}
+
+impl Refcounts<'_> {
     /// Whether a cluster has a refcount block. The slice with its refcount is cached then.
-    pub(crate) fn has_refcount(&mut self, cluster: u64) -> Step<bool> {
-        Ok(self.refcount_slice(cluster)?.is_some())
+    pub(crate) fn has_block(&mut self, cluster: u64) -> Step<bool> {
+        Ok(self.slice(cluster)?.is_some())
     }
 
     /// The slice with a cluster's refcount, cached; `None` where no refcount block exists.
-    fn refcount_slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
-        let at = self.geometry.refcount_index(cluster);
-        let Some(block) = self.refcount_block(at.table_index)? else { return Ok(None) };
+    fn slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
+        let at = self.tables.geometry.refcount_index(cluster);
+        let Some(block) = self.tables.refcount_block(at.table_index)? else { return Ok(None) };
         let id = SliceId { offset: block + at.slice_offset, kind: SliceKind::Refcounts };
-        self.ensure(id)?;
+        self.tables.ensure(id)?;
         Ok(Some((id, at.index)))
     }
 
     fn cached(&mut self, id: SliceId) -> Step<&Slice> {
-        self.cache.get(id.offset).ok_or(Blocked::CacheMiss(id))
+        self.tables.cache.get(id.offset).ok_or(Blocked::CacheMiss(id))
     }
 
     /// A cluster's refcount.
-    pub(crate) fn refcount(&mut self, cluster: u64) -> Step<u64> {
-        let order = self.geometry.refcount_order;
-        let Some((id, index)) = self.refcount_slice(cluster)? else { return Ok(0) };
+    pub(crate) fn get(&mut self, cluster: u64) -> Step<u64> {
+        let order = self.tables.geometry.refcount_order;
+        let Some((id, index)) = self.slice(cluster)? else { return Ok(0) };
         Ok(refcount::get(&self.cached(id)?.bytes, order, index))
     }
 
     /// Changes the refcount of a cluster that has a refcount block.
-    pub(crate) fn set_refcount(&mut self, cluster: u64, value: u64) -> Step<()> {
-        let order = self.geometry.refcount_order;
-        let Some((id, index)) = self.refcount_slice(cluster)? else {
+    pub(crate) fn set(&mut self, cluster: u64, value: u64) -> Step<()> {
+        let order = self.tables.geometry.refcount_order;
+        let Some((id, index)) = self.slice(cluster)? else {
             let what = "a cluster in use has no refcount block";
-            return Err(self.corrupt(what, self.geometry.offset_of(cluster)).into());
+            return Err(self.tables.corrupt(what, self.tables.geometry.offset_of(cluster)).into());
         };
-        self.note_slice(id.offset, SliceKind::Refcounts);
-        let bytes = self.cache.change(id.offset, index, DataStability::Stable);
+        self.tables.watch.note(id.offset, SliceKind::Refcounts);
+        let bytes = self.tables.cache.change(id.offset, index, DataStability::Stable);
         refcount::set(bytes, order, index, value);
-        self.has_counted = true;
+        self.tables.has_counted = true;
         Ok(())
     }
 
     /// Up to `limit` free clusters from `cluster` on, or how many are in use; of one slice only.
     pub(crate) fn scan(&mut self, cluster: u64, limit: u64) -> Step<Scan> {
-        self.check_within_limits(cluster)?;
-        let Some((id, first)) = self.refcount_slice(cluster)? else {
+        self.tables.check_within_limits(cluster)?;
+        let Some((id, first)) = self.slice(cluster)? else {
             return Ok(Scan::NoRefcountBlock);
         };
-        let order = self.geometry.refcount_order;
-        let last = self.geometry.slice_refcounts() as usize;
+        let order = self.tables.geometry.refcount_order;
+        let last = self.tables.geometry.slice_refcounts() as usize;
         let slice = self.cached(id)?;
         let is_free = |index: usize| refcount::get(&slice.bytes, order, index) == 0;
         let wanted = is_free(first);
@@ -99,8 +111,8 @@ impl Tables {
 
     /// The last cluster in use up to `cluster`; of one slice only.
     pub(crate) fn last_counted(&mut self, cluster: u64) -> Step<LastCounted> {
-        let geometry = self.geometry;
-        let Some((id, index)) = self.refcount_slice(cluster)? else {
+        let geometry = self.tables.geometry;
+        let Some((id, index)) = self.slice(cluster)? else {
             let first = cluster / geometry.block_refcounts() * geometry.block_refcounts();
             return Ok(LastCounted::NoRefcountBlock(first));
         };
@@ -115,13 +127,58 @@ impl Tables {
     /// Whether the slice of refcounts that begins with cluster `start` counts any cluster but
     /// `except`; `None` where no refcount block exists.
     pub(crate) fn counts_other(&mut self, start: u64, except: u64) -> Step<Option<bool>> {
-        let geometry = self.geometry;
-        let Some((id, _)) = self.refcount_slice(start)? else { return Ok(None) };
+        let geometry = self.tables.geometry;
+        let Some((id, _)) = self.slice(start)? else { return Ok(None) };
         let slice = self.cached(id)?;
         let has_other = (0..geometry.slice_refcounts()).any(|at| {
             let count = refcount::get(&slice.bytes, geometry.refcount_order, at as usize);
             count != 0 && start + at != except
         });
         Ok(Some(has_other))
+    }
+
+    /// Begins a refcount block, which nothing on disk refers to yet.
+    ///
+    /// # Errors
+    /// `Corrupt` where the refcount table does not reach this far.
+    pub(crate) fn add_block(&mut self, index: u64, offset: u64) -> Result<(), Error> {
+        if !self.tables.refcount_table.set(index as usize, offset) {
+            let table = self.tables.header().refcount_table_offset;
+            return Err(self.tables.past_table("refcount table", table));
+        }
+        self.tables.init_table(offset, SliceKind::Refcounts);
+        Ok(())
+    }
+
+    /// Takes a refcount block out of the refcount table.
+    pub(crate) fn remove_block(&mut self, index: usize) {
+        self.tables.watch.end();
+        let geometry = self.tables.geometry;
+        let offset = self.tables.refcount_table.get(index);
+        // Past its end there is none.
+        let _ = self.tables.refcount_table.set(index, 0);
+        self.tables.cache.invalidate(
+            offset,
+            offset + geometry.cluster_size(),
+            geometry.slice_size(),
+        );
+        self.tables.new_tables.remove(&offset);
+        self.tables.active.remove(&geometry.cluster_of(offset));
+        self.tables.version += 1;
+    }
+
+    /// The refcount table is in these clusters from now on, longer than it was. Returns the old
+    /// ones.
+    pub(crate) fn move_table(&mut self, clusters: Range<u64>) -> Range<u64> {
+        let geometry = self.tables.geometry;
+        let count = clusters.end - clusters.start;
+        let header = self.tables.headers.wanted_mut();
+        let old = geometry.cluster_of(header.refcount_table_offset);
+        let old = old..old + u64::from(header.refcount_table_clusters);
+        header.refcount_table_offset = geometry.offset_of(clusters.start);
+        header.refcount_table_clusters = count as u32;
+        self.tables.refcount_table.resize((count << geometry.cluster_bits) as usize / 8);
+        self.tables.active.extend(clusters);
+        old
     }
 }

@@ -8,6 +8,8 @@
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
+use crate::qcow2::Qcow2;
+use crate::qcow2::header::Qcow2Header;
 use crate::qcow2::layout::compression::Compression;
 use crate::qcow2::layout::extensions::{self, BITMAPS, FEATURE_NAMES};
 use crate::qcow2::layout::header::{
@@ -17,9 +19,8 @@ use crate::qcow2::layout::options::{Switch, Version};
 use crate::qcow2::layout::snapshot_table::SnapshotEntry;
 use crate::qcow2::layout::table_io;
 
-use super::ImageMetadata;
 use super::backing::free_first_sector;
-use super::metadata_transaction::{MetadataTransaction, Transactions};
+use super::metadata_transaction::MetadataTransaction;
 use super::zero_clusters::replace_zero_clusters;
 
 /// The hint where an image cannot change in place.
@@ -35,52 +36,56 @@ pub struct Amendments {
     pub lazy_refcounts: Option<Switch>,
 }
 
-/// Changes the options of an image, durably.
-///
-/// # Errors
-/// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no room,
-/// or the options contradict each other; `ReadOnly`; `NoSpace`. The options are the old ones then.
-pub(crate) async fn amend<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    amendments: Amendments,
-) -> Result<()> {
-    metadata.check_writable()?;
-    let name = metadata.storage().name();
-    let old = metadata.lock().tables.headers().disk().clone();
-    let Some(new) = amended(name, &old, amendments)? else { return Ok(()) };
-    if new.length > old.length {
-        free_first_sector(metadata).await?;
-    }
-    let is_downgrade = new.geometry.version < old.geometry.version;
-    if is_downgrade {
-        // Version 2 has no mark for refcounts that may be wrong.
-        metadata.write_everything().await?;
-        metadata.settle().await?;
-    }
-    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
-        let size = transaction.size();
-        let version = new.geometry.version;
-        if is_downgrade {
-            check_marks(name, transaction.header())?;
-            check_snapshots(name, transaction.snapshots(), size)?;
-            replace_zero_clusters(metadata, transaction).await?;
+impl<S: Storage> Qcow2Header<'_, S> {
+    /// Changes options of the image, durably: the old ones or the new ones are in force after a
+    /// crash. What [`features`](Self::features) answers is new, all else is as it was when the
+    /// image was opened; the image is to be closed after this.
+    ///
+    /// # Errors
+    /// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no
+    /// room, or the options contradict each other; `ReadOnly`; `NoSpace`; or what the storage
+    /// answers.
+    pub async fn amend(&self, amendments: Amendments) -> Result<()> {
+        let Qcow2 { metadata, transactions, .. } = self.image;
+        metadata.check_writable()?;
+        let name = metadata.storage().name();
+        let old = metadata.lock().tables.headers.disk().clone();
+        let Some(new) = amended(name, &old, amendments)? else { return Ok(()) };
+        if new.length > old.length {
+            free_first_sector(metadata).await?;
         }
-        let entries = transaction.snapshots_mut().iter_mut();
-        entries.filter(|entry| entry.is_incomplete(version)).for_each(|entry| entry.complete(size));
-        let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
-        let change = |header: &mut Header| {
-            header.geometry.version = version;
-            header.length = new.length;
-            header.compatible = new.compatible;
+        let is_downgrade = new.geometry.version < old.geometry.version;
+        if is_downgrade {
+            // Version 2 has no mark for refcounts that may be wrong.
+            metadata.write_everything().await?;
+            metadata.settle().await?;
+        }
+        let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+            let size = transaction.size();
+            let version = new.geometry.version;
             if is_downgrade {
-                header.autoclear = 0;
-                header.extensions.retain(|extension| extension.kind != FEATURE_NAMES);
+                check_marks(name, transaction.header())?;
+                check_snapshots(name, transaction.snapshots(), size)?;
+                replace_zero_clusters(metadata, transaction).await?;
             }
+            let entries = transaction.snapshots_mut().iter_mut();
+            entries
+                .filter(|entry| entry.is_incomplete(version))
+                .for_each(|entry| entry.complete(size));
+            let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
+            let change = |header: &mut Header| {
+                header.geometry.version = version;
+                header.length = new.length;
+                header.compatible = new.compatible;
+                if is_downgrade {
+                    header.autoclear = 0;
+                    header.extensions.retain(|extension| extension.kind != FEATURE_NAMES);
+                }
+            };
+            transaction.change_header(change, &sector)
         };
-        transaction.change_header(change, &sector)
-    };
-    transactions.run_beside_guest_data(metadata, change).await
+        transactions.run_beside_guest_data(metadata, change).await
+    }
 }
 
 /// The header with the new options; `None` where it has them.

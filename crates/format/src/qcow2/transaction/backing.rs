@@ -15,25 +15,26 @@
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
+use crate::qcow2::header::Qcow2Header;
 use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension, FEATURE_NAMES};
 use crate::qcow2::layout::header::{Header, SECTOR};
 use crate::qcow2::layout::limits::MAX_FILE_NAME;
 use crate::qcow2::layout::options::{Backing, DataFile};
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::words::be64;
+use crate::qcow2::writeback::Metadata;
 
-use super::ImageMetadata;
-
-/// Gives the image another backing file or none, durably.
-///
-/// # Errors
-/// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or what
-/// the storage answers.
-pub(crate) async fn set_backing<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    backing: Option<Backing>,
-) -> Result<()> {
-    change_backing(metadata, backing, NamePlace::BehindExtensions).await
+impl<S: Storage> Qcow2Header<'_, S> {
+    /// Gives the image another backing file or none, durably. The [facts](crate::Qcow2::facts) stay
+    /// what they were when the image was opened; the image is to be closed after this. That the new
+    /// file has the content that the image relies on is the caller's business.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or
+    /// what the storage answers.
+    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+        change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions).await
+    }
 }
 
 /// Where the name goes.
@@ -46,7 +47,7 @@ enum NamePlace {
 }
 
 async fn change_backing<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     backing: Option<Backing>,
     place: NamePlace,
 ) -> Result<()> {
@@ -60,7 +61,7 @@ async fn change_backing<S: Storage>(
     if backing.as_ref().is_some_and(|new| new.name.is_empty() || new.name.len() > MAX_FILE_NAME) {
         return Err(invalid("its name must have 1 to 1023 bytes"));
     }
-    let old = metadata.lock().tables.headers().disk().clone();
+    let old = metadata.lock().tables.headers.disk().clone();
     if backing.is_some() && old.data_file.as_ref().is_some_and(DataFile::is_raw_disk) {
         return Err(invalid("its data file is the raw disk, which has no backing file"));
     }
@@ -90,8 +91,8 @@ async fn change_backing<S: Storage>(
     metadata.writer().write_header(patch).await?;
     metadata.sync(SyncMode::Data).await?;
     let mut state = metadata.lock();
-    state.tables.set_backing(&new);
-    state.changes.set_backing_end(if new.backing.is_some() { u64::MAX } else { 0 });
+    state.tables.headers.set_backing(&new);
+    state.mapping.set_backing_end(if new.backing.is_some() { u64::MAX } else { 0 });
     Ok(())
 }
 
@@ -99,9 +100,9 @@ async fn change_backing<S: Storage>(
 /// more, so that extensions find room: durably.
 ///
 /// # Errors
-/// As [`set_backing`].
-pub(super) async fn free_first_sector<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
-    let backing = metadata.lock().tables.headers().disk().backing.clone();
+/// As [`Qcow2Header::set_backing`].
+pub(super) async fn free_first_sector<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
+    let backing = metadata.lock().tables.headers.disk().backing.clone();
     if backing.is_none() || metadata.geometry().cluster_size() <= SECTOR as u64 {
         return Ok(());
     }
@@ -114,7 +115,7 @@ pub(super) async fn free_first_sector<S: Storage>(metadata: &ImageMetadata<S>) -
 
 /// Writes the blocks of the first cluster that hold a part of it, durably.
 async fn write_header_part<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     bytes: &[u8],
     start: usize,
     length: usize,

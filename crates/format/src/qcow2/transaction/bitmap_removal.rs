@@ -13,7 +13,7 @@
 
 use blockhouse_core::{Durability, Error, Result, Storage, SyncMode};
 
-use crate::qcow2::bitmaps::LiveBitmaps;
+use crate::qcow2::Qcow2;
 use crate::qcow2::layout::bitmap_directory::{
     self, BITMAPS_CONSISTENT, DirectoryLocation, index_of,
 };
@@ -21,20 +21,16 @@ use crate::qcow2::layout::extensions::{self, Extension};
 use crate::qcow2::layout::header::SECTOR;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
-
-use super::ImageMetadata;
-use super::metadata_transaction::Transactions;
+use crate::qcow2::writeback::Metadata;
 
 /// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever
-/// comes of it, the bitmaps are to be [loaded](LiveBitmaps::load) again. `no_space` says why it is
+/// comes of it, the bitmaps are to be loaded again. `no_space` says why it is
 /// not done by a transaction.
 ///
 /// # Errors
 /// `no_space` where the directory is too long; what the storage answers.
 pub(super) async fn remove_in_place<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
+    Qcow2 { metadata, transactions, bitmaps: live, .. }: &Qcow2<S>,
     name: &str,
     no_space: Error,
 ) -> Result<()> {
@@ -44,7 +40,7 @@ pub(super) async fn remove_in_place<S: Storage>(
     metadata.begin_changes_beside_guest_data().await?;
     let _alone = transactions.begin().await;
     let (storage, geometry) = (metadata.storage(), metadata.geometry());
-    let header = metadata.lock().tables.headers().disk().clone();
+    let header = metadata.lock().tables.headers.disk().clone();
     let mut entries = bitmap_directory::read(storage, &header).await?;
     let index = index_of(storage.name(), name, &entries)?;
     let Ok(Some(old)) = DirectoryLocation::of(&header) else { return Err(no_space) };
@@ -75,7 +71,7 @@ pub(super) async fn remove_in_place<S: Storage>(
 
 /// Writes a directory of a sector at most over the old one, which has the same length: durably.
 async fn write_directory<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     offset: u64,
     directory: &[u8],
 ) -> Result<()> {
@@ -88,10 +84,7 @@ async fn write_directory<S: Storage>(
 }
 
 /// Says in the header where the directory is, durably.
-async fn switch<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    new: Option<DirectoryLocation>,
-) -> Result<()> {
+async fn switch<S: Storage>(metadata: &Metadata<S>, new: Option<DirectoryLocation>) -> Result<()> {
     let switched = metadata.rewrite_header(|header| {
         let is_directory = |extension: &Extension| extension.kind == extensions::BITMAPS;
         match (new, header.extensions.iter_mut().find(|extension| is_directory(extension))) {

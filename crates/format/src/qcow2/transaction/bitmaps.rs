@@ -8,13 +8,15 @@
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
+use crate::qcow2::Qcow2;
 use crate::qcow2::bitmaps::{
-    BitRuns, BitmapExtent, Bits, BitsReader, LiveBitmaps, MAX_LIVE, clear_bits, extents_of,
-    set_bits,
+    BitRuns, BitmapExtent, BitmapLossObserver, Bits, BitsReader, LiveBitmaps, MAX_LIVE, clear_bits,
+    extents_of, set_bits,
 };
 use crate::qcow2::layout::bitmap_directory::{
     self, Bitmap, BitmapEntry, BitmapFlags, BitsCluster, DirectoryLocation, index_of,
 };
+use crate::qcow2::layout::data_file_mark::Voucher;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::{Header, SECTOR};
 use crate::qcow2::layout::limits::{
@@ -22,10 +24,10 @@ use crate::qcow2::layout::limits::{
     MIN_GRANULARITY_BITS,
 };
 use crate::qcow2::layout::{table_io, words};
+use crate::qcow2::writeback::Metadata;
 
-use super::ImageMetadata;
 use super::bitmap_removal::remove_in_place;
-use super::metadata_transaction::{MetadataTransaction, Transactions};
+use super::metadata_transaction::MetadataTransaction;
 
 /// A bitmap to be added.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,36 +54,6 @@ pub enum BitmapAction {
     Disable,
 }
 
-/// All bitmaps, in the order of the directory.
-///
-/// # Errors
-/// `Corrupt` where the directory contradicts the format.
-pub(crate) async fn list_bitmaps<S: Storage>(metadata: &ImageMetadata<S>) -> Result<Vec<Bitmap>> {
-    // A change of the bitmaps meanwhile gives no cluster of the old ones to the guest.
-    let _read = metadata.begin_read();
-    let header = metadata.lock().tables.headers().disk().clone();
-    let entries = bitmap_directory::read(metadata.storage(), &header).await?;
-    Ok(entries.iter().map(|entry| entry.described(&header)).collect())
-}
-
-/// The bitmap's record of a range.
-pub(crate) async fn bitmap_extents<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    live: &LiveBitmaps,
-    name: &str,
-    range: ByteRange,
-    max: usize,
-) -> Result<Vec<BitmapExtent>> {
-    let image = metadata.storage().name();
-    // As in `list_bitmaps`.
-    let _read = metadata.begin_read();
-    let header = metadata.lock().tables.headers().disk().clone();
-    let entries = bitmap_directory::read(metadata.storage(), &header).await?;
-    let entry = &entries[index_of(image, name, &entries)?];
-    check_consistent(image, entry, &header)?;
-    extents_of(metadata, live, entry, range, max).await
-}
-
 /// A change of one bitmap, of several that are made together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapChange {
@@ -103,22 +75,228 @@ pub enum BitmapChange {
     },
 }
 
-/// Adds a bitmap without any change in it.
-pub(crate) async fn add_bitmap<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
-    new: &NewBitmap,
-) -> Result<()> {
-    let change = async |entries: &mut Vec<BitmapEntry>,
-                        transaction: &mut MetadataTransaction<'_, S>| {
-        add_entry(metadata, entries, transaction, new).await
-    };
-    run(metadata, transactions, live, change).await
+/// The persistent bitmaps of an image. Changes are durable when they return, and happen as a whole
+/// or not at all. No change of the guest's data may be in flight while one is made.
+pub struct Bitmaps<'a, S: Storage> {
+    pub(super) image: &'a Qcow2<S>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// The image's persistent bitmaps.
+    pub fn bitmaps(&self) -> Bitmaps<'_, S> {
+        Bitmaps { image: self }
+    }
+}
+
+impl<S: Storage> Bitmaps<'_, S> {
+    /// Whether there are any that are in step with the disk. Of an image that is open for writing.
+    pub fn has_any(&self) -> bool {
+        self.image.bitmaps.has_any()
+    }
+
+    /// All bitmaps, in the order in which they were added; none where another program has changed
+    /// the disk without recording its changes in them.
+    ///
+    /// # Errors
+    /// `Corrupt` where the directory contradicts the format.
+    pub async fn list(&self) -> Result<Vec<Bitmap>> {
+        let Qcow2 { metadata, bitmaps: live, .. } = self.image;
+        // A change of the bitmaps meanwhile gives no cluster of the old ones to the guest.
+        let _read = metadata.begin_read();
+        let header = metadata.lock().tables.headers.disk().clone();
+        let entries = bitmap_directory::read(metadata.storage(), &header).await?;
+        let described = entries.iter().map(|entry| {
+            let bitmap = entry.described(&header);
+            let lacks_since = match bitmap.is_inconsistent {
+                true => live.lost_at(&bitmap.name),
+                false => bitmap.lacks_since,
+            };
+            Bitmap { lacks_since, ..bitmap }
+        });
+        Ok(described.collect())
+    }
+
+    /// The record of the bitmap of this name for `range`, which lies inside the disk: extents that
+    /// follow each other, `max` at least unless there are fewer. An enabled bitmap of an image
+    /// that is open for writing says what was recorded up to now.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is no such bitmap, or where it is inconsistent; `Corrupt`; or
+    /// what the storage answers.
+    pub async fn extents(
+        &self,
+        name: &str,
+        range: ByteRange,
+        max: usize,
+    ) -> Result<Vec<BitmapExtent>> {
+        let Qcow2 { metadata, bitmaps: live, .. } = self.image;
+        let image = metadata.storage().name();
+        // As in `list`.
+        let _read = metadata.begin_read();
+        let header = metadata.lock().tables.headers.disk().clone();
+        let entries = bitmap_directory::read(metadata.storage(), &header).await?;
+        let entry = &entries[index_of(image, name, &entries)?];
+        check_consistent(image, entry, &header)?;
+        extents_of(metadata, live, entry, range, max).await
+    }
+
+    /// Calls `observer` for each bitmap that is lost from now on, because a change could not be
+    /// recorded in it. Only the first observer of an image counts.
+    pub fn observe_losses(&self, observer: BitmapLossObserver) {
+        self.image.bitmaps.observe_losses(observer);
+    }
+
+    /// Has each session begin with a voucher, which `vouch` gives. Of a side file whose raw image
+    /// is this process's alone, which [renews](Self::renew_voucher) the voucher in time.
+    pub fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
+        self.image.bitmaps.vouch_by(vouch);
+    }
+
+    /// Notes a new voucher durably, where a session goes on in which one was noted.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn renew_voucher(&self) -> Result<()> {
+        self.image.bitmaps.renew_voucher(&self.image.metadata).await
+    }
+
+    /// Up to how many bytes of the disk each enabled bitmap may say to have changed that have not,
+    /// because a process died that recorded changes in it; 0 where none did. Of an image that
+    /// is open for writing.
+    pub fn excess(&self) -> u64 {
+        self.image.bitmaps.excess(&self.image.metadata)
+    }
+
+    /// Has the enabled bitmaps say that `range` changes, though nothing is written to it; durable
+    /// when it returns. One in which that cannot be recorded is given up, as by a change.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn record(&self, range: ByteRange) -> Result<()> {
+        let Qcow2 { metadata, bitmaps: live, .. } = self.image;
+        let mut rest = range;
+        while !rest.is_empty() {
+            let recorded = live.record(metadata, rest).await?;
+            rest = rest.skip(recorded.length());
+        }
+        Ok(())
+    }
+
+    /// Adds a bitmap without any change in it.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is taken, empty or too long, a granularity that the format
+    /// does not have or that makes too large a bitmap, or a header without room; `Unsupported`
+    /// for version 2; `NoSpace`; or what the storage answers. Nothing has changed then.
+    pub async fn add(&self, new: &NewBitmap) -> Result<()> {
+        let change = async |entries: &mut Vec<BitmapEntry>,
+                            transaction: &mut MetadataTransaction<'_, S>| {
+            add_entry(&self.image.metadata, entries, transaction, new).await
+        };
+        run(self.image, change).await
+    }
+
+    /// Changes the bitmap of this name.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is none, or where it is inconsistent and not to be removed; or as
+    /// [`add`](Self::add).
+    pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
+        let Qcow2 { metadata, bitmaps: live, .. } = self.image;
+        let change = async |entries: &mut Vec<BitmapEntry>,
+                            transaction: &mut MetadataTransaction<'_, S>| {
+            change_entry(metadata, entries, transaction, name, action).await
+        };
+        match run(self.image, change).await {
+            Err(error) if action == BitmapAction::Remove && error.kind() == ErrorKind::NoSpace => {
+                let removed = remove_in_place(self.image, name, error).await;
+                let _ = live.load(metadata).await;
+                removed?;
+                // The bitmap is gone, whatever comes of its clusters.
+                let _ = metadata.reclaim().await;
+                Ok(())
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Makes changes of bitmaps, all of them or none. `prepared` is awaited when all is written,
+    /// before one write makes the changes effective; where it fails, none is made.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add) and [`change`](Self::change), or that of `prepared`.
+    pub async fn change_all(
+        &self,
+        changes: &[BitmapChange],
+        prepared: impl AsyncFnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let metadata = &self.image.metadata;
+        let change = async |entries: &mut Vec<BitmapEntry>,
+                            transaction: &mut MetadataTransaction<'_, S>| {
+            for change in changes {
+                // A change may read what an earlier one has placed.
+                transaction.write_waiting().await?;
+                match change {
+                    BitmapChange::Add(new) => {
+                        add_entry(metadata, entries, transaction, new).await?
+                    }
+                    BitmapChange::Change { name, action } => {
+                        change_entry(metadata, entries, transaction, name, *action).await?;
+                    }
+                    BitmapChange::Merge { name, source } => {
+                        let (storage, size) = (metadata.storage(), metadata.size());
+                        let from = &entries[index_of(storage.name(), source, entries)?];
+                        check_consistent(storage.name(), from, transaction.header())?;
+                        let from =
+                            BitsReader::open(storage, metadata.geometry(), from, size).await?;
+                        merge_entry(metadata, entries, transaction, name, &from).await?;
+                    }
+                }
+            }
+            Ok(())
+        };
+        run_prepared(self.image, change, prepared).await
+    }
+
+    /// Adds what the bitmap `source_name` of `source`, which may be of this image, has recorded to
+    /// the bitmap `name`, whose granularity may be another one.
+    ///
+    /// # Errors
+    /// `InvalidInput` for disks of different sizes; or as [`change`](Self::change).
+    pub async fn merge(
+        &self,
+        name: &str,
+        source: &Bitmaps<'_, S>,
+        source_name: &str,
+    ) -> Result<()> {
+        let (metadata, source) = (&self.image.metadata, &source.image.metadata);
+        let image = metadata.storage().name();
+        if metadata.size() != source.size() {
+            let what = format!(
+                "bitmaps of disks of {} and {} bytes cannot be merged",
+                metadata.size(),
+                source.size()
+            );
+            return Err(Error::new(ErrorKind::InvalidInput, what)
+                .on(image)
+                .hint("resize one of the disks first"));
+        }
+        let source_header = source.lock().tables.headers.disk().clone();
+        let of_source = bitmap_directory::read(source.storage(), &source_header).await?;
+        let from = &of_source[index_of(source.storage().name(), source_name, &of_source)?];
+        check_consistent(source.storage().name(), from, &source_header)?;
+        let reader =
+            BitsReader::open(source.storage(), source.geometry(), from, source.size()).await?;
+        let change = async |entries: &mut Vec<BitmapEntry>,
+                            transaction: &mut MetadataTransaction<'_, S>| {
+            merge_entry(metadata, entries, transaction, name, &reader).await
+        };
+        run(self.image, change).await
+    }
 }
 
 async fn add_entry<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     entries: &mut Vec<BitmapEntry>,
     transaction: &mut MetadataTransaction<'_, S>,
     new: &NewBitmap,
@@ -136,66 +314,8 @@ async fn add_entry<S: Storage>(
     Ok(())
 }
 
-/// Makes changes of bitmaps, all or none; `prepared` is awaited when they are written, before one
-/// write makes them effective. Where it fails, none is made.
-pub(crate) async fn change_bitmaps<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
-    changes: &[BitmapChange],
-    prepared: impl AsyncFnOnce() -> Result<()>,
-) -> Result<()> {
-    let change = async |entries: &mut Vec<BitmapEntry>,
-                        transaction: &mut MetadataTransaction<'_, S>| {
-        for change in changes {
-            // A change may read what an earlier one has placed.
-            transaction.write_waiting().await?;
-            match change {
-                BitmapChange::Add(new) => add_entry(metadata, entries, transaction, new).await?,
-                BitmapChange::Change { name, action } => {
-                    change_entry(metadata, entries, transaction, name, *action).await?;
-                }
-                BitmapChange::Merge { name, source } => {
-                    let (storage, size) = (metadata.storage(), metadata.size());
-                    let from = &entries[index_of(storage.name(), source, entries)?];
-                    check_consistent(storage.name(), from, transaction.header())?;
-                    let from = BitsReader::open(storage, metadata.geometry(), from, size).await?;
-                    merge_entry(metadata, entries, transaction, name, &from).await?;
-                }
-            }
-        }
-        Ok(())
-    };
-    run_prepared(metadata, transactions, live, change, prepared).await
-}
-
-/// Changes one bitmap.
-pub(crate) async fn change_bitmap<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
-    name: &str,
-    action: BitmapAction,
-) -> Result<()> {
-    let change = async |entries: &mut Vec<BitmapEntry>,
-                        transaction: &mut MetadataTransaction<'_, S>| {
-        change_entry(metadata, entries, transaction, name, action).await
-    };
-    match run(metadata, transactions, live, change).await {
-        Err(error) if action == BitmapAction::Remove && error.kind() == ErrorKind::NoSpace => {
-            let removed = remove_in_place(metadata, transactions, live, name, error).await;
-            let _ = live.load(metadata).await;
-            removed?;
-            // The bitmap is gone, whatever comes of its clusters.
-            let _ = metadata.reclaim().await;
-            Ok(())
-        }
-        outcome => outcome,
-    }
-}
-
 async fn change_entry<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     entries: &mut Vec<BitmapEntry>,
     transaction: &mut MetadataTransaction<'_, S>,
     name: &str,
@@ -223,40 +343,8 @@ async fn change_entry<S: Storage>(
     Ok(())
 }
 
-/// Adds the changes that a bitmap of `source`, which may be the same image, has recorded to those
-/// of another one.
-pub(crate) async fn merge_bitmap<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
-    name: &str,
-    (source, source_name): (&ImageMetadata<S>, &str),
-) -> Result<()> {
-    let image = metadata.storage().name();
-    if metadata.size() != source.size() {
-        let what = format!(
-            "bitmaps of disks of {} and {} bytes cannot be merged",
-            metadata.size(),
-            source.size()
-        );
-        return Err(Error::new(ErrorKind::InvalidInput, what)
-            .on(image)
-            .hint("resize one of the disks first"));
-    }
-    let source_header = source.lock().tables.headers().disk().clone();
-    let of_source = bitmap_directory::read(source.storage(), &source_header).await?;
-    let from = &of_source[index_of(source.storage().name(), source_name, &of_source)?];
-    check_consistent(source.storage().name(), from, &source_header)?;
-    let reader = BitsReader::open(source.storage(), source.geometry(), from, source.size()).await?;
-    let change = async |entries: &mut Vec<BitmapEntry>,
-                        transaction: &mut MetadataTransaction<'_, S>| {
-        merge_entry(metadata, entries, transaction, name, &reader).await
-    };
-    run(metadata, transactions, live, change).await
-}
-
 async fn merge_entry<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     entries: &mut [BitmapEntry],
     transaction: &mut MetadataTransaction<'_, S>,
     name: &str,
@@ -273,19 +361,15 @@ async fn merge_entry<S: Storage>(
 
 /// Runs a change of the directory, with the old entries.
 pub(super) async fn run<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
+    image: &Qcow2<S>,
     change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
 ) -> Result<()> {
-    run_prepared(metadata, transactions, live, change, async || Ok(())).await
+    run_prepared(image, change, async || Ok(())).await
 }
 
 /// As [`run`]; `prepared` is awaited before the change becomes effective.
 async fn run_prepared<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
+    Qcow2 { metadata, transactions, bitmaps: live, .. }: &Qcow2<S>,
     change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
     prepared: impl AsyncFnOnce() -> Result<()>,
 ) -> Result<()> {
@@ -309,7 +393,7 @@ async fn run_prepared<S: Storage>(
 /// Before a transaction that changes the directory: ends the session, whose marks are those of
 /// bitmaps that stay.
 pub(super) async fn prepare_directory<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     live: &LiveBitmaps,
 ) -> Result<()> {
     live.end(metadata).await?;
@@ -319,7 +403,7 @@ pub(super) async fn prepare_directory<S: Storage>(
 /// Changes the directory in a transaction. Whatever comes of it, the bitmaps are to be
 /// [loaded](LiveBitmaps::load) again.
 pub(super) async fn change_directory<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     transaction: &mut MetadataTransaction<'_, S>,
     live: &LiveBitmaps,
     change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
@@ -465,12 +549,8 @@ pub(super) async fn place_table<S: Storage>(
 /// entries as the disk needs. Of a longer disk, enabled bitmaps say that the new part has changed:
 /// it may have had other content before a shrink. Nothing is in use past the new end of a shorter
 /// one.
-pub(super) async fn resize_with_bitmaps<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
-    size: u64,
-) -> Result<()> {
+pub(super) async fn resize_with_bitmaps<S: Storage>(image: &Qcow2<S>, size: u64) -> Result<()> {
+    let Qcow2 { metadata, bitmaps: live, .. } = image;
     let storage = metadata.storage();
     let voucher = live.voucher();
     let change = async |entries: &mut Vec<BitmapEntry>,
@@ -491,7 +571,7 @@ pub(super) async fn resize_with_bitmaps<S: Storage>(
         Ok(())
     };
     live.disable_lost(metadata).await?;
-    run(metadata, transactions, live, change).await
+    run(image, change).await
 }
 
 async fn resize_table<S: Storage>(

@@ -2,18 +2,16 @@
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
-use crate::qcow2::mapping::Mapping;
 use crate::qcow2::tables::{FreezeState, ThawEvent};
+use crate::qcow2::writeback::Metadata;
 use crate::qcow2::writeback::WritebackBlock;
-
-use super::ImageMetadata;
 
 /// The tables are frozen while this is held.
 pub(super) struct FreezeGuard<'a, S: Storage> {
-    metadata: &'a ImageMetadata<S>,
+    metadata: &'a Metadata<S>,
     stage: Stage,
     /// Ends after the freeze: fields are dropped after what `drop` does.
-    block: Option<WritebackBlock<'a, S, Mapping>>,
+    block: Option<WritebackBlock<'a, S>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,15 +24,15 @@ enum Stage {
 
 impl<'a, S: Storage> FreezeGuard<'a, S> {
     /// Freezes the tables. All that is dirty is on disk then.
-    pub(super) async fn freeze(metadata: &'a ImageMetadata<S>) -> Result<Self> {
+    pub(super) async fn freeze(metadata: &'a Metadata<S>) -> Result<Self> {
         {
             let mut state = metadata.lock();
             let state = &mut *state;
-            if !state.changes.is_idle() {
+            if !state.mapping.is_idle() {
                 let what = "snapshots cannot be changed while the guest's data is";
                 return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
             }
-            *state.tables.freeze_mut() = FreezeState::Frozen(ThawEvent::default());
+            state.tables.freeze = FreezeState::Frozen(ThawEvent::default());
             // The new tables may take what was reserved for others.
             state.allocator.release_reserve(&mut state.tables);
             state.allocator.drop_end_reserve();
@@ -65,7 +63,7 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
             writer.fail(&Error::new(ErrorKind::Io, what).on(writer.storage().name()));
         }
         let mut state = self.metadata.lock();
-        *state.tables.freeze_mut() = match writer.failure() {
+        state.tables.freeze = match writer.failure() {
             // It is unknown which tables are active: nothing may be overwritten.
             Some(error) if self.stage == Stage::Switching => {
                 FreezeState::Failed(error.duplicate().hint("open the image again"))

@@ -6,16 +6,15 @@
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
-use crate::qcow2::bitmaps::{BitsReader, LiveBitmaps};
+use crate::qcow2::bitmaps::BitsReader;
 use crate::qcow2::layout::bitmap_directory::{
     self, BitmapEntry, BitmapFlags, BitsCluster, index_of,
 };
 
-use super::ImageMetadata;
 use super::bitmaps::{
-    Merge, NextChange, check_bounds, check_consistent, place_table, release_bitmap, run,
+    Bitmaps, Merge, NextChange, check_bounds, check_consistent, place_table, release_bitmap, run,
 };
-use super::metadata_transaction::{MetadataTransaction, Transactions};
+use super::metadata_transaction::MetadataTransaction;
 
 /// What bitmaps say that go on in another image.
 #[derive(Clone, Copy)]
@@ -26,52 +25,59 @@ pub enum InheritedBits<'a> {
     Exact(NextChange<'a>),
 }
 
-/// Gives an image bitmaps of these names, with the granularity and the state that they have in
-/// `source`. Where it has one, what that says is replaced.
-pub(crate) async fn inherit_bitmaps<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    (transactions, live): (&Transactions, &LiveBitmaps),
-    source: &ImageMetadata<S>,
-    names: &[String],
-    bits: InheritedBits<'_>,
-) -> Result<()> {
-    let image = source.storage().name();
-    if metadata.size() != source.size() {
-        let what = "is of another size than the image whose bitmaps go on in it";
-        return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
-    }
-    let header = source.lock().tables.headers().disk().clone();
-    let theirs = bitmap_directory::read(source.storage(), &header).await?;
-    let change = async |entries: &mut Vec<BitmapEntry>,
-                        transaction: &mut MetadataTransaction<'_, S>| {
-        for name in names {
-            let of_source = &theirs[index_of(image, name, &theirs)?];
-            check_consistent(image, of_source, &header)?;
-            let place = entries.iter().position(|entry| entry.name == of_source.name);
-            let place = place.unwrap_or(entries.len());
-            if place == entries.len() {
-                let flags = of_source.flags.intersection(BitmapFlags::AUTO);
-                let bits = of_source.granularity_bits;
-                entries.push(BitmapEntry::new(&of_source.name, bits, flags));
-            } else {
-                release_bitmap(&entries[place], metadata.storage(), transaction).await?;
-            }
-            let entry = &mut entries[place];
-            let clusters = entry.clusters_for(transaction.size(), transaction.geometry());
-            check_bounds(metadata.storage().name(), entry, clusters, transaction.geometry())?;
-            let table = match bits {
-                InheritedBits::All => vec![BitsCluster::Ones; clusters as usize],
-                InheritedBits::Exact(changed) => {
-                    let (storage, geometry) = (metadata.storage(), metadata.geometry());
-                    let empty = BitsReader::empty(storage, geometry, entry, metadata.size());
-                    let (storage, geometry) = (source.storage(), source.geometry());
-                    let theirs = BitsReader::open(storage, geometry, of_source, source.size());
-                    Merge::run(&empty, &theirs.await?, Some(changed), transaction).await?
-                }
-            };
-            place_table(entry, table, transaction).await?;
+impl<S: Storage> Bitmaps<'_, S> {
+    /// Has the bitmaps of these names, which `source` has, go on in this image, with their
+    /// granularity and state. What ones of these names said here is replaced. No change of `source`
+    /// may be made from then on, unless `bits` say that all has changed or the bitmaps are
+    /// disabled.
+    ///
+    /// # Errors
+    /// As [`merge`](Self::merge).
+    pub async fn inherit(
+        &self,
+        source: &Bitmaps<'_, S>,
+        names: &[String],
+        bits: InheritedBits<'_>,
+    ) -> Result<()> {
+        let (metadata, source) = (&self.image.metadata, &source.image.metadata);
+        let image = source.storage().name();
+        if metadata.size() != source.size() {
+            let what = "is of another size than the image whose bitmaps go on in it";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
         }
-        Ok(())
-    };
-    run(metadata, transactions, live, change).await
+        let header = source.lock().tables.headers.disk().clone();
+        let theirs = bitmap_directory::read(source.storage(), &header).await?;
+        let change = async |entries: &mut Vec<BitmapEntry>,
+                            transaction: &mut MetadataTransaction<'_, S>| {
+            for name in names {
+                let of_source = &theirs[index_of(image, name, &theirs)?];
+                check_consistent(image, of_source, &header)?;
+                let place = entries.iter().position(|entry| entry.name == of_source.name);
+                let place = place.unwrap_or(entries.len());
+                if place == entries.len() {
+                    let flags = of_source.flags.intersection(BitmapFlags::AUTO);
+                    let bits = of_source.granularity_bits;
+                    entries.push(BitmapEntry::new(&of_source.name, bits, flags));
+                } else {
+                    release_bitmap(&entries[place], metadata.storage(), transaction).await?;
+                }
+                let entry = &mut entries[place];
+                let clusters = entry.clusters_for(transaction.size(), transaction.geometry());
+                check_bounds(metadata.storage().name(), entry, clusters, transaction.geometry())?;
+                let table = match bits {
+                    InheritedBits::All => vec![BitsCluster::Ones; clusters as usize],
+                    InheritedBits::Exact(changed) => {
+                        let (storage, geometry) = (metadata.storage(), metadata.geometry());
+                        let empty = BitsReader::empty(storage, geometry, entry, metadata.size());
+                        let (storage, geometry) = (source.storage(), source.geometry());
+                        let theirs = BitsReader::open(storage, geometry, of_source, source.size());
+                        Merge::run(&empty, &theirs.await?, Some(changed), transaction).await?
+                    }
+                };
+                place_table(entry, table, transaction).await?;
+            }
+            Ok(())
+        };
+        run(self.image, change).await
+    }
 }

@@ -17,8 +17,8 @@ use crate::qcow2::layout::snapshot_table::{self, SnapshotEntry, Table};
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::layout::{table_io, words};
 use crate::qcow2::tables::ActiveTables;
+use crate::qcow2::writeback::Metadata;
 
-use super::ImageMetadata;
 use super::data_file::lengthen_data_file;
 use super::freeze::FreezeGuard;
 use super::shadow_refcounts::{NewRefcounts, ShadowRefcounts};
@@ -51,7 +51,7 @@ pub(crate) struct Transactions {
 
 /// All metadata after the change.
 pub(super) struct MetadataTransaction<'a, S: Storage> {
-    metadata: &'a ImageMetadata<S>,
+    metadata: &'a Metadata<S>,
     geometry: Geometry,
     /// The header after the transaction; offsets of tables are filled in at the end.
     header: Header,
@@ -86,7 +86,7 @@ impl Transactions {
     /// that begin meanwhile wait.
     pub(super) async fn run<S: Storage, T>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
     ) -> Result<T> {
         metadata.check_writable()?;
@@ -100,7 +100,7 @@ impl Transactions {
     /// bitmaps stay in step with the disk, and a data file is no obstacle.
     pub(super) async fn run_beside_guest_data<S: Storage, T>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
     ) -> Result<T> {
         metadata.check_writable()?;
@@ -111,7 +111,7 @@ impl Transactions {
 
     async fn run_begun<S: Storage, T>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         change: impl AsyncFnOnce(&mut MetadataTransaction<'_, S>) -> Result<T>,
     ) -> Result<T> {
         let _alone = self.begin().await;
@@ -131,7 +131,7 @@ impl Transactions {
 ///
 /// # Errors
 /// `Unsupported`.
-pub(crate) fn check_no_data_file<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+pub(crate) fn check_no_data_file<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     if !metadata.geometry().has_data_file {
         return Ok(());
     }
@@ -142,14 +142,14 @@ pub(crate) fn check_no_data_file<S: Storage>(metadata: &ImageMetadata<S>) -> Res
 }
 
 impl<'a, S: Storage> MetadataTransaction<'a, S> {
-    async fn begin(metadata: &'a ImageMetadata<S>) -> Result<Self> {
+    async fn begin(metadata: &'a Metadata<S>) -> Result<Self> {
         let (header, l1, table, active, quarantined) = {
             let state = metadata.lock();
             let tables = &state.tables;
-            let (l1, table) = (tables.l1().to_vec(), tables.whole_refcount_table());
+            let (l1, table) = (tables.l1().to_vec(), tables.refcount_table().to_vec());
             let quarantined = state.allocator.quarantined().clone();
-            let header = tables.headers().disk().clone();
-            (header, l1, table, tables.active_clusters().clone(), quarantined)
+            let header = tables.headers.disk().clone();
+            (header, l1, table, tables.active.clone(), quarantined)
         };
         let storage = metadata.storage();
         let Table { entries, length } = snapshot_table::read(storage, &header).await?;
@@ -180,7 +180,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
 
     /// The header as it is on disk.
     pub(super) fn old_header(&self) -> Header {
-        self.metadata.lock().tables.headers().disk().clone()
+        self.metadata.lock().tables.headers.disk().clone()
     }
 
     /// The header, but for the locations of tables that this transaction places.
@@ -507,20 +507,17 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
 /// Writes tables that are not active. Where they end up past the file's end, new clusters do not
 /// read as zeros any more: also when the transaction is dropped, and its writes are still in
 /// flight.
-async fn write_beside<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    writes: &[TableWrite],
-) -> Result<()> {
+async fn write_beside<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite]) -> Result<()> {
     let end = |write: &TableWrite| write.offset + write.bytes.len() as u64;
     if let Some(end) = writes.iter().map(end).max() {
         let end = metadata.geometry().clusters_for(end);
-        metadata.lock().tables.file_mut().advance(end);
+        metadata.lock().tables.file.advance(end);
     }
     metadata.writer().write(writes, Durability::None).await
 }
 
 /// The tables in memory become those that the header on disk names now.
-fn activate<S: Storage>(metadata: &ImageMetadata<S>, active: ActiveTables) -> Result<()> {
+fn activate<S: Storage>(metadata: &Metadata<S>, active: ActiveTables) -> Result<()> {
     let (size, clusters) = (active.header.size, active.clusters);
     let outcome = {
         let mut state = metadata.lock();
@@ -533,7 +530,7 @@ fn activate<S: Storage>(metadata: &ImageMetadata<S>, active: ActiveTables) -> Re
 
 /// The L2 tables that the entries of an L1 table refer to.
 pub(super) fn references<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     l1: &[u64],
 ) -> Result<Vec<Option<Reference>>> {
     let reference = |(index, &word): (usize, &u64)| {

@@ -37,42 +37,15 @@ mod snapshots;
 mod vm_state;
 mod zero_clusters;
 
-use crate::qcow2::mapping::{Mapper, Mapping};
-use crate::qcow2::writeback::{Metadata, State};
-
 pub use amend::Amendments;
-pub(crate) use amend::amend;
-pub(crate) use backing::set_backing;
-pub use bitmaps::{BitmapAction, BitmapChange, NewBitmap, NextChange};
-pub(crate) use bitmaps::{
-    add_bitmap, bitmap_extents, change_bitmap, change_bitmaps, list_bitmaps, merge_bitmap,
-};
+pub use bitmaps::{BitmapAction, BitmapChange, Bitmaps, NewBitmap, NextChange};
 pub use inherited_bitmaps::InheritedBits;
-pub(crate) use inherited_bitmaps::inherit_bitmaps;
-pub(crate) use metadata_transaction::{Transactions, check_no_data_file};
-pub(crate) use prepared_change::prepare_change;
+pub(crate) use metadata_transaction::Transactions;
 pub use prepared_change::{Preparation, PreparedChange, SnapshotPlan};
 pub(crate) use recount::recount;
-pub(crate) use replay::{logged_hosts, replay};
-pub(crate) use resize::{check_resize, grow, make_empty, prepare_resize, shrink};
-pub use snapshots::NewSnapshot;
-pub(crate) use snapshots::{
-    apply_snapshot, create_snapshot, delete_snapshot, list_snapshots, rename_snapshot,
-    show_snapshot,
-};
-pub use vm_state::{VmStateCluster, VmStateTables};
-pub(crate) use vm_state::{allocate_clusters, location_of as vm_state_location};
-
-/// The metadata of an open image, with the changes that its mapping prepares.
-pub(crate) type ImageMetadata<S> = Metadata<S, Mapping>;
-
-/// The state that a step of the mapping works on.
-pub(crate) fn mapper(state: &mut State<Mapping>) -> Mapper<'_> {
-    state.changes.mapper(&mut state.tables, &mut state.allocator)
-}
-
-/// As [`mapper`], blocked while the tables are frozen.
-pub(crate) fn thawed_mapper(state: &mut State<Mapping>) -> crate::qcow2::tables::Step<Mapper<'_>> {
-    state.tables.freeze_mut().wait_thawed()?;
-    Ok(mapper(state))
-}
+pub use replay::ImageRedo;
+pub(crate) use replay::logged_hosts;
+pub use resize::Qcow2SizeChange;
+pub(crate) use snapshots::show_snapshot;
+pub use snapshots::{InternalSnapshots, NewSnapshot};
+pub use vm_state::{VmStateCluster, VmStateTables, VmStates};

@@ -12,8 +12,7 @@ use crate::qcow2::check::disk_refcounts::{DiskRefcounts, beside};
 use crate::qcow2::check::references::References;
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::tables::{Step, Tables};
-
-use super::ImageMetadata;
+use crate::qcow2::writeback::Metadata;
 
 /// Sets every refcount to what the tables say, durably, and marks the image as clean. Nothing is
 /// placed in `hosts`: data of a log that is replayed later.
@@ -21,11 +20,11 @@ use super::ImageMetadata;
 /// # Errors
 /// `Corrupt` when the tables themselves are damaged: nothing is changed then.
 pub(crate) async fn recount<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     hosts: &ClusterRanges,
 ) -> Result<()> {
     let storage = metadata.storage();
-    let header = metadata.lock().tables.headers().disk().clone();
+    let header = metadata.lock().tables.headers.disk().clone();
     let references = References::count(storage, &header, &ToolProgress::default()).await?;
     if let Some(problem) = references.problems.first() {
         let what = format!("refcounts cannot be rebuilt: {problem}");
@@ -58,7 +57,7 @@ pub(crate) async fn recount<S: Storage>(
 /// # Errors
 /// `NoSpace` where there is no gap either.
 pub(super) async fn change_refcount<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     cluster: u64,
     gaps: &mut Gaps<'_>,
     change: impl Fn(&mut Allocator, &mut Tables) -> Step<()>,
@@ -84,6 +83,6 @@ pub(super) async fn change_refcount<S: Storage>(
 }
 
 /// How many clusters the file has, without a last one that is not whole.
-pub(super) fn whole_clusters<S: Storage>(metadata: &ImageMetadata<S>) -> u64 {
+pub(super) fn whole_clusters<S: Storage>(metadata: &Metadata<S>) -> u64 {
     metadata.geometry().cluster_of(metadata.storage().size())
 }

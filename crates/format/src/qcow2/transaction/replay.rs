@@ -23,55 +23,103 @@
 //! are neither freed nor reused by a replay.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use blockhouse_core::{Result, StateMemory, Storage};
 
 use crate::Replay;
+use crate::qcow2::Qcow2;
 use crate::qcow2::allocator::{Allocator, Gaps};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::layout::entry::Entry;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::{SESSION, SESSION_BITS};
-use crate::qcow2::tables::{LatestChanges, RedoChange, RedoLog, RedoRecord, Tables};
+use crate::qcow2::tables::{
+    LatestChanges, REDO_LOG_WORDS, RedoChange, RedoLog, RedoRecord, Tables,
+};
+use crate::qcow2::writeback::Metadata;
 
 use super::recount::{change_refcount, whole_clusters};
-use super::{ImageMetadata, mapper};
 
-/// Replays a log, before anything is changed.
-///
-/// # Errors
-/// What the storage answers; `Corrupt` where the image contradicts itself. The log is still good
-/// then.
-pub(crate) async fn replay<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    memory: &dyn StateMemory,
-) -> Result<Replay> {
-    metadata.check_writable()?;
-    let records = match RedoLog::read(memory, metadata.geometry()) {
-        Ok(records) if records.is_empty() => return Ok(Replay::Nothing),
-        Ok(records) => records,
-        Err(why) => return Ok(Replay::Refused { why }),
-    };
-    if let Some(why) = refusal(metadata, RedoLog::session_in(memory)) {
-        return Ok(Replay::Refused { why });
+/// The redo log of an image: memory that outlives the process.
+pub struct ImageRedo<'a, S: Storage> {
+    image: &'a Qcow2<S>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// The image's redo log.
+    pub fn redo(&self) -> ImageRedo<'_, S> {
+        ImageRedo { image: self }
     }
-    let latest: Vec<RedoRecord> = on_disk(metadata, &records).collect();
-    if let Some(why) = missing_data(metadata, &latest) {
-        return Ok(Replay::Refused { why });
+}
+
+impl<S: Storage> ImageRedo<'_, S> {
+    /// Words of [`StateMemory`] for the log. Less memory is enough for a log with fewer changes.
+    pub fn words(&self) -> usize {
+        REDO_LOG_WORDS
     }
-    if let Some(why) = misplaced_data(metadata, &latest).await? {
-        return Ok(Replay::Refused { why });
+
+    /// Brings to the image what a process had linked that died with it open: `memory` is what it
+    /// had attached. Durable when it returns; the log stays as it is, so that a death meanwhile
+    /// loses nothing. To be called before anything is changed, and before
+    /// [`attach`](Self::attach), of an image that was [opened for it](Qcow2::open_before_replay).
+    ///
+    /// That the log belongs to this file, and that the host has not started since, is the caller's
+    /// business. Whether other programs have changed the image since is found out, but for
+    /// qcow2 of version 2.
+    ///
+    /// # Errors
+    /// What the storage answers; `Corrupt` where the image contradicts itself. The log is still
+    /// good then.
+    pub async fn replay(&self, memory: &dyn StateMemory) -> Result<Replay> {
+        self.image.check_data_file()?;
+        let metadata = &self.image.metadata;
+        metadata.check_writable()?;
+        let records = match RedoLog::read(memory, metadata.geometry()) {
+            Ok(records) if records.is_empty() => return Ok(Replay::Nothing),
+            Ok(records) => records,
+            Err(why) => return Ok(Replay::Refused { why }),
+        };
+        if let Some(why) = refusal(metadata, RedoLog::session_in(memory)) {
+            return Ok(Replay::Refused { why });
+        }
+        let latest: Vec<RedoRecord> = on_disk(metadata, &records).collect();
+        if let Some(why) = missing_data(metadata, &latest) {
+            return Ok(Replay::Refused { why });
+        }
+        if let Some(why) = misplaced_data(metadata, &latest).await? {
+            return Ok(Replay::Refused { why });
+        }
+        let replayed = apply(metadata, &latest).await;
+        let changes = metadata.marking(replayed).await?;
+        metadata.write_everything().await?;
+        Ok(Replay::Applied { changes })
     }
-    let replayed = apply(metadata, &latest).await;
-    let changes = metadata.marking(replayed).await?;
-    metadata.write_everything().await?;
-    Ok(Replay::Applied { changes })
+
+    /// Empties `log` and notes there from now on what is linked and not yet on disk, so that the
+    /// next process can [`replay`](Self::replay) it if this one dies. To be called before
+    /// anything is changed.
+    pub fn attach(&self, log: Arc<dyn StateMemory>) {
+        self.image.metadata.attach_redo_log(log);
+    }
+
+    /// Whether a [`replay`](Self::replay) finds out that other programs have changed the image: not
+    /// of version 2, of which only the storage may know.
+    pub fn detects_changes(&self) -> bool {
+        self.image.metadata.geometry().version >= 3
+    }
+
+    /// Whether the header has the mark of a process that keeps a redo log: one that has the image
+    /// open, or died.
+    pub fn has_session_bit(&self) -> bool {
+        self.image.metadata.lock().tables.headers.disk().autoclear & SESSION != 0
+    }
 }
 
 /// Why the image is not as the process left it.
-fn refusal<S: Storage>(metadata: &ImageMetadata<S>, session: u64) -> Option<String> {
+fn refusal<S: Storage>(metadata: &Metadata<S>, session: u64) -> Option<String> {
     let state = metadata.lock();
-    let header = state.tables.headers().disk();
+    let header = state.tables.headers.disk();
     let found = header.autoclear & SESSION_BITS;
     if header.geometry.version < 3 || found == session && found & SESSION != 0 {
         return None;
@@ -85,7 +133,7 @@ fn refusal<S: Storage>(metadata: &ImageMetadata<S>, session: u64) -> Option<Stri
 /// The latest changes inside the disk. Those beyond its end are of a disk that was about to become
 /// longer, or shorter: neither was answered.
 fn on_disk<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     records: &[RedoRecord],
 ) -> impl Iterator<Item = RedoRecord> {
     let geometry = metadata.geometry();
@@ -99,7 +147,7 @@ fn on_disk<S: Storage>(
 }
 
 /// Why changes cannot be of this file: the data that they refer to would lie past its end.
-fn missing_data<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -> Option<String> {
+fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Option<String> {
     let geometry = metadata.geometry();
     if geometry.has_data_file {
         return None;
@@ -126,14 +174,14 @@ fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> 
 /// all tables that the changes concern, and changes nothing: an image that contradicts itself is
 /// not marked as corrupt either.
 async fn misplaced_data<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     latest: &[RedoRecord],
 ) -> Result<Option<String>> {
     for record in latest {
         let mut rest = record.clusters.clone();
         while !rest.is_empty() {
             let (end, differing) = metadata
-                .step(|state| mapper(state).differing_entries(record, rest.clone()))
+                .step(|state| state.mapper().differing_entries(record, rest.clone()))
                 .await?;
             let state = metadata.lock();
             let misplaced = differing
@@ -152,7 +200,7 @@ async fn misplaced_data<S: Storage>(
 }
 
 /// Makes the changes in memory. Returns how many entries differed.
-async fn apply<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -> Result<u64> {
+async fn apply<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Result<u64> {
     if !metadata.geometry().has_data_file {
         count_hosts(metadata, latest).await?;
     }
@@ -161,9 +209,9 @@ async fn apply<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -
         let mut rest = record.clusters.clone();
         while !rest.is_empty() {
             let (end, differing) = metadata
-                .step(|state| mapper(state).differing_entries(record, rest.clone()))
+                .step(|state| state.mapper().differing_entries(record, rest.clone()))
                 .await?;
-            let dropped = metadata.step(|state| mapper(state).set_entries(&differing)).await?;
+            let dropped = metadata.step(|state| state.mapper().set_entries(&differing)).await?;
             metadata.free_clusters(dropped).await;
             changes += differing.len() as u64;
             rest.start = end;
@@ -173,11 +221,11 @@ async fn apply<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -
 }
 
 /// Has each host cluster counted that the changes refer to.
-async fn count_hosts<S: Storage>(metadata: &ImageMetadata<S>, latest: &[RedoRecord]) -> Result<()> {
+async fn count_hosts<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Result<()> {
     let geometry = metadata.geometry();
     let hosts = hosts_of(geometry, latest);
     let Some(end) = hosts.end() else { return Ok(()) };
-    metadata.lock().tables.file_mut().advance(end);
+    metadata.lock().tables.file.advance(end);
     let is_taken = |cluster| hosts.overlaps(&(cluster..cluster + 1));
     let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
     for record in latest {

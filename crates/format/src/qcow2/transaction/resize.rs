@@ -12,40 +12,130 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode, WorkBudget};
 
-use crate::qcow2::bitmaps::LiveBitmaps;
+use crate::qcow2::Qcow2;
 use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::layout::limits::MAX_L1_BYTES;
 use crate::qcow2::layout::options::DataFile;
 use crate::qcow2::layout::table_io;
+use crate::qcow2::writeback::Metadata;
 
 use super::bitmaps::resize_with_bitmaps;
-use super::data_file::{is_sidecar, lengthen_data_file};
-use super::metadata_transaction::Transactions;
-use super::{ImageMetadata, thawed_mapper};
+use super::data_file::{lengthen_data_file, note_in_side_file};
 
 /// After how many clusters they are freed, so that the list of them stays short.
 const MAX_CLUSTERS_PER_WRITEBACK: u64 = 1 << 19;
 
-/// Makes entries for a disk of `size` bytes, which keeps its size; it has those up to `from`
-/// already. VM state that lies after the disk is dropped before the first of them.
-pub(crate) async fn prepare_resize<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    from: u64,
-    size: u64,
-) -> Result<()> {
-    check_resize(metadata, size)?;
-    metadata.begin_changes().await?;
-    if from <= metadata.size() {
-        // Nothing is prepared yet.
-        drop_vm_state(metadata).await?;
+/// Changes of the size of an image's disk.
+pub struct Qcow2SizeChange<'a, S: Storage> {
+    image: &'a Qcow2<S>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Changes of the disk's size.
+    pub fn size_change(&self) -> Qcow2SizeChange<'_, S> {
+        Qcow2SizeChange { image: self }
     }
-    let prepared = make_entries(metadata, from, size).await;
-    metadata.marking(prepared).await
+
+    /// As [`Format::make_empty`](crate::Format::make_empty).
+    pub async fn make_empty(&self) -> Result<()> {
+        let metadata = &self.metadata;
+        metadata.check_writable()?;
+        metadata.check_intact()?;
+        metadata.begin_changes().await?;
+        let tables = metadata.geometry().l1_entries_for(metadata.size()) as usize;
+        drop_l2_tables(metadata, 0..tables).await?;
+        if let Some(data) = metadata.writer().data_file() {
+            // Nothing refers to it. Only a hint, as everywhere.
+            let end = metadata.size().next_multiple_of(metadata.geometry().cluster_size());
+            if let Some(range) = table_io::whole_blocks(data, ByteRange::between(0, end)) {
+                let _ = data.discard(range).await;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<S: Storage> Qcow2SizeChange<'_, S> {
+    /// Whether the disk may have this size, as far as that is known without a change.
+    ///
+    /// # Errors
+    /// The image may not be changed; `InvalidInput`.
+    pub fn check(&self, size: u64) -> Result<()> {
+        check_size(&self.image.metadata, size)?;
+        self.image.metadata.writer().data_file().map_or(Ok(()), |data| data.check_size(size))
+    }
+
+    /// Makes entries for a disk of `size` bytes, which keeps its size; it has those up to `from`
+    /// already. VM state that lies after the disk is dropped before the first of them.
+    pub async fn prepare(&self, from: u64, size: u64) -> Result<()> {
+        let metadata = &self.image.metadata;
+        check_size(metadata, size)?;
+        metadata.begin_changes().await?;
+        if from <= metadata.size() {
+            // Nothing is prepared yet.
+            drop_vm_state(metadata).await?;
+        }
+        let prepared = make_entries(metadata, from, size).await;
+        metadata.marking(prepared).await
+    }
+
+    /// Makes the disk longer. What lies past the old end in the last cluster or in the backing file
+    /// becomes visible, unless it was made zeros before.
+    pub async fn grow(&self, size: u64) -> Result<()> {
+        let Qcow2 { metadata, bitmaps: live, .. } = self.image;
+        check_size(metadata, size)?;
+        if size < metadata.size() {
+            let what = format!("cannot make a disk of {} bytes shorter: {size}", metadata.size());
+            return Err(invalid(metadata, what));
+        }
+        metadata.begin_changes().await?;
+        if live.has_any() {
+            resize_with_bitmaps(self.image, size).await?;
+            return live.note_resize(metadata).await;
+        }
+        let grown = metadata.step(|state| state.thawed_mapper()?.grow_l1(size)).await;
+        metadata.marking(grown).await?;
+        lengthen_data_file(metadata, size, |header| DataFileMark::set_other_size(header, size))
+            .await?;
+        metadata.lock().tables.set_size(size);
+        metadata.publish_size(size);
+        live.note_resize(metadata).await
+    }
+
+    /// Makes the disk shorter.
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        let Qcow2 { metadata, bitmaps: live, .. } = self.image;
+        check_size(metadata, size)?;
+        if size > metadata.size() {
+            let what = format!("cannot shrink a disk of {} bytes to {size}", metadata.size());
+            return Err(invalid(metadata, what));
+        }
+        metadata.begin_changes().await?;
+        let emptied = empty_last_table(metadata, size).await;
+        metadata.marking(emptied).await?;
+        let kept = metadata.geometry().l1_entries_for(size) as usize;
+        let tables = metadata.lock().tables.l1().len();
+        drop_l2_tables(metadata, kept..tables).await?;
+        if live.has_any() {
+            resize_with_bitmaps(self.image, size).await?;
+        } else {
+            let old = metadata.size();
+            note_in_side_file(metadata, |header| DataFileMark::set_other_size(header, old)).await?;
+            metadata.step(|state| state.thawed_mapper()?.cut(size)).await?;
+        }
+        if let Some(data) = metadata.writer().data_file() {
+            // The data file is not cut off before the disk is known to be shorter.
+            metadata.flush(SyncMode::Data).await?;
+            data.resize(size).await?;
+        }
+        metadata.publish_size(size);
+        live.note_resize(metadata).await
+    }
 }
 
 /// Of a raw disk all clusters have their entries.
-async fn make_entries<S: Storage>(metadata: &ImageMetadata<S>, from: u64, size: u64) -> Result<()> {
-    metadata.step(|state| thawed_mapper(state)?.grow_l1(size)).await?;
+async fn make_entries<S: Storage>(metadata: &Metadata<S>, from: u64, size: u64) -> Result<()> {
+    metadata.step(|state| state.thawed_mapper()?.grow_l1(size)).await?;
     let is_raw = |file: &DataFile| file.is_raw_disk();
     if !metadata.lock().tables.header().data_file.as_ref().is_some_and(is_raw) {
         return Ok(());
@@ -55,7 +145,7 @@ async fn make_entries<S: Storage>(metadata: &ImageMetadata<S>, from: u64, size: 
     let budget = WorkBudget::new();
     while cluster < end {
         let first = cluster;
-        cluster = metadata.step(|state| thawed_mapper(state)?.map_raw_slice(first, end)).await?;
+        cluster = metadata.step(|state| state.thawed_mapper()?.map_raw_slice(first, end)).await?;
         // Other tasks of the loop have their turn: a step that finds its slice in memory never
         // waits.
         budget.spend((cluster - first) * WorkBudget::LOOK_UP).await;
@@ -63,33 +153,9 @@ async fn make_entries<S: Storage>(metadata: &ImageMetadata<S>, from: u64, size: 
     Ok(())
 }
 
-/// Makes the disk longer. What lies past the old end in the last cluster or in the backing file
-/// becomes visible, unless it was made zeros before.
-pub(crate) async fn grow<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    (transactions, live): (&Transactions, &LiveBitmaps),
-    size: u64,
-) -> Result<()> {
-    check_resize(metadata, size)?;
-    if size < metadata.size() {
-        let what = format!("cannot make a disk of {} bytes shorter: {size}", metadata.size());
-        return Err(invalid(metadata, what));
-    }
-    metadata.begin_changes().await?;
-    if live.has_any() {
-        return resize_with_bitmaps(metadata, transactions, live, size).await;
-    }
-    let grown = metadata.step(|state| thawed_mapper(state)?.grow_l1(size)).await;
-    metadata.marking(grown).await?;
-    lengthen_data_file(metadata, size, |header| DataFileMark::set_other_size(header, size)).await?;
-    metadata.lock().tables.set_size(size);
-    metadata.publish_size(size);
-    Ok(())
-}
-
 /// Drops what the active tables have after the disk: a guest with a longer disk would read it
 /// there.
-async fn drop_vm_state<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
+async fn drop_vm_state<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     let of_disk = metadata.geometry().l1_entries_for(metadata.size()) as usize;
     let (has_any, entries) = {
         let state = metadata.lock();
@@ -99,66 +165,14 @@ async fn drop_vm_state<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
     if has_any { drop_l2_tables(metadata, of_disk..entries).await } else { Ok(()) }
 }
 
-/// Makes the disk shorter.
-pub(crate) async fn shrink<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    (transactions, live): (&Transactions, &LiveBitmaps),
-    size: u64,
-) -> Result<()> {
-    check_resize(metadata, size)?;
-    if size > metadata.size() {
-        let what = format!("cannot shrink a disk of {} bytes to {size}", metadata.size());
-        return Err(invalid(metadata, what));
-    }
-    metadata.begin_changes().await?;
-    let emptied = empty_last_table(metadata, size).await;
-    metadata.marking(emptied).await?;
-    let kept = metadata.geometry().l1_entries_for(size) as usize;
-    let tables = metadata.lock().tables.l1().len();
-    drop_l2_tables(metadata, kept..tables).await?;
-    if live.has_any() {
-        resize_with_bitmaps(metadata, transactions, live, size).await?;
-    } else {
-        note_other_size(metadata, metadata.size()).await?;
-        metadata.step(|state| thawed_mapper(state)?.cut(size)).await?;
-    }
-    if let Some(data) = metadata.writer().data_file() {
-        // The data file is not cut off before the disk is known to be shorter.
-        metadata.flush(SyncMode::Data).await?;
-        data.resize(size).await?;
-    }
-    metadata.publish_size(size);
-    Ok(())
-}
-
-/// Drops all data that the image has itself.
-pub(crate) async fn make_empty<S: Storage>(metadata: &ImageMetadata<S>) -> Result<()> {
-    metadata.check_writable()?;
-    metadata.check_intact()?;
-    metadata.begin_changes().await?;
-    let tables = metadata.geometry().l1_entries_for(metadata.size()) as usize;
-    drop_l2_tables(metadata, 0..tables).await?;
-    if let Some(data) = metadata.writer().data_file() {
-        // Nothing refers to it. Only a hint, as everywhere.
-        let end = metadata.size().next_multiple_of(metadata.geometry().cluster_size());
-        if let Some(range) = table_io::whole_blocks(data, ByteRange::between(0, end)) {
-            let _ = data.discard(range).await;
-        }
-    }
-    Ok(())
-}
-
 /// Takes these L2 tables out of the L1 table and frees all they refer to, durably.
-async fn drop_l2_tables<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    indexes: Range<usize>,
-) -> Result<()> {
+async fn drop_l2_tables<S: Storage>(metadata: &Metadata<S>, indexes: Range<usize>) -> Result<()> {
     // Tables that are going to be free must no longer be written.
     metadata.flush(SyncMode::Data).await?;
     let entries = metadata.geometry().l2_entries();
     let together = (MAX_CLUSTERS_PER_WRITEBACK / entries).max(1) as usize;
     for (count, index) in indexes.enumerate() {
-        let dropped = metadata.step(|state| thawed_mapper(state)?.drop_l2_table(index)).await;
+        let dropped = metadata.step(|state| state.thawed_mapper()?.drop_l2_table(index)).await;
         metadata.marking(dropped).await?;
         if count % together == together - 1 {
             metadata.lock().allocator.join_pending_frees();
@@ -170,30 +184,22 @@ async fn drop_l2_tables<S: Storage>(
 }
 
 /// Takes the clusters beyond `size` out of the L2 table that is kept in part.
-async fn empty_last_table<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+async fn empty_last_table<S: Storage>(metadata: &Metadata<S>, size: u64) -> Result<()> {
     let geometry = metadata.geometry();
     let first = geometry.clusters_for(size);
     let end = geometry.l1_entries_for(size) * geometry.l2_entries();
     let mut cluster = first;
     while cluster < end {
-        cluster = metadata.step(|state| thawed_mapper(state)?.empty_slice(cluster)).await?;
+        cluster = metadata.step(|state| state.thawed_mapper()?.empty_slice(cluster)).await?;
     }
     Ok(())
-}
-
-/// A sidecar notes, durably, which other size its data file may have.
-async fn note_other_size<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
-    match is_sidecar(metadata) {
-        true => metadata.write_header(|header| DataFileMark::set_other_size(header, size)).await,
-        false => Ok(()),
-    }
 }
 
 /// Whether the image may have a disk of this size.
 ///
 /// # Errors
 /// It may not be changed; `InvalidInput`.
-pub(crate) fn check_resize<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -> Result<()> {
+fn check_size<S: Storage>(metadata: &Metadata<S>, size: u64) -> Result<()> {
     metadata.check_writable()?;
     metadata.check_intact()?;
     let geometry = metadata.geometry();
@@ -209,6 +215,6 @@ pub(crate) fn check_resize<S: Storage>(metadata: &ImageMetadata<S>, size: u64) -
     Err(invalid(metadata, refused))
 }
 
-fn invalid<S: Storage>(metadata: &ImageMetadata<S>, what: String) -> Error {
+fn invalid<S: Storage>(metadata: &Metadata<S>, what: String) -> Error {
     Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name())
 }

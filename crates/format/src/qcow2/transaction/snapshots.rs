@@ -11,15 +11,18 @@ use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
-use crate::qcow2::bitmaps::LiveBitmaps;
+use crate::qcow2::Qcow2;
 use crate::qcow2::layout::bitmap_directory::BitmapEntry;
 use crate::qcow2::layout::limits::MAX_SNAPSHOT_NAME;
 use crate::qcow2::layout::snapshot_table::{self, EntryFacts, Snapshot, SnapshotEntry};
 use crate::qcow2::layout::{names, table_io, words};
+use crate::qcow2::writeback::Metadata;
 
+use super::VmStateTables;
 use super::bitmaps::{change_directory, mark_all, prepare_directory};
-use super::metadata_transaction::{L1Users, MetadataTransaction, RefcountDelta, Transactions};
-use super::{ImageMetadata, VmStateTables};
+use super::metadata_transaction::{
+    L1Users, MetadataTransaction, RefcountDelta, check_no_data_file,
+};
 
 /// The name of a new snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,113 +35,192 @@ pub struct NewSnapshot {
     pub vm_clock: Duration,
 }
 
-/// All snapshots, in the order in which they were taken.
-///
-/// # Errors
-/// `Corrupt` where the table contradicts the format; why it is unknown which table is active, after
-/// a change of it failed at its last step.
-pub(crate) async fn list_snapshots<S: Storage>(
-    metadata: &ImageMetadata<S>,
-) -> Result<Vec<Snapshot>> {
-    // A change of the snapshots meanwhile gives no cluster of the old table to the guest.
-    let _read = metadata.begin_read();
-    let header = {
-        let state = metadata.lock();
-        state.tables.freeze().check_known()?;
-        state.tables.headers().disk().clone()
-    };
-    let table = snapshot_table::read(metadata.storage(), &header).await?;
-    Ok(table.entries.iter().map(|entry| entry.described(header.size)).collect())
+/// The snapshots of an image. Changes are durable when they return, and happen as a whole or not at
+/// all. No change of the guest's data may be in flight.
+pub struct InternalSnapshots<'a, S: Storage> {
+    pub(super) image: &'a Qcow2<S>,
 }
 
-/// Takes a snapshot of the guest's disk, with a machine's state if one is given.
-pub(crate) async fn create_snapshot<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    new: &NewSnapshot,
-    vm_state: Option<&VmStateTables>,
-) -> Result<Snapshot> {
-    let name = metadata.storage().name();
-    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
-        check_new_name(name, &new.name, transaction.snapshots())?;
-        if vm_state.is_some() {
-            drop_active_vm_state(transaction).await?;
-        }
-        let mut l1 = transaction.l1().to_vec();
-        transaction.count_tree(&l1, RefcountDelta::Increment).await?;
-        transaction.update_copied_flags(L1Users::ActiveAndSnapshot).await?;
-        l1.clear();
-        l1.extend(transaction.l1());
-        if let Some(vm_state) = vm_state {
-            vm_state.put(transaction, &mut l1).await?;
-        }
-        let l1_offset = match l1.is_empty() {
-            true => 0,
-            false => transaction.put(words::bytes_of(&l1)).await?,
-        };
-        let facts = EntryFacts {
-            name: &new.name,
-            created: new.created,
-            vm_clock: new.vm_clock,
-            vm_state_size: vm_state.map_or(0, VmStateTables::size),
-            disk_size: transaction.size(),
-        };
-        let id = next_id(transaction.snapshots());
-        let entry = SnapshotEntry::new(id, l1_offset, l1.len() as u32, &facts);
-        let described = entry.described(transaction.size());
-        transaction.snapshots_mut().push(entry);
-        check_table(name, transaction.snapshots())?;
-        Ok(described)
-    };
-    transactions.run(metadata, change).await
-}
-
-/// Makes the disk what it was when the snapshot was taken, its size included. Enabled bitmaps say
-/// that all of it changed.
-pub(crate) async fn apply_snapshot<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    live: &LiveBitmaps,
-    name: &str,
-) -> Result<()> {
-    let image = metadata.storage().name();
-    let has_bitmaps = live.has_any();
-    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
-        let index = index_of(image, name, transaction.snapshots())?;
-        let entry = transaction.snapshots()[index].clone();
-        let size = entry.disk_size().unwrap_or(transaction.size());
-        if has_bitmaps {
-            check_size(image, name, size, transaction.size())?;
-            let mark = async |entries: &mut Vec<BitmapEntry>,
-                              transaction: &mut MetadataTransaction<'_, S>| {
-                mark_all(entries, metadata.storage(), transaction).await
-            };
-            change_directory(metadata, transaction, live, mark).await?;
-        }
-        let entries = transaction.geometry().l1_entries_for(size);
-        let mut l1 = transaction.l1_of(&entry).await?;
-        if (l1.len() as u64) < entries {
-            let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
-            return Err(Error::new(ErrorKind::Corrupt, what).on(image));
-        }
-        // A VM state whose size the snapshot tells stays the snapshot's alone.
-        if entry.vm_state_size() > 0 {
-            l1.truncate(entries as usize);
-        }
-        transaction.count_tree(&l1, RefcountDelta::Increment).await?;
-        let old = transaction.l1().to_vec();
-        transaction.count_tree(&old, RefcountDelta::Decrement).await?;
-        transaction.set_l1(l1, size);
-        transaction.update_copied_flags(L1Users::Active).await
-    };
-    if !has_bitmaps {
-        return transactions.run(metadata, change).await;
+impl<S: Storage> Qcow2<S> {
+    /// The image's snapshots.
+    pub fn snapshots(&self) -> InternalSnapshots<'_, S> {
+        InternalSnapshots { image: self }
     }
-    prepare_directory(metadata, live).await?;
-    let outcome = transactions.run(metadata, change).await;
-    // Where that fails, the next change tries again.
-    let _ = live.load(metadata).await;
-    outcome
+}
+
+impl<S: Storage> InternalSnapshots<'_, S> {
+    /// The image's name, for errors.
+    pub(crate) fn image_name(&self) -> &str {
+        self.image.storage().name()
+    }
+
+    /// Refuses snapshots, whose disks share clusters: in a data file each guest cluster has one
+    /// host offset.
+    ///
+    /// # Errors
+    /// `Unsupported` for an image with a data file.
+    pub fn check_possible(&self) -> Result<()> {
+        check_no_data_file(&self.image.metadata)
+    }
+
+    /// All snapshots, in the order in which they were taken.
+    ///
+    /// # Errors
+    /// `Corrupt` where the table contradicts the format; why it is unknown which table is active,
+    /// after a change of it failed at its last step.
+    pub async fn list(&self) -> Result<Vec<Snapshot>> {
+        let metadata = &self.image.metadata;
+        // A change of the snapshots meanwhile gives no cluster of the old table to the guest.
+        let _read = metadata.begin_read();
+        let header = {
+            let state = metadata.lock();
+            state.tables.freeze.check_known()?;
+            state.tables.headers.disk().clone()
+        };
+        let table = snapshot_table::read(metadata.storage(), &header).await?;
+        Ok(table.entries.iter().map(|entry| entry.described(header.size)).collect())
+    }
+
+    /// Takes a snapshot of the guest's disk, with a machine's state if one is given.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts
+    /// cannot count so far, or when the image has a data file; `NoSpace`; or what the storage
+    /// answers. Nothing has changed then, and `vm_state` is as it was.
+    pub async fn create(
+        &self,
+        new: &NewSnapshot,
+        vm_state: Option<&VmStateTables>,
+    ) -> Result<Snapshot> {
+        let Qcow2 { metadata, transactions, .. } = self.image;
+        let name = metadata.storage().name();
+        let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+            check_new_name(name, &new.name, transaction.snapshots())?;
+            if vm_state.is_some() {
+                drop_active_vm_state(transaction).await?;
+            }
+            let mut l1 = transaction.l1().to_vec();
+            transaction.count_tree(&l1, RefcountDelta::Increment).await?;
+            transaction.update_copied_flags(L1Users::ActiveAndSnapshot).await?;
+            l1.clear();
+            l1.extend(transaction.l1());
+            if let Some(vm_state) = vm_state {
+                vm_state.put(transaction, &mut l1).await?;
+            }
+            let l1_offset = match l1.is_empty() {
+                true => 0,
+                false => transaction.put(words::bytes_of(&l1)).await?,
+            };
+            let facts = EntryFacts {
+                name: &new.name,
+                created: new.created,
+                vm_clock: new.vm_clock,
+                vm_state_size: vm_state.map_or(0, VmStateTables::size),
+                disk_size: transaction.size(),
+            };
+            let id = next_id(transaction.snapshots());
+            let entry = SnapshotEntry::new(id, l1_offset, l1.len() as u32, &facts);
+            let described = entry.described(transaction.size());
+            transaction.snapshots_mut().push(entry);
+            check_table(name, transaction.snapshots())?;
+            Ok(described)
+        };
+        transactions.run(metadata, change).await
+    }
+
+    /// Makes the disk what it was when the snapshot was taken, its size included. What was written
+    /// since is gone. Enabled bitmaps say that all of the disk changed.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create); `InvalidInput` for an unknown name.
+    pub async fn apply(&self, name: &str) -> Result<()> {
+        let Qcow2 { metadata, transactions, bitmaps: live, .. } = self.image;
+        let image = metadata.storage().name();
+        let has_bitmaps = live.has_any();
+        let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+            let index = index_of(image, name, transaction.snapshots())?;
+            let entry = transaction.snapshots()[index].clone();
+            let size = entry.disk_size().unwrap_or(transaction.size());
+            if has_bitmaps {
+                check_size(image, name, size, transaction.size())?;
+                let mark =
+                    async |entries: &mut Vec<BitmapEntry>,
+                           transaction: &mut MetadataTransaction<'_, S>| {
+                        mark_all(entries, metadata.storage(), transaction).await
+                    };
+                change_directory(metadata, transaction, live, mark).await?;
+            }
+            let entries = transaction.geometry().l1_entries_for(size);
+            let mut l1 = transaction.l1_of(&entry).await?;
+            if (l1.len() as u64) < entries {
+                let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
+                return Err(Error::new(ErrorKind::Corrupt, what).on(image));
+            }
+            // A VM state whose size the snapshot tells stays the snapshot's alone.
+            if entry.vm_state_size() > 0 {
+                l1.truncate(entries as usize);
+            }
+            transaction.count_tree(&l1, RefcountDelta::Increment).await?;
+            let old = transaction.l1().to_vec();
+            transaction.count_tree(&old, RefcountDelta::Decrement).await?;
+            transaction.set_l1(l1, size);
+            transaction.update_copied_flags(L1Users::Active).await
+        };
+        if !has_bitmaps {
+            return transactions.run(metadata, change).await;
+        }
+        prepare_directory(metadata, live).await?;
+        let outcome = transactions.run(metadata, change).await;
+        // Where that fails, the next change tries again.
+        let _ = live.load(metadata).await;
+        outcome
+    }
+
+    /// Deletes a snapshot.
+    ///
+    /// # Errors
+    /// As [`apply`](Self::apply).
+    pub async fn delete(&self, name: &str) -> Result<()> {
+        let Qcow2 { metadata, transactions, .. } = self.image;
+        let image = metadata.storage().name();
+        let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+            let index = index_of(image, name, transaction.snapshots())?;
+            let entry = transaction.snapshots_mut().remove(index);
+            let l1 = transaction.l1_of(&entry).await?;
+            transaction.count_tree(&l1, RefcountDelta::Decrement).await?;
+            if !l1.is_empty() {
+                transaction.release(entry.l1_offset, l1.len() as u64 * 8)?;
+            }
+            transaction.update_copied_flags(L1Users::Active).await
+        };
+        transactions.run(metadata, change).await
+    }
+
+    /// Gives a snapshot another name.
+    ///
+    /// # Errors
+    /// As [`apply`](Self::apply).
+    pub async fn rename(&self, name: &str, new_name: &str) -> Result<()> {
+        let Qcow2 { metadata, transactions, .. } = self.image;
+        let image = metadata.storage().name();
+        let change = async |transaction: &mut MetadataTransaction<'_, S>| {
+            let index = index_of(image, name, transaction.snapshots())?;
+            check_new_name(image, new_name, transaction.snapshots())?;
+            transaction.snapshots_mut()[index].name = new_name.as_bytes().to_vec();
+            check_table(image, transaction.snapshots())
+        };
+        transactions.run(metadata, change).await
+    }
+
+    /// Frees what changes that were made or dropped no longer need. Otherwise that is done with the
+    /// next flushes.
+    pub async fn give_back(&self) {
+        let metadata = &self.image.metadata;
+        // A failure is recorded where it has to be; the rest is freed later.
+        if metadata.reclaim().await.is_ok() {
+            let _ = metadata.write_back_all().await;
+        }
+    }
 }
 
 /// Bitmaps are those of a disk of one size.
@@ -154,50 +236,13 @@ fn check_size(image: &str, name: &str, of_snapshot: u64, of_disk: u64) -> Result
         .hint("remove the bitmaps first, and add others afterwards"))
 }
 
-/// Deletes a snapshot.
-pub(crate) async fn delete_snapshot<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    name: &str,
-) -> Result<()> {
-    let image = metadata.storage().name();
-    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
-        let index = index_of(image, name, transaction.snapshots())?;
-        let entry = transaction.snapshots_mut().remove(index);
-        let l1 = transaction.l1_of(&entry).await?;
-        transaction.count_tree(&l1, RefcountDelta::Decrement).await?;
-        if !l1.is_empty() {
-            transaction.release(entry.l1_offset, l1.len() as u64 * 8)?;
-        }
-        transaction.update_copied_flags(L1Users::Active).await
-    };
-    transactions.run(metadata, change).await
-}
-
-/// Gives a snapshot another name.
-pub(crate) async fn rename_snapshot<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    transactions: &Transactions,
-    name: &str,
-    new_name: &str,
-) -> Result<()> {
-    let image = metadata.storage().name();
-    let change = async |transaction: &mut MetadataTransaction<'_, S>| {
-        let index = index_of(image, name, transaction.snapshots())?;
-        check_new_name(image, new_name, transaction.snapshots())?;
-        transaction.snapshots_mut()[index].name = new_name.as_bytes().to_vec();
-        check_table(image, transaction.snapshots())
-    };
-    transactions.run(metadata, change).await
-}
-
 /// Has an image that was opened for reading show the disk as it was when a snapshot was taken.
 pub(crate) async fn show_snapshot<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     name: &str,
 ) -> Result<Snapshot> {
     let storage = metadata.storage();
-    let header = metadata.lock().tables.headers().disk().clone();
+    let header = metadata.lock().tables.headers.disk().clone();
     let table = snapshot_table::read(storage, &header).await?;
     let entry = &table.entries[index_of(storage.name(), name, &table.entries)?];
     let bytes = entry.l1_entries as usize * 8;

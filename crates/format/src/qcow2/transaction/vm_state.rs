@@ -9,13 +9,12 @@ use std::ops::Range;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
+use crate::qcow2::Qcow2;
 use crate::qcow2::layout::entry::{CompressedDescriptor, Entry, Reference, l1_word};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::limits::MAX_L1_BYTES;
-use crate::qcow2::layout::snapshot_table::Snapshot;
 
-use super::ImageMetadata;
 use super::metadata_transaction::{MetadataTransaction, RefcountDelta, check_no_data_file};
 
 /// See the module's page. Offsets of the state count from its own beginning.
@@ -53,54 +52,87 @@ pub enum VmStateCluster {
     Compressed(ByteRange),
 }
 
-/// Where the state is of the snapshot that the image was opened on, from `start` on; empty for a
-/// snapshot without one.
-///
-/// # Errors
-/// `Corrupt` where the snapshot's tables do not reach so far; `Unsupported` for an image with a
-/// data file.
-pub(crate) fn location_of<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    snapshot: Option<&Snapshot>,
-    start: u64,
-) -> Result<ByteRange> {
-    check_no_data_file(metadata)?;
-    let name = metadata.storage().name();
-    let Some(snapshot) = snapshot else {
-        let what = "was not opened on a snapshot";
-        return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
-    };
-    let reach = metadata.lock().tables.l1().len() as u64 * metadata.geometry().l1_entry_span();
-    let range = ByteRange::new(start, snapshot.vm_state_size);
-    range.filter(|range| range.is_empty() || range.end() <= reach).ok_or_else(|| {
-        let what =
-            format!("the VM state of the snapshot '{}' is larger than its tables", snapshot.name);
-        Error::new(ErrorKind::Corrupt, what).on(name)
-    })
+/// The machines' states in an image's snapshots.
+pub struct VmStates<'a, S: Storage> {
+    image: &'a Qcow2<S>,
 }
 
-/// Allocates one to `limit` clusters in a row for a machine's state.
-///
-/// # Errors
-/// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a data
-/// file.
-pub(crate) async fn allocate_clusters<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    limit: u64,
-) -> Result<ByteRange> {
-    metadata.check_writable()?;
-    check_no_data_file(metadata)?;
-    let allocated = metadata.step(|state| {
-        state.tables.freeze_mut().wait_thawed()?;
-        state.tables.check_dirty_limit()?;
-        state.allocator.allocate(&mut state.tables, limit)
-    });
-    Ok(metadata.geometry().bytes_of(allocated.await?))
+impl<S: Storage> Qcow2<S> {
+    /// The machines' states in the image's snapshots.
+    pub fn vm_states(&self) -> VmStates<'_, S> {
+        VmStates { image: self }
+    }
+}
+
+impl<S: Storage> VmStates<'_, S> {
+    /// Bytes of a cluster: machine states are stored in whole ones.
+    pub fn cluster_size(&self) -> u64 {
+        self.image.cluster_size()
+    }
+
+    /// The range, past the end of the disk and at a whole L1 entry, of the state in the snapshot
+    /// that the image was opened on; empty for a snapshot without one.
+    ///
+    /// # Errors
+    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the
+    /// snapshot's tables do not reach so far; `Unsupported` for an image with a data file.
+    pub fn location(&self) -> Result<ByteRange> {
+        let Qcow2 { metadata, facts, .. } = self.image;
+        check_no_data_file(metadata)?;
+        let (name, geometry) = (metadata.storage().name(), metadata.geometry());
+        let Some(snapshot) = &facts.snapshot else {
+            let what = "was not opened on a snapshot";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
+        };
+        let start = geometry.l1_entries_for(metadata.size()) * geometry.l1_entry_span();
+        let reach = metadata.lock().tables.l1().len() as u64 * geometry.l1_entry_span();
+        let range = ByteRange::new(start, snapshot.vm_state_size);
+        range.filter(|range| range.is_empty() || range.end() <= reach).ok_or_else(|| {
+            let what = format!(
+                "the VM state of the snapshot '{}' is larger than its tables",
+                snapshot.name
+            );
+            Error::new(ErrorKind::Corrupt, what).on(name)
+        })
+    }
+
+    /// Tables for a state of which nothing is stored yet.
+    pub fn new_tables(&self) -> VmStateTables {
+        let metadata = &self.image.metadata;
+        VmStateTables::new(metadata.lock().tables.header(), metadata.size())
+    }
+
+    /// Allocates one to `limit` clusters in a row. No table refers to them: they are to be
+    /// [reserved](VmStateTables::reserve) or [freed](Self::free_clusters).
+    ///
+    /// # Errors
+    /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a
+    /// data file.
+    pub async fn allocate_clusters(&self, limit: u64) -> Result<ByteRange> {
+        let metadata = &self.image.metadata;
+        metadata.check_writable()?;
+        check_no_data_file(metadata)?;
+        let allocated = metadata.step(|state| {
+            state.tables.freeze.wait_thawed()?;
+            state.tables.check_dirty_limit()?;
+            state.allocator.allocate(&mut state.tables, limit)
+        });
+        Ok(metadata.geometry().bytes_of(allocated.await?))
+    }
+
+    /// Frees clusters that no table refers to and no operation writes to. Never waits.
+    pub fn free_clusters(&self, range: ByteRange) {
+        let metadata = &self.image.metadata;
+        let mut state = metadata.lock();
+        let state = &mut *state;
+        let clusters = metadata.geometry().clusters_of(range);
+        state.allocator.free_unlinked(&mut state.tables, clusters);
+    }
 }
 
 impl VmStateTables {
     /// For a state of which nothing is stored yet, of a disk of `size` bytes.
-    pub(crate) fn new(header: &Header, size: u64) -> Self {
+    fn new(header: &Header, size: u64) -> Self {
         let geometry = header.geometry;
         let zero_encoding = match &header.backing {
             _ if geometry.version >= 3 => ZeroEncoding::ZeroFlag,

@@ -12,8 +12,8 @@ use blockhouse_core::{Result, Storage};
 
 use crate::qcow2::layout::entry::{Entry, SubclusterBitmap, l1_word};
 use crate::qcow2::layout::words;
+use crate::qcow2::writeback::Metadata;
 
-use super::ImageMetadata;
 use super::metadata_transaction::{MetadataTransaction, RefcountDelta, references};
 
 /// Replaces the zero clusters of the disk and of all snapshots.
@@ -21,7 +21,7 @@ use super::metadata_transaction::{MetadataTransaction, RefcountDelta, references
 /// # Errors
 /// `Corrupt` where tables contradict the format; `NoSpace`; or what the storage answers.
 pub(super) async fn replace_zero_clusters<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
     let snapshots = transaction.snapshots().to_vec();
@@ -60,7 +60,7 @@ pub(super) async fn replace_zero_clusters<S: Storage>(
 /// An L1 table that refers to the copies of L2 tables; `None` where it has none of those.
 fn refer_to<S: Storage>(
     copies: &BTreeMap<u64, u64>,
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     transaction: &MetadataTransaction<'_, S>,
     mut l1: Vec<u64>,
 ) -> Result<Option<Vec<u64>>> {

@@ -15,7 +15,7 @@ use super::Metadata;
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 1 << 30;
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// Gets what a step lacked.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl<S: Storage, C> Metadata<S, C> {
         // As for the reserve: a transaction that freezes the tables later waits for the guard.
         let free = self.storage().free_space().await.unwrap_or(Some(0));
         let claim = self.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             let claimed = state.allocator.claim_to_prepare(&mut state.tables, free)?;
             Ok(claimed.map(|claimed| (claimed, self.writer.writes().enter())))
         });
@@ -90,7 +90,7 @@ impl<S: Storage, C> Metadata<S, C> {
         match outcome {
             // A transaction that waits for the guard may take them: they are known to nobody from
             // now on.
-            Ok(()) if !state.tables.freeze().is_active() => {}
+            Ok(()) if !state.tables.freeze.is_active() => {}
             Ok(()) => state.allocator.put_prepared(claimed),
             Err(_) => state.allocator.give_up_preparing(&mut state.tables, claimed),
         }
@@ -120,7 +120,7 @@ impl<S: Storage, C> Metadata<S, C> {
         // A transaction that freezes the tables later waits for the guard: nothing is reserved,
         // written or given back in space that it has taken.
         let reserve = self.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             let reserved = state.allocator.begin_end_reserve(&mut state.tables, count);
             Ok(reserved.map(|reserved| (reserved, self.writer.writes().enter())))
         });
@@ -130,7 +130,7 @@ impl<S: Storage, C> Metadata<S, C> {
         let mut state = self.state.lock();
         match outcome {
             Ok(()) => state.allocator.put_end_reserve(reserved),
-            Err(_) => state.tables.file_mut().unreserve(reserved.end, reserved.start),
+            Err(_) => state.tables.file.unreserve(reserved.end, reserved.start),
         }
         outcome
     }
@@ -140,7 +140,7 @@ impl<S: Storage, C> Metadata<S, C> {
     async fn fill_reserve_in_row(&self, count: u64) -> Result<bool> {
         let _alone = self.end_lock.acquire().await;
         let found = self.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             state.tables.check_dirty_limit()?;
             let found = state.allocator.find_room(&mut state.tables, count)?;
             if matches!(found, Room::Row(_)) {
@@ -179,7 +179,7 @@ impl<S: Storage, C> Metadata<S, C> {
             }
         }
         let allocated = self.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             state.allocator.allocate(&mut state.tables, 1)
         });
         let allocated = allocated.await?;

@@ -43,7 +43,7 @@ fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
     header.autoclear & (header.preserved_autoclear() | kept) | session
 }
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// Whether [`begin_changes`](Self::begin_changes) has anything to do.
     pub(crate) fn needs_begin_changes(&self) -> bool {
         self.autoclear.is_due.load(Ordering::Acquire)
@@ -57,7 +57,7 @@ impl<S: Storage, C> Metadata<S, C> {
                 // Another change began meanwhile.
                 return Ok(());
             }
-            let session = self.state.lock().tables.redo().session();
+            let session = self.state.lock().tables.redo.session();
             let kept = self.kept_autoclear();
             self.rewrite_header(|header| header.autoclear = autoclear_bits(header, kept, session))
                 .await?;
@@ -75,7 +75,7 @@ impl<S: Storage, C> Metadata<S, C> {
         let _alone = self.autoclear.lock.acquire().await;
         let (session, header) = {
             let state = self.state.lock();
-            (state.tables.redo().session(), state.tables.headers().disk().clone())
+            (state.tables.redo.session(), state.tables.headers.disk().clone())
         };
         let wanted = autoclear_bits(&header, BITMAPS_CONSISTENT | LIVE_BITMAPS, session);
         if header.autoclear != wanted {
@@ -98,7 +98,7 @@ impl<S: Storage, C> Metadata<S, C> {
     pub(crate) fn attach_redo_log(&self, memory: Arc<dyn StateMemory>) {
         let log = RedoLog::new(memory, self.geometry);
         let mut state = self.state.lock();
-        state.tables.set_redo(log);
+        state.tables.redo = log;
         drop(state);
         self.look_at_autoclear();
     }
@@ -118,8 +118,8 @@ impl<S: Storage, C> Metadata<S, C> {
     fn look_at_autoclear(&self) {
         let kept = self.kept_autoclear();
         let state = self.state.lock();
-        let header = state.tables.headers().disk();
-        let wanted = autoclear_bits(header, kept, state.tables.redo().session());
+        let header = state.tables.headers.disk();
+        let wanted = autoclear_bits(header, kept, state.tables.redo.session());
         self.autoclear.is_due.store(header.autoclear != wanted, Ordering::Release);
     }
 
@@ -139,10 +139,9 @@ impl<S: Storage, C> Metadata<S, C> {
 
     /// Changes the header on disk. Durable with the next flush.
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
-        let patch =
-            |bytes: &mut [u8]| self.state.lock().tables.headers_mut().begin_write(change, bytes);
+        let patch = |bytes: &mut [u8]| self.state.lock().tables.headers.begin_write(change, bytes);
         let number = self.writer.write_header(patch).await?;
-        self.state.lock().tables.headers_mut().end_write(number);
+        self.state.lock().tables.headers.end_write(number);
         Ok(())
     }
 
@@ -153,14 +152,14 @@ impl<S: Storage, C> Metadata<S, C> {
     }
 
     async fn sync_despite_failure(&self, sync: SyncMode) -> Result<()> {
-        let covered = self.state.lock().tables.headers().last_ended();
+        let covered = self.state.lock().tables.headers.last_ended();
         self.writer.flush(sync).await?;
-        self.state.lock().tables.headers_mut().set_durable(covered);
+        self.state.lock().tables.headers.set_durable(covered);
         Ok(())
     }
 
     pub(super) fn is_marked_dirty(&self) -> bool {
-        self.state.lock().tables.headers().disk().incompatible.contains(Incompatible::DIRTY)
+        self.state.lock().tables.headers.disk().incompatible.contains(Incompatible::DIRTY)
     }
 
     /// Flushes an image whose changes are all written, for another process that opens it. The
@@ -173,13 +172,13 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Flushes an image whose changes are all written, and marks it as clean.
     pub(crate) async fn finish(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
-        let ended = if self.state.lock().tables.redo().is_attached() { SESSION_BITS } else { 0 };
+        let ended = if self.state.lock().tables.redo.is_attached() { SESSION_BITS } else { 0 };
         self.mark_clean(ended).await
     }
 
     /// Takes the mark of an image that is open away, and these autoclear bits, durably.
     async fn mark_clean(&self, ended: u64) -> Result<()> {
-        let is_session = self.state.lock().tables.headers().disk().autoclear & ended & SESSION != 0;
+        let is_session = self.state.lock().tables.headers.disk().autoclear & ended & SESSION != 0;
         if self.access == Access::ReadOnly || !(is_session || self.is_marked_dirty()) {
             return Ok(());
         }
@@ -209,7 +208,7 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Marks the image as corrupt, durably, also where tables could not be written before: a
     /// storage that takes no flush says so itself.
     async fn mark_as_corrupt(&self) -> Result<()> {
-        if self.state.lock().tables.headers().is_marked_durably(Incompatible::CORRUPT) {
+        if self.state.lock().tables.headers.is_marked_durably(Incompatible::CORRUPT) {
             return Ok(());
         }
         self.change_header(|header| header.incompatible.insert(Incompatible::CORRUPT)).await?;

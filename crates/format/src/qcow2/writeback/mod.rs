@@ -39,30 +39,44 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::qcow2::allocator::Allocator;
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::options::{Access, Discard};
-use crate::qcow2::tables::{TableWriter, Tables};
+use crate::qcow2::mapping::{Mapper, Mapping};
+use crate::qcow2::tables::{Step, TableWriter, Tables};
 
 pub(crate) use run::WritebackBlock;
 
 use header::Autoclear;
 
-/// The state behind the image's one lock: `C` is the changes that have not taken effect.
-pub(crate) struct State<C> {
+/// The state behind the image's one lock.
+pub(crate) struct State {
     pub(crate) tables: Tables,
     pub(crate) allocator: Allocator,
-    pub(crate) changes: C,
+    pub(crate) mapping: Mapping,
     /// Whether a writeback runs, or is kept from running.
     is_running: bool,
 }
 
+impl State {
+    /// The state that a step of the mapping works on.
+    pub(crate) fn mapper(&mut self) -> Mapper<'_> {
+        self.mapping.mapper(&mut self.tables, &mut self.allocator)
+    }
+
+    /// As [`mapper`](Self::mapper), blocked while the tables are frozen.
+    pub(crate) fn thawed_mapper(&mut self) -> Step<Mapper<'_>> {
+        self.tables.freeze.wait_thawed()?;
+        Ok(self.mapper())
+    }
+}
+
 /// The metadata of an open image, and the I/O that its steps need. See the module's page.
-pub(crate) struct Metadata<S: Storage, C> {
+pub(crate) struct Metadata<S: Storage> {
     geometry: Geometry,
     access: Access,
     discard: Discard,
     /// Whether the guest's data is encrypted: then zeros of the file are not zeros of the disk.
     is_encrypted: bool,
     writer: TableWriter<S>,
-    state: Mutex<State<C>>,
+    state: Mutex<State>,
     /// Bytes of the guest's disk: the truth is in the header, this is for asking without the lock.
     size: AtomicU64,
     autoclear: Autoclear,
@@ -80,11 +94,11 @@ pub(crate) struct Metadata<S: Storage, C> {
     l2_alloc_lock: Semaphore,
 }
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// The metadata of an image in `storage`.
     pub(crate) fn new(
         storage: S,
-        (tables, allocator, changes): (Tables, Allocator, C),
+        (tables, allocator, mapping): (Tables, Allocator, Mapping),
         access: Access,
         discard: Discard,
     ) -> Self {
@@ -96,7 +110,7 @@ impl<S: Storage, C> Metadata<S, C> {
             writer: TableWriter::new(storage),
             size: AtomicU64::new(tables.header().size),
             autoclear: Autoclear::new(tables.header()),
-            state: Mutex::new(State { tables, allocator, changes, is_running: false }),
+            state: Mutex::new(State { tables, allocator, mapping, is_running: false }),
             done: Event::new(),
             reads: Epochs::new(),
             data_writes: Epochs::new(),
@@ -136,7 +150,7 @@ impl<S: Storage, C> Metadata<S, C> {
     }
 
     /// Takes the lock. Not to be held over I/O.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State<C>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 

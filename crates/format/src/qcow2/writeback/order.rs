@@ -27,7 +27,7 @@ pub(super) enum Flushed {
     No,
 }
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// Writes a batch durably; whether that took a flush.
     pub(super) async fn write_batch(&self, batch: &WritebackBatch) -> Result<Flushed> {
         if batch.scope() == WritebackScope::SkipRefcounts {
@@ -88,7 +88,7 @@ impl<S: Storage, C> Metadata<S, C> {
     /// written to them. Where refcounts are written late, the mark of an image whose refcounts
     /// may be wrong is durable instead.
     pub(crate) async fn flush_allocated(&self) -> Result<()> {
-        let is_lazy = self.state.lock().tables.headers().disk().compatible & LAZY_REFCOUNTS != 0;
+        let is_lazy = self.state.lock().tables.headers.disk().compatible & LAZY_REFCOUNTS != 0;
         if is_lazy {
             self.set_dirty_bit().await?;
         }
@@ -98,7 +98,7 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Marks the image as one whose refcounts may be wrong, durably.
     async fn set_dirty_bit(&self) -> Result<()> {
         // Another task may be writing the mark: it counts when it is durable.
-        if self.state.lock().tables.headers().is_marked_durably(Incompatible::DIRTY) {
+        if self.state.lock().tables.headers.is_marked_durably(Incompatible::DIRTY) {
             return Ok(());
         }
         self.rewrite_header(|header| header.incompatible.insert(Incompatible::DIRTY)).await

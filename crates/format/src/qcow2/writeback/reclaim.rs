@@ -14,12 +14,12 @@ use super::{Metadata, State};
 /// Clusters that are being freed. What is left of them when it is dropped is freeable still, but
 /// for those that are being punched: they stay allocated, a leak, since their hole may come at any
 /// time.
-struct FreeingGuard<'a, C> {
-    state: &'a Mutex<State<C>>,
+struct FreeingGuard<'a> {
+    state: &'a Mutex<State>,
     free: DeferredFree,
 }
 
-impl<C> Drop for FreeingGuard<'_, C> {
+impl Drop for FreeingGuard<'_> {
     fn drop(&mut self) {
         if !self.free.clusters.is_empty() {
             self.state.lock().allocator.stop_freeing(self.free.clone());
@@ -27,7 +27,7 @@ impl<C> Drop for FreeingGuard<'_, C> {
     }
 }
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// Frees clusters whose references left the tables in memory. If discarded ranges read as
     /// zeros, the host range is punched at once: the L2 entry on disk may still refer to it, so
     /// after a crash the guest must read its old data or zeros. Not where the data is

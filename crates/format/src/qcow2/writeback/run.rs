@@ -24,14 +24,14 @@ enum WritebackStep {
 
 /// The one writeback that runs. Dropped, it lets others run; unfinished, what it had copied is
 /// dirty again.
-struct WritebackGuard<'a, S: Storage, C> {
-    metadata: &'a Metadata<S, C>,
+struct WritebackGuard<'a, S: Storage> {
+    metadata: &'a Metadata<S>,
     batch: Option<WritebackBatch>,
     /// Clusters that are freeable once the writes in flight have completed.
     abandoned: Vec<Range<u64>>,
 }
 
-impl<S: Storage, C> Drop for WritebackGuard<'_, S, C> {
+impl<S: Storage> Drop for WritebackGuard<'_, S> {
     fn drop(&mut self) {
         let mut state = self.metadata.state.lock();
         if let Some(batch) = self.batch.take() {
@@ -49,19 +49,19 @@ impl<S: Storage, C> Drop for WritebackGuard<'_, S, C> {
 
 /// Keeps writebacks from running, and refcounts from being lowered. Nothing is dirty when it is
 /// made.
-pub(crate) struct WritebackBlock<'a, S: Storage, C> {
-    metadata: &'a Metadata<S, C>,
+pub(crate) struct WritebackBlock<'a, S: Storage> {
+    metadata: &'a Metadata<S>,
     _no_frees: SemaphoreGuard<'a>,
 }
 
-impl<S: Storage, C> Drop for WritebackBlock<'_, S, C> {
+impl<S: Storage> Drop for WritebackBlock<'_, S> {
     fn drop(&mut self) {
         self.metadata.state.lock().is_running = false;
         self.metadata.done.notify(usize::MAX);
     }
 }
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// Makes everything that was linked so far durable: data first, then metadata. Waits for data
     /// writes that are in flight.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
@@ -84,21 +84,22 @@ impl<S: Storage, C> Metadata<S, C> {
     /// How extents become durable with the fewest operations: by FUA while few changes are pending
     /// and the next writeback is a few writes whose data is stable. Not where FUA brings a
     /// flush with it, as it does where the file grows: one flush for data and refcounts is
-    /// cheaper than one for each. `pending` is how many changes are.
-    pub(crate) fn metadata_sync_mode(&self, pending: impl FnOnce(&C) -> usize) -> MetadataSync {
+    /// cheaper than one for each.
+    pub(crate) fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
-        let pending = pending(&state.changes);
+        let pending = state.mapping.pending_changes();
         if prepare_zeroes == Offload::Available && pending > 0 {
             state.allocator.want_prepared();
         }
-        let headers = state.tables.headers();
+        let headers = &state.tables.headers;
         let is_crowd = pending > MAX_FUA_WRITES;
         let is_resizing = headers.wanted().size != headers.disk().size;
         let fua_flushes =
             fua_cost == FuaCost::ExtraFlush || state.allocator.is_growing(&state.tables);
         let is_costly = is_crowd || is_resizing || fua_flushes;
-        if fua == Fua::Native && !is_costly && state.tables.has_few_dirty(2 * MAX_FUA_WRITES) {
+        if fua == Fua::Native && !is_costly && state.tables.cache.has_few_dirty(2 * MAX_FUA_WRITES)
+        {
             MetadataSync::Fua
         } else {
             MetadataSync::Flush
@@ -160,7 +161,7 @@ impl<S: Storage, C> Metadata<S, C> {
 
     /// Writes everything that is dirty, and keeps writebacks from running. While the result is held
     /// no refcount is lowered either: what a writeback makes freeable it frees after its end.
-    pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S, C>> {
+    pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
         loop {
             self.writer.check_failure()?;
             let no_frees = self.free_lock.acquire().await;

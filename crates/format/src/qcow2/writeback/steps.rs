@@ -12,12 +12,9 @@ use crate::qcow2::tables::{Blocked, Fetch, SliceId, Step};
 
 use super::{Metadata, State};
 
-impl<S: Storage, C> Metadata<S, C> {
+impl<S: Storage> Metadata<S> {
     /// Runs a step until it is made.
-    pub(crate) async fn step<T>(
-        &self,
-        mut step: impl FnMut(&mut State<C>) -> Step<T>,
-    ) -> Result<T> {
+    pub(crate) async fn step<T>(&self, mut step: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
         loop {
             match self.try_step(&mut step).await? {
                 Some(value) => return Ok(value),
@@ -29,12 +26,12 @@ impl<S: Storage, C> Metadata<S, C> {
     /// Runs a step until it is made, or blocked by the dirty limit: `None` then.
     pub(crate) async fn try_step<T>(
         &self,
-        mut step: impl FnMut(&mut State<C>) -> Step<T>,
+        mut step: impl FnMut(&mut State) -> Step<T>,
     ) -> Result<Option<T>> {
         loop {
             let outcome = {
                 let mut state = self.state.lock();
-                state.tables.begin_step();
+                state.tables.cache.begin_step();
                 step(&mut state)
             };
             match outcome {
@@ -51,7 +48,7 @@ impl<S: Storage, C> Metadata<S, C> {
 
     /// Brings a slice into the cache. It is read once, however many tasks need it.
     async fn load(&self, id: SliceId) -> Result<()> {
-        let fetch = self.state.lock().tables.fetch(id.offset);
+        let fetch = self.state.lock().tables.cache.fetch(id.offset);
         let ticket = match fetch {
             Fetch::Present => return Ok(()),
             Fetch::Wait(event) => {
@@ -63,20 +60,20 @@ impl<S: Storage, C> Metadata<S, C> {
         let load = SliceLoadGuard { state: &self.state, offset: id.offset, ticket };
         let length = self.geometry.slice_size() as usize;
         let bytes = table_io::read(self.storage(), id.offset, length).await?;
-        self.state.lock().tables.loaded(id, &load.ticket, bytes.into());
+        self.state.lock().tables.cache.loaded(id, &load.ticket, bytes.into());
         Ok(())
     }
 }
 
 /// A slice that is being read. Dropped, also unfinished, it wakes those who wait for it.
-struct SliceLoadGuard<'a, C> {
-    state: &'a Mutex<State<C>>,
+struct SliceLoadGuard<'a> {
+    state: &'a Mutex<State>,
     offset: u64,
     ticket: Arc<Event>,
 }
 
-impl<C> Drop for SliceLoadGuard<'_, C> {
+impl Drop for SliceLoadGuard<'_> {
     fn drop(&mut self) {
-        self.state.lock().tables.fetch_ended(self.offset, &self.ticket);
+        self.state.lock().tables.cache.fetch_ended(self.offset, &self.ticket);
     }
 }

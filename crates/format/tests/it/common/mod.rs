@@ -172,7 +172,7 @@ pub async fn read<S: Storage>(image: &Qcow2<S>, range: ByteRange, behind: u8) ->
             ExtentState::Compressed { host, length: packed } => {
                 let packed = read_host(image.storage(), host, packed as usize).await?;
                 let mut cluster = vec![0; extent.alloc_range.length() as usize];
-                qcow2::decompress(image.compression(), &packed, &mut cluster)
+                qcow2::decompress(image.facts().compression, &packed, &mut cluster)
                     .map_err(|what| Error::new(ErrorKind::Corrupt, what).on("image").at(host))?;
                 let start = (extent.guest.offset() - extent.alloc_range.offset()) as usize;
                 bytes.extend_from_slice(&cluster[start..start + length]);

@@ -22,8 +22,8 @@ use crate::qcow2::layout::entry::{Reference, l1_word};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::SliceKind;
+use crate::qcow2::writeback::Metadata;
 
-use super::super::ImageMetadata;
 use super::super::metadata_transaction::references;
 use super::l2_references::{L2References, Located, overwritten};
 use super::page_check::check_new_pages;
@@ -91,7 +91,7 @@ impl L2Copies {
     /// Copies what changed since it was copied.
     pub(super) async fn update<S: Storage>(
         &mut self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         counts: &mut ReferenceCounts,
         space: &mut Space<'_, S>,
         is_cancelled: &dyn Fn() -> bool,
@@ -102,7 +102,7 @@ impl L2Copies {
             check_wanted(is_cancelled)?;
             self.update_tables(metadata, some, counts, space).await?;
         }
-        let slices = metadata.lock().tables.changed_slices(SliceKind::L2);
+        let slices = metadata.lock().tables.watch.changed(SliceKind::L2);
         for some in slices.chunks(MAX_SLICES_IN_FLIGHT) {
             check_wanted(is_cancelled)?;
             self.update_slices(metadata, some, counts).await?;
@@ -113,7 +113,7 @@ impl L2Copies {
     /// The L1 entries that are not as they were.
     fn changed_entries<S: Storage>(
         &mut self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
     ) -> Result<Vec<(usize, Option<Reference>)>> {
         let l1 = metadata.lock().tables.l1().to_vec();
         self.tables.resize(l1.len(), None);
@@ -124,7 +124,7 @@ impl L2Copies {
 
     async fn update_tables<S: Storage>(
         &mut self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         changed: &[(usize, Option<Reference>)],
         counts: &mut ReferenceCounts,
         space: &mut Space<'_, S>,
@@ -165,7 +165,7 @@ impl L2Copies {
 
     async fn look<S: Storage>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         index: usize,
         reference: Option<Reference>,
     ) -> Result<Look> {
@@ -188,7 +188,7 @@ impl L2Copies {
     /// Copies slices that changed, of tables that have copies.
     async fn update_slices<S: Storage>(
         &mut self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         slices: &[u64],
         counts: &mut ReferenceCounts,
     ) -> Result<(), Halt> {

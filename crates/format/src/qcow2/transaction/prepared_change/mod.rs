@@ -38,9 +38,11 @@ mod unreferenced;
 use async_lock::SemaphoreGuard;
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
+use crate::qcow2::Qcow2;
 use crate::qcow2::layout::snapshot_table;
+use crate::qcow2::writeback::Metadata;
 
-use super::ImageMetadata;
+use super::InternalSnapshots;
 use super::metadata_transaction::{Transactions, check_no_data_file};
 
 use l2_copies::L2Copies;
@@ -60,7 +62,7 @@ const MAX_PASSES: u32 = 24;
 
 /// See the module's page.
 pub struct PreparedChange<'a, S: Storage> {
-    metadata: &'a ImageMetadata<S>,
+    metadata: &'a Metadata<S>,
     transactions: &'a Transactions,
     plan: SnapshotPlan,
     counts: ReferenceCounts,
@@ -90,31 +92,35 @@ pub enum Preparation {
     Cancelled,
 }
 
-/// Begins to prepare a change: nothing is copied yet.
-pub(crate) async fn prepare_change<'a, S: Storage>(
-    metadata: &'a ImageMetadata<S>,
-    transactions: &'a Transactions,
-    plan: SnapshotPlan,
-) -> Result<PreparedChange<'a, S>> {
-    metadata.check_writable()?;
-    check_no_data_file(metadata)?;
-    metadata.check_intact()?;
-    metadata.begin_changes().await?;
-    let alone = transactions.begin_preparation().await;
-    let (geometry, purpose) = (metadata.geometry(), plan.purpose());
-    Ok(PreparedChange {
-        metadata,
-        transactions,
-        plan,
-        counts: ReferenceCounts::new(geometry),
-        is_counted: false,
-        l2: L2Copies::new(geometry, purpose),
-        refcounts: RefcountCopies::new(geometry, purpose),
-        space: Space::new(metadata),
-        spare: MIN_SPARE,
-        unreferenced: None,
-        _alone: alone,
-    })
+impl<'a, S: Storage> InternalSnapshots<'a, S> {
+    /// Begins to prepare a change while the guest's data is changed, so that making it takes a
+    /// moment however much is mapped: nothing is copied yet. What is dropped before it is taken
+    /// has changed nothing; [`give_back`](Self::give_back) frees its space.
+    ///
+    /// # Errors
+    /// `ReadOnly`, `Unsupported`, or what the storage answers.
+    pub async fn prepare(&self, plan: SnapshotPlan) -> Result<PreparedChange<'a, S>> {
+        let Qcow2 { metadata, transactions, .. } = self.image;
+        metadata.check_writable()?;
+        check_no_data_file(metadata)?;
+        metadata.check_intact()?;
+        metadata.begin_changes().await?;
+        let alone = transactions.begin_preparation().await;
+        let (geometry, purpose) = (metadata.geometry(), plan.purpose());
+        Ok(PreparedChange {
+            metadata,
+            transactions,
+            plan,
+            counts: ReferenceCounts::new(geometry),
+            is_counted: false,
+            l2: L2Copies::new(geometry, purpose),
+            refcounts: RefcountCopies::new(geometry, purpose),
+            space: Space::new(metadata),
+            spare: MIN_SPARE,
+            unreferenced: None,
+            _alone: alone,
+        })
+    }
 }
 
 impl<S: Storage> PreparedChange<'_, S> {
@@ -129,14 +135,14 @@ impl<S: Storage> PreparedChange<'_, S> {
     pub async fn update(&mut self, is_cancelled: &dyn Fn() -> bool) -> Result<Preparation> {
         self.space.set_closed(false);
         loop {
-            if !self.metadata.lock().tables.is_watched() {
+            if !self.metadata.lock().tables.watch.is_active() {
                 self.begin();
             }
             if self.purpose() == Purpose::Create && self.has_more_than_disk() {
                 return Ok(Preparation::AtOnce);
             }
             let outcome = self.run_passes(is_cancelled).await;
-            let is_watched = self.metadata.lock().tables.is_watched();
+            let is_watched = self.metadata.lock().tables.watch.is_active();
             match outcome {
                 Err(Halt::Cancelled) => return Ok(Preparation::Cancelled),
                 Err(Halt::Implausible) => return Ok(Preparation::AtOnce),
@@ -161,7 +167,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         self.l2 = L2Copies::new(geometry, purpose);
         self.refcounts = RefcountCopies::new(geometry, purpose);
         self.space.put_all_back();
-        self.metadata.lock().tables.begin_watch();
+        self.metadata.lock().tables.watch.begin();
     }
 
     fn has_more_than_disk(&self) -> bool {
@@ -190,7 +196,7 @@ impl<S: Storage> PreparedChange<'_, S> {
 
     /// How many slices have changed since they were copied.
     fn left(&self) -> usize {
-        self.metadata.lock().tables.count_changed_slices()
+        self.metadata.lock().tables.watch.count()
     }
 
     /// Has clusters ready for all that is written while the tables are frozen.
@@ -198,10 +204,10 @@ impl<S: Storage> PreparedChange<'_, S> {
         let (header, l1, table) = {
             let state = self.metadata.lock();
             let header = state.tables.header().clone();
-            (header, state.tables.l1().len() as u64, state.tables.refcount_table_entries())
+            (header, state.tables.l1().len() as u64, state.tables.refcount_table().len() as u64)
         };
         let storage = self.metadata.storage();
-        let on_disk = self.metadata.lock().tables.headers().disk().clone();
+        let on_disk = self.metadata.lock().tables.headers.disk().clone();
         let mut entries = snapshot_table::read(storage, &on_disk).await?.entries;
         let of_disk = header.geometry.l1_entries_for(header.size);
         self.plan.change(storage.name(), header.size, of_disk as usize, &mut entries)?;
@@ -250,6 +256,6 @@ impl<S: Storage> PreparedChange<'_, S> {
 
 impl<S: Storage> Drop for PreparedChange<'_, S> {
     fn drop(&mut self) {
-        self.metadata.lock().tables.end_watch();
+        self.metadata.lock().tables.watch.end();
     }
 }

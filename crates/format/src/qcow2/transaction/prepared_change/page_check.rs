@@ -10,8 +10,8 @@ use futures_util::stream::{self, StreamExt};
 
 use crate::qcow2::layout::entry;
 use crate::qcow2::tables::SliceKind;
+use crate::qcow2::writeback::Metadata;
 
-use super::super::ImageMetadata;
 use super::reference_counts::ReferenceCounts;
 use super::space::Halt;
 use super::table_parts::{MAX_SLICES_IN_FLIGHT, Notes, Part, look};
@@ -24,7 +24,7 @@ const PAGES: usize = 1024;
 /// # Errors
 /// `Implausible` where most of them are zeros.
 pub(super) async fn check_new_pages<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     counts: &mut ReferenceCounts,
 ) -> Result<(), Halt> {
     if counts.new_pages() < PAGES {
@@ -47,7 +47,7 @@ pub(super) async fn check_new_pages<S: Storage>(
 
 /// Whether any refcount of a slice is not 0.
 async fn has_refcounts<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     table: &[u64],
     slice: u64,
 ) -> Result<bool> {

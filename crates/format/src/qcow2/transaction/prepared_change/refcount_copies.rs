@@ -15,8 +15,8 @@ use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::layout::{entry, refcount};
 use crate::qcow2::tables::SliceKind;
+use crate::qcow2::writeback::Metadata;
 
-use super::super::ImageMetadata;
 use super::plan::Purpose;
 use super::reference_counts::{Left, ReferenceCounts};
 use super::space::{Halt, Space, check_wanted};
@@ -66,7 +66,7 @@ impl RefcountCopies {
     /// is tried again with the next update.
     pub(super) async fn update<S: Storage>(
         &mut self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         counts: &mut ReferenceCounts,
         space: &mut Space<'_, S>,
         is_cancelled: &dyn Fn() -> bool,
@@ -138,7 +138,7 @@ impl RefcountCopies {
         &self,
         table: &[u64],
         block: u64,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
     ) -> Result<Option<u64>> {
         let word = table.get(block as usize).copied().unwrap_or(0);
         entry::refcount_block(word, self.geometry).map_err(|violation| {
@@ -150,12 +150,12 @@ impl RefcountCopies {
     /// The slices that guests changed, of blocks that have copies. Notes of others are dropped.
     fn changed_slices<S: Storage>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         table: &[u64],
         counts: &ReferenceCounts,
     ) -> Vec<u64> {
         let geometry = self.geometry;
-        let changed = metadata.lock().tables.changed_slices(SliceKind::Refcounts);
+        let changed = metadata.lock().tables.watch.changed(SliceKind::Refcounts);
         if changed.is_empty() {
             return Vec::new();
         }
@@ -176,7 +176,7 @@ impl RefcountCopies {
 
     async fn encode_some<S: Storage>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         targets: &[Target],
         counts: &mut ReferenceCounts,
     ) -> Result<Option<Error>> {
@@ -205,7 +205,7 @@ impl RefcountCopies {
     /// Adds the references of a slice's clusters to their refcounts, or takes them away.
     fn encode<S: Storage>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         slice: u64,
         bytes: &mut [u8],
         counts: &mut ReferenceCounts,
@@ -234,12 +234,7 @@ impl RefcountCopies {
         Ok(())
     }
 
-    fn sum<S: Storage>(
-        &self,
-        metadata: &ImageMetadata<S>,
-        count: u64,
-        references: u64,
-    ) -> Result<u64> {
+    fn sum<S: Storage>(&self, metadata: &Metadata<S>, count: u64, references: u64) -> Result<u64> {
         if references <= self.geometry.max_refcount() - count {
             return Ok(count + references);
         }
@@ -252,7 +247,7 @@ impl RefcountCopies {
 
     fn corrupt<S: Storage>(
         &self,
-        metadata: &ImageMetadata<S>,
+        metadata: &Metadata<S>,
         what: &'static str,
         cluster: u64,
     ) -> Error {

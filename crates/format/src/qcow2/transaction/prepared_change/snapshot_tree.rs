@@ -10,8 +10,8 @@ use crate::qcow2::layout::entry::Reference;
 use crate::qcow2::layout::snapshot_table::{self, SnapshotEntry};
 use crate::qcow2::layout::{table_io, words};
 use crate::qcow2::tables::SliceKind;
+use crate::qcow2::writeback::Metadata;
 
-use super::super::ImageMetadata;
 use super::super::metadata_transaction::references;
 use super::super::snapshots::index_of;
 use super::l2_references::{L2References, Located};
@@ -22,12 +22,12 @@ use super::table_parts::{MAX_IN_FLIGHT, Part, read};
 
 /// Counts the references of the snapshot of this name.
 pub(super) async fn count_snapshot<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     name: &str,
     counts: &mut ReferenceCounts,
     is_cancelled: &dyn Fn() -> bool,
 ) -> Result<(), Halt> {
-    let header = metadata.lock().tables.headers().disk().clone();
+    let header = metadata.lock().tables.headers.disk().clone();
     let table = snapshot_table::read(metadata.storage(), &header).await?;
     let entry = &table.entries[index_of(metadata.storage().name(), name, &table.entries)?];
     let l1 = read_l1(metadata, entry).await?;
@@ -39,16 +39,13 @@ pub(super) async fn count_snapshot<S: Storage>(
     Ok(())
 }
 
-async fn read_l1<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    entry: &SnapshotEntry,
-) -> Result<Vec<u64>> {
+async fn read_l1<S: Storage>(metadata: &Metadata<S>, entry: &SnapshotEntry) -> Result<Vec<u64>> {
     let length = entry.l1_entries as usize * 8;
     Ok(words::words_of(&table_io::read(metadata.storage(), entry.l1_offset, length).await?))
 }
 
 async fn count_tables<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     tables: &[Reference],
     counts: &mut ReferenceCounts,
 ) -> Result<(), Halt> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use blockhouse_core::{Error, Result, Storage};
 
-use super::super::ImageMetadata;
+use crate::qcow2::writeback::Metadata;
 
 /// How many clusters are allocated together.
 const BATCH: u64 = 64;
@@ -54,7 +54,7 @@ const RUNS: usize = 4;
 
 /// See the module's page. Dropped, it gives back all clusters.
 pub(super) struct Space<'a, S: Storage> {
-    metadata: &'a ImageMetadata<S>,
+    metadata: &'a Metadata<S>,
     spare: Vec<u64>,
     used: BTreeSet<u64>,
     runs: [Range<u64>; RUNS],
@@ -63,7 +63,7 @@ pub(super) struct Space<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> Space<'a, S> {
-    pub(super) fn new(metadata: &'a ImageMetadata<S>) -> Self {
+    pub(super) fn new(metadata: &'a Metadata<S>) -> Self {
         let runs = std::array::from_fn(|_| 0..0);
         Self { metadata, spare: Vec::new(), used: BTreeSet::new(), runs, is_closed: false }
     }
@@ -130,7 +130,7 @@ impl<'a, S: Storage> Space<'a, S> {
         }
         self.spare.extend(found);
         let at_end = self.metadata.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             state.tables.check_dirty_limit()?;
             state.allocator.allocate_row(&mut state.tables, count)
         });
@@ -152,7 +152,7 @@ impl<'a, S: Storage> Space<'a, S> {
 
     async fn allocate(&mut self, count: u64) -> Result<Range<u64>> {
         let allocated = self.metadata.step(|state| {
-            state.tables.freeze_mut().wait_thawed()?;
+            state.tables.freeze.wait_thawed()?;
             state.tables.check_dirty_limit()?;
             state.allocator.allocate(&mut state.tables, count)
         });

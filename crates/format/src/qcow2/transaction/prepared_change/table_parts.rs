@@ -8,8 +8,7 @@ use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage};
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::SliceKind;
-
-use super::super::ImageMetadata;
+use crate::qcow2::writeback::Metadata;
 
 /// How many tables are read, and written, together.
 pub(super) const MAX_IN_FLIGHT: usize = 16;
@@ -34,16 +33,13 @@ pub(super) enum Notes {
 }
 
 /// The bytes of a part as they are now, to be copied.
-pub(super) async fn look_at<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    part: Part,
-) -> Result<Vec<u8>> {
+pub(super) async fn look_at<S: Storage>(metadata: &Metadata<S>, part: Part) -> Result<Vec<u8>> {
     look(metadata, part, Notes::Take).await
 }
 
 /// The bytes of a part as they are now.
 pub(super) async fn look<S: Storage>(
-    metadata: &ImageMetadata<S>,
+    metadata: &Metadata<S>,
     part: Part,
     notes: Notes,
 ) -> Result<Vec<u8>> {
@@ -56,7 +52,7 @@ pub(super) async fn look<S: Storage>(
         let look = |offset| {
             let bytes = match notes {
                 Notes::Take => state.tables.look_at(offset, part.kind),
-                Notes::Leave => state.tables.peek(offset),
+                Notes::Leave => state.tables.cache.peek(offset),
             };
             bytes.map(<[u8]>::to_vec)
         };
@@ -76,7 +72,7 @@ pub(super) async fn look<S: Storage>(
 }
 
 /// The bytes of a part that does not change, on disk.
-pub(super) async fn read<S: Storage>(metadata: &ImageMetadata<S>, part: Part) -> Result<Vec<u8>> {
+pub(super) async fn read<S: Storage>(metadata: &Metadata<S>, part: Part) -> Result<Vec<u8>> {
     let storage = metadata.storage();
     if part.offset >= storage.size() {
         let what = "a table lies beyond the end of the file";
@@ -89,10 +85,7 @@ pub(super) async fn read<S: Storage>(metadata: &ImageMetadata<S>, part: Part) ->
 }
 
 /// Writes to clusters that no active table refers to.
-pub(super) async fn write<S: Storage>(
-    metadata: &ImageMetadata<S>,
-    writes: &[TableWrite],
-) -> Result<()> {
+pub(super) async fn write<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite]) -> Result<()> {
     metadata.writer().write(writes, Durability::None).await?;
     let geometry = metadata.geometry();
     let end = |write: &TableWrite| geometry.clusters_for(write.offset + write.bytes.len() as u64);

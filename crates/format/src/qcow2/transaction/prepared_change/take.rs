@@ -48,7 +48,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         metadata.begin_changes().await?;
         let _alone = self.transactions.begin().await;
         let mut freeze = FreezeGuard::freeze(metadata).await?;
-        if !metadata.lock().tables.is_watched() {
+        if !metadata.lock().tables.watch.is_active() {
             return Ok(None);
         }
         self.space.set_closed(true);
@@ -60,7 +60,7 @@ impl<S: Storage> PreparedChange<'_, S> {
             Err(Halt::Failed(error)) => return Err(error),
             Err(Halt::Implausible) => {
                 // What was copied is not complete.
-                metadata.lock().tables.end_watch();
+                metadata.lock().tables.watch.end();
                 return Ok(None);
             }
             Err(Halt::NoSpare | Halt::Cancelled) => {
@@ -102,7 +102,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         }
         let (mut header, refcount_table) = {
             let state = self.metadata.lock();
-            (state.tables.headers().disk().clone(), state.tables.whole_refcount_table())
+            (state.tables.headers.disk().clone(), state.tables.refcount_table().to_vec())
         };
         let storage = self.metadata.storage();
         let Table { mut entries, length } = snapshot_table::read(storage, &header).await?;

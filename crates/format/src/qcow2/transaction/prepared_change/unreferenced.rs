@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 
 use blockhouse_core::{Storage, WorkBudget};
 
-use super::super::ImageMetadata;
+use crate::qcow2::writeback::Metadata;
+
 use super::reference_counts::ReferenceCounts;
 
 /// How many slices' clusters are freed together.
@@ -18,7 +19,7 @@ const SLICES: usize = 64;
 
 /// See the module's page.
 pub(super) struct Unreferenced<'a, S: Storage> {
-    metadata: &'a ImageMetadata<S>,
+    metadata: &'a Metadata<S>,
     counts: ReferenceCounts,
     /// Slices of refcounts that may have such clusters.
     slices: BTreeSet<u64>,
@@ -27,7 +28,7 @@ pub(super) struct Unreferenced<'a, S: Storage> {
 impl<'a, S: Storage> Unreferenced<'a, S> {
     /// The clusters without a reference by `counts`. The tables that say so are the active ones, on
     /// disk too.
-    pub(super) fn new(metadata: &'a ImageMetadata<S>, counts: ReferenceCounts) -> Self {
+    pub(super) fn new(metadata: &'a Metadata<S>, counts: ReferenceCounts) -> Self {
         let slices = counts.slices();
         Self { metadata, counts, slices }
     }

@@ -4,11 +4,10 @@
 //! write and holes are the host's business. Disks consist of whole sectors: where the storage ends
 //! inside one, the rest of it reads as zeros, and a write to it makes the storage longer.
 
-use blockhouse_core::{
-    ByteRange, Error, ErrorKind, Extent, ExtentFlags, ExtentState, Result, Storage, SyncMode,
-};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, Result, Storage};
 
-use crate::{Abort, Intent};
+use super::extent_at_own_offset;
+use crate::Intent;
 
 /// The unit of disk sizes, in bytes.
 const SECTOR: u64 = 512;
@@ -58,27 +57,7 @@ impl<S: Storage> Raw<S> {
         } else {
             range
         };
-        let state = ExtentState::Mapped { host: range.offset() };
-        Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() }
-    }
-
-    /// Nothing to do: raw extents are visible from the first.
-    pub(crate) fn link(&self, _extent: Extent) -> Result<()> {
-        Ok(())
-    }
-
-    /// Nothing to do: raw extents are never new.
-    pub(crate) fn abort(&self, _extent: Extent, _why: Abort) {}
-
-    /// Raw images have no tables: the storage is all there is.
-    pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
-        self.storage.flush(sync).await
-    }
-
-    /// The request needs a backing file.
-    pub(crate) fn has_no_backing(&self) -> Error {
-        let what = "raw images have no backing file";
-        Error::new(ErrorKind::Unsupported, what).on(self.storage.name())
+        extent_at_own_offset(guest)
     }
 
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {

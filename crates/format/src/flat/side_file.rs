@@ -1,0 +1,66 @@
+//! The side file of a raw image: a qcow2 that has the image's bitmaps, and nothing else.
+//!
+//! The raw image is the data file of that qcow2 (`data_file_raw`). Its tables say so for other
+//! programs. Here each byte of the disk has its own host offset, and no change of the disk concerns
+//! the tables: it is recorded in the bitmaps, and written.
+
+use blockhouse_core::{ByteRange, Extent, Result, Storage};
+
+use super::extent_at_own_offset;
+use crate::{Bitmaps, Intent, Qcow2};
+
+/// See the module's page.
+pub struct SideFile<S: Storage> {
+    image: Box<Qcow2<S>>,
+}
+
+impl<S: Storage> SideFile<S> {
+    /// An image with its data file as a side file, or as it was if it is none.
+    pub(crate) fn new(image: Box<Qcow2<S>>) -> Result<Self, Box<Qcow2<S>>> {
+        let is_alone = image.facts().has_raw_disk() && image.facts().backing.is_none();
+        match is_alone && image.header().data_file_mark().is_some() {
+            true => Ok(Self { image }),
+            false => Err(image),
+        }
+    }
+
+    /// The image that has the bitmaps.
+    pub(crate) fn image(&self) -> &Qcow2<S> {
+        &self.image
+    }
+
+    /// As [`Format::map`](crate::Format::map), also past the end of the disk.
+    pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
+        let range = match intent {
+            Intent::Read => range,
+            Intent::Write | Intent::Zero(_) | Intent::Discard => {
+                self.image.begin_change(range).await?
+            }
+        };
+        Ok(extent_at_own_offset(range))
+    }
+
+    /// As [`Format::map_same_content`](crate::Format::map_same_content).
+    pub(crate) async fn map_same_content(&self, range: ByteRange) -> Result<Extent> {
+        self.image.begin_unrecorded_change().await?;
+        Ok(extent_at_own_offset(range))
+    }
+
+    /// The raw image's bitmaps.
+    pub fn bitmaps(&self) -> Bitmaps<'_, S> {
+        self.image.bitmaps()
+    }
+
+    /// Whether the raw image is longer than the disk, because a process died that changed its size.
+    pub fn is_shorter_than_data(&self) -> bool {
+        self.image.data().size() > self.image.size()
+    }
+
+    /// Cuts off what the raw image has past the end of the disk.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn cut_data(&self) -> Result<()> {
+        self.image.data().resize(self.image.size()).await
+    }
+}

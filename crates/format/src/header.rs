@@ -1,0 +1,129 @@
+//! The header of an image: what it says of the disk and of other files, and changes of that.
+
+use blockhouse_core::{Result, Storage};
+
+use crate::qcow2::DataFileMark;
+use crate::{
+    Amendments, Backing, Compression, DataFile, Encryption, Features, Flat, Format, VmdkFacts,
+};
+
+/// The header of an open image. Of a raw image with a side file it is that file's.
+pub struct ImageHeader<'a, S: Storage> {
+    format: &'a Format<S>,
+}
+
+impl<S: Storage> Format<S> {
+    /// The image's header; a raw image has an empty one.
+    pub fn header(&self) -> ImageHeader<'_, S> {
+        ImageHeader { format: self }
+    }
+}
+
+impl<'a, S: Storage> ImageHeader<'a, S> {
+    /// How clusters are compressed; `None` where the format has no compressed clusters.
+    pub fn compression(&self) -> Option<Compression> {
+        self.format.qcow2().map(|qcow2| qcow2.facts().compression)
+    }
+
+    /// The backing file that the image names.
+    pub fn backing_file(&self) -> Option<&'a Backing> {
+        match self.format {
+            Format::Flat(Flat::Foreign(foreign)) => foreign.backing(),
+            format => format.qcow2()?.facts().backing.as_ref(),
+        }
+    }
+
+    /// Refuses `backing` as the backing file of this image where the image says that it must be
+    /// another one.
+    ///
+    /// # Errors
+    /// `Corrupt` where it was changed since the image was made, `InvalidInput` where it is of
+    /// another format.
+    pub fn check_backing(&self, backing: &Format<S>) -> Result<()> {
+        match (self.format, backing) {
+            (Format::Flat(Flat::Foreign(foreign)), Format::Flat(Flat::Foreign(backing))) => {
+                foreign.check_backing(Some(backing))
+            }
+            (Format::Flat(Flat::Foreign(foreign)), _) => foreign.check_backing(None),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the image another backing file, or none: see
+    /// [`Qcow2Header::set_backing`](crate::qcow2::Qcow2Header::set_backing).
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format has no backing files.
+    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+        self.format.qcow2_with("backing file")?.header().set_backing(backing).await
+    }
+
+    /// Changes options of the image: see
+    /// [`Qcow2Header::amend`](crate::qcow2::Qcow2Header::amend).
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format has none.
+    pub async fn amend(&self, amendments: Amendments) -> Result<()> {
+        let qcow2 = self.format.qcow2_with("options that could be changed")?;
+        qcow2.header().amend(amendments).await
+    }
+
+    /// The file that the image names as the one with the guest's data, if that is another one.
+    pub fn data_file(&self) -> Option<&'a DataFile> {
+        self.format.qcow2()?.facts().data_file.as_ref()
+    }
+
+    /// The mark of the raw image in its side file.
+    pub fn data_file_mark(&self) -> Option<DataFileMark> {
+        self.format.qcow2()?.header().data_file_mark()
+    }
+
+    /// The names of the files that together hold the disk's data, as bytes of the host's file
+    /// system, relative to the image's folder; empty where the image holds it itself, or in a
+    /// [`data_file`](Self::data_file).
+    pub fn extent_files(&self) -> &'a [Vec<u8>] {
+        match self.format {
+            Format::Flat(Flat::Foreign(foreign)) => foreign.extent_files(),
+            Format::Flat(_) | Format::Qcow2(_) => &[],
+        }
+    }
+
+    /// The descriptor of a VMDK image; `None` for other formats.
+    pub fn vmdk_facts(&self) -> Option<VmdkFacts> {
+        match self.format {
+            Format::Flat(Flat::Foreign(foreign)) => foreign.vmdk_facts(),
+            Format::Flat(_) | Format::Qcow2(_) => None,
+        }
+    }
+
+    /// The properties of a qcow2 image.
+    pub fn features(&self) -> Option<Features> {
+        self.format.qcow2().map(|qcow2| qcow2.header().features())
+    }
+
+    /// Bytes of the sectors that the image says its disk has, a power of two; 512 where it does not
+    /// say.
+    pub fn logical_block_size(&self) -> u64 {
+        match self.format {
+            Format::Flat(Flat::Foreign(foreign)) => foreign.sector_size(),
+            Format::Flat(_) | Format::Qcow2(_) => 512,
+        }
+    }
+
+    /// How the guest's data is encrypted; `None` where it [is not](Format::is_encrypted).
+    ///
+    /// # Errors
+    /// As [`LuksHeader::read`](crate::LuksHeader::read).
+    pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
+        match self.format {
+            Format::Flat(Flat::Luks(luks)) => Ok(Some(luks.encryption())),
+            Format::Flat(_) => Ok(None),
+            Format::Qcow2(qcow2) => match qcow2.facts().encryption {
+                Some(location) => {
+                    Encryption::of_clusters(qcow2.storage(), location).await.map(Some)
+                }
+                None => Ok(None),
+            },
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Longer and shorter disks of all formats.
+
+use blockhouse_core::{Result, Storage};
+
+use crate::Format;
+
+/// Changes of the size of an image's disk.
+pub struct SizeChange<'a, S: Storage> {
+    format: &'a Format<S>,
+}
+
+impl<S: Storage> Format<S> {
+    /// Changes of the disk's size.
+    pub fn size_change(&self) -> SizeChange<'_, S> {
+        SizeChange { format: self }
+    }
+}
+
+impl<S: Storage> SizeChange<'_, S> {
+    /// Whether the guest's disk may become `size` bytes long, as far as that is known without a
+    /// change: before work on it that takes long.
+    ///
+    /// # Errors
+    /// Those of [`grow`](Self::grow).
+    pub fn check(&self, size: u64) -> Result<()> {
+        self.format.qcow2().map_or(Ok(()), |qcow2| qcow2.size_change().check(size))
+    }
+
+    /// Lets [`map`](Format::map) for a change accept ranges up to `size`, past the end of the disk:
+    /// so the caller can make zeros of the bytes that [`grow`](Self::grow) will show. The
+    /// size stays. The space before `from` is prepared already, or a part of the disk.
+    pub async fn prepare(&self, from: u64, size: u64) -> Result<()> {
+        match self.format.qcow2() {
+            Some(qcow2) => qcow2.size_change().prepare(from, size).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Makes the guest's disk longer. New bytes read as zeros, but those of the last cluster and of
+    /// a backing file. Durable with the next full flush. Refuses a size that is no multiple of
+    /// 512. The caller keeps requests away from the bytes between the old size and the new one.
+    pub async fn grow(&self, size: u64) -> Result<()> {
+        match self.format {
+            Format::Flat(flat) => flat.resize(size).await,
+            Format::Qcow2(qcow2) => qcow2.size_change().grow(size).await,
+        }
+    }
+
+    /// Makes the guest's disk shorter; what lies beyond is lost, and its space given back. Durable
+    /// with the next full flush; a crash before leaves the old size with zeros, or what is in
+    /// the backing file, here and there beyond the new one. Refuses a size that is no multiple
+    /// of 512, and images of version 2 with snapshots. The caller keeps requests away from the
+    /// bytes from the new size on.
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        match self.format {
+            Format::Flat(flat) => flat.shrink(size).await,
+            Format::Qcow2(qcow2) => qcow2.size_change().shrink(size).await,
+        }
+    }
+}
