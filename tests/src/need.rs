@@ -60,6 +60,19 @@ pub fn promtool() -> Result<PathBuf, String> {
     found.ok_or_else(|| "not installed: promtool".into())
 }
 
+/// The parser of AppArmor's profiles, with the folder of what they include: on the search path, or
+/// where `cargo xtask test` has put it.
+pub fn apparmor_parser() -> Result<(PathBuf, PathBuf), String> {
+    let unpacked = std::env::var_os("BLOCKHOUSE_APPARMOR_PARSER").map(PathBuf::from);
+    let found = unpacked.or_else(|| find_program("apparmor_parser"));
+    let parser = found.ok_or("not installed: apparmor_parser")?;
+    // Beside the program in an unpacked package, and in the host's root.
+    let folders = parser.ancestors().map(|above| above.join("etc/apparmor.d"));
+    let folder = folders.into_iter().find(|folder| folder.join("abstractions/base").exists());
+    let folder = folder.ok_or_else(|| format!("{}: no abstractions", parser.display()))?;
+    Ok((parser, folder))
+}
+
 /// A module of the system's Python.
 pub fn python_module(name: &str) -> Result<(), String> {
     let outcome = run(Command::new("/usr/bin/python3").args(["-c", &format!("import {name}")]));

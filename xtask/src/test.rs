@@ -33,6 +33,11 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
         // The tests that need it are skipped, and say so.
         Err(error) => println!("xtask: no promtool: {error:#}"),
     }
+    match apt::unpack_apparmor(&tools) {
+        Ok(parser) => drop(tests.env("BLOCKHOUSE_APPARMOR_PARSER", parser)),
+        // As above.
+        Err(error) => println!("xtask: no parser of AppArmor's profiles: {error:#}"),
+    }
     match qemu_driver::find("rbd", &tools) {
         Ok(None) => {}
         Ok(Some(modules)) => drop(tests.env(qemu_driver::MODULE_FOLDER, modules)),

@@ -44,7 +44,7 @@ pub enum SyncMode {
 pub enum Fua {
     /// The durability travels with the write: one request.
     Native,
-    /// The storage issues a write and then a sync of its own: two requests in a row.
+    /// A single write cannot be: it takes a write and then a flush, which the caller makes.
     Emulated,
     /// The storage has no stable place at all (`--cache unsafe`): durability is not kept.
     Ignored,

@@ -50,6 +50,12 @@ pub trait Storage: 'static {
     /// A durable write is a write and a flush in one, so its failure may be the only report of an
     /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it
     /// says so by [`Error::confined`](crate::Error::confined).
+    ///
+    /// No storage emulates it. What a single request cannot make durable fails with
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), and the caller writes and
+    /// flushes: [`Durability::Full`], [`Durability::Data`] where [`Capabilities::fua`] is not
+    /// native, and the last partial block. So does a write that the host refuses although FUA was
+    /// said to be native; nothing but a part of its own bytes was written then.
     fn write(
         &self,
         offset: u64,

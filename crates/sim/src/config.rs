@@ -11,6 +11,9 @@ use fastrand::Rng;
 pub struct Config {
     /// How single writes are made durable.
     pub fua: Fua,
+    /// Whether durable writes are refused although FUA is said to be native, as by a kernel that
+    /// knows the flag for reads alone.
+    pub refuses_fua: bool,
     /// The announced cost of a durable write.
     pub fua_cost: FuaCost,
     /// Whether completed writes may be lost in a crash.
@@ -87,6 +90,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             fua: Fua::Native,
+            refuses_fua: false,
             fua_cost: FuaCost::NoFlush,
             write_cache: WriteCache::Volatile,
             group_commit: GroupCommit::Never,
@@ -110,8 +114,9 @@ impl Config {
         let support = |random: &mut Rng| {
             [Support::Yes, Support::No, Support::FailsOnFirstUse][random.usize(..3)]
         };
-        Self {
+        let config = Self {
             fua: if random.bool() { Fua::Native } else { Fua::Emulated },
+            refuses_fua: false,
             fua_cost: match random.bool() {
                 true => FuaCost::NoFlush,
                 false => FuaCost::ExtraFlush,
@@ -133,8 +138,10 @@ impl Config {
             },
             size: Size::Grows,
             latency: Latency { data: 1..=100, flush: 1..=300 },
-            // Not drawn from the sequence, so that what else a seed means stays what it was.
-            needs_close: random.clone().bool(),
-        }
+            needs_close: false,
+        };
+        // Not drawn from the sequence, so that what else a seed means stays what it was.
+        let mut aside = random.clone();
+        Self { needs_close: aside.bool(), refuses_fua: aside.u8(..8) == 0, ..config }
     }
 }

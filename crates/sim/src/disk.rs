@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload,
-    Result, Storage, SyncMode, Unmap, errno,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector,
+    Offload, Result, Storage, SyncMode, Unmap, errno,
 };
 use fastrand::Rng;
 use parking_lot::Mutex;
@@ -301,14 +301,17 @@ impl Storage for SimDisk {
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         let range = ByteRange::between(offset, offset + from.len() as u64);
         self.assert_aligned(range, Some(&from));
-        let Some(sync) = durability.sync().filter(|_| self.shared.fua != Fua::Native) else {
-            return self.operate(Operation::Write(range, durability), Some(from)).await;
-        };
-        self.operate(Operation::Write(range, Durability::None), Some(from)).await?;
-        if self.shared.fua == Fua::Ignored {
-            return Ok(());
+        let is_whole = range.is_aligned(self.shared.alignment.offset.into());
+        match durability {
+            Durability::None => {}
+            Durability::Data if self.shared.fua == Fua::Native && is_whole => {}
+            Durability::Data | Durability::Full => {
+                let what = "no single write is as durable as this";
+                let error = Error::new(ErrorKind::Unsupported, what).on(self.name());
+                return Err(error.at(offset));
+            }
         }
-        self.flush(sync).await
+        self.operate(Operation::Write(range, durability), Some(from)).await
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {

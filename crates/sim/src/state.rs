@@ -129,8 +129,10 @@ impl State {
         }
         let mut released = Vec::new();
         if done.is_detached {
-            self.unreported_errno =
-                self.unreported_errno.or(done.failure.map(|failure| failure.errno));
+            let errno = done.failure.map(|failure| failure.errno);
+            // What was refused has lost nothing.
+            let errno = errno.filter(|&errno| errno != errno::EOPNOTSUPP);
+            self.unreported_errno = self.unreported_errno.or(errno);
             released = std::mem::take(&mut self.detached_waiters);
         }
         Completion { vector: done.vector, outcome: done.outcome, failure: done.failure, released }
@@ -212,6 +214,9 @@ impl State {
     /// The errno of an operation that the disk does not have, found out by using it.
     fn refusal(&mut self, kind: OperationKind) -> Option<i32> {
         let support = match kind {
+            OperationKind::DurableWrite if self.config.refuses_fua => {
+                return Some(errno::EOPNOTSUPP);
+            }
             OperationKind::WriteZeroes => &mut self.config.write_zeroes,
             OperationKind::PrepareZeroes => &mut self.config.prepare_zeroes,
             OperationKind::Discard => &mut self.config.discard,
@@ -257,8 +262,7 @@ impl State {
             Operation::Write(range, durability) => {
                 let bytes = done.bytes.as_ref().expect("a write has bytes");
                 self.media.write(id, range.offset(), bytes);
-                let is_durable = durability.sync().is_some() && self.config.fua == Fua::Native;
-                if is_durable || self.config.write_cache == WriteCache::None {
+                if durability.sync().is_some() || self.config.write_cache == WriteCache::None {
                     self.media.make_stable(range);
                 }
             }

@@ -59,6 +59,9 @@ pub struct Options {
     /// Compare reads over TLS, by nbdcopy, with qemu-nbd
     #[arg(long)]
     pub tls: bool,
+    /// Measure the time from the start of a server until it is ready, with its sandbox and without
+    #[arg(long)]
+    pub start: bool,
     /// 3 rounds of 1 second instead of 5 rounds of 3 seconds
     #[arg(long)]
     pub quick: bool,

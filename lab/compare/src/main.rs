@@ -15,6 +15,7 @@
 //! - [`tls`]: reads over TLS
 //! - [`cloud_images`]: images of clouds' shapes, converted
 //! - [`remote`]: storage on another server
+//! - [`start`]: the time until a server is ready, with its sandbox and without
 //! - [`plain_server`]: a server in C that has only what it must, as a limit
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
 //! - [`light`], [`fio`], [`vhost_user`]: the clients
@@ -41,6 +42,7 @@ mod report;
 mod results;
 mod rows;
 mod servers;
+mod start;
 mod storage;
 mod tls;
 mod vhost_user;
@@ -99,6 +101,9 @@ fn compare(options: &Options) -> Result<()> {
     let workspace = Workspace::find()?;
     if options.vmstate {
         return vmstate::run(&workspace, options);
+    }
+    if options.start {
+        return start::run(&workspace, options);
     }
     if options.tls {
         return tls::run(&workspace, options);

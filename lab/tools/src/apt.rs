@@ -145,6 +145,15 @@ pub fn unpack(package: &str, path: &str, folder: &Path) -> Result<PathBuf> {
     }
 }
 
+/// AppArmor's parser, as [`unpack`]. Debian 12 has it in another folder than later releases.
+///
+/// # Errors
+/// As [`unpack`].
+pub fn unpack_apparmor(folder: &Path) -> Result<PathBuf> {
+    let unpack = |path| unpack("apparmor", path, folder);
+    unpack("sbin/apparmor_parser").or_else(|_| unpack("usr/sbin/apparmor_parser"))
+}
+
 /// Runs `download`, which fetches packages into its working folder, and extracts what it has
 /// fetched into `folder`.
 pub(crate) fn extract(mut download: Command, folder: &Path) -> Result<()> {

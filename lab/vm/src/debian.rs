@@ -16,7 +16,7 @@ use lab_tools::process::{cargo, run};
 const SUITE: &str = "trixie";
 const MIRROR: &str = "http://deb.debian.org/debian";
 /// The packages in it beside those that every system has.
-const PACKAGES: &str = "systemd-sysv,qemu-utils,libnbd-bin";
+const PACKAGES: &str = "systemd-sysv,apparmor,qemu-utils,libnbd-bin";
 
 /// The archive of the system's files, made first where it is not in `cache` yet.
 ///

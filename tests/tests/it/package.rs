@@ -57,6 +57,24 @@ fn the_service_manager_accepts_the_units() {
     }
 }
 
+/// The units name a profile, and AppArmor's parser accepts it. `cargo xtask vm services` runs the
+/// units under it.
+#[test]
+fn the_profile_of_the_units_is_accepted() {
+    let (parser, base) = require!(need::apparmor_parser());
+    let profile = concat!(env!("CARGO_MANIFEST_DIR"), "/../contrib/apparmor/blockhouse");
+    let parse = |options: &[&str]| {
+        let mut parse = Command::new(&parser);
+        parse.args(["--skip-kernel-load", "--skip-cache", "--base"]).arg(&base);
+        run(parse.args(options).arg(profile)).success().stdout
+    };
+    assert_eq!(parse(&["--names"]).trim(), "blockhouse");
+    for unit in [SERVICE, DAEMON] {
+        assert!(unit.contains("\nAppArmorProfile=-blockhouse\n"), "{unit}");
+    }
+    parse(&[]);
+}
+
 /// Two instances have nothing in common: no user, no folder that either may write to, and no
 /// control socket.
 #[test]

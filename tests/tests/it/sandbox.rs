@@ -204,6 +204,43 @@ fn without_landlock_a_server_that_opens_nothing_later_opens_nothing() {
     server.stop();
 }
 
+/// Threads of Ceph's library block all signals, so they cannot be asked to keep to the rules about
+/// files. They have inherited those about writing.
+#[test]
+fn a_thread_that_cannot_be_asked_writes_below_the_folders_of_the_server_alone() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let (image, secret) = (image(&scratch), secret(&other));
+    let refused =
+        [format!("remove={}", secret.display()), format!("create={}", other.path("new").display())];
+    // Reading is what its user may.
+    let done =
+        [format!("open={}", secret.display()), format!("create={}", scratch.path("new").display())];
+    let words = [&refused[..], &done].concat().join(" ");
+    let serve = || Serve::new(&scratch, &image).flag("-v");
+    let plain = serve().start();
+    if !has_landlock(&plain) {
+        return;
+    }
+    plain.stop();
+    let serve = serve().flag("--allow-remote");
+    let server = serve.environment("BLOCKHOUSE_SANDBOX_PROBE_ASIDE", words).start();
+    let first = format!("aside {}", refused[0]);
+    if !has_attempts(&server, &first) {
+        return;
+    }
+    assert!(server.details().contains("sandbox=writes,seccomp"), "{}", server.details());
+    let log = server.log();
+    for word in &refused {
+        assert_eq!(outcome(&log, &format!("aside {word}")), Some(DENIED), "{word}");
+    }
+    for word in &done {
+        assert_eq!(outcome(&log, &format!("aside {word}")), Some("done"), "{word}");
+    }
+    assert!(secret.exists() && !other.path("new").exists());
+    server.assert_serves();
+    server.stop();
+}
+
 /// A configuration may be read again, and names disks of the folders that it has named at the
 /// start.
 #[test]

@@ -26,6 +26,7 @@ pub(super) fn make(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     files::copy_all(&staging.join("man"), &folder.join("man"))?;
     files::copy_all(&staging.join("completions"), &folder.join("completions"))?;
     files::copy_all(&root.join("contrib/systemd"), &folder.join("systemd"))?;
+    files::copy_all(&root.join("contrib/apparmor"), &folder.join("apparmor"))?;
     let archive = parts.output.join(format!("{name}.tar.xz"));
     let mut tar = tar(parts, &parts.staging.join("archive"));
     tar.arg("--xz").arg("--file").arg(&archive).arg(&name);

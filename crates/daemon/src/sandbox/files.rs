@@ -50,6 +50,9 @@ const LOOK_UP: [&str; 15] = [
     "/usr/share/ca-certificates",
     "/usr/local/share/ca-certificates",
 ];
+/// Where Ceph's library writes beside images: its output to nobody, its sockets for administration,
+/// and its log.
+const WRITTEN_BY_CEPH: [&str; 3] = ["/dev/null", "/run/ceph", "/var/log/ceph"];
 /// The folders of the host that opening a disk asks about its disks and about the holder of a lock.
 const HOST: [&str; 2] = ["/proc", "/sys"];
 /// Where block devices and their drivers are.
@@ -60,6 +63,19 @@ const DEVICES: &str = "/dev";
 pub(super) struct FileRule {
     pub(super) path: PathBuf,
     pub(super) access: BitFlags<AccessFs>,
+}
+
+/// The rules of a server that is going to open images in Ceph, about writing alone: that library
+/// reads what its configuration names. Its threads keep to them, which cannot be asked to keep to
+/// others later.
+pub(super) fn rules_of_writing(setup: &Setup, needs: Needs) -> FileRules {
+    let sockets = own_sockets(setup);
+    let opened = Opened { devices: setup.devices.len(), sockets, rules_of_writing: None };
+    let mut all = rules(setup, needs, &opened);
+    places(setup).into_iter().for_each(|path| all.add(path, changing()));
+    all.add_pid_file(setup);
+    WRITTEN_BY_CEPH.iter().for_each(|path| all.add(path.into(), changing()));
+    all
 }
 
 /// The rights to files.
@@ -122,6 +138,26 @@ impl FileRules {
         }
     }
 
+    /// Adds those of the rights that a ruleset handles to it.
+    fn add_to(
+        &self,
+        mut created: RulesetCreated,
+        handled: BitFlags<AccessFs>,
+    ) -> Result<RulesetCreated> {
+        for FileRule { path, access } in &self.rules {
+            // It may have gone meanwhile.
+            let Ok(opened) = PathFd::new(path) else { continue };
+            let access = match path.is_dir() {
+                true => *access & handled,
+                false => *access & handled & AccessFs::from_file(VERSION),
+            };
+            if !access.is_empty() {
+                created = created.add_rule(PathBeneath::new(opened, access))?;
+            }
+        }
+        Ok(created)
+    }
+
     /// Below which canonical paths files may be made.
     pub(super) fn writable(&self) -> Vec<PathBuf> {
         let can_make = |rule: &&FileRule| rule.access.contains(AccessFs::MakeReg);
@@ -132,9 +168,7 @@ impl FileRules {
     /// itself, the pid file, and devices.
     fn add_taking_over(&mut self, setup: &Setup, needs: Needs) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
-        if let Some(path) = &setup.pid_file {
-            self.add(parent(path), AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile);
-        }
+        self.add_pid_file(setup);
         if needs.takes_ublk {
             // The driver's own, and those of its devices by which they are served; not what others
             // use.
@@ -148,29 +182,41 @@ impl FileRules {
         }
     }
 
+    /// The pid file is going to be written.
+    fn add_pid_file(&mut self, setup: &Setup) {
+        if let Some(path) = &setup.pid_file {
+            self.add(parent(path), AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile);
+        }
+    }
+
     /// The paths that a control socket or a configuration may name later.
     fn add_requests(&mut self, setup: &Setup, sockets: &[&PathBuf]) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         setup.config.iter().for_each(|config| self.add(parent(config), reading()));
-        let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
-            Ok(Location::File(path)) => Some(place_of_image(path)),
-            _ => None,
-        });
-        let side_files = setup.disks.iter().filter_map(|disk| disk.side_file.as_ref());
-        let side_files = side_files.map(|side| match side.path.is_dir() {
-            true => side.path.clone(),
-            false => parent(&side.path),
-        });
-        let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
         let named = setup.sandbox_allow.iter().cloned();
         let sockets = sockets.iter().map(|socket| parent(socket));
-        for path in images.chain(side_files).chain(allowed).chain(named).chain(sockets) {
+        for path in places(setup).into_iter().chain(named).chain(sockets) {
             self.add(path.clone(), changing() | AccessFs::IoctlDev);
             self.for_requests.extend(path.canonicalize());
         }
         self.for_requests.sort();
         self.for_requests.dedup();
     }
+}
+
+/// The folders of the images and of the files beside them, and what images may name.
+fn places(setup: &Setup) -> Vec<PathBuf> {
+    let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
+        Ok(Location::File(path)) => Some(place_of_image(path)),
+        _ => None,
+    });
+    let side_files = setup.disks.iter().filter_map(|disk| disk.side_file.as_ref());
+    let side_files = side_files.map(|side| match side.path.is_dir() {
+        true => side.path.clone(),
+        false => parent(&side.path),
+    });
+    let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
+    images.chain(side_files).chain(allowed).collect()
 }
 
 /// The sockets that the description names, and one in the folder for those whose place it leaves to
@@ -259,8 +305,20 @@ pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<Opt
     Ok(made.into())
 }
 
+/// As [`make`], of [`rules_of_writing`]: reading, sockets and ports stay as they are.
+///
+/// # Errors
+/// As [`make`].
+pub(super) fn make_of_writing(rules: &FileRules) -> Result<Option<OwnedFd>> {
+    let handled = (AccessFs::from_write(VERSION) | AccessFs::Execute) & !AccessFs::IoctlDev;
+    let created = Ruleset::default().handle_access(handled).and_then(|ruleset| ruleset.create());
+    let created = created.context("cannot make a ruleset of Landlock")?;
+    Ok(rules.add_to(created, handled)?.into())
+}
+
 fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCreated> {
-    let mut ruleset = Ruleset::default().handle_access(AccessFs::from_all(VERSION))?;
+    let handled = AccessFs::from_all(VERSION);
+    let mut ruleset = Ruleset::default().handle_access(handled)?;
     if !needs.listens {
         ruleset = ruleset.handle_access(AccessNet::BindTcp)?;
     }
@@ -268,16 +326,7 @@ fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCrea
     if ports.is_some() {
         ruleset = ruleset.handle_access(AccessNet::ConnectTcp)?;
     }
-    let mut created = ruleset.create()?;
-    for FileRule { path, access } in &rules.rules {
-        // It may have gone meanwhile.
-        let Ok(opened) = PathFd::new(path) else { continue };
-        let access = match path.is_dir() {
-            true => *access,
-            false => *access & AccessFs::from_file(VERSION),
-        };
-        created = created.add_rule(PathBeneath::new(opened, access))?;
-    }
+    let mut created = rules.add_to(ruleset.create()?, handled)?;
     for port in ports.unwrap_or_default() {
         created = created.add_rule(NetPort::new(port, AccessNet::ConnectTcp))?;
     }

@@ -34,6 +34,7 @@ use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use blockhouse_storage::Location;
 
+pub(crate) use self::files::FileRules;
 use self::needs::Needs;
 use crate::process::workers::Workers;
 use crate::setup::{DiskSetup, SandboxUse, Setup};
@@ -111,6 +112,8 @@ pub(crate) struct Opened {
     pub(crate) devices: usize,
     /// The files of its Unix sockets.
     pub(crate) sockets: Vec<PathBuf>,
+    /// The rules that [`enter_before_ceph`] has put in force.
+    pub(crate) rules_of_writing: Option<FileRules>,
 }
 
 /// Confines a process that is going to take over, whose loops are `workers`, by its description
@@ -121,7 +124,8 @@ pub(crate) struct Opened {
 /// As [`enter`].
 pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()> {
     let needs = Needs::to_take_over(setup);
-    let opened = Opened { devices: setup.devices.len(), sockets: files::own_sockets(setup) };
+    let sockets = files::own_sockets(setup);
+    let opened = Opened { devices: setup.devices.len(), sockets, rules_of_writing: None };
     let rules = files::rules(setup, needs, &opened);
     let ruleset = files::make(&rules, setup, needs);
     if let Some(ids) = setup.user {
@@ -133,7 +137,7 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
     }
     prepare(setup, needs, &opened);
     // A missing file is an error at its end.
-    if let Err(error) = confine_threads(ruleset, needs, setup) {
+    if let Err(error) = confine_threads(ruleset, needs, setup, &opened) {
         tracing::debug!("while this server takes over: {error}");
     }
     if let Err(error) = system_calls::restrict(needs) {
@@ -167,14 +171,21 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
         prepare(setup, needs, opened);
     }
     // First, because the filter forbids these calls.
-    match confine_threads(ruleset, needs, setup) {
+    match confine_threads(ruleset, needs, setup, opened) {
         Ok(()) => {
             report.parts.push("landlock");
             report.reach = Reach::Below(rules.writable());
             report.for_requests = Some(rules.for_requests);
         }
         Err(missing @ Unrestricted::Missing) => tracing::info!("{missing}"),
-        Err(failed) => tracing::warn!("{failed}"),
+        Err(failed) => {
+            tracing::warn!("{failed}");
+            if let Some(rules) = &opened.rules_of_writing {
+                report.parts.push("writes");
+                report.reach = Reach::Below(rules.writable());
+                report.for_requests = Some(rules.for_requests.clone());
+            }
+        }
     }
     let restricted = match setup.hand_over {
         // The others are in force.
@@ -193,16 +204,28 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
     Ok(report)
 }
 
-/// Drops root's capabilities before Ceph's library starts threads of its own: on these nothing is
-/// put in force later.
-pub(crate) fn enter_before_ceph(setup: &Setup) {
+/// Drops root's capabilities, and the rights to write elsewhere than below the server's own places,
+/// before Ceph's library starts threads of its own: on these nothing is put in force later. Says
+/// what may be written, if the kernel restricts that.
+pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
     if !drops_before_ceph(setup) {
-        return;
+        return None;
     }
-    let capabilities = Needs::of(setup).capabilities();
-    if let Err(error) = confine(Confinement { ruleset: None, capabilities }) {
-        tracing::warn!("the sandbox does not drop capabilities: {error}");
+    let needs = Needs::of(setup);
+    let rules = files::rules_of_writing(setup, needs);
+    let ruleset = files::make_of_writing(&rules).unwrap_or_else(|error| {
+        tracing::warn!("the sandbox restricts no files of Ceph's library: {error:#}");
+        None
+    });
+    let capabilities = needs.capabilities();
+    let confinement = Confinement { ruleset: ruleset.as_ref().map(AsFd::as_fd), capabilities };
+    if let Err(error) = confine(confinement) {
+        tracing::warn!("the sandbox drops neither capabilities nor rights to write: {error}");
+        return None;
     }
+    #[cfg(debug_assertions)]
+    probe::start_aside();
+    ruleset.map(|_| rules)
 }
 
 /// Whether a server that may have an image in Ceph drops capabilities before it opens any. One that
@@ -256,11 +279,12 @@ impl fmt::Display for Unrestricted {
 /// Takes rights to files, and root's capabilities.
 ///
 /// # Errors
-/// Rights to files stay.
+/// Rights to files stay, but for those that were taken before.
 fn confine_threads(
     ruleset: Result<Option<OwnedFd>>,
     needs: Needs,
     setup: &Setup,
+    opened: &Opened,
 ) -> Result<(), Unrestricted> {
     let (ruleset, missing) = match ruleset {
         Ok(Some(ruleset)) => (Some(ruleset), None),
@@ -269,9 +293,10 @@ fn confine_threads(
     };
     let capabilities = needs.capabilities();
     let ruleset = ruleset.as_ref().map(AsFd::as_fd);
-    let what = match drops_before_ceph(setup) {
-        true => "no files",
-        false => "neither files nor capabilities",
+    let what = match (&opened.rules_of_writing, drops_before_ceph(setup)) {
+        (Some(_), _) => "only where files are written",
+        (None, true) => "no files",
+        (None, false) => "neither files nor capabilities",
     };
     confine(Confinement { ruleset, capabilities })
         .map_err(|error| Unrestricted::Failed(what, error.into()))?;

@@ -3,6 +3,9 @@
 //! The environment variable `BLOCKHOUSE_SANDBOX_PROBE` has words with spaces between: what is tried
 //! on a loop as soon as the sandbox is in force. The log has a line with the outcome of each.
 //! `open`, `create`, `remove` and `set-user-id` have a path: `open=PATH`.
+//!
+//! With `BLOCKHOUSE_SANDBOX_PROBE_ASIDE` a thread tries its words that blocks all signals, as
+//! threads of Ceph's library do. It is started when these would be.
 
 use std::fs;
 use std::io;
@@ -11,23 +14,50 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
 
 use blockhouse_engine::attempts;
+use parking_lot::Mutex;
 
 use crate::process::workers::Workers;
 
 /// Tries what the environment asks for.
 pub(super) fn run(workers: &Workers) {
-    let Some(words) = std::env::var_os("BLOCKHOUSE_SANDBOX_PROBE") else { return };
-    let words = words.to_string_lossy().into_owned();
-    workers.run(move || async move {
-        for word in words.split(' ') {
-            match attempt(word) {
-                Ok(()) => tracing::warn!("sandbox probe {word}: done"),
-                Err(error) => tracing::warn!("sandbox probe {word}: {error}"),
-            }
-        }
+    if let Ok(words) = std::env::var("BLOCKHOUSE_SANDBOX_PROBE") {
+        workers.run(move || async move { attempt_all("", &words) });
+    }
+    if let Some((begin, thread)) = ASIDE.lock().take() {
+        drop(begin);
+        let _ = thread.join();
+    }
+}
+
+/// The thread that tries things aside, once the sender is gone.
+static ASIDE: Mutex<Option<(Sender<()>, JoinHandle<()>)>> = Mutex::new(None);
+
+/// Starts it, where the environment asks for that.
+pub(super) fn start_aside() {
+    let Ok(words) = std::env::var("BLOCKHOUSE_SANDBOX_PROBE_ASIDE") else { return };
+    let (begin, begun) = channel();
+    let (block, blocked) = channel();
+    let thread = std::thread::spawn(move || {
+        attempts::block_signals().expect("it is allowed");
+        drop(block);
+        let _: Result<(), _> = begun.recv();
+        attempt_all("aside ", &words);
     });
+    let _: Result<(), _> = blocked.recv();
+    *ASIDE.lock() = Some((begin, thread));
+}
+
+fn attempt_all(place: &str, words: &str) {
+    for word in words.split(' ') {
+        match attempt(word) {
+            Ok(()) => tracing::warn!("sandbox probe {place}{word}: done"),
+            Err(error) => tracing::warn!("sandbox probe {place}{word}: {error}"),
+        }
+    }
 }
 
 fn attempt(word: &str) -> io::Result<()> {

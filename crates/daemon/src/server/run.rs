@@ -37,7 +37,7 @@ use crate::qmp::{self, Qmp};
 use crate::running::OpenedDisk;
 use crate::running::io_poll;
 use crate::running::open::{open_all, state_use};
-use crate::sandbox::{self, SandboxReport};
+use crate::sandbox::{self, FileRules, SandboxReport};
 use crate::server::service::Service;
 use crate::server::stopper::Stopper;
 use crate::server::warnings;
@@ -177,6 +177,8 @@ struct Opened {
     tls: Option<Tls>,
     /// Since when counters count.
     since: StartTime,
+    /// The rules about files that are in force since before the disks were opened.
+    rules_of_writing: Option<FileRules>,
 }
 
 impl Opened {
@@ -192,6 +194,7 @@ impl Opened {
         let opened = sandbox::Opened {
             devices: self.devices.len(),
             sockets: sandbox::socket_files(bound.chain(&self.control).chain(others)),
+            rules_of_writing: self.rules_of_writing.clone(),
         };
         let sandbox = sandbox::enter(setup, &self.workers, &opened)?;
         launcher.tell(launch_rules(setup, &sandbox));
@@ -206,7 +209,9 @@ impl Opened {
         loops: LoopsAside,
         upgrades: &UpgradeRequests,
     ) -> Result<Service> {
-        let Self { workers, disks, configured, sockets, devices, ublk, control, tls, since } = self;
+        let Self {
+            workers, disks, configured, sockets, devices, ublk, control, tls, since, ..
+        } = self;
         let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
         service.add_devices(devices)?;
         match service.add_ublk(ublk) {
@@ -255,7 +260,7 @@ fn start(
     kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
     let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
-    sandbox::enter_before_ceph(setup);
+    let rules_of_writing = sandbox::enter_before_ceph(setup);
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
@@ -265,7 +270,18 @@ fn start(
     let disks = setup.disks.iter().cloned().zip(disks);
     let disks = disks.map(|(setup, disk)| OpenedDisk { setup, disk, earlier: None }).collect();
     let (configured, since) = (None, StartTime::now());
-    let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
+    let opened = Opened {
+        workers,
+        disks,
+        configured,
+        sockets,
+        devices,
+        ublk,
+        control,
+        tls,
+        since,
+        rules_of_writing,
+    };
     let sandbox = opened.confine(setup, launcher, &others);
     let sandbox = sandbox.inspect_err(|_| {
         let disks: Vec<_> = opened.disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
@@ -341,7 +357,19 @@ fn take_over(
     let images: Vec<_> = disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
     // Before the sandbox, in which their files cannot be opened.
     let ublk = ublk::take_over(ublk, &workers, &images);
-    let opened = Opened { workers, disks, configured, sockets, devices, ublk, control, tls, since };
+    let opened = Opened {
+        workers,
+        disks,
+        configured,
+        sockets,
+        devices,
+        ublk,
+        control,
+        tls,
+        since,
+        // Another sandbox is in force since before that.
+        rules_of_writing: None,
+    };
     let sandbox = opened.confine(setup, launcher, &[])?;
     let (metrics_loop, qmp_loop) = (loops.metrics.take(), loops.qmp.take());
     let mut service = opened.serve(setup, sandbox, loops, upgrades)?;

@@ -8,6 +8,9 @@
 //! - A write that completes while a flush runs is not covered by it.
 //! - A native durable write is stable when it succeeds and is not counted. One that fails is: a
 //!   part of it may be written.
+//! - Where a storage has no FUA, a durable write is a write and a flush, and nothing below does
+//!   that. A storage that names FUA native may refuse it at its first durable writes: their memory
+//!   is kept until one has succeeded, and after a refusal FUA counts as emulated.
 //! - The past of a storage that is open for writing counts as unstable, so its first flush is never
 //!   skipped. Another process may have written before, and died: what it was told is done may still
 //!   be in a cache.
@@ -32,13 +35,13 @@
 //! take the lock, and they never hold it across a wait.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
-    Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Result, SnapshotChange,
-    Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache,
+    Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector, Result,
+    SnapshotChange, Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache,
 };
 
 use super::decide::WriteMethod;
@@ -66,6 +69,7 @@ pub(crate) struct FlushTracker<S> {
     record: OnceLock<FlushRecord>,
     flushes: Coalescer<StableGenerations>,
     fua_writes: Epochs,
+    fua_trial: FuaTrial,
     /// How many durable writes are in flight, by whatever method.
     durable_in_flight: AtomicUsize,
     stats: HostStats,
@@ -76,6 +80,16 @@ pub(crate) struct FlushTracker<S> {
 struct StableGenerations {
     data: u64,
     full: u64,
+}
+
+/// The outcome of the first writes with FUA: whether a storage has what it says is found out by
+/// using it.
+#[derive(Default)]
+struct FuaTrial {
+    /// One has succeeded.
+    has_succeeded: AtomicBool,
+    /// The storage has refused one whose bytes it took without FUA.
+    is_refused: AtomicBool,
 }
 
 /// An operation in flight. Dropped before it has completed, it counts as detached.
@@ -100,6 +114,7 @@ impl<S: Storage> FlushTracker<S> {
             record: OnceLock::new(),
             flushes: Coalescer::default(),
             fua_writes: Epochs::new(),
+            fua_trial: FuaTrial::default(),
             durable_in_flight: AtomicUsize::new(0),
             stats: HostStats::default(),
         }
@@ -201,12 +216,41 @@ impl<S: Storage> FlushTracker<S> {
             operation.complete();
             return outcome;
         };
-        if !error.is_confined() {
+        if error.kind() == ErrorKind::Unsupported {
+            // Nothing is lost. The next one is tried with its memory kept.
+            self.fua_trial.has_succeeded.store(false, Ordering::Relaxed);
+        } else if !error.is_confined() {
             self.fail(error);
         }
         // A part of it may have been written, and is not stable.
         self.complete_unstable(operation);
         outcome
+    }
+
+    /// As [`write_fua`](Self::write_fua), as long as no such write has succeeded: where the storage
+    /// refuses it, it becomes a write and a flush.
+    async fn try_fua(
+        &self,
+        content: Content,
+        offset: u64,
+        from: IoVector,
+        write_cache: WriteCache,
+    ) -> Result<()> {
+        let (from, mut kept) = from.keep();
+        let refusal = match self.write_fua(content, offset, from).await {
+            Ok(()) => {
+                self.fua_trial.has_succeeded.store(true, Ordering::Relaxed);
+                return Ok(());
+            }
+            Err(error) if error.kind() == ErrorKind::Unsupported => error,
+            Err(error) => return Err(error),
+        };
+        // The refused operation has ended, and its vector with it.
+        let Some(from) = kept.lend() else { return Err(refusal) };
+        self.write_plain(content, offset, from, write_cache).await?;
+        // Otherwise it was the write that was refused, and not FUA.
+        self.fua_trial.is_refused.store(true, Ordering::Relaxed);
+        self.flush(SyncMode::Data).await
     }
 
     /// A write that only a flush makes stable.
@@ -324,11 +368,21 @@ impl<S: Storage> FlushTracker<S> {
         durability: Durability,
     ) -> Result<()> {
         from.check_intact()?;
-        let Capabilities { fua, group_commit, write_cache, .. } = self.capabilities();
+        let Capabilities { fua, group_commit, write_cache, alignment, .. } = self.capabilities();
+        let range = ByteRange::between(offset, offset.saturating_add(from.len() as u64));
+        let fua = match fua {
+            // The last partial block has none.
+            Fua::Native if !range.is_aligned(alignment.offset.into()) => Fua::Emulated,
+            fua => fua,
+        };
         let in_flight = InFlightCount::begin(&self.durable_in_flight, durability);
         match WriteMethod::decide(durability, fua, group_commit, in_flight.count) {
             WriteMethod::Plain => self.write_plain(content, offset, from, write_cache).await,
-            WriteMethod::Fua => self.write_fua(content, offset, from).await,
+            WriteMethod::Fua if self.fua_trial.has_succeeded.load(Ordering::Relaxed) => {
+                self.write_fua(content, offset, from).await
+            }
+            // Boxed, so that the future of the common way stays small.
+            WriteMethod::Fua => Box::pin(self.try_fua(content, offset, from, write_cache)).await,
             WriteMethod::PlainThenFlush(sync) => {
                 self.check_failure()?;
                 self.write_plain(content, offset, from, write_cache).await?;
@@ -434,10 +488,16 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     fn capabilities(&self) -> Capabilities {
         let capabilities = self.storage.capabilities();
-        match self.policy {
-            FlushPolicy::Honor => capabilities,
-            FlushPolicy::Ignore => Capabilities { fua: Fua::Ignored, ..capabilities },
-        }
+        let fua = match (self.policy, capabilities.fua) {
+            (FlushPolicy::Ignore, _) => Fua::Ignored,
+            (FlushPolicy::Honor, Fua::Native)
+                if self.fua_trial.is_refused.load(Ordering::Relaxed) =>
+            {
+                Fua::Emulated
+            }
+            (FlushPolicy::Honor, fua) => fua,
+        };
+        Capabilities { fua, ..capabilities }
     }
 
     fn size(&self) -> u64 {

@@ -4,7 +4,7 @@ use blockhouse_core::SyncMode::{Data as DataSync, Full as FullSync};
 use blockhouse_core::{Durability, Fua, Request, Unmap, WriteCache};
 use blockhouse_disk::{FlushPolicy, Options};
 use blockhouse_sim::Operation::{Discard, Flush, Read, Write, WriteZeroes};
-use blockhouse_sim::{Config, Support};
+use blockhouse_sim::{Config, Rng, Support};
 
 use crate::common::{Rig, blocks_of, span, steady, write, zeroes};
 
@@ -30,6 +30,41 @@ fn without_native_fua_it_is_a_write_and_a_flush() {
     let rig = rig(Config { fua: Fua::Emulated, ..steady() });
     rig.submit(write(0, 512, 1, Durability::Data)).unwrap();
     assert_eq!(rig.log(), [Write(span(0, 512), Durability::None), Flush(DataSync)]);
+}
+
+/// As a kernel does that knows the flag for reads alone.
+#[test]
+fn native_fua_that_is_refused_is_emulated_from_then_on() {
+    let rig = rig(Config { refuses_fua: true, ..steady() });
+    let plain = Write(span(0, 512), Durability::None);
+    rig.submit(write(0, 512, 1, Durability::Data)).unwrap();
+    assert_eq!(rig.log(), [Write(span(0, 512), Durability::Data), plain, Flush(DataSync)]);
+    assert_eq!(rig.storage.content()[..512], [1; 512]);
+    assert_eq!(rig.disk.capabilities().fua, Fua::Emulated);
+    rig.submit(write(0, 512, 2, Durability::Data)).unwrap();
+    assert_eq!(rig.log(), [plain, Flush(DataSync)], "it is asked once");
+    let crashed = rig.storage.crash(&mut Rng::with_seed(1));
+    assert_eq!(crashed[..512], [2; 512]);
+}
+
+#[test]
+fn writes_that_are_refused_at_the_same_time_are_all_carried_out() {
+    let rig = rig(Config { refuses_fua: true, ..steady() });
+    let writes: Vec<_> =
+        (0..4).map(|block| rig.start(write(block * 512, 512, 3, Durability::Data))).collect();
+    rig.sim.run();
+    assert!(writes.iter().all(|write| write.output().unwrap().is_ok()));
+    assert_eq!(rig.storage.crash(&mut Rng::with_seed(1))[..2048], [3; 2048]);
+}
+
+#[test]
+fn a_refusal_that_nobody_waits_for_fails_no_flush() {
+    let rig = rig(Config { refuses_fua: true, ..steady() });
+    let dropped = rig.start(write(0, 512, 1, Durability::Data));
+    rig.wait(1);
+    dropped.cancel();
+    rig.submit(write(512, 512, 2, Durability::None)).unwrap();
+    rig.submit(Request::Flush).unwrap();
 }
 
 #[test]

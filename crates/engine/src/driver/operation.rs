@@ -84,7 +84,9 @@ impl Operation {
     /// Takes the result of a detached operation, for which no future waits.
     pub(crate) fn discard_result(self, result: i32) {
         if let Some(syncs) = self.detached_syncs() {
-            syncs.complete(result);
+            let is_refused =
+                result < 0 && matches!(self, Self::Write(..)) && is_fua_refusal(-result);
+            syncs.complete(if is_refused { 0 } else { result });
         }
         if let (Self::Accept { .. }, 0..) = (self, result) {
             // SAFETY: the kernel has just made this descriptor for us, and this is its only owner.
@@ -98,6 +100,12 @@ pub(crate) struct Transfer {
     pub(crate) file: Arc<File>,
     pub(crate) offset: u64,
     pub(crate) vector: IoVector,
+}
+
+/// Whether the kernel answers a write with `RWF_DSYNC` so where it does not take the flag. Nothing
+/// was written then, and nothing that was is lost.
+pub(crate) fn is_fua_refusal(errno: i32) -> bool {
+    matches!(errno, libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)
 }
 
 /// Whether a write carries its durability with it.

@@ -1,9 +1,9 @@
 //! A regular file or block device of the host as a [`Storage`].
 //!
 //! Guarantees: a short transfer is continued and never turned into an error of its own; a durable
-//! write is one request where kernel and file allow it (`RWF_DSYNC`), and otherwise a write and a
-//! sync; every error names the file and the offset and keeps its errno; a failure to write back is
-//! reported to a flush, also where a durable write has reported it already. All operations run on
+//! write is one request (`RWF_DSYNC`), and refused where kernel or file do not allow that; every
+//! error names the file and the offset and keeps its errno; a failure to write back is reported to
+//! a flush, also where a durable write has reported it already. All operations run on
 //! the loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap
 //! there (`capabilities`) is told for the engine of the loop that asks.
 
@@ -31,7 +31,7 @@ use rustix::io::Errno;
 
 use crate::driver::engine::Engine;
 use crate::driver::file::{Caching, File, Medium};
-use crate::driver::operation::{Operation, Transfer, WriteThrough};
+use crate::driver::operation::{Operation, Transfer, WriteThrough, is_fua_refusal};
 use crate::driver::thread_pool::{MAX_THREADS, blocking};
 use crate::event_loop::local;
 use crate::event_loop::submit::submit;
@@ -64,6 +64,8 @@ pub struct HostFile {
     alignment: Alignment,
     /// Blocks that are zeroed and discarded as a whole.
     offload_block: u32,
+    /// Whether the kernel knows `RWF_DSYNC` for the file, as it said at the opening.
+    probed_fua: Fua,
     fua_cost: FuaCost,
     write_cache: WriteCache,
     /// The operations that the kernel has refused so far. Support is found out per file, once.
@@ -74,7 +76,6 @@ pub struct HostFile {
 
 #[derive(Default)]
 struct Unsupported {
-    fua: AtomicBool,
     punch_hole: AtomicBool,
     zero_range: AtomicBool,
     set_aside: AtomicBool,
@@ -220,10 +221,10 @@ impl HostFile {
             let Operation::Write(back, _) = operation else { unreachable!("{CAME_BACK}") };
             transfer = back;
             match result {
-                Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS)
-                    if through == WriteThrough::Yes =>
+                Err(error)
+                    if through == WriteThrough::Yes && is_fua_refusal(error.raw_os_error()) =>
                 {
-                    return self.write_emulating(transfer).await;
+                    return Err(self.unsupported(DURABLE_WRITE).at(transfer.offset));
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(self.write_failed(error, transfer.offset, through)),
@@ -275,14 +276,6 @@ impl HostFile {
         Ok(size <= offset)
     }
 
-    /// Writes without `RWF_DSYNC`, which the kernel refused, and syncs. If the write succeeds, then
-    /// it was the flag that the kernel refused, and it is not used again.
-    async fn write_emulating(&self, transfer: Transfer) -> Result<()> {
-        Box::pin(self.write_all(transfer.offset, transfer.vector, WriteThrough::No)).await?;
-        self.unsupported.fua.store(true, Relaxed);
-        self.flush(SyncMode::Data).await
-    }
-
     /// `fallocate(2)`; `refused` records that it is not supported.
     async fn allocate(
         &self,
@@ -332,10 +325,7 @@ impl HostFile {
         let is_direct_device =
             self.kind == FileKind::BlockDevice && self.file.caching == Caching::Direct;
         let pays_twice = is_direct_device && local::engine() == Some(Engine::Threads);
-        match self.unsupported.fua.load(Relaxed) || pays_twice {
-            true => Fua::Emulated,
-            false => Fua::Native,
-        }
+        if pays_twice { Fua::Emulated } else { self.probed_fua }
     }
 
     /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush,
@@ -422,6 +412,8 @@ const PREPARE: ErrorText = ErrorText {
 const DISCARD: ErrorText =
     ErrorText { failed: "cannot discard", unsupported: "discarding a range" };
 
+const DURABLE_WRITE: &str = "a durable write as one request";
+
 /// Why an operation of another kind cannot come back.
 const CAME_BACK: &str = "an operation comes back as it went";
 
@@ -479,18 +471,16 @@ impl Storage for HostFile {
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        match durability.sync() {
-            None => self.write_all(offset, from, WriteThrough::No).await,
-            // The last partial block goes by the open file that is flushed.
-            Some(SyncMode::Data)
+        match durability {
+            Durability::None => self.write_all(offset, from, WriteThrough::No).await,
+            // The last partial block goes by the open file that is flushed: a durable write would
+            // take the report of a failure to write back from the next flush.
+            Durability::Data
                 if self.fua() == Fua::Native && !self.is_in_tail(offset, from.len()) =>
             {
                 self.write_all(offset, from, WriteThrough::Yes).await
             }
-            Some(sync) => {
-                self.write_all(offset, from, WriteThrough::No).await?;
-                self.flush(sync).await
-            }
+            Durability::Data | Durability::Full => Err(self.unsupported(DURABLE_WRITE).at(offset)),
         }
     }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use blockhouse_core::{Buffer, Error, ErrorKind, Fua, Offload, Result, Storage};
+use blockhouse_core::{Buffer, Error, ErrorKind, Offload, Result, Storage};
 use rustix::fs::{Access, Mode, OFlags};
 use rustix::io::Errno;
 
@@ -293,9 +293,8 @@ impl HostFile {
             }
             _ => None,
         };
-        let sample = Buffer::new(SAMPLE).lend();
+        let probed_fua = probe::fua(&file, &Buffer::new(SAMPLE).lend());
         let unsupported = Unsupported {
-            fua: (probe::fua(&file, &sample) != Fua::Native).into(),
             punch_hole: (device.write_zeroes == Offload::Unavailable).into(),
             zero_range: (device.write_zeroes == Offload::Unavailable).into(),
             set_aside: false.into(),
@@ -323,6 +322,7 @@ impl HostFile {
             size,
             alignment,
             offload_block,
+            probed_fua,
             fua_cost,
             write_cache,
             unsupported,

@@ -9,6 +9,7 @@ use blockhouse_core::{Alignment, Fua, FuaCost, IoVector, Offload, WriteCache};
 use rustix::fs::{AtFlags, FileType, StatxFlags};
 
 use crate::driver::file::{Caching, File, Medium};
+use crate::driver::operation::is_fua_refusal;
 use crate::driver::request_queue::RequestQueue;
 
 /// `STATX_DIOALIGN` (kernel 6.1), and the type of file systems that live in memory (`statfs(2)`).
@@ -100,9 +101,8 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
         let (first, count) = (segments.as_ptr().cast(), segments.len() as i32);
         libc::preadv2(file.raw(), first, count, 0, libc::RWF_DSYNC)
     };
-    let refused = [libc::EOPNOTSUPP, libc::EINVAL, libc::ENOSYS];
     let code = io::Error::last_os_error().raw_os_error().unwrap_or(0);
-    if result < 0 && refused.contains(&code) { Fua::Emulated } else { Fua::Native }
+    if result < 0 && is_fua_refusal(code) { Fua::Emulated } else { Fua::Native }
 }
 
 /// The block device's description, of the file's.

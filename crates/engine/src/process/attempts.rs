@@ -2,6 +2,7 @@
 //! assertions only.
 
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
@@ -20,6 +21,20 @@ pub fn trace() -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Blocks all signals on the calling thread, as threads of some libraries do.
+///
+/// # Errors
+/// The kernel's.
+pub fn block_signals() -> io::Result<()> {
+    let mut signals = MaybeUninit::uninit();
+    // SAFETY: the first call fills the set, which the second one reads; both are of this thread.
+    let errno = unsafe {
+        libc::sigfillset(signals.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, signals.as_ptr(), ptr::null_mut())
+    };
+    if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno)) }
 }
 
 /// Maps a page that can be written and executed.

@@ -9,7 +9,7 @@ use blockhouse_core::{
 };
 use blockhouse_engine::{Engine, FileKind, HostFile, OpenMode, PageCache};
 
-use crate::common::{on_every_engine, output};
+use crate::common::{on_every_engine, output, write};
 
 const MIB: u64 = 1 << 20;
 
@@ -72,7 +72,7 @@ fn what_was_written_to_a_device_is_read_and_zeroed() {
             event_loop.block_on(async {
                 let mut buffer = Buffer::new(8192);
                 buffer.bytes_mut().fill(7);
-                file.write(MIB - 8192, buffer.lend(), Durability::Data).await.unwrap();
+                write(&file, MIB - 8192, buffer.lend(), Durability::Data).await.unwrap();
                 let middle = ByteRange::between(MIB - 8192, MIB - 4096);
                 file.write_zeroes(middle, blockhouse_core::Unmap::Allowed).await.unwrap();
                 file.flush(SyncMode::Data).await.unwrap();

@@ -8,7 +8,7 @@ use fastrand::Rng;
 
 use crate::common::memory::Memory;
 use crate::common::seeds::for_seeds;
-use crate::common::{for_every_choice, in_time};
+use crate::common::{for_every_choice, in_time, write};
 
 /// The range of operations: some of it lies past the end of the file.
 const SPACE: usize = 1 << 19;
@@ -77,7 +77,7 @@ async fn perform(file: &HostFile, step: Step) -> Outcome {
         }
         Step::Write { at, piece, byte, durability } => {
             let memory = Memory::with(&vec![byte; at.len()]);
-            done(file.write(at.start as u64, memory.vector(piece), durability).await)
+            done(write(file, at.start as u64, memory.vector(piece), durability).await)
         }
         Step::Zero { at, unmap } => done(file.write_zeroes(range(&at), unmap).await),
         Step::Discard { at } => done(file.discard(range(&at)).await),

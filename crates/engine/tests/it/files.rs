@@ -10,7 +10,7 @@ use blockhouse_engine::{Engine, HostFile, OpenMode, PageCache};
 use lab_tools::block_device::has_flushes_to_share;
 
 use crate::common::memory::Memory;
-use crate::common::on_every_engine;
+use crate::common::{self, on_every_engine};
 
 const MIB: u64 = 1 << 20;
 
@@ -40,7 +40,7 @@ async fn read(file: &HostFile, offset: u64, length: usize) -> Vec<u8> {
 async fn write(file: &HostFile, offset: u64, byte: u8, length: usize, durability: Durability) {
     let mut buffer = Buffer::new(length);
     buffer.bytes_mut().fill(byte);
-    file.write(offset, buffer.lend(), durability).await.unwrap();
+    common::write(file, offset, buffer.lend(), durability).await.unwrap();
 }
 
 #[test]
@@ -57,6 +57,31 @@ fn what_was_written_is_read() {
         file.flush(SyncMode::Full).await.unwrap();
         assert_eq!(file.capabilities().fua, Fua::Native);
     });
+}
+
+/// The layer above flushes after such a write.
+#[test]
+fn a_write_that_is_not_durable_as_one_request_is_refused_and_changes_nothing() {
+    for cache in [PageCache::Used, PageCache::Bypassed] {
+        on_every_engine(|event_loop| {
+            let folder = folder();
+            let size = MIB + 100;
+            let file = HostFile::create(&folder.path().join("disk"), size, cache).unwrap();
+            let has_blocks = file.capabilities().alignment.offset > 1;
+            event_loop.block_on(async {
+                let mut buffer = Buffer::new(4096);
+                buffer.bytes_mut().fill(7);
+                let written = file.write(0, buffer.lend(), Durability::Full).await;
+                assert_eq!(written.unwrap_err().kind(), ErrorKind::Unsupported);
+                let last = file.write(MIB, buffer.lend_range(0, 100), Durability::Data).await;
+                let refused = last.err().map(|error| error.kind());
+                assert_eq!(refused, has_blocks.then_some(ErrorKind::Unsupported));
+                assert_eq!(read(&file, 0, 4096).await, [0; 4096]);
+                let expected = if has_blocks { [0; 100] } else { [7; 100] };
+                assert_eq!(read(&file, MIB, 100).await, expected);
+            });
+        });
+    }
 }
 
 /// One file for all loops, whoever opened it: what is cheap is a matter of the loop that asks.

@@ -436,7 +436,8 @@ fn add_faults(disk: &SimDisk, is_alone: bool, random: &mut Rng) {
 fn explore(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
-    let config = Config::random(&mut random);
+    // Emulating FUA is for what is above a storage, which is none here.
+    let config = Config { refuses_fua: false, ..Config::random(&mut random) };
     let content = new_image(&config, &mut random);
     let disk = SimDisk::new(&sim, config.clone(), content);
     let opened = disk.clone();

@@ -192,7 +192,7 @@ fn with_crashes(
 ) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
-    let config = Config::random(&mut random);
+    let config = Config { refuses_fua: false, ..Config::random(&mut random) };
     let block = u64::from(config.alignment.offset);
     if block > 1 << image[23] {
         return Ok(Report::default());

@@ -1,8 +1,8 @@
 //! An export of an NBD server as storage.
 //!
 //! Guarantees:
-//! - What the server cannot do is said by [`Capabilities`]: an export without FUA is flushed after
-//!   durable writes, one without block status is all data.
+//! - What the server cannot do is said by [`Capabilities`]: an export without FUA has no durable
+//!   writes, one without block status is all data.
 //! - A request is split where it is longer than the server takes.
 //! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server
 //!   that has shown who it is.
@@ -274,12 +274,19 @@ impl Storage for NbdStorage {
             let what = "cannot write past the end of an NBD export";
             return Err(Error::new(ErrorKind::NoSpace, what).on(self.dial.name()).at(offset));
         }
-        let has_fua = self.has(TransmissionFlags::SEND_FUA);
+        let is_fua = match durability {
+            Durability::None => false,
+            Durability::Data if self.has(TransmissionFlags::SEND_FUA) => true,
+            Durability::Data | Durability::Full => {
+                let what = "the server cannot make a single write as durable as this";
+                return Err(self.unsupported(what).at(offset));
+            }
+        };
         let mut flags = match self.export().framing {
             Framing::Extended => CommandFlags::PAYLOAD_LEN,
             Framing::Simple | Framing::Structured => CommandFlags::empty(),
         };
-        flags.set(CommandFlags::FUA, durability == Durability::Data && has_fua);
+        flags.set(CommandFlags::FUA, is_fua);
         while !from.is_empty() {
             let length = from.len().min(self.export().max_payload as usize);
             let rest = from.split_off(length);
@@ -288,10 +295,7 @@ impl Storage for NbdStorage {
             self.request(Command { kind, flags, offset, length, body }).await?;
             offset += length;
         }
-        match durability.sync() {
-            Some(sync) if !flags.contains(CommandFlags::FUA) => self.flush(sync).await,
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {

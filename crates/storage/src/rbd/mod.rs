@@ -3,7 +3,7 @@
 //! Guarantees:
 //! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs
 //!   nothing, and a flush has nothing to do. Where the image's own metadata turns the cache on,
-//!   [`Capabilities`] say so, and flushes do the work.
+//!   [`Capabilities`] say so, durable writes are refused, and flushes do the work.
 //! - No request waits for ever: where the configuration has no limit, one that the cluster does not
 //!   answer fails after 30 seconds. It may still be carried out.
 //! - An image that is open for writing has its exclusive lock. A client that loses it because it
@@ -190,6 +190,14 @@ impl Storage for RbdStorage {
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        let is_durable = match (durability, self.is_cached) {
+            (Durability::None, _) => false,
+            (Durability::Data, false) => true,
+            (Durability::Data | Durability::Full, _) => {
+                let what = "no single write to an image in Ceph is as durable as this";
+                return Err(Error::new(ErrorKind::Unsupported, what).on(self.name()).at(offset));
+            }
+        };
         if from.is_empty() {
             return Ok(());
         }
@@ -202,15 +210,10 @@ impl Storage for RbdStorage {
             self.grow(end.checked_next_multiple_of(GROWTH).unwrap_or(end)).await?;
         }
         let (what, command) = ("cannot write", Command::Write(offset, from));
-        let is_durable = durability.sync().is_some() && !self.is_cached;
         let written = self.connection.run(what, Some(offset), command, is_durable).await;
         // Writes that completed before are durable already.
         let written = if self.is_cached { written } else { written.map_err(Error::confined) };
-        written?;
-        match durability.sync() {
-            Some(sync) if self.is_cached => self.flush(sync).await,
-            _ => Ok(()),
-        }
+        written.map(drop)
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, Result, Storage, SyncMode, Unmap, errno,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, Unmap, errno,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, LoopThread, sleep};
 use blockhouse_storage::NbdStorage;
@@ -90,16 +90,24 @@ fn no_flush_succeeds_after_answered_writes_may_be_lost() {
 }
 
 #[test]
-fn a_durable_write_of_a_server_without_fua_fails_as_its_flush() {
+fn a_server_without_fua_has_no_durable_writes() {
     run(async || {
-        let (_folder, socket, mut server) = serve(SEND_FLUSH);
+        let (_folder, socket, server) = serve(SEND_FLUSH);
         let disk = NbdStorage::connect(uri(&socket), RECONNECT).await.unwrap();
-        write(&disk, 0, 1, Durability::Data).await.unwrap();
-        server.lose_power();
-        write(&disk, 1, 2, Durability::Data).await.unwrap();
-        write(&disk, 2, 3, Durability::None).await.unwrap();
-        server.lose_power();
-        assert_lost(&write(&disk, 3, 4, Durability::Data).await.unwrap_err());
+        let refused = write(&disk, 0, 1, Durability::Data).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+        assert_eq!((server.received(command::WRITE), read(&disk, 0).await), (0, 0));
+    });
+}
+
+#[test]
+fn a_full_sync_is_no_single_request() {
+    run(async || {
+        let (_folder, socket, server) = serve(ALL);
+        let disk = NbdStorage::connect(uri(&socket), RECONNECT).await.unwrap();
+        let refused = write(&disk, 0, 1, Durability::Full).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+        assert_eq!(server.received(command::WRITE), 0);
     });
 }
 

@@ -15,6 +15,8 @@ pub mod first_writes;
 pub mod fua;
 pub mod guest;
 pub mod images;
+#[cfg(target_arch = "x86_64")]
+pub mod injection;
 pub mod io_poll;
 pub mod lost_writes;
 pub mod nbd;
@@ -24,6 +26,8 @@ pub mod serve;
 pub mod services;
 pub mod services_kept;
 pub mod system;
+#[cfg(target_arch = "x86_64")]
+pub mod taken_over;
 pub mod trace;
 pub mod ublk;
 pub mod ublk_costs;

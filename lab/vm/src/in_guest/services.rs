@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::client::Client;
 use super::debian::PACKAGE;
 use super::services_kept;
-use super::system::tool;
+use super::system::{read, tool};
 use super::units::{
     IMAGES, OWN_IMAGES, Unit, ctl, has, make_image, make_own_image, socket, until, write,
 };
@@ -53,6 +53,8 @@ pub fn run() -> Result<()> {
     services_kept::killed_between_clients()?;
     services_kept::upgraded()?;
     services_kept::hung()?;
+    #[cfg(target_arch = "x86_64")]
+    super::taken_over::run()?;
     described()?;
     installed_again()?;
     removed(&before)
@@ -103,6 +105,9 @@ fn activated() -> Result<()> {
     let mut asking = UnixStream::connect(&control)?;
     let sandbox = services_kept::version(&mut asking)?["sandbox"].to_string();
     println!("  sandbox: {sandbox}");
+    let profile = read(&PathBuf::from(format!("/proc/{}/attr/current", SERVICE.process()?)))?;
+    println!("  AppArmor: {profile}");
+    ensure!(profile == "blockhouse (enforce)", "AppArmor does not confine it: {profile}");
     ensure!(sandbox.contains("landlock") && sandbox.contains("seccomp"), "no sandbox: {sandbox}");
     let mut client = Client::connect(&socket)?;
     write(&mut client, 0, 7)?;

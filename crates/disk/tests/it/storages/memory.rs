@@ -71,7 +71,8 @@ impl Storage for Memory {
         Ok(())
     }
 
-    async fn write(&self, offset: u64, from: IoVector, _durability: Durability) -> Result<()> {
+    async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
+        assert_eq!(durability, Durability::None, "it has no FUA");
         thread::yield_now();
         let (start, end) = (offset as usize, offset as usize + from.len());
         let mut visible = self.0.visible.lock().unwrap();

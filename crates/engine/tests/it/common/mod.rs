@@ -8,7 +8,8 @@ use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Duration;
 
-use blockhouse_engine::{Engine, EngineChoice, EventLoop};
+use blockhouse_core::{ByteRange, Durability, Fua, IoVector, Result, Storage};
+use blockhouse_engine::{Engine, EngineChoice, EventLoop, HostFile};
 
 /// Long enough for any machine, short enough to wait for when something is broken.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -45,6 +46,30 @@ pub fn for_every_choice(mut test: impl FnMut(EngineChoice)) {
             Err(error) => {
                 assert_ne!(engine, Engine::Threads, "{error}");
                 eprintln!("{engine} skipped: {error}");
+            }
+        }
+    }
+}
+
+/// A write as durable as asked. Where one write cannot be, a write and a flush, as the layer above
+/// does it.
+pub async fn write(
+    file: &HostFile,
+    offset: u64,
+    from: IoVector,
+    durability: Durability,
+) -> Result<()> {
+    let range = ByteRange::between(offset, offset + from.len() as u64);
+    let capabilities = file.capabilities();
+    let has_fua =
+        capabilities.fua == Fua::Native && range.is_aligned(capabilities.alignment.offset.into());
+    match durability {
+        Durability::Data if has_fua => file.write(offset, from, durability).await,
+        _ => {
+            file.write(offset, from, Durability::None).await?;
+            match durability.sync() {
+                Some(sync) => file.flush(sync).await,
+                None => Ok(()),
             }
         }
     }

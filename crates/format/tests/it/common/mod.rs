@@ -41,7 +41,7 @@ impl Storage for FileStorage {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            fua: Fua::Emulated,
+            fua: Fua::Native,
             write_cache: WriteCache::Volatile,
             fua_cost: FuaCost::NoFlush,
             group_commit: GroupCommit::Never,
