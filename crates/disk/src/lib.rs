@@ -71,7 +71,7 @@ mod vm_state;
 mod write;
 
 pub use bitmaps::{DiskBitmaps, change_bitmaps};
-pub use blockhouse_format::qcow2::{CreateOptions, Switch, Version};
+pub use blockhouse_format::qcow2::{BitmapLoss, CreateOptions, Switch, Version};
 pub use blockhouse_format::{
     Amendments, Backing, Bitmap, BitmapAction, BitmapChange, BitmapExtent, CacheCounts,
     CheckReport, Compression, DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,

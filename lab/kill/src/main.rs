@@ -4,7 +4,7 @@
 //! the server at a random moment, starts it again with the same options, and reads everything back.
 //! A model of the disk knows what was answered. Nothing is flushed in most runs, so only what
 //! outlives the process can tell the next server. Others kill servers whose disk is being mirrored
-//! to another image.
+//! to another image, or whose bitmaps are in a side file.
 //!
 //! A run that finds a loss prints the line that replays it, and keeps image, state and log.
 #![forbid(unsafe_code)]
@@ -22,6 +22,7 @@ mod reconnect;
 mod report;
 mod run;
 mod server;
+mod side_file;
 mod template;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -45,8 +46,10 @@ use template::Template;
 
 /// Runs of mirrors, where nothing else is said: two of each kind of target.
 const MIRRORS: usize = 10;
-/// This many of them come first.
-const FIRST_MIRRORS: usize = 2;
+/// Runs of volumes with a side file, where nothing else is said: two of each kind of volume.
+const SIDE_FILES: usize = 4;
+/// This many of either come first.
+const FIRST_RUNS: usize = 2;
 /// The folders of this many findings are kept.
 const MAX_KEPT: u32 = 20;
 
@@ -95,6 +98,8 @@ enum Scenario {
     /// After a kill while a disk is mirrored, what is beside the images says which one is the disk,
     /// and it has what was answered
     Mirror,
+    /// Increments by a bitmap in a side file lack nothing after kills, of a raw file and a device
+    SideFile,
 }
 
 /// One thing to do.
@@ -104,6 +109,7 @@ enum Task {
     Changed(Image),
     Reconnect { is_held: bool },
     Mirror,
+    SideFile,
 }
 
 fn main() -> ExitCode {
@@ -163,8 +169,8 @@ fn run_all(cli: &Cli) -> Result<()> {
     runs.finish(started.elapsed())
 }
 
-/// The tasks: reconnects and two mirrors first, then loads and changes evenly mixed, so that a
-/// short time has some of each; the other mirrors at the end.
+/// The tasks: reconnects, two mirrors and two volumes first, then loads and changes evenly mixed,
+/// so that a short time has some of each; the other mirrors and volumes at the end.
 fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     let only = cli.only.clone().unwrap_or_default();
     let is_named = |scenario| cli.scenarios.contains(&scenario);
@@ -175,14 +181,19 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     if has(Scenario::Reconnect) && (cli.only.is_none() || !cli.scenarios.is_empty()) {
         tasks.extend([true, false].map(|is_held| Task::Reconnect { is_held }));
     }
-    let mut mirrors = Vec::new();
     // Their needs of the next server are in its state.
-    if has(Scenario::Mirror)
-        && (cli.only.is_none() && !cli.without_state || is_named(Scenario::Mirror))
-    {
-        let count = cli.runs.map_or(MIRRORS, |runs| runs as usize);
-        mirrors.resize(count, Task::Mirror);
-        tasks.extend(mirrors.drain(..count.min(FIRST_MIRRORS)));
+    let is_possible = cli.only.is_none() && !cli.without_state;
+    let mut later = Vec::new();
+    for (scenario, task, count) in [
+        (Scenario::Mirror, Task::Mirror, MIRRORS),
+        (Scenario::SideFile, Task::SideFile, SIDE_FILES),
+    ] {
+        if has(scenario) && is_possible || is_named(scenario) {
+            let count = cli.runs.map_or(count, |runs| runs as usize);
+            let first = count.min(FIRST_RUNS);
+            tasks.extend(std::iter::repeat_n(task, first));
+            later.extend(std::iter::repeat_n(task, count - first));
+        }
     }
     let mut images = Image::all();
     images
@@ -199,13 +210,14 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
         tasks.extend(loads.by_ref().take(between));
     }
     tasks.extend(loads);
-    tasks.append(&mut mirrors);
+    tasks.append(&mut later);
     // The first of each kind has the given seed, so that a run can be done again alone.
-    let (mut loads, mut changes, mut mirrors) = (seed.., seed.., seed..);
+    let (mut loads, mut changes, mut mirrors, mut volumes) = (seed.., seed.., seed.., seed..);
     let seed_of = |task: &Task| match task {
         Task::Load(_) => loads.next().unwrap_or(seed),
         Task::Changed(_) => changes.next().unwrap_or(seed),
         Task::Mirror => mirrors.next().unwrap_or(seed),
+        Task::SideFile => volumes.next().unwrap_or(seed),
         Task::Reconnect { .. } => seed,
     };
     let seeds: Vec<u64> = tasks.iter().map(seed_of).collect();
@@ -244,17 +256,29 @@ impl Runs<'_> {
                 (Counts::of_scenario("qcow2".into(), "reconnect", kills), finding)
             }
             Task::Mirror => {
-                let (counts, finding) = mirror::run(setting, seed)?;
-                let mut report = self.report.lock();
-                counts.iter().for_each(|counts| report.add(counts, false));
-                if finding.is_some() {
-                    report.add(&Counts::of_scenario("mirrored".into(), "mirror", 0), true);
-                }
-                return Ok(finding);
+                return Ok(self.add("mirrored", "mirror", mirror::run(setting, seed)?));
+            }
+            Task::SideFile => {
+                return Ok(self.add("volume", "side-file", side_file::run(setting, seed)?));
             }
         };
         self.report.lock().add(&counts, finding.is_some());
         Ok(finding)
+    }
+
+    /// Adds what a run of several rows has counted.
+    fn add(
+        &self,
+        image: &str,
+        scenario: &str,
+        (counts, finding): (Vec<Counts>, Option<Finding>),
+    ) -> Option<Finding> {
+        let mut report = self.report.lock();
+        counts.iter().for_each(|counts| report.add(counts, false));
+        if finding.is_some() {
+            report.add(&Counts::of_scenario(image.into(), scenario, 0), true);
+        }
+        finding
     }
 
     fn tell(&self, task: Task, seed: u64, finding: &Finding) -> Result<()> {
@@ -280,6 +304,7 @@ impl Runs<'_> {
             }
             Task::Changed(image) => ("changed", format!("--only '{image}'")),
             Task::Mirror => ("mirror", format!("--runs 1 --kills {kills}")),
+            Task::SideFile => ("side-file", format!("--runs 1 --kills {kills}")),
             Task::Reconnect { .. } => ("reconnect", String::new()),
         };
         format!("cargo xtask kill {scenario} --seed {seed} {only}").trim_end().to_owned()

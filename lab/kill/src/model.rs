@@ -127,6 +127,12 @@ impl Model {
         self.records.len() as u64
     }
 
+    /// The ranges that requests from this number on may have changed.
+    pub fn changes_since(&self, first: u64) -> impl Iterator<Item = Range<u64>> {
+        let records = self.records.iter().skip(first as usize);
+        records.filter(|record| record.action != Action::Read).map(|record| record.range.clone())
+    }
+
     /// Another server serves the disk from here on.
     pub fn next_server(&mut self) {
         self.server += 1;

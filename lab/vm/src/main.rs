@@ -37,6 +37,7 @@ use lab_tools::apt;
 use lab_tools::process::find_program;
 use lab_tools::workspace::Workspace;
 use packages::Packages;
+use power::Bitmaps;
 use server::Export;
 
 /// Show what is guaranteed about durability on a real kernel, in a virtual machine.
@@ -72,6 +73,10 @@ pub enum Scenario {
     FirstWrites,
     /// What is left of acknowledged writes after a loss of power
     Power,
+    /// The same of volumes whose bitmaps are in a side file, and of increments by these
+    PowerBitmaps,
+    /// Increments of a device of the device mapper under load, whose server is killed
+    Volume,
     /// A guest with ext4 on a disk of ours over NBD: freeze, trim, fio, kills and upgrades of the
     /// server, reboot, a disk that grows, a write cache that is switched
     Guest,
@@ -141,7 +146,9 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
         let result = match scenario {
             Scenario::Fua => scenarios::fua(&base),
             Scenario::FirstWrites => scenarios::first_writes(&base),
-            Scenario::Power => power::scenario::run(&base),
+            Scenario::Power => power::scenario::run(&base, Bitmaps::None),
+            Scenario::PowerBitmaps => power::scenario::run(&base, Bitmaps::SideFile),
+            Scenario::Volume => scenarios::volume(&base),
             Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4, changes),
             Scenario::GuestVhostUser => {
                 guest::run(&base, Export::VhostUser, FileSystem::Xfs, changes)

@@ -23,6 +23,9 @@ const SYSTEM_DISK: u64 = 2 << 30;
 const SECTOR: u64 = 512;
 /// Room for a file system of either kind.
 const DISK: u64 = 320 << 20;
+/// Bytes of a volume that increments are made of, and how many.
+const VOLUME: u64 = 32 << 20;
+const INCREMENTS: u32 = 20;
 /// The disks of each of the guests that count side by side: those that take longest are in
 /// different ones.
 const SHARES: [[Kind; 3]; 2] =
@@ -148,6 +151,15 @@ pub fn io_poll(base: &Base) -> Result<()> {
     machine.disk(Bus::Nvme, "nvme", &disks.empty("nvme", DISK)?);
     machine.disk(Bus::Virtio, "virtio", &disks.empty("virtio", DISK)?);
     passed(machine.run("lab-vm in-guest io-poll nvme virtio", TIMEOUT)?)
+}
+
+/// Increments of a device of the device mapper, by bitmaps in a side file.
+pub fn volume(base: &Base) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", VOLUME)?);
+    let job = format!("lab-vm in-guest volume disk {INCREMENTS}");
+    passed(machine.run(&job, PROGRAMS_TIMEOUT)?)
 }
 
 /// A server whose image lies on a thin pool that fills up behind the page cache.

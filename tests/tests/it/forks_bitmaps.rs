@@ -8,7 +8,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted, command as nbd};
 use blockhouse_tests::upgrade::upgrade_under_load;
-use blockhouse_tests::{Scratch, Serve, need, require, run, seeded, tool};
+use blockhouse_tests::{Scratch, Serve, Server, need, require, run, seeded, tool};
 use fastrand::Rng;
 use serde_json::json;
 
@@ -181,5 +181,41 @@ fn an_external_snapshot_of_an_image_has_its_bitmaps_go_on() {
         let both = [(1 << 20, 65_536), (3 << 20, 65_536)];
         assert_eq!(dirty(&scratch, &over, "changes"), both, "{name}");
         assert_eq!(dirty(&scratch, &path, "changes"), both[..1], "{name}");
+    }
+}
+
+/// A raw layer has the file of its bitmaps: what a commit brings into it is recorded there.
+#[test]
+fn the_bitmaps_of_a_layer_have_what_a_commit_brings_into_it() {
+    require!(need::tools(&["nbdinfo"]));
+    for (name, is_opened_anew) in [("disk.img", false), ("disk.img", true), ("disk.qcow2", false)] {
+        let scratch = Scratch::new();
+        let path = image(&scratch, name);
+        command(&["bitmap", "add", str(&path), "changes"]).success();
+        let (mut server, mut control) = serve(&scratch, &path);
+        let write = |server: &Server, at: u64| {
+            let mut client = Client::open(&server.address());
+            assert_eq!(client.write(at << 20, &[1; 65_536], 0), 0);
+        };
+        write(&server, 1);
+        ctl(&scratch, &["fork", name]).success();
+        write(&server, 3);
+        let mut disk = name.to_owned();
+        if is_opened_anew {
+            let over = PathBuf::from(path_of(&mut control, name));
+            drop(control);
+            server.stop();
+            disk = over.file_name().and_then(|name| name.to_str()).expect("a name").to_owned();
+            (server, control) = serve(&scratch, &over);
+        }
+        ctl(&scratch, &["commit", &disk, "--job", "merge"]).success();
+        control.get("job.complete", json!({ "job": "merge" }));
+        write(&server, 5);
+        let listed = control.get("bitmap.list", json!({ "disk": disk }));
+        assert_eq!(listed[0]["name"], "changes", "{listed}");
+        drop(control);
+        server.stop();
+        let extents = [1, 3, 5].map(|at| (at << 20, 65_536));
+        assert_eq!(dirty(&scratch, &path, "changes"), extents, "{name}");
     }
 }

@@ -226,6 +226,9 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     assert_eq!(client.write(0, &[2; 4096], 0), 0);
     control.get("event.subscribe", json!({ "events": ["bitmap.lost"] }));
     host.fill_up("ballast");
+    // Not even the table of the fine one has its place.
+    run(tool("fallocate").arg("--dig-holes").arg(&image)).success();
+    host.fill_up("more");
     for at in 0..8 {
         assert_eq!(client.write(at * stride, &[3; 4096], flag::FUA), 0, "piece {at}");
     }
@@ -240,7 +243,9 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     control.refused("backup.begin", begin, -32001, &["lacks changes", "full backup"]);
     client.disconnect();
     server.stop();
-    std::fs::remove_file(host.path("ballast")).expect("it is there");
+    for name in ["ballast", "more"] {
+        std::fs::remove_file(host.path(name)).expect("it is there");
+    }
     run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
 
     let list = printed(&command_line(&["bitmap", "list", "--json", str(&image)]).success());

@@ -139,6 +139,10 @@ const SESSION: &[Step] = &[
         "the file below 'd'",
         "files below a format have no use by themselves",
     ),
+    Same(
+        "{'execute':'block-set-write-threshold','arguments':{'node-name':'zz','write-threshold':1}}",
+    ),
+    Same("{'execute':'block-set-write-threshold','arguments':{'write-threshold':1}}"),
     // Snapshots.
     Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'s'}}"),
     Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'s'}}"),

@@ -505,3 +505,39 @@ fn the_nbd_server_listens_before_and_after_it_has_exports() {
     rig.qmp.get("nbd-server-stop", json!({}));
     assert!(!rig.nbd.exists());
 }
+
+#[test]
+fn a_write_threshold_is_told_once_when_an_image_uses_more() {
+    let mut rig = require!(Rig::start(&["a"]));
+    let set =
+        |node: &str, threshold: u64| json!({ "node-name": node, "write-threshold": threshold });
+    let told = |rig: &mut Rig, node: &str| {
+        let nodes = rig.qmp.get("query-named-block-nodes", json!({}));
+        let mut nodes = nodes.as_array().expect("a list").iter();
+        let node = nodes.find(|one| one["node-name"] == node).expect("it is there");
+        node["write_threshold"].as_u64().expect("a number")
+    };
+    // It has six clusters: its tables, and the one that holds 7.
+    let threshold = 8 << 16;
+    rig.qmp.get("block-set-write-threshold", set("af", threshold));
+    assert_eq!((told(&mut rig, "af"), told(&mut rig, "a")), (threshold, 0));
+    let mut client = rig.connect("a");
+    assert_eq!(client.write(0, &[1; 1 << 16], 0), 0, "in place");
+    rig.qmp.events.clear();
+    assert_eq!(client.write(1 << 17, &[1; 4 << 16], 0), 0);
+    while rig.qmp.events.is_empty() {
+        let event = rig.qmp.receive().expect("an event");
+        rig.qmp.events.push(event);
+    }
+    let event = &rig.qmp.events[0];
+    assert_eq!(event["event"], "BLOCK_WRITE_THRESHOLD");
+    let data =
+        json!({ "node-name": "af", "amount-exceeded": 2 << 16, "write-threshold": threshold });
+    assert_eq!(event["data"], data);
+    assert_eq!(told(&mut rig, "af"), 0, "it is told once");
+    rig.qmp.get("block-set-write-threshold", set("af", 64 * MIB));
+    rig.qmp.get("block-set-write-threshold", set("af", 0));
+    assert_eq!(told(&mut rig, "af"), 0);
+    assert!(rig.qmp.refused("block-set-write-threshold", set("a", 1)).contains("below the image"));
+    assert!(rig.qmp.refused("block-set-write-threshold", set("first-file", 1)).contains("qcow2"));
+}

@@ -5,16 +5,19 @@
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use blockhouse_tests::ceph::ceph;
+use blockhouse_tests::ceph::{Ceph, ceph};
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
-use blockhouse_tests::nbd::Client;
+use blockhouse_tests::nbd::{Client, Request, command::WRITE, flag};
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
-    FileSystem, Image, LoopDevice, Scratch, Serve, Server, SmallHost, need, require, seeded,
+    FileSystem, Image, LoopDevice, Scratch, Serve, Server, SmallHost, blockhouse, need, require,
+    run, seeded, tool,
 };
+use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -23,6 +26,9 @@ const SIZE: u64 = 64 * MIB;
 const BLOCK: usize = 64 << 10;
 const LONG: Duration = Duration::from_secs(120);
 const INCREMENTS: usize = 20;
+/// The same of an image in Ceph, where it takes half a minute until the lock of a server that was
+/// killed is free; `BLOCKHOUSE_INCREMENTS` says another number.
+const CEPH_INCREMENTS: usize = 2;
 
 /// A volume, and where its bitmaps are.
 struct Volume {
@@ -53,6 +59,14 @@ impl Volume {
         let held: Vec<Box<dyn std::any::Any>> =
             vec![Box::new(server), Box::new(file), Box::new(served)];
         Self { scratch, name, is_trusted: true, _held: held }
+    }
+
+    /// Also the name of the image.
+    fn in_ceph(ceph: &Ceph) -> (Self, String) {
+        let image = format!("volume{}", fastrand::u64(..));
+        ceph.rbd(&["create", "--size", "64M", &format!("rbd/{image}")]).success();
+        let name = ceph.location(&image);
+        (Self { scratch: Scratch::new(), name, is_trusted: true, _held: Vec::new() }, image)
     }
 
     fn side_file(&self) -> PathBuf {
@@ -250,38 +264,134 @@ fn a_folder_has_the_bitmaps_of_several_images() {
     assert!(!raw.path().with_extension("img.bitmaps").exists(), "none beside the image");
 }
 
-/// Increments of a volume whose server is killed in every round: each is what the disk was.
-fn increments(volume: &Volume) {
+/// Increments of a volume whose servers are killed while clients write, and whose backups are
+/// killed and resumed: each is what the volume was.
+fn increments(volume: &Volume, count: usize) {
     let mut random = seeded();
-    let mut disk = vec![0; SIZE as usize];
-    let expected = volume.scratch.path("expected.img");
+    let mut disk = Answered { blocks: vec![0; SIZE as usize / BLOCK], last: None };
+    let [before, after] = ["before.img", "after.img"].map(|name| volume.scratch.path(name));
     let backup = |number: usize| volume.scratch.path(&format!("{number}.qcow2"));
     let side = volume.side_file();
     let options = volume.options();
     let place = [&["--bitmaps", str(&side)], &options[..]].concat();
+    let mut killed = 0;
     volume.bitmap(&["add"], &["b0"]).success();
     command(&[&["backup", &volume.name, str(&backup(0))], &place[..]].concat()).success();
-    for number in 1..=INCREMENTS {
-        let server = volume.serve();
-        for _ in 0..random.usize(1..20) {
-            let (at, byte) = (random.usize(..SIZE as usize / BLOCK) * BLOCK, random.u8(1..));
-            disk[at..at + BLOCK].fill(byte);
-            write(&server, at as u64, byte);
-        }
-        match random.bool() {
-            true => kill(server),
-            false => server.stop(),
-        }
+    for number in 1..=count {
+        let server = volume.start(LONG * 2);
+        let time = Duration::from_millis(random.u64(..400));
+        disk.write_until_end(server, time, random.bool(), &mut random);
         let [since, next] = [number - 1, number].map(|number| format!("b{number}"));
-        let copy = backup(number);
+        let (copy, base) = (backup(number), backup(number - 1));
         let words = ["backup", &volume.name, str(&copy), "--incremental", &since];
-        let base = backup(number - 1);
-        command(&[&words[..], &["--base", str(&base)], &place].concat()).success();
+        let words = [&words[..], &["--base", str(&base)], &place].concat();
+        killed += usize::from(kill_command(&words, Duration::from_millis(random.u64(..60))));
+        if !copy.exists() {
+            let part = volume.scratch.path(&format!("{number}.qcow2.part"));
+            let is_resumed = part.exists()
+                && when_unlocked(&[&words[..], &["--resume"]].concat()).status.success();
+            if !is_resumed {
+                // It was killed before it had begun.
+                let _ = std::fs::remove_file(part);
+                when_unlocked(&words).success();
+            }
+        }
         volume.bitmap(&["add"], &[&next]).success();
         volume.bitmap(&["remove"], &[&since]).success();
-        std::fs::write(&expected, &disk).expect("there is room");
-        let compare = ["compare", "-f", "qcow2", "-F", "raw", str(&copy), str(&expected)];
-        qemu_img(&compare).success();
+        for (image, raw) in [(&*volume.name, &before), (str(&copy), &after)] {
+            command(&["convert", "--force", "-O", "raw", image, str(raw)]).success();
+        }
+        let [found, restored] =
+            [&before, &after].map(|path| std::fs::read(path).expect("it is there"));
+        assert!(found == restored, "increment {number} is not what the volume was");
+        disk.check(&found);
+    }
+    eprintln!("{count} increments, {killed} backups were killed");
+}
+
+/// Runs a command when the lock of a server that was killed is free: Ceph keeps it for some time.
+fn when_unlocked(words: &[&str]) -> blockhouse_tests::Outcome {
+    let began = Instant::now();
+    loop {
+        let outcome = command(words);
+        if !outcome.stderr.contains("is locked") || began.elapsed() > LONG {
+            return outcome;
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+}
+
+/// Begins a command and kills it after some time; whether it had not ended.
+fn kill_command(words: &[&str], time: Duration) -> bool {
+    let mut command = Command::new(blockhouse());
+    command.args(words).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().expect("it is there");
+    std::thread::sleep(time);
+    let has_ended = child.try_wait().expect("a child").is_some();
+    child.kill().expect("a child");
+    child.wait().expect("a child");
+    !has_ended
+}
+
+/// What a client was answered: the byte that each block is full of.
+struct Answered {
+    blocks: Vec<u8>,
+    /// The block of a write that was not answered.
+    last: Option<usize>,
+}
+
+impl Answered {
+    /// Writes one block after the other, until the server is killed or stopped.
+    fn write_until_end(
+        &mut self,
+        server: Server,
+        time: Duration,
+        is_killed: bool,
+        random: &mut Rng,
+    ) {
+        let mut client = Client::open(&server.address());
+        let mut random = random.fork();
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(move || {
+                loop {
+                    let (block, byte) = (random.usize(..self.blocks.len()), random.u8(1..));
+                    let data = vec![byte; BLOCK];
+                    let flags = if random.bool() { flag::FUA } else { 0 };
+                    let (offset, length) = ((block * BLOCK) as u64, BLOCK as u64);
+                    let request = Request { command: WRITE, flags, offset, length };
+                    self.last = Some(block);
+                    if client.send_with(request, &data).is_err() {
+                        return;
+                    }
+                    match client.receive() {
+                        Ok((_, reply)) if reply.error == 0 => self.blocks[block] = byte,
+                        _ => return,
+                    }
+                    self.last = None;
+                }
+            });
+            std::thread::sleep(time);
+            if is_killed {
+                kill(server)
+            } else {
+                server.stop()
+            }
+            writing.join().expect("no panic");
+        });
+    }
+
+    /// Whether a disk holds what was answered. What was not stays as it is.
+    fn check(&mut self, disk: &[u8]) {
+        for (index, block) in disk.chunks(BLOCK).enumerate() {
+            let is_there = block.iter().all(|byte| *byte == self.blocks[index]);
+            assert!(is_there || self.last == Some(index), "block {index} is not what was answered");
+        }
+        if let Some(index) = self.last.take() {
+            let block = &disk[index * BLOCK..][..BLOCK];
+            self.blocks[index] = block[0];
+            // The next write of it is whole.
+            self.last = block.iter().any(|byte| *byte != block[0]).then_some(index);
+        }
     }
 }
 
@@ -289,22 +399,28 @@ fn increments(volume: &Volume) {
 fn increments_of_a_device_are_what_it_was() {
     require!(need::tools(&["qemu-img"]));
     let (volume, _device) = require!(Volume::on_loop());
-    increments(&volume);
+    increments(&volume, INCREMENTS);
 }
 
 #[test]
 fn increments_of_an_export_are_what_it_was() {
     require!(need::tools(&["qemu-img"]));
-    increments(&Volume::on_nbd());
+    increments(&Volume::on_nbd(), INCREMENTS);
 }
 
 #[test]
 fn increments_of_an_image_in_ceph_are_what_it_was() {
     let ceph = require!(ceph());
-    let image = format!("volume{}", fastrand::u64(..));
-    ceph.rbd(&["create", "--size", "64M", &format!("rbd/{image}")]).success();
-    let name = ceph.location(&image);
-    let volume = Volume { scratch: Scratch::new(), name, is_trusted: true, _held: Vec::new() };
+    let (volume, _) = Volume::in_ceph(&ceph);
+    let count = std::env::var("BLOCKHOUSE_INCREMENTS").ok();
+    let count = count.map_or(CEPH_INCREMENTS, |count| count.parse().expect("a number"));
+    increments(&volume, count);
+}
+
+#[test]
+fn bitmaps_belong_to_one_image_in_ceph() {
+    let ceph = require!(ceph());
+    let (volume, image) = Volume::in_ceph(&ceph);
     volume.bitmap(&["add"], &["first"]).success();
     let server = volume.serve();
     write(&server, 5 * MIB, 1);
@@ -333,10 +449,10 @@ fn nothing_tells_of_an_export_unless_the_user_does() {
     untold.bitmap(&["list"], &[]).failure("--trust-bitmaps says that nobody else writes");
 }
 
-/// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, and what a bitmap
-/// lacks is told.
+/// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, the bitmaps become
+/// coarser, which is told, and lack nothing.
 #[test]
-fn a_full_place_for_bitmaps_costs_no_guest_a_write() {
+fn a_full_place_for_bitmaps_costs_no_guest_a_write_and_no_bitmap_a_change() {
     let scratch = Scratch::new();
     let small = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, 512 * MIB));
     let image: Image = scratch.image("large.img", 100 << 30);
@@ -349,7 +465,7 @@ fn a_full_place_for_bitmaps_costs_no_guest_a_write() {
     let server = serve();
     let mut control = Control::connect(&scratch.socket("control"));
     let mut events = Control::connect(&scratch.socket("control"));
-    events.get("event.subscribe", json!({ "events": ["bitmap.lost"] }));
+    events.get("event.subscribe", json!({ "events": ["bitmap.coarser", "bitmap.lost"] }));
     for number in 0..64 {
         let name = format!("b{number}");
         let new = json!({ "disk": "disk", "name": name, "granularity": 4096 });
@@ -357,17 +473,81 @@ fn a_full_place_for_bitmaps_costs_no_guest_a_write() {
     }
     small.fill_up("filler");
     write_all_over(&server);
-    assert_eq!(events.event()["event"], "bitmap.lost");
-    let listed = control.get("bitmap.list", json!({ "disk": "disk" }));
-    let listed: &Vec<Value> = listed.as_array().expect("a list");
-    let lacks = |one: &&Value| one["inconsistent"] == true && one["lacks-changes-since"].is_u64();
-    assert!(listed.iter().filter(lacks).count() > 0, "{listed:?}");
+    for _ in 0..64 {
+        let event = events.event();
+        assert_eq!(event["event"], "bitmap.coarser", "{event}");
+    }
+    let count = |control: &mut Control| {
+        let listed = control.get("bitmap.list", json!({ "disk": "disk" }));
+        let listed: &Vec<Value> = listed.as_array().expect("a list");
+        assert!(listed.iter().all(|one| one["inconsistent"] != true), "{listed:?}");
+        listed[0]["count"].as_u64().expect("a count")
+    };
+    let told = count(&mut control);
+    assert!((800 * 4096..=100 << 30).contains(&told), "{told}");
+    kill(server);
+    // The next one finds the same, and goes on without a word.
+    let server = serve();
+    let mut control = Control::connect(&scratch.socket("control"));
+    assert_eq!(count(&mut control), 100 << 30);
+    write_all_over(&server);
     server.stop();
+}
+
+/// A bitmap that has a place for some of its bits becomes coarser as a whole in that place, once,
+/// and still tells well what has changed.
+#[test]
+fn a_bitmap_that_has_a_place_becomes_coarser_in_it() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let small = require!(SmallHost::new(&scratch, FileSystem::Tmpfs, 16 * MIB));
+    let (size, stride) = (2 << 30, 61 * MIB);
+    let image: Image = scratch.image("large.img", size);
+    let side = small.path("side");
+    let serve = || {
+        let serve = Serve::new(&scratch, image.path()).option("--name", "disk");
+        let serve = serve.option("--bitmaps", &side);
+        serve.option("--control", scratch.socket("control")).start()
+    };
+    let server = serve();
+    let connect = || Control::connect(&scratch.socket("control"));
+    let (mut control, mut events) = (connect(), connect());
+    let subscribed = json!({ "events": ["bitmap.coarser", "bitmap.lost", "client.left"] });
+    events.get("event.subscribe", subscribed);
+    let new = json!({ "disk": "disk", "name": "b", "granularity": 512 });
+    control.get("bitmap.add", new);
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(0, &[1; 512], 0), 0, "256 MiB of the disk have their place now");
+    small.fill_up("filler");
+    for number in 1..33 {
+        assert_eq!(client.write(number * stride, &[1; 512], 0), 0, "write {number}");
+    }
+    drop(client);
+    assert_eq!(events.event()["event"], "bitmap.coarser");
+    assert_eq!(events.event()["event"], "client.left", "it is told once");
+    let listed = |control: &mut Control| {
+        let listed = control.get("bitmap.list", json!({ "disk": "disk" }));
+        let (granularity, count) = (listed[0]["granularity"].as_u64(), listed[0]["count"].as_u64());
+        assert_eq!(listed[0]["recording"], true, "{listed}");
+        (granularity.expect("a size"), count.expect("a count"))
+    };
+    assert_eq!(listed(&mut control), (4096, 33 * 4096));
+    kill(server);
+    let server = serve();
+    let (granularity, count) = listed(&mut connect());
+    assert!(granularity == 4096 && count < size / 8, "{count}");
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(size - 512, &[2; 512], 0), 0);
+    drop(client);
+    server.stop();
+    // What it needs no more is free, and nothing is wrong.
+    run(tool("qemu-img").args(["check", "-f", "qcow2", str(&side)])).success();
     let backup = scratch.path("increment.qcow2");
-    let base = scratch.image("base.img", 100 << 30);
-    let words = ["backup", image.str(), str(&backup), "--incremental", "b0", "--base", base.str()];
-    let failed = command(&[&words[..], &["--bitmaps", str(&side)]].concat());
-    assert_eq!(failed.status.code(), Some(3), "{}", failed.stderr);
+    let base = scratch.image("base.img", size);
+    let words = ["backup", image.str(), str(&backup), "--incremental", "b", "--base", base.str()];
+    command(&[&words[..], &["--bitmaps", str(&side)]].concat()).success();
+    let compare = ["compare", "-f", "qcow2", "-F", "raw", str(&backup), image.str()];
+    qemu_img(&compare).success();
 }
 
 fn write_all_over(server: &Server) {

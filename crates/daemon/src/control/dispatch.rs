@@ -51,7 +51,7 @@ pub(crate) async fn call(
             result(Done {})
         }
         "disk.set" => {
-            let DiskSetParams { disk, read_only, threshold } = params(given)?;
+            let DiskSetParams { disk, read_only, threshold, write_threshold } = params(given)?;
             let threshold = threshold.map(|text| threshold_of(&text)).transpose()?;
             if let Some(read_only) = read_only {
                 let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
@@ -59,6 +59,10 @@ pub(crate) async fn call(
             }
             if let Some(threshold) = threshold {
                 running.set_threshold(&disk, threshold).await?;
+            }
+            if let Some(threshold) = write_threshold {
+                let threshold = Some(threshold).filter(|&threshold| threshold > 0);
+                running.set_write_threshold(&disk, threshold).await?;
             }
             result(Done {})
         }

@@ -137,6 +137,9 @@ pub struct DiskSetParams {
     /// How little room may be left before that is told from now on: bytes, as a text like "10G",
     /// "10%" of all, or "off". Left out: as it is.
     pub threshold: Option<String>,
+    /// How many bytes of its file or device a qcow2 image may use before that is told, once; 0 for
+    /// any number. Left out: as it is.
+    pub write_threshold: Option<u64>,
 }
 
 /// A new size.

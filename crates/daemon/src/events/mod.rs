@@ -103,6 +103,17 @@ pub enum Event {
         /// The threshold: bytes, or a part of all room there is (10%).
         threshold: String,
     },
+    /// A qcow2 image uses more of its file or device than its write threshold. Told once: there is
+    /// none from then on.
+    #[serde(rename = "disk.write-threshold")]
+    WriteThreshold {
+        /// The name of the disk.
+        disk: String,
+        /// The threshold in bytes.
+        threshold: u64,
+        /// How many bytes more the image uses.
+        exceeded: u64,
+    },
     /// Writes are held, because the host has no room for them, until there is some. Told once,
     /// however many there are.
     #[serde(rename = "disk.held")]
@@ -131,6 +142,17 @@ pub enum Event {
         disk: String,
         /// The errno, as on Linux.
         errno: i32,
+        /// Why, in one line.
+        message: String,
+    },
+    /// A bitmap became coarser, because there is no room for its bits: it says of more than the
+    /// guest's change that it has changed. Told once for each bitmap, as long as the image is open.
+    #[serde(rename = "bitmap.coarser")]
+    BitmapCoarser {
+        /// The name of the disk.
+        disk: String,
+        /// The bitmap's name.
+        bitmap: String,
         /// Why, in one line.
         message: String,
     },
@@ -258,7 +280,7 @@ pub enum Event {
 
 impl Event {
     /// The names of all events.
-    pub const NAMES: [&str; 25] = [
+    pub const NAMES: [&str; 27] = [
         "disk.opened",
         "disk.closed",
         "disk.resized",
@@ -284,6 +306,8 @@ impl Event {
         "event.lost",
         "disk.forked",
         "disk.rolled-back",
+        "bitmap.coarser",
+        "disk.write-threshold",
     ];
 
     /// Its name.
@@ -314,6 +338,8 @@ impl Event {
             Self::Lost { .. } => 22,
             Self::DiskForked { .. } => 23,
             Self::DiskRolledBack { .. } => 24,
+            Self::BitmapCoarser { .. } => 25,
+            Self::WriteThreshold { .. } => 26,
         };
         Self::NAMES[index]
     }

@@ -3,6 +3,9 @@
 //! Guarantee: each crossing of the threshold is told once, and before the disk's writes are held or
 //! fail for want of room: what finds no room has it told first. What is told again was above the
 //! threshold meanwhile.
+//!
+//! A *write threshold* is QEMU's: the byte of the image's storage that a guest's writes have not
+//! reached yet. It is told once, and is none from then on.
 
 use std::sync::Arc;
 
@@ -22,7 +25,8 @@ pub(crate) struct RoomWatch {
 #[derive(Default)]
 struct State {
     threshold: Option<Threshold>,
-    /// Whether it was crossed when this was looked at last.
+    write_threshold: Option<u64>,
+    /// Whether the first of them was crossed when this was looked at last.
     is_crossed: bool,
     /// Whether a task looks.
     is_watched: bool,
@@ -43,16 +47,36 @@ impl RoomWatch {
         let mut state = self.state.lock();
         state.threshold = threshold;
         state.is_crossed = false;
-        let begins = threshold.is_some() && !state.is_watched;
-        state.is_watched |= begins;
-        begins
+        state.begins()
+    }
+
+    pub(crate) fn write_threshold(&self) -> Option<u64> {
+        self.state.lock().write_threshold
+    }
+
+    /// As [`set`](Self::set), of the write threshold.
+    pub(crate) fn set_write_threshold(&self, threshold: Option<u64>) -> bool {
+        let mut state = self.state.lock();
+        state.write_threshold = threshold;
+        state.begins()
     }
 
     /// Whether it is still looked.
     pub(crate) fn goes_on(&self) -> bool {
         let mut state = self.state.lock();
-        state.is_watched = state.threshold.is_some();
+        state.is_watched = state.has_any();
         state.is_watched
+    }
+
+    /// The image's storage is used up to this byte.
+    pub(crate) fn note_end(&self, end: u64) {
+        let crossed = self.state.lock().write_threshold.take_if(|threshold| end > *threshold);
+        if let Some(threshold) = crossed {
+            let disk = self.disk.clone();
+            tracing::warn!("{disk}: its image uses {end} bytes, more than {threshold}");
+            let exceeded = end - threshold;
+            self.events.tell(Event::WriteThreshold { disk, threshold, exceeded });
+        }
     }
 
     /// A write found no room.
@@ -75,5 +99,18 @@ impl RoomWatch {
             );
             self.events.tell(Event::DiskThreshold { disk, left, threshold });
         }
+    }
+}
+
+impl State {
+    fn has_any(&self) -> bool {
+        self.threshold.is_some() || self.write_threshold.is_some()
+    }
+
+    /// Whether a task has to begin to look.
+    fn begins(&mut self) -> bool {
+        let begins = self.has_any() && !self.is_watched;
+        self.is_watched |= begins;
+        begins
     }
 }

@@ -50,7 +50,7 @@ impl Running {
         }
         let state = self.state_use(&source.setup)?;
         let base = self.base_of(&source).await?;
-        let name = base.name().to_owned();
+        let name = base.image_name().to_owned();
         let (job, handle) = self.jobs().register(
             setup.name,
             "commit",
@@ -80,8 +80,8 @@ impl Running {
         let options = image_options(&source.setup, &StateUse::Off)?;
         let base = open_base(disk, &source.path(), options).await?;
         // From now on it is not what the disk was at its fork.
-        if is_forked(Path::new(base.name())) {
-            record_committed(Path::new(base.name()), &source.path())?;
+        if is_forked(Path::new(base.image_name())) {
+            record_committed(Path::new(base.image_name()), &source.path())?;
         }
         let fitted = fit(&base, disk.size()).await;
         // Also where it cannot be made longer: it is the only opening that is locked.
@@ -90,6 +90,7 @@ impl Running {
             let _ = base.close().await;
             return Err(error.into());
         }
+        self.keep_vouching(&base);
         disk.settle_base().await?;
         fitted.map(|()| base)
     }
@@ -121,7 +122,7 @@ fn check_size(base: &str, size: u64, wanted: u64) -> Result<()> {
 
 /// Makes the backing file as long as the disk.
 async fn fit(base: &ImageDisk, size: u64) -> Result<()> {
-    check_size(base.name(), base.size(), size)?;
+    check_size(base.image_name(), base.size(), size)?;
     if base.size() < size {
         base.resize(size).await?;
     }
@@ -140,7 +141,7 @@ async fn commit(
     // Another server has no place for a record.
     let overlay = disk.file().map(|file| PathBuf::from(file.name()));
     let (kept, name) = (overlay.clone(), job.name.clone());
-    let layer = PathBuf::from(base.name());
+    let layer = PathBuf::from(base.image_name());
     let was_forked = is_forked(&layer);
     let forget = move || {
         let forgotten = kept.iter().try_for_each(|image| {
@@ -158,9 +159,9 @@ async fn commit(
             // again. First, because two records that name each other would leave no
             // disk.
             if overlay.is_some() {
-                forget_moved(Path::new(base.name()))?;
+                forget_moved(Path::new(base.image_name()))?;
             }
-            overlay.iter().try_for_each(|image| record_moved(image, base.name()))?;
+            overlay.iter().try_for_each(|image| record_moved(image, base.image_name()))?;
             // Before a guest changes it: what is answered from then on outlives the process as
             // before.
             keep_state(&base, &PathBuf::from(base.name()), &state);

@@ -74,6 +74,7 @@ const COMMANDS: &[Command] = &[
     command!("object-add", ["disk.open"], objects::add),
     command!("object-del", ["disk.open"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),
+    command!("block-set-write-threshold", ["disk.set"], nodes::set_write_threshold),
     command!("query-block-exports", ["export.list"], exports::query),
     command!("block-export-add", ["export.add"], exports::add),
     command!("block-export-del", ["export.list", "export.remove"], exports::delete),

@@ -1,4 +1,4 @@
-//! Events of QMP, made of what happens: those of jobs and exports.
+//! Events of QMP, made of what happens: those of jobs, exports and write thresholds.
 //!
 //! Guarantees: what a command has caused is told before its answer.
 
@@ -51,6 +51,17 @@ fn take(context: &Context, event: Event) {
         Event::ExportRemoved { export, .. } => {
             let id = context.state.borrow_mut().forget_export(&export);
             events.tell("BLOCK_EXPORT_DELETED", json!({ "id": id }));
+        }
+        Event::WriteThreshold { disk, threshold, exceeded } => {
+            let mut state = context.state.borrow_mut();
+            let node = state.write_thresholds.remove(&disk);
+            // The disk may have gone on in another image since.
+            if let Some(node) = node.filter(|node| *node == state.file_of(state.top_of(&disk))) {
+                let data = json!({
+                    "node-name": node, "amount-exceeded": exceeded, "write-threshold": threshold,
+                });
+                events.tell("BLOCK_WRITE_THRESHOLD", data);
+            }
         }
         Event::Lost { count } => {
             tracing::warn!("clients of QMP are disconnected: {count} events were lost");

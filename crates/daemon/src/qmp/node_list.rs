@@ -63,7 +63,12 @@ async fn add_nodes(
         nodes.push(filter_node(disk, running, filter));
     }
     let below = state.file_of(top);
-    nodes.push(protocol_node(disk, running, if is_file { top } else { &below }));
+    let file = if is_file { top } else { &below };
+    let mut node = protocol_node(disk, running, file);
+    if state.write_thresholds.get(running.name()).is_some_and(|of| of == file) {
+        node["write_threshold"] = running.write_threshold().unwrap_or_default().into();
+    }
+    nodes.push(node);
     for (depth, node) in names.iter().enumerate().skip(1) {
         if let Some(layer) = running.layer_at(depth) {
             let below = state.file_of(&node.name);

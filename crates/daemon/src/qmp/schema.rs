@@ -98,6 +98,7 @@ object TlsX509Properties verify-peer?:bool dir?:str endpoint?:TlsEndpoint sanity
 enum TlsEndpoint server
 command object-del id:str
 command block_resize device?:str node-name?:str size:int
+command block-set-write-threshold node-name:str write-threshold:int
 command query-block-exports -> [BlockExportInfo]
 object BlockExportInfo id:str type:BlockExportType node-name:str shutting-down:bool
 enum BlockExportType nbd vhost-user-blk
@@ -186,6 +187,7 @@ event BLOCK_JOB_READY type:JobType device:str len:int offset:int speed:int
 event BLOCK_JOB_COMPLETED type:JobType device:str len:int offset:int speed:int error?:str
 event BLOCK_JOB_CANCELLED type:JobType device:str len:int offset:int speed:int
 event BLOCK_EXPORT_DELETED id:str
+event BLOCK_WRITE_THRESHOLD node-name:str amount-exceeded:int write-threshold:int
 ";
 
 /// Types that need no line: their names, and what they are in JSON.

@@ -148,6 +148,8 @@ pub(super) struct State {
     pub(super) filters: BTreeMap<String, Filter>,
     /// Objects, by name.
     pub(super) objects: BTreeMap<String, Object>,
+    /// Nodes of files that have a write threshold, by the disk.
+    pub(super) write_thresholds: BTreeMap<String, String>,
     /// Of jobs that clients have started, by name.
     pub(super) jobs: BTreeMap<String, JobTraits>,
 }

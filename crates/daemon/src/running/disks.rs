@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{Access, HoldChange, HoldObserver, ImageDisk};
+use blockhouse_disk::{Access, BitmapLoss, HoldChange, HoldObserver, ImageDisk};
 use blockhouse_engine::IoPoll;
 use blockhouse_nbd::ExportBitmap;
 use parking_lot::Mutex;
@@ -97,12 +97,22 @@ impl Running {
             teller.tell(failed);
         }));
         let (name, events) = (setup.name.clone(), self.events.clone());
-        disk.observe_bitmap_losses(Arc::new(move |bitmap, why| {
-            tracing::error!(
-                "{name}: the bitmap {bitmap:?} lacks changes from now on, the guest goes on: {why}; make a full backup"
-            );
-            let (disk, bitmap, message) = (name.clone(), bitmap.to_owned(), why.to_string());
-            events.tell(Event::BitmapLost { disk, bitmap, message });
+        disk.observe_bitmap_losses(Arc::new(move |bitmap, loss, why| {
+            let (disk, message) = (name.clone(), why.to_string());
+            match loss {
+                BitmapLoss::Precision => {
+                    tracing::warn!(
+                        "{name}: the bitmap {bitmap:?} is coarser from now on, because it has no room: {why}; increments get larger"
+                    );
+                    events.tell(Event::BitmapCoarser { disk, bitmap: bitmap.to_owned(), message });
+                }
+                BitmapLoss::Changes => {
+                    tracing::error!(
+                        "{name}: the bitmap {bitmap:?} lacks changes from now on, the guest goes on: {why}; make a full backup"
+                    );
+                    events.tell(Event::BitmapLost { disk, bitmap: bitmap.to_owned(), message });
+                }
+            }
         }));
         disk.observe_holding(tell_of_holding(&setup.name, &self.events, Arc::clone(&room)));
         self.keep_vouching(&disk);

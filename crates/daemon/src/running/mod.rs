@@ -178,6 +178,11 @@ impl RunningDisk {
         self.room.threshold()
     }
 
+    /// Up to which byte of its storage the image is used before that is told.
+    pub(crate) fn write_threshold(&self) -> Option<u64> {
+        self.room.write_threshold()
+    }
+
     /// The canonical path of the image, or where it was moved since.
     pub(crate) fn path(&self) -> PathBuf {
         self.moved().map_or_else(|| self.path.clone(), |moved| moved.path)

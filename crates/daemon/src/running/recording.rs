@@ -68,7 +68,7 @@ impl Running {
     }
 
     /// Renews what is vouched for of a raw disk with a sidecar, as long as it is open.
-    pub(super) fn keep_vouching(&self, disk: &Arc<ImageDisk>) {
+    pub(crate) fn keep_vouching(&self, disk: &Arc<ImageDisk>) {
         let Some(handle) = self.loops.first().filter(|_| disk.has_sidecar()) else { return };
         if disk.opened_access() == Access::ReadOnly {
             return;

@@ -32,18 +32,54 @@ impl Running {
         Ok(())
     }
 
-    /// The same, of a disk that is claimed or not served yet.
+    /// Has it told once when a disk's image uses more of its storage than this, or never.
+    ///
+    /// # Errors
+    /// There is no such disk, or nothing tells how much its image uses.
+    pub(crate) async fn set_write_threshold(
+        &self,
+        name: &str,
+        threshold: Option<u64>,
+    ) -> Result<()> {
+        let claimed = self.claim_disk(name).await?;
+        if threshold.is_some() && claimed.disk.disk.end_in_use().await?.is_none() {
+            anyhow::bail!(
+                "the disk {name:?} has no write threshold: only a qcow2 image that has its own data tells how much of its file it uses"
+            );
+        }
+        if claimed.disk.room.set_write_threshold(threshold) {
+            self.begin_watch(&claimed.disk);
+        }
+        Ok(())
+    }
+
+    /// As [`set_threshold`](Self::set_threshold), of a disk that is claimed or not served yet.
     pub(super) fn watch_room(&self, disk: &Arc<RunningDisk>, threshold: Option<Threshold>) {
-        let Some(handle) = self.loops.first().filter(|_| disk.room.set(threshold)) else { return };
+        if disk.room.set(threshold) {
+            self.begin_watch(disk);
+        }
+    }
+
+    fn begin_watch(&self, disk: &Arc<RunningDisk>) {
+        let Some(handle) = self.loops.first() else { return };
         let disk = Arc::downgrade(disk);
-        // It ends with the disk, with the threshold, or with the loop.
+        // It ends with the disk, with its thresholds, or with the loop.
         drop(handle.spawn(move || async move {
             loop {
                 let Some(disk) = disk.upgrade().filter(|disk| disk.room.goes_on()) else { return };
-                match disk.disk.room_left().await {
-                    Ok(Some(room)) => disk.room.note(room),
-                    Ok(None) => {}
-                    Err(error) => tracing::debug!("{error}"),
+                if disk.threshold().is_some() {
+                    match disk.disk.room_left().await {
+                        Ok(Some(room)) => disk.room.note(room),
+                        Ok(None) => {}
+                        Err(error) => tracing::debug!("{error}"),
+                    }
+                }
+                if disk.write_threshold().is_some() {
+                    match disk.disk.end_in_use().await {
+                        Ok(Some(end)) => disk.room.note_end(end),
+                        Ok(None) => {}
+                        Err(error) => tracing::debug!("{error}"),
+                    }
                 }
                 drop(disk);
                 sleep(LOOK).await;

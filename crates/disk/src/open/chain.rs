@@ -34,9 +34,10 @@ use super::open_location::{
     Identity, identity_of, is_foreign_address, open_file, open_location, part_of_file,
 };
 use super::qemu_name::{is_address, plain_backing, whole_backing};
+use super::reader_locks::{lock_readers, take_from_readers};
 use super::restore::Restore;
 use super::same_bytes::{check_apart_from, files_of_layer};
-use super::sidecar::{RawImage, RawVolume, Route, route};
+use super::sidecar::{RawImage, RawVolume, Route, is_file, place_of, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::EarlierWrites;
 use crate::options::Access;
@@ -350,7 +351,7 @@ pub async fn open_base(
     let (Some(backing), Some(layer)) = (disk.backing_file(), disk.layer().backing_layer()) else {
         return refuse(ErrorKind::InvalidInput, "has no backing file", disk.name());
     };
-    if layer.format().header().data_file().is_some() {
+    if layer.format().header().data_file().is_some() && layer.format().side_file().is_none() {
         return refuse(
             ErrorKind::Unsupported,
             "keeps its data in another file, and cannot be written to as a backing file that is used",
@@ -369,13 +370,16 @@ pub async fn open_base(
     let behind = ImageOptions { format, access, state, ..options };
     let named = chain.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
     let Named { path, storage, identity, folder } = named.map_err(|error| chain.failed(error))?;
-    let reader = layer.format().storage().storage().as_file();
+    let reader = layer.data().storage().as_file();
     if reader.map(identity_of).transpose()? != identity {
         let what = "is another file than the backing file that is in use, which had its name";
         return refuse(ErrorKind::InvalidInput, what, &path.to_string_lossy());
     }
     if let (Some(file), Some(reader)) = (storage.as_file(), reader) {
         check_not_moved_but_to(&path, chain.last_path())?;
+        if format == Some(ImageFormat::Raw) && is_file(&place_of(&path, &behind)) {
+            return open_with_sidecar(disk, &path, &behind).await;
+        }
         if behind.locking == Locking::Held {
             lock_in_place_of(file, reader)?;
         }
@@ -390,6 +394,20 @@ pub async fn open_base(
     let opened = opened?;
     opened.end_opening(behind.state.is_look());
     Ok(Arc::new(opened))
+}
+
+/// As [`open_base`], of a raw backing file: by the file of its bitmaps, if that belongs to it.
+async fn open_with_sidecar(
+    disk: &ImageDisk,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<Arc<ImageDisk>> {
+    let opened = open_layer_again(path, options, |file| take_from_readers(disk, file, options));
+    let opened = opened.await;
+    if opened.is_err() {
+        lock_readers(disk, options)?;
+    }
+    opened.map(Arc::new)
 }
 
 /// Opens an image for writing that this process has open for reading already, as the layer of a

@@ -27,6 +27,7 @@ mod open_location;
 mod partial_block;
 mod probe_check;
 mod qemu_name;
+mod reader_locks;
 mod refresh_size;
 mod restore;
 mod rollback;

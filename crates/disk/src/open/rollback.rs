@@ -18,13 +18,13 @@ use blockhouse_storage::ImageStorage;
 use super::chain::open_layer_again;
 use super::durable_rename::sync_folder;
 use super::image_disk::ImageDisk;
-use super::image_options::{ImageOptions, Locking};
+use super::image_options::ImageOptions;
 use super::images_over::images_over;
-use super::lock::{lock, lock_in_place_of};
 use super::moved_record::{
     check_not_committed, end_rollback, forget_moved, forked_to, record_rollback,
 };
 use super::open_location::identity_of;
+use super::reader_locks::{lock_readers, take_from_readers};
 use crate::disk::ReplacedImage;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -147,26 +147,6 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     Ok((layer, overlay))
 }
 
-/// The files of the layer that is read.
-fn readers(disk: &ImageDisk) -> Vec<&HostFile> {
-    let Some(behind) = disk.layer().backing_layer() else { return Vec::new() };
-    let (image, data) = (behind.format().storage(), behind.data());
-    let mut files = image.storage().files();
-    if !std::ptr::eq(image, data) {
-        files.extend(data.storage().files());
-    }
-    files
-}
-
-fn lock_readers(disk: &ImageDisk, options: &ImageOptions) -> Result<()> {
-    if options.locking == Locking::Held {
-        for file in readers(disk) {
-            lock(file, Access::ReadOnly)?;
-        }
-    }
-    Ok(())
-}
-
 /// Opens the layer of a disk for writing, in the place of the one that is read.
 async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<ImageDisk> {
     let behind = disk.layers().nth(1);
@@ -177,17 +157,7 @@ async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> R
     let format = format.and_then(std::result::Result::ok);
     let options =
         ImageOptions { format, access: Access::ReadWrite, copy_on_read: false, ..options.clone() };
-    let take_locks = |file: &HostFile| {
-        let wanted = identity_of(file)?;
-        for reader in readers(disk).into_iter().filter(|_| options.locking == Locking::Held) {
-            match identity_of(reader)? == wanted {
-                true => lock_in_place_of(file, reader)?,
-                // The other one of a raw image and the file of its bitmaps: it is locked next.
-                false => reader.release_locks(),
-            }
-        }
-        Ok(())
-    };
+    let take_locks = |file: &HostFile| take_from_readers(disk, file, &options);
     let opened = open_layer_again(layer, &options, take_locks).await;
     if opened.is_err() {
         lock_readers(disk, &options)?;

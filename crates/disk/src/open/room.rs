@@ -37,6 +37,21 @@ impl ImageDisk {
         }
     }
 
+    /// Up to which byte of its storage a qcow2 image is used. `None` of other images, and of one
+    /// whose data is elsewhere.
+    ///
+    /// # Errors
+    /// The host's.
+    pub async fn end_in_use(&self) -> Result<Option<u64>> {
+        let image = self.begin_use();
+        match image.format() {
+            Format::Qcow2(qcow2) if qcow2.facts().data_file.is_none() => {
+                qcow2.end_in_use().await.map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
     /// As [`room_left`](Self::room_left), without waiting; `None` also where it would have to be
     /// looked up.
     pub fn room_left_now(&self) -> Option<u64> {

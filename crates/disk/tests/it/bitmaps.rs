@@ -3,10 +3,13 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{ByteRange, Durability, Request};
-use blockhouse_disk::{BitmapAction, Disk, NewBitmap};
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, Durability, Request, errno};
+use blockhouse_disk::{BitmapAction, BitmapLoss, Disk, ImageFormat, NewBitmap, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, OpenOptions, Qcow2};
-use blockhouse_sim::{Config, Operation, SimDisk};
+use blockhouse_sim::{Config, Fault, Operation, OperationKind, Rng, Sim, SimDisk};
+use parking_lot::Mutex;
 
 use crate::common::{Rig, discard, steady, write, zeroes};
 
@@ -116,6 +119,130 @@ fn all_kinds_of_changes_are_recorded() {
     });
     rig.submit(write(9 * 65_536 - 1, 2, 2, PLAIN)).unwrap();
     assert_eq!(dirty(&rig, "changes"), [8, 9]);
+}
+
+/// Whichever write finds no room when a bitmap gets its first bit: it lacks no change, now and
+/// after the process has died. Where there was none for the bits themselves, more counts as
+/// changed, which is told once.
+#[test]
+fn a_bitmap_without_room_becomes_coarser_and_lacks_nothing() {
+    let (mut coarser, mut exact) = (0, 0);
+    for n in 0.. {
+        let rig = rig();
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let observed = Arc::clone(&told);
+        rig.disk.observe_bitmap_losses(Arc::new(move |name: &str, loss, _: &_| {
+            observed.lock().push((name.to_owned(), loss));
+        }));
+        rig.storage.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
+        let outcome = rig.submit(write(5 * 65_536, 4096, 2, FUA));
+        if !rig.storage.has_failed() {
+            break;
+        }
+        // The header and the guest's own bytes are not the bitmap's to lose.
+        if outcome.is_err() {
+            continue;
+        }
+        rig.submit(write(9 * 65_536, 4096, 2, FUA)).unwrap();
+        let told = std::mem::take(&mut *told.lock());
+        let content = rig.storage.content();
+        let sim = Sim::new(2);
+        let storage = SimDisk::new(&sim, steady(), content);
+        let disk =
+            sim.block_on(Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default()));
+        let later = Rig { sim, storage, disk: Rc::new(disk.unwrap()) };
+        match &told[..] {
+            [] => exact += 1,
+            [(name, BitmapLoss::Precision)] => {
+                assert_eq!(name, "changes");
+                assert_eq!(dirty(&later, "changes").len() as u64, SIZE / 65_536);
+                coarser += 1;
+            }
+            _ => panic!("write {n}: {told:?}"),
+        }
+        for found in [dirty(&rig, "changes"), dirty(&later, "changes")] {
+            assert!(found.contains(&5) && found.contains(&9), "write {n}: {found:?}");
+        }
+    }
+    assert!(coarser > 0, "{exact}");
+}
+
+/// A disk of which all is mapped, in small clusters, and a bitmap of several clusters that has one.
+fn rig_of_small_clusters() -> Rig {
+    let image = CreateOptions { cluster_size: 512, ..CreateOptions::new(SMALL) };
+    let rig = Rig::qcow2_with_room(steady(), image, 2 * SMALL);
+    for offset in (0..SMALL).step_by(1 << 20) {
+        rig.submit(write(offset, 1 << 20, 1, PLAIN)).unwrap();
+    }
+    rig.submit(Request::Flush).unwrap();
+    run(&rig, async |disk: &Disk<SimDisk>| {
+        let granularity = Some(512);
+        let new = NewBitmap { name: "changes".to_owned(), granularity, is_enabled: true };
+        disk.bitmaps().add(&new).await.unwrap();
+    });
+    rig.submit(write(FIRST, 512, 2, FUA)).unwrap();
+    rig
+}
+
+const SMALL: u64 = 8 * MIB;
+const FIRST: u64 = 512;
+const SECOND: u64 = 5 * MIB;
+
+/// The granularity of the bitmap of a disk that a loss of power has left, if it lacks nothing: then
+/// it has what was changed.
+fn granularity_after(rig: &Rig, random: &mut Rng) -> Option<u64> {
+    let sim = Sim::new(2);
+    let storage = rig.storage.after_power_loss(&sim, random);
+    let opened = Disk::open(storage.clone(), ImageFormat::Qcow2, Options::default());
+    let disk = Rc::new(sim.block_on(opened).unwrap());
+    let later = Rig { sim, storage, disk };
+    let (is_lost, granularity) = run(&later, async |disk: &Disk<SimDisk>| {
+        let listed = disk.bitmaps().list().await.unwrap();
+        (listed[0].is_inconsistent, listed[0].granularity)
+    });
+    if is_lost {
+        return None;
+    }
+    let is_dirty = |offset: u64| {
+        run(&later, async move |disk: &Disk<SimDisk>| {
+            let range = ByteRange::between(offset, offset + 512);
+            disk.bitmaps().extents("changes", range, 1).await.unwrap()[0].is_dirty
+        })
+    };
+    assert!(is_dirty(FIRST));
+    assert!(later.read(SECOND, 1) == [1] || is_dirty(SECOND), "a change is missing");
+    Some(granularity)
+}
+
+/// Whichever write finds no room, and whenever the host dies while the bitmap becomes coarser.
+#[test]
+fn a_crash_while_a_bitmap_becomes_coarser_loses_no_change_in_silence() {
+    let (mut coarser, mut lost, mut crashes) = (0, 0, 0);
+    for n in 0.. {
+        let rig = rig_of_small_clusters();
+        rig.storage.fail(Fault::nth(n, errno::ENOSPC).of(OperationKind::Write));
+        let mut random = Rng::with_seed(n);
+        let written = rig.start(write(SECOND, 512, 2, FUA));
+        let outcome = loop {
+            match written.output() {
+                Some(outcome) => break outcome,
+                None => rig.wait(3),
+            }
+            crashes += 1;
+            lost += u32::from(granularity_after(&rig, &mut random).is_none());
+        };
+        if !rig.storage.has_failed() {
+            break;
+        }
+        if outcome.is_ok() {
+            let granularity = granularity_after(&rig, &mut random).expect("it lacks nothing");
+            coarser += u32::from(granularity > 512);
+        }
+    }
+    eprintln!(
+        "{crashes} crashes, {lost} left a bitmap that lacks changes, {coarser} became coarser"
+    );
+    assert!(coarser > 0 && lost < crashes / 2);
 }
 
 /// A bitmap is added while the disk grows and the guest writes, in the order that `seed` decides.

@@ -65,7 +65,7 @@ pub use transaction::{
 pub use writeback::{DataWriteGuard, ReadGuard};
 
 use bitmaps::LiveBitmaps;
-pub use bitmaps::{BitmapExtent, BitmapLossObserver};
+pub use bitmaps::{BitmapExtent, BitmapLoss, BitmapLossObserver};
 use layout::geometry::Geometry;
 use transaction::Transactions;
 use writeback::Metadata;

@@ -1,4 +1,5 @@
-//! How much room an image has whose storage does not grow with it: one on a block device.
+//! How much of its storage an image uses, and how much room one has whose storage does not grow
+//! with it: one on a block device.
 
 use blockhouse_core::{Result, Storage};
 
@@ -56,6 +57,16 @@ impl<S: Storage> Qcow2<S> {
         let mut search = Search::new(&self.metadata);
         self.metadata.step(|state| search.run(&mut state.tables)).await?;
         Ok(search.room(&self.metadata))
+    }
+
+    /// The end of the last cluster of the storage that is in use, in bytes.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn end_in_use(&self) -> Result<u64> {
+        let mut search = Search::new(&self.metadata);
+        self.metadata.step(|state| search.run(&mut state.tables)).await?;
+        Ok(self.metadata.geometry().offset_of(search.below))
     }
 
     /// As [`room_left`](Self::room_left), without reading anything: `None` where that takes more

@@ -36,6 +36,7 @@ pub mod ublk_nvme;
 pub mod ublk_size;
 pub mod ublk_user;
 pub mod units;
+pub mod volume;
 
 use anyhow::{Context, Result};
 
@@ -149,14 +150,22 @@ pub enum Task {
     },
     /// Replay the log of a disk with XFS, and find the image on it at each mark
     PowerRecoverXfs {
-        /// The disk with the log
-        log: String,
-        /// A disk of zeros, as large as the one that was logged
+        #[command(flatten)]
+        replay: power::Replay,
+    },
+    /// Replay the log of a volume with a side file, and make an increment at each mark
+    PowerRecoverBitmaps {
+        #[command(flatten)]
+        replay: power::Replay,
+        /// The file system on the disk
+        file_system: FileSystem,
+    },
+    /// Make increments of a device of the device mapper, whose server is killed
+    Volume {
+        /// The disk below it
         disk: String,
-        /// A disk for what recovery changes
-        changes: String,
-        /// A disk of zeros for the images
-        found: String,
+        /// How many increments
+        increments: u32,
     },
 }
 
@@ -190,8 +199,10 @@ pub fn run(task: Task) -> Result<()> {
             let configuration = CONFIGURATIONS.get(configuration).context("no such thing")?;
             power::record(*configuration, &disk, &log)
         }
-        Task::PowerRecoverXfs { log, disk, changes, found } => {
-            power::recover_xfs(&log, &disk, &changes, &found)
+        Task::PowerRecoverXfs { replay } => power::recover_xfs(&replay),
+        Task::PowerRecoverBitmaps { replay, file_system } => {
+            power::recover_bitmaps(&replay, file_system)
         }
+        Task::Volume { disk, increments } => volume::run(&disk, increments),
     }
 }

@@ -1,13 +1,18 @@
-//! The guest's part in losing power: a server on a disk that logs, and XFS's recovery.
+//! The guest's part in losing power: a server on a disk that logs, and the recovery of a file
+//! system by the kernel.
 //!
 //! Only the kernel can recover XFS, so its replay happens in a second guest, each mark on a
-//! snapshot that takes the changes of recovery away again.
+//! snapshot that takes the changes of recovery away again. That of a volume with a side file does,
+//! too: whether its bitmaps belong to it is decided on a host that has started again.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+
+use lab_tools::control::Control;
+use serde_json::json;
 
 use super::client::Client;
 use super::images::put;
@@ -16,10 +21,16 @@ use super::system::{self, FileSystem, Mount, tool};
 use crate::power::history::{AckMeaning, History, SIZE};
 use crate::power::mark_images::ImageSlots;
 use crate::power::recovery::{self, ReplayTarget};
-use crate::power::{Configuration, Fua, Layer, MARKS, SEED, mark};
+use crate::power::{Bitmaps, Configuration, Fua, Layer, MARKS, SEED, mark};
 
 const LOGGED: &str = "logged";
 const SNAPSHOT: &str = "snapshot";
+/// The name of the side file, and the options that name it, where the file system is mounted.
+const SIDE_FILE: &str = "side";
+const BITMAPS: [&str; 2] = ["--bitmaps", "/mnt/side"];
+const BITMAP: &str = "changes";
+/// Bytes of the disk for a bit.
+const GRANULARITY: usize = 4096;
 
 /// Lets a server write to `disk` and marks each acknowledgement in the log on `log`.
 pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()> {
@@ -46,6 +57,9 @@ pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()>
             logged
         }
     };
+    if configuration.bitmaps == Bitmaps::SideFile {
+        add_bitmap(&image)?;
+    }
     live(configuration, &image)?;
     if let Some(mount) = mount {
         mount.unmount()?;
@@ -83,10 +97,24 @@ fn new_image(folder: &Path, format: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Has a bitmap of a new raw image begin in its side file, durably.
+fn add_bitmap(image: &Path) -> Result<()> {
+    let name = image.to_str().context("an image without a name")?;
+    let granularity = GRANULARITY.to_string();
+    let words = ["bitmap", "add", "--granularity", &granularity, name, BITMAP];
+    tool("blockhouse", &[&words[..], &BITMAPS].concat())?;
+    let folder = image.parent().context("an image in no folder")?;
+    File::open(folder.join(SIDE_FILE))?.sync_all()?;
+    Ok(File::open(folder)?.sync_all()?)
+}
+
 /// The rounds of the history, until enough of them were acknowledged.
 fn live(configuration: Configuration, image: &Path) -> Result<()> {
     let Configuration { format, cache, engine, .. } = configuration;
-    let options = ["--format", format, "--cache", cache, "--engine", engine];
+    let mut options = vec!["--format", format, "--cache", cache, "--engine", engine];
+    if configuration.bitmaps == Bitmaps::SideFile {
+        options.extend(BITMAPS);
+    }
     let server = serve_without_state(image, &options)?;
     let mut client = Client::connect(server.socket())?;
     let mut history = History::new(SEED, configuration.writes());
@@ -107,28 +135,118 @@ fn live(configuration: Configuration, image: &Path) -> Result<()> {
     server.kill()
 }
 
-/// Replays the log on `log` to `disk` and stores the image of the XFS there on `found`, with the
-/// changes of each recovery going to `changes`.
-pub fn recover_xfs(log: &str, disk: &str, changes: &str, found: &str) -> Result<()> {
-    prepare()?;
-    let (log, changes) = (system::disk_of(log)?, system::disk_of(changes)?);
-    let open = |path: &Path| File::options().write(true).open(path);
-    let path = system::disk_of(disk)?;
-    let mut slots = ImageSlots::new(open(&system::disk_of(found)?)?);
-    let mut disk = Xfs { file: open(&path)?, path, changes };
-    recovery::replay(&log, &mut disk, |_, image| slots.store(&image))?;
-    rustix::fs::sync();
+/// The disks of a replay, by their serial numbers.
+#[derive(clap::Args)]
+pub struct Replay {
+    /// The disk with the log
+    log: String,
+    /// A disk of zeros, as large as the one that was logged
+    disk: String,
+    /// A disk for what recovery changes
+    changes: String,
+    /// A disk of zeros for the images
+    found: String,
+}
+
+/// Replays a log, and stores the image of the XFS at each mark.
+pub fn recover_xfs(replay: &Replay) -> Result<()> {
+    replay.run(|disk| {
+        let mount = Mount::new(FileSystem::Xfs, disk)?;
+        let image = std::fs::read(mount.place().join("image"));
+        mount.unmount()?;
+        tool("xfs_repair", &["-n", &disk.display().to_string()])?;
+        image.context("the image is gone")
+    })
+}
+
+/// Replays a log, and stores the volume of the file system at each mark, or how an increment by its
+/// bitmap differs from it.
+pub fn recover_bitmaps(replay: &Replay, file_system: FileSystem) -> Result<()> {
+    // What the volume was when its bitmap began.
+    File::create(BASE)?.set_len(SIZE)?;
+    let mut excesses = Vec::new();
+    replay.run(|disk| {
+        let mount = Mount::new(file_system, disk)?;
+        let found = increment(&mount.place().join("image"));
+        mount.unmount()?;
+        let (image, excess) = found?;
+        excesses.push(excess);
+        Ok(image)
+    })?;
+    excesses.sort_unstable();
+    let (count, kib) = (excesses.len(), |at: usize| excesses.get(at).map_or(0, |it| it >> 10));
+    println!(
+        "  {count} increments; bitmaps say too much of {} KiB (median), {} KiB (most)",
+        kib(count / 2),
+        kib(count.saturating_sub(1))
+    );
     Ok(())
 }
 
-/// A disk with XFS on it.
-struct Xfs {
+const BASE: &str = "/tmp/base";
+const INCREMENT: &str = "/tmp/increment.qcow2";
+const FLAT: &str = "/tmp/flat";
+const CONTROL: &str = "/tmp/control";
+
+/// A volume after a loss of power, if an increment by its bitmap has all of it; and of how many
+/// bytes the bitmap says that they have changed that have not, as a server finds it.
+fn increment(image: &Path) -> Result<(Vec<u8>, u64)> {
+    let bytes = std::fs::read(image).context("the image is gone")?;
+    for left in [INCREMENT, FLAT] {
+        // It is there from the second mark on.
+        let _ = std::fs::remove_file(left);
+    }
+    let name = image.to_str().context("an image without a name")?;
+    let words = ["backup", name, INCREMENT, "--incremental", BITMAP];
+    tool("blockhouse", &[&words[..], &["--base", BASE], &BITMAPS].concat())?;
+    tool("blockhouse", &["convert", "-O", "raw", INCREMENT, FLAT])?;
+    let flat = std::fs::read(FLAT).context("no copy of the increment")?;
+    let blocks = bytes.chunks(GRANULARITY).zip(flat.chunks(GRANULARITY));
+    let wrong = blocks.filter(|(one, other)| one != other).count();
+    ensure!(
+        wrong == 0 && bytes.len() == flat.len(),
+        "the increment of {} bytes lacks {wrong} changed blocks",
+        flat.len()
+    );
+    let is_changed = |block: &&[u8]| block.iter().any(|byte| *byte != 0);
+    let changed = bytes.chunks(GRANULARITY).filter(is_changed).count() * GRANULARITY;
+    let options = [&["--format", "raw", "--name", "disk", "--control", CONTROL][..], &BITMAPS];
+    let server = serve_without_state(image, &options.concat())?;
+    let mut control = Control::connect(Path::new(CONTROL))?;
+    let listed = control.call("bitmap.list", &json!({ "disk": "disk" }))?;
+    let listed = listed.map_err(anyhow::Error::msg)?;
+    drop(control);
+    server.stop()?;
+    ensure!(listed[0]["recording"] == true, "the bitmap does not record: {listed}");
+    let count = listed[0]["count"].as_u64().context("no count of the bitmap")?;
+    Ok((bytes, count.saturating_sub(changed as u64)))
+}
+
+impl Replay {
+    /// Builds the disk again up to each mark, and stores what `found` makes of it.
+    fn run(&self, found: impl FnMut(&Path) -> Result<Vec<u8>>) -> Result<()> {
+        prepare()?;
+        let (log, changes) = (system::disk_of(&self.log)?, system::disk_of(&self.changes)?);
+        let open = |path: &Path| File::options().write(true).open(path);
+        let path = system::disk_of(&self.disk)?;
+        let mut slots = ImageSlots::new(open(&system::disk_of(&self.found)?)?);
+        let mut disk = Replayed { file: open(&path)?, path, changes, found };
+        recovery::replay(&log, &mut disk, |_, image| slots.store(&image))?;
+        rustix::fs::sync();
+        Ok(())
+    }
+}
+
+/// A disk with a file system on it.
+struct Replayed<F> {
     file: File,
     path: PathBuf,
     changes: PathBuf,
+    /// Makes the image of a snapshot of it.
+    found: F,
 }
 
-impl ReplayTarget for Xfs {
+impl<F: FnMut(&Path) -> Result<Vec<u8>>> ReplayTarget for Replayed<F> {
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()> {
         self.file.write_all_at(data, offset).context("cannot write to the disk")
     }
@@ -140,16 +258,8 @@ impl ReplayTarget for Xfs {
         let (path, changes) = (self.path.display(), self.changes.display());
         let snapshot = format!("snapshot {path} {changes} N {chunk}");
         let snapshot = map(SNAPSHOT, &self.path, &snapshot)?;
-        let image = recover(&snapshot).map_err(|error| format!("{error:#}"));
+        let image = (self.found)(&snapshot).map_err(|error| format!("{error:#}"));
         remove(SNAPSHOT)?;
         Ok(image)
     }
-}
-
-fn recover(disk: &Path) -> Result<Vec<u8>> {
-    let mount = Mount::new(FileSystem::Xfs, disk)?;
-    let image = std::fs::read(mount.place().join("image"));
-    mount.unmount()?;
-    tool("xfs_repair", &["-n", &disk.display().to_string()])?;
-    image.context("the image is gone")
 }

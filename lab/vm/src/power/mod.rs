@@ -43,6 +43,17 @@ pub struct Configuration {
     pub engine: &'static str,
     /// Whether the disk that is logged takes FUA.
     pub fua: Fua,
+    /// Where the image's bitmaps are.
+    pub bitmaps: Bitmaps,
+}
+
+/// Whether changes are recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bitmaps {
+    /// There are no bitmaps.
+    None,
+    /// In a side file in the same file system.
+    SideFile,
 }
 
 /// Whether a disk takes FUA.
@@ -53,7 +64,7 @@ pub enum Fua {
 }
 
 /// Every layer, format, cache mode, engine and kind of disk, each in the company that is most
-/// usual; the last is the control.
+/// usual, the last of them being the control; then volumes with a side file.
 pub const CONFIGURATIONS: &[Configuration] = &[
     on(EXT4, "raw", "none", "io_uring", Fua::Taken),
     on(EXT4, "raw", "none", "linux-aio", Fua::Unknown),
@@ -68,6 +79,11 @@ pub const CONFIGURATIONS: &[Configuration] = &[
     on(Layer::Device, "raw", "none", "io_uring", Fua::Taken),
     on(Layer::Device, "raw", "none", "threads", Fua::Unknown),
     on(EXT4, "raw", "unsafe", "io_uring", Fua::Taken),
+    volume(EXT4, "none", "io_uring", Fua::Taken),
+    volume(XFS, "writeback", "linux-aio", Fua::Taken),
+    volume(EXT4, "directsync", "threads", Fua::Unknown),
+    volume(XFS, "none", "io_uring", Fua::Unknown),
+    volume(EXT4, "unsafe", "io_uring", Fua::Taken),
 ];
 
 const EXT4: Layer = Layer::File(FileSystem::Ext4);
@@ -80,7 +96,16 @@ const fn on(
     engine: &'static str,
     fua: Fua,
 ) -> Configuration {
-    Configuration { layer, format, cache, engine, fua }
+    Configuration { layer, format, cache, engine, fua, bitmaps: Bitmaps::None }
+}
+
+const fn volume(
+    layer: Layer,
+    cache: &'static str,
+    engine: &'static str,
+    fua: Fua,
+) -> Configuration {
+    Configuration { bitmaps: Bitmaps::SideFile, ..on(layer, "raw", cache, engine, fua) }
 }
 
 impl Configuration {
@@ -92,7 +117,14 @@ impl Configuration {
             Layer::Device => "device",
         };
         let fua = if self.fua == Fua::Taken { "FUA" } else { "no FUA" };
-        format!("{format} on {layer}, {fua}, {cache}, {engine}")
+        let bitmaps = if self.bitmaps == Bitmaps::SideFile { "bitmaps of " } else { "" };
+        format!("{bitmaps}{format} on {layer}, {fua}, {cache}, {engine}")
+    }
+
+    /// The configurations with these bitmaps, by their places.
+    pub fn with(bitmaps: Bitmaps) -> Vec<usize> {
+        let is_with = |index: &usize| CONFIGURATIONS[*index].bitmaps == bitmaps;
+        (0..CONFIGURATIONS.len()).filter(is_with).collect()
     }
 
     /// The server ignores flushes, so what it acknowledged must get lost.

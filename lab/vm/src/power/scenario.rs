@@ -2,13 +2,14 @@
 
 use std::path::Path;
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::mark_images::{self, ImageSlots};
 use super::on_host::{Disk, Qcow2};
 use super::recovery::{Verdicts, verdicts};
-use super::{CONFIGURATIONS, Configuration, Fua, Layer, MARKS};
+use super::{Bitmaps, CONFIGURATIONS, Configuration, Fua, Layer, MARKS};
 use crate::base::Base;
 use crate::disks::Disks;
 use crate::in_guest::system::FileSystem;
@@ -20,13 +21,15 @@ const MEMORY: u32 = 1024;
 /// How many guests record side by side.
 const GUESTS: usize = 2;
 
-/// What is left of acknowledged writes after a loss of power, in every configuration.
-pub fn run(base: &Base) -> Result<()> {
+/// What is left of acknowledged writes after a loss of power, in every configuration with these
+/// bitmaps; of those, too.
+pub fn run(base: &Base, bitmaps: Bitmaps) -> Result<()> {
     let disks = Disks::new(base)?;
     let outcomes: Vec<_> = thread::scope(|scope| {
         let disks = &disks;
         let guest = |first| {
-            let chosen: Vec<_> = (first..CONFIGURATIONS.len()).step_by(GUESTS).collect();
+            let all = Configuration::with(bitmaps).into_iter();
+            let chosen: Vec<_> = all.skip(first).step_by(GUESTS).collect();
             scope.spawn(move || {
                 record(base, disks, &chosen)?;
                 // Each keeps one processor busy with tools that start and end.
@@ -95,8 +98,16 @@ fn check_log(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
     std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let writes = configuration.writes();
     let is_qcow2 = configuration.format == "qcow2";
+    if let (Layer::File(file_system), Bitmaps::SideFile) =
+        (configuration.layer, configuration.bitmaps)
+    {
+        let file_system = file_system.name();
+        let job = format!("lab-vm in-guest power-recover-bitmaps {REPLAY} {file_system}");
+        return verdicts(&log, writes, &mut recovered(base, disks, (index, &log), &job)?);
+    }
     if configuration.layer == Layer::File(FileSystem::Xfs) {
-        let mut on = recovered_xfs(base, disks, index, &log)?;
+        let job = format!("lab-vm in-guest power-recover-xfs {REPLAY}");
+        let mut on = recovered(base, disks, (index, &log), &job)?;
         return match is_qcow2 {
             true => verdicts(&log, writes, &mut Qcow2 { on, folder }),
             false => verdicts(&log, writes, &mut on),
@@ -109,8 +120,18 @@ fn check_log(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
     }
 }
 
-/// The images that a guest finds on XFS.
-fn recovered_xfs(base: &Base, disks: &Disks, index: usize, log: &Path) -> Result<ImageSlots> {
+/// The disks of a replay.
+const REPLAY: &str = "log replayed changes found";
+/// Several programs start at each mark.
+const REPLAY_TIMEOUT: Duration = Duration::from_secs(4 * TIMEOUT.as_secs());
+
+/// The images that a guest finds by this job.
+fn recovered(
+    base: &Base,
+    disks: &Disks,
+    (index, log): (usize, &Path),
+    job: &str,
+) -> Result<ImageSlots> {
     let mut machine = Machine::new(base, MEMORY)?;
     machine.disk(Bus::Virtio, "log", log);
     let empty = |name: &str, size| disks.empty(&format!("{name}-{index}"), size);
@@ -119,8 +140,7 @@ fn recovered_xfs(base: &Base, disks: &Disks, index: usize, log: &Path) -> Result
     machine.disk(Bus::Virtio, "changes", &empty("changes", 64 << 20)?);
     let file = empty("found", mark_images::DISK)?;
     machine.disk(Bus::Virtio, "found", &file);
-    let job = "lab-vm in-guest power-recover-xfs log replayed changes found";
-    machine.run(job, TIMEOUT)?.success()?;
+    print!("{}", machine.run(job, REPLAY_TIMEOUT)?.success()?);
     let file = std::fs::File::open(&file);
     Ok(ImageSlots::new(file.context("cannot open what the guest found")?))
 }

@@ -13,15 +13,18 @@
 //! they are; the flags are cleared; the autoclear bit is. After a crash between any two steps the
 //! bitmaps contain all changes, whoever reads them.
 //!
-//! A bitmap in which a change cannot be recorded, because its place is full or fails, is given up:
-//! before the change is made, it is disabled and stays in use, durably, so it is one that lacks
-//! changes for every program. That needs no space. The guest does not pay for a bitmap.
+//! A bitmap for whose bits there is no room becomes coarser (`coarser`). One in which a change
+//! cannot be recorded all the same, because its place is full or fails, is given up: before the
+//! change is made, it is disabled and stays in use, durably, so it is one that lacks changes for
+//! every program. Neither needs space. The guest does not pay for a bitmap.
 //!
 //! The header of a sidecar says with its end when the raw disk was changed for the last time
 //! (`sidecar`).
 //!
 //! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours
 //! say.
+
+mod coarser;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -74,16 +77,25 @@ pub(crate) struct LiveBitmaps {
     is_flags_write_unknown: AtomicBool,
     /// Of a sidecar: what gives vouchers.
     vouch: OnceLock<fn() -> Option<Voucher>>,
-    /// The observer of bitmaps that are lost.
+    /// The observer of bitmaps that become coarser or are lost.
     loss_observer: OnceLock<BitmapLossObserver>,
     /// The lost ones, and when.
     losses: Mutex<Vec<(Vec<u8>, Duration)>>,
     activity: BitmapActivity,
 }
 
-/// The callback for each bitmap that had to be given up: with its name, and why. It must not
-/// wait.
-pub type BitmapLossObserver = Arc<dyn Fn(&str, &Error) + Send + Sync>;
+/// The cost of a place that is full or fails, for a bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitmapLoss {
+    /// More than what has changed counts as changed.
+    Precision,
+    /// It lacks changes.
+    Changes,
+}
+
+/// The callback for each bitmap that becomes coarser or is given up: with its name, and why. It
+/// must not wait.
+pub type BitmapLossObserver = Arc<dyn Fn(&str, BitmapLoss, &Error) + Send + Sync>;
 
 /// The bitmaps of an image.
 #[derive(Clone, Default)]
@@ -215,9 +227,8 @@ impl BitmapSet {
     }
 
     /// The same set, in which these bitmaps lack changes; `None` where they do already.
-    fn without(&self, lost: &[(Arc<LiveBitmap>, Error)]) -> Option<Self> {
+    fn without(&self, is_lost: impl Fn(&Arc<LiveBitmap>) -> bool) -> Option<Self> {
         let Self { location, mut entries, mut roles, live } = self.clone();
-        let is_lost = |one: &Arc<LiveBitmap>| lost.iter().any(|(other, _)| Arc::ptr_eq(one, other));
         let recorded = entries.iter_mut().zip(&mut roles).filter(|(_, role)| **role == Role::Live);
         for ((entry, role), _) in recorded.zip(&live).filter(|(_, bitmap)| is_lost(bitmap)) {
             *role = Role::Lost;
@@ -238,6 +249,23 @@ impl BitmapSet {
         metadata: &Metadata<S>,
         wanted: impl Fn(Role, BitmapFlags) -> BitmapFlags,
     ) -> Result<bool> {
+        self.write_directory(metadata, |bytes| {
+            let positions = bitmap_directory::flags_positions(&self.entries);
+            for ((position, entry), role) in positions.zip(&self.entries).zip(&self.roles) {
+                let flags = wanted(*role, entry.flags).bits();
+                bytes[position..position + 4].copy_from_slice(&flags.to_be_bytes());
+            }
+        })
+        .await
+    }
+
+    /// Changes the directory in its place. Returns whether anything is another one by that: it is
+    /// not durable yet.
+    async fn write_directory<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<bool> {
         let Some(DirectoryLocation { offset, length, .. }) = self.location else {
             return Ok(false);
         };
@@ -246,11 +274,7 @@ impl BitmapSet {
         let length = (length as usize).next_multiple_of(block);
         let old = table_io::read(metadata.storage(), offset, length).await?;
         let mut new = old.clone();
-        let positions = bitmap_directory::flags_positions(&self.entries);
-        for ((position, entry), role) in positions.zip(&self.entries).zip(&self.roles) {
-            let flags = wanted(*role, entry.flags).bits();
-            new[position..position + 4].copy_from_slice(&flags.to_be_bytes());
-        }
+        change(&mut new);
         let blocks = old.chunks(block).zip(new.chunks(block)).zip((offset..).step_by(block));
         let changed = blocks.filter(|((old, new), _)| old != new);
         let writes: Vec<TableWrite> =
@@ -334,6 +358,11 @@ impl LiveBitmaps {
         Arc::clone(&self.set.read())
     }
 
+    /// Waits until no bitmap is about to become another one.
+    pub(super) async fn settled(&self) {
+        drop(self.begin_lock.acquire().await);
+    }
+
     /// The enabled bitmap of this name, of an image that is open for writing.
     pub(super) fn find(&self, name: &[u8]) -> Option<Arc<LiveBitmap>> {
         self.set().find(name)
@@ -369,7 +398,8 @@ impl LiveBitmaps {
     /// Records that the first bytes of `range` are about to change: durably, when it returns.
     /// Returns these bytes.
     ///
-    /// A bitmap in which that cannot be recorded is lost: it lacks changes.
+    /// A bitmap without room for that becomes coarser. One in which it cannot be recorded is lost:
+    /// it lacks changes.
     ///
     /// # Errors
     /// What the storage answers where not even that can be noted, or `InvalidInput` where too many
@@ -382,24 +412,51 @@ impl LiveBitmaps {
         if let Some(range) = self.try_record(range) {
             return Ok(range);
         }
-        let range = first_recorded(range);
-        self.begin_session(metadata).await?;
+        loop {
+            let range = first_recorded(range);
+            self.begin_session(metadata).await?;
+            if self.record_in_all(metadata, range).await? {
+                return Ok(range);
+            }
+            // A bitmap becomes coarser: until then its changes wait.
+            self.settled().await;
+        }
+    }
+
+    /// Whether a change is recorded in all enabled bitmaps, and none of them was about to be
+    /// another one.
+    async fn record_in_all<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        range: ByteRange,
+    ) -> Result<bool> {
         let set = self.set();
-        let lost = Mutex::new(Vec::new());
-        let records =
-            set.live.iter().map(async |bitmap| match bitmap.record(metadata, range).await {
+        let (lost, are_all) = (Mutex::new(Vec::new()), AtomicBool::new(true));
+        let records = set.live.iter().map(async |bitmap| {
+            match self.record_in(metadata, bitmap, range).await {
+                Ok(is_recorded) => {
+                    are_all.fetch_and(is_recorded, Ordering::Relaxed);
+                    Ok(())
+                }
                 Err(error) if is_of_its_place(&error) => {
                     lost.lock().push((Arc::clone(bitmap), error));
                     Ok(())
                 }
-                outcome => outcome,
-            });
+                Err(error) => Err(error),
+            }
+        });
         run_all(MAX_IN_FLIGHT, records).await?;
         let lost = lost.into_inner();
         if !lost.is_empty() {
             self.give_up(metadata, lost).await?;
         }
-        Ok(range)
+        Ok(are_all.into_inner())
+    }
+
+    fn tell(&self, name: &[u8], loss: BitmapLoss, why: &Error) {
+        if let Some(observer) = self.loss_observer.get() {
+            observer(&names::listed(name), loss, why);
+        }
     }
 
     /// Has these bitmaps lack changes from now on, durably.
@@ -410,7 +467,8 @@ impl LiveBitmaps {
     ) -> Result<()> {
         let _alone = self.begin_lock.acquire().await;
         let before = self.set();
-        let Some(set) = before.without(&lost) else { return Ok(()) };
+        let is_lost = |one: &Arc<_>| lost.iter().any(|(other, _)| Arc::ptr_eq(one, other));
+        let Some(set) = before.without(is_lost) else { return Ok(()) };
         self.set_flags(metadata, &set, in_session).await?;
         self.has_live.store(set.count_live() > 0, Ordering::Release);
         let set = Arc::new(set);
@@ -419,9 +477,7 @@ impl LiveBitmaps {
         for (bitmap, error) in &lost {
             let Some(name) = before.name_of(bitmap) else { continue };
             self.losses.lock().push((name.to_vec(), now));
-            if let Some(observer) = self.loss_observer.get() {
-                observer(&names::listed(name), error);
-            }
+            self.tell(name, BitmapLoss::Changes, error);
         }
         Ok(())
     }
@@ -445,7 +501,8 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Calls `observer` for each bitmap that is lost from now on. Only the first observer counts.
+    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on. Only the first
+    /// observer counts.
     pub(crate) fn observe_losses(&self, observer: BitmapLossObserver) {
         // There is one already: that one stays.
         let _ = self.loss_observer.set(observer);

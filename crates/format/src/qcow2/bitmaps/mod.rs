@@ -19,7 +19,7 @@ mod status;
 mod tracker;
 
 pub(crate) use bits::{BitRuns, clear_bits, set_bits};
-pub use live::BitmapLossObserver;
+pub use live::{BitmapLoss, BitmapLossObserver};
 pub(crate) use live::{LiveBitmaps, MAX_LIVE};
 pub(crate) use reader::{Bits, BitsReader};
 pub use status::BitmapExtent;

@@ -8,6 +8,7 @@ use crate::qcow2::writeback::Metadata;
 use super::bits::BitRuns;
 use super::live::LiveBitmaps;
 use super::reader::{Bits, BitsReader};
+use super::tracker::LiveBitmap;
 
 /// A part of the disk, and whether a bitmap says that it changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,16 +80,13 @@ pub(crate) async fn extents_of<S: Storage>(
     range: ByteRange,
     max: usize,
 ) -> Result<Vec<BitmapExtent>> {
-    let mut extents = Extents::new(range, entry.granularity_bits);
-    if let Some(bitmap) = live.find(&entry.name) {
-        let page_bits = bitmap.page_bits();
-        while !extents.is_complete(max) {
-            let page = extents.next_bit() / page_bits;
-            let bits = bitmap.page_of(metadata, page).await?;
-            extents.add_bits(page * page_bits, &bits, page_bits);
+    while let Some(bitmap) = live.find(&entry.name) {
+        if let Some(extents) = extents_of_live(metadata, &bitmap, range, max).await? {
+            return Ok(extents);
         }
-        return Ok(extents.extents);
+        live.settled().await;
     }
+    let mut extents = Extents::new(range, entry.granularity_bits);
     let storage = metadata.storage();
     let reader = BitsReader::open(storage, metadata.geometry(), entry, metadata.size()).await?;
     while !extents.is_complete(max) {
@@ -97,6 +95,23 @@ pub(crate) async fn extents_of<S: Storage>(
         extents.add_bits(cluster * reader.cluster_bits(), &bits, reader.cluster_bits());
     }
     Ok(extents.extents)
+}
+
+/// As [`extents_of`], of an enabled bitmap; `None` where another one takes its place.
+async fn extents_of_live<S: Storage>(
+    metadata: &Metadata<S>,
+    bitmap: &LiveBitmap,
+    range: ByteRange,
+    max: usize,
+) -> Result<Option<Vec<BitmapExtent>>> {
+    let mut extents = Extents::new(range, bitmap.granularity_bits());
+    let page_bits = bitmap.page_bits();
+    while !extents.is_complete(max) {
+        let page = extents.next_bit() / page_bits;
+        let Some(bits) = bitmap.page_of(metadata, page).await? else { return Ok(None) };
+        extents.add_bits(page * page_bits, &bits, page_bits);
+    }
+    Ok(Some(extents.extents))
 }
 
 #[cfg(test)]

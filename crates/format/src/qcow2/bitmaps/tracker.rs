@@ -17,12 +17,16 @@
 //!
 //! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of
 //! bits that is not allocated yet is allocated as an L2 table is: refcount and zeros durably, then
-//! the entry of the table.
+//! the entry of the table. Where there is no room for one, the bitmap becomes coarser as a whole
+//! (`coarser`), or the entry says that all of its bits are set: neither takes space.
+
+mod coarser;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use async_lock::Semaphore;
+use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::sync::{Condvar, run_all};
 use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 use parking_lot::Mutex;
@@ -58,6 +62,8 @@ pub(super) struct LiveBitmap {
     /// Bits of an extent, all in one page.
     extent_bits: u64,
     table_offset: u64,
+    /// Whether it became coarser, because there was no room for its bits.
+    is_coarser: AtomicBool,
     state: Mutex<State>,
     /// A write of a page ended.
     written: Condvar,
@@ -67,7 +73,19 @@ pub(super) struct LiveBitmap {
     resting: Semaphore,
 }
 
+/// Who takes changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// The bitmap.
+    Open,
+    /// Another one has taken its place, or is about to.
+    Superseded,
+    /// That was begun, and not finished: the bitmap lacks changes.
+    Abandoned,
+}
+
 struct State {
+    phase: Phase,
     table: Vec<BitsCluster>,
     pages: NumberMap<Page>,
     /// Extents that became active, in this order.
@@ -89,6 +107,10 @@ pub(super) enum Next {
     Load(u64),
     /// To make these pages durable up to these versions.
     Write(Vec<(u64, u64)>),
+    /// To ask the bitmap that takes the place of this one.
+    AskOther,
+    /// This one lacks changes.
+    Abandoned,
 }
 
 impl Next {
@@ -116,7 +138,9 @@ impl LiveBitmap {
             page_size,
             extent_bits,
             table_offset: entry.table_offset,
+            is_coarser: AtomicBool::new(false),
             state: Mutex::new(State {
+                phase: Phase::Open,
                 table,
                 pages: NumberMap::default(),
                 active: VecDeque::new(),
@@ -153,7 +177,12 @@ impl LiveBitmap {
         let bits = self.bits_of(range);
         let mut writes = Vec::new();
         let mut state = self.state.lock();
-        let State { pages, active, .. } = &mut *state;
+        let State { phase, pages, active, .. } = &mut *state;
+        match phase {
+            Phase::Open => {}
+            Phase::Superseded => return Next::AskOther,
+            Phase::Abandoned => return Next::Abandoned,
+        }
         let mut at = bits.start;
         while at < bits.end {
             let number = at / self.page_bits();
@@ -182,7 +211,8 @@ impl LiveBitmap {
         if writes.is_empty() { Next::Done } else { Next::Write(writes) }
     }
 
-    /// Has the disk say that `range` changes, durably.
+    /// Has the disk say that `range` changes, durably. Whether it does: where another bitmap takes
+    /// the place of this one, that is to be asked.
     ///
     /// # Errors
     /// What the storage answers: the change must not be made.
@@ -190,10 +220,12 @@ impl LiveBitmap {
         &self,
         metadata: &Metadata<S>,
         range: ByteRange,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         loop {
             match self.mark(range) {
-                Next::Done => return Ok(()),
+                Next::Done => return Ok(true),
+                Next::AskOther => return Ok(false),
+                Next::Abandoned => return Err(self.abandoned()),
                 Next::Load(page) => self.load(metadata, page).await?,
                 Next::Write(pages) => {
                     let writes = pages
@@ -201,19 +233,46 @@ impl LiveBitmap {
                         .map(|(page, version)| self.make_durable(metadata, page, version));
                     run_all(MAX_IN_FLIGHT, writes).await?;
                     self.have_some_rest(metadata).await;
-                    return Ok(());
+                    // Otherwise a write may not have begun.
+                    let is_open = self.state.lock().phase == Phase::Open;
+                    return Ok(is_open);
                 }
             }
         }
     }
 
+    /// Why a change cannot be recorded in a bitmap that lacks some.
+    pub(super) fn abandoned(&self) -> Error {
+        let what = "a request ended while a bitmap became coarser";
+        Error::new(ErrorKind::Io, what).at(self.table_offset)
+    }
+
+    /// The bitmap has become coarser. Whether it was not before.
+    pub(super) fn note_coarser(&self) -> bool {
+        !self.is_coarser.swap(true, Ordering::AcqRel)
+    }
+
+    /// Bytes of the disk for a bit, as a power of two.
+    pub(super) fn granularity_bits(&self) -> u32 {
+        self.granularity_bits
+    }
+
     /// The bits of a page, as they are in memory or else on disk. What is only read takes no
-    /// memory.
+    /// memory. `None` where another bitmap takes the place of this one.
     pub(super) async fn page_of<S: Storage>(
         &self,
         metadata: &Metadata<S>,
         number: u64,
-    ) -> Result<Bits> {
+    ) -> Result<Option<Bits>> {
+        let bits = self.page_now(metadata, number).await;
+        match self.state.lock().phase {
+            Phase::Open => bits.map(Some),
+            Phase::Superseded => Ok(None),
+            Phase::Abandoned => Err(self.abandoned()),
+        }
+    }
+
+    async fn page_now<S: Storage>(&self, metadata: &Metadata<S>, number: u64) -> Result<Bits> {
         let in_memory = || {
             let state = self.state.lock();
             Some(Bits::Some(state.pages.get(&number)?.bits().to_vec()))
@@ -292,6 +351,9 @@ impl LiveBitmap {
         loop {
             let writing = {
                 let mut state = self.state.lock();
+                if state.phase != Phase::Open {
+                    return None;
+                }
                 let page = state.pages.get_mut(&number)?;
                 if !is_needed(page) {
                     return None;
@@ -322,20 +384,52 @@ impl LiveBitmap {
         }
     }
 
-    /// Allocates a cluster of bits, which are zeros.
-    async fn allocate<S: Storage>(&self, metadata: &Metadata<S>, cluster: u64) -> Result<()> {
-        let _alone = self.allocating.acquire().await;
+    /// Has all count as changed, durably, that the clusters of bits stand for which `range` needs
+    /// and that are lacking. `None` where none is; otherwise whether the bitmap was as fine as it
+    /// was made until now.
+    ///
+    /// # Errors
+    /// What the storage answers: the change must not be made.
+    pub(super) async fn fill_lacking<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        range: ByteRange,
+    ) -> Result<Option<bool>> {
+        let (bits, in_cluster) = (self.bits_of(range), self.geometry.cluster_size() * 8);
+        let mut is_lacking = false;
+        for cluster in bits.start / in_cluster..bits.end.div_ceil(in_cluster) {
+            if let Some(_alone) = self.begin_allocation(metadata, cluster).await? {
+                self.refer(metadata, cluster, BitsCluster::Ones).await?;
+                is_lacking = true;
+            }
+        }
+        Ok(is_lacking.then(|| self.note_coarser()))
+    }
+
+    /// Waits until no other task changes the table; `None` where a cluster of bits is not lacking.
+    async fn begin_allocation<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        cluster: u64,
+    ) -> Result<Option<SemaphoreGuard<'_>>> {
+        let alone = self.allocating.acquire().await;
         let is_unknown = {
             let state = self.state.lock();
             match state.table.get(cluster as usize) {
                 Some(BitsCluster::Zeros) => state.is_table_write_unknown,
-                Some(BitsCluster::Stored(_) | BitsCluster::Ones) => return Ok(()),
+                Some(BitsCluster::Stored(_) | BitsCluster::Ones) => return Ok(None),
                 None => return Err(self.past_table()),
             }
         };
         if is_unknown {
             metadata.writer().drained().await;
         }
+        Ok(Some(alone))
+    }
+
+    /// Allocates a cluster of bits, which are zeros.
+    async fn allocate<S: Storage>(&self, metadata: &Metadata<S>, cluster: u64) -> Result<()> {
+        let Some(_alone) = self.begin_allocation(metadata, cluster).await? else { return Ok(()) };
         let allocated = metadata.step(|state| {
             state.tables.freeze.wait_thawed()?;
             state.tables.check_dirty_limit()?;
@@ -365,6 +459,16 @@ impl LiveBitmap {
     ) -> Result<()> {
         metadata.writer().write_zeros(host).await?;
         metadata.flush_allocated().await?;
+        self.refer(metadata, cluster, BitsCluster::Stored(host.offset())).await
+    }
+
+    /// Changes an entry of the table, durably.
+    async fn refer<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        cluster: u64,
+        to: BitsCluster,
+    ) -> Result<()> {
         let block = u64::from(metadata.storage().capabilities().alignment.offset).max(512);
         let first = cluster * 8 / block * block;
         let write = {
@@ -374,13 +478,13 @@ impl LiveBitmap {
             let end = (start + block as usize / 8).min(state.table.len());
             let mut words: Vec<u64> =
                 state.table[start..end].iter().map(|entry| entry.word()).collect();
-            words[cluster as usize - start] = host.offset();
+            words[cluster as usize - start] = to.word();
             TableWrite { offset: self.table_offset + first, bytes: words::bytes_of(&words) }
         };
         metadata.writer().write(&[write], Durability::Data).await?;
         let mut state = self.state.lock();
         state.is_table_write_unknown = false;
-        state.table[cluster as usize] = BitsCluster::Stored(host.offset());
+        state.table[cluster as usize] = to;
         Ok(())
     }
 

@@ -135,6 +135,13 @@ pub(crate) struct BitmapEntry {
 }
 
 impl BitmapEntry {
+    /// Puts how coarse the bitmap is and the length of its table into a directory in which its
+    /// flags are at this position.
+    pub(crate) fn put_size(&self, directory: &mut [u8], flags: usize) {
+        directory[flags - 4..flags].copy_from_slice(&self.table_entries.to_be_bytes());
+        directory[flags + 5] = self.granularity_bits as u8;
+    }
+
     /// Of a bitmap whose table is not placed yet.
     pub(crate) fn new(name: &[u8], granularity_bits: u32, flags: BitmapFlags) -> Self {
         Self {

@@ -1,0 +1,56 @@
+//! The locks of a layer that a disk reads, while the layer is opened for writing in the place of
+//! that opening.
+
+use blockhouse_core::Result;
+use blockhouse_engine::HostFile;
+
+use super::image_disk::ImageDisk;
+use super::image_options::{ImageOptions, Locking};
+use super::lock::{lock, lock_in_place_of};
+use super::open_location::identity_of;
+use crate::options::Access;
+
+/// The files of the layer that is read.
+fn readers(disk: &ImageDisk) -> Vec<&HostFile> {
+    let Some(behind) = disk.layer().backing_layer() else { return Vec::new() };
+    let (image, data) = (behind.format().storage(), behind.data());
+    let mut files = image.storage().files();
+    if !std::ptr::eq(image, data) {
+        files.extend(data.storage().files());
+    }
+    files
+}
+
+/// Gives the locks of the layer behind a disk to `file`, which is the same image or the file of its
+/// bitmaps, or gives them back.
+///
+/// # Errors
+/// As [`lock_in_place_of`]: the others are to be [locked again](lock_readers).
+pub(super) fn take_from_readers(
+    disk: &ImageDisk,
+    file: &HostFile,
+    options: &ImageOptions,
+) -> Result<()> {
+    let wanted = identity_of(file)?;
+    for reader in readers(disk).into_iter().filter(|_| options.locking == Locking::Held) {
+        match identity_of(reader)? == wanted {
+            true => lock_in_place_of(file, reader)?,
+            // The other one of a raw image and the file of its bitmaps: it is locked next.
+            false => reader.release_locks(),
+        }
+    }
+    Ok(())
+}
+
+/// Locks the layer behind a disk for reading again.
+///
+/// # Errors
+/// As [`lock`].
+pub(super) fn lock_readers(disk: &ImageDisk, options: &ImageOptions) -> Result<()> {
+    if options.locking == Locking::Held {
+        for file in readers(disk) {
+            lock(file, Access::ReadOnly)?;
+        }
+    }
+    Ok(())
+}

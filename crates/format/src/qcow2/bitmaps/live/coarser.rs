@@ -1,0 +1,134 @@
+//! Recording a change for whose bits there is no room.
+//!
+//! The bitmap becomes coarser as a whole, in the clusters that it has, and needs no more from then
+//! on. Each step is durable before the next one:
+//!
+//! 1. Changes that are to be recorded in it wait (`tracker/coarser`).
+//! 2. It is marked as one that lacks changes. What a crash leaves until step 4 is that.
+//! 3. Its bits, its table and its entry in the directory are written in their places.
+//! 4. It is marked as one that records changes, and takes the place of the old one.
+//!
+//! One that has no cluster at all says of what a lacking cluster stands for that it has changed
+//! (`LiveBitmap::fill_lacking`). Neither takes space.
+
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+
+use crate::qcow2::layout::bitmap_directory::{self, BitmapEntry};
+use crate::qcow2::writeback::Metadata;
+
+use super::{BitmapLoss, BitmapSet, LiveBitmap, LiveBitmaps, Role, in_session};
+
+impl BitmapSet {
+    /// Which of the entries is that of an enabled bitmap.
+    fn index_of(&self, bitmap: &Arc<LiveBitmap>) -> Option<(usize, usize)> {
+        let nth = self.live.iter().position(|other| Arc::ptr_eq(other, bitmap))?;
+        let mut live = (0..).zip(&self.roles).filter(|(_, role)| **role == Role::Live);
+        live.nth(nth).map(|(index, _)| (index, nth))
+    }
+
+    /// Writes the fields of an entry that say how coarse its bitmap is. Durable with the next
+    /// flush.
+    async fn write_entry<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        index: usize,
+        entry: &BitmapEntry,
+    ) -> Result<()> {
+        let written = self.write_directory(metadata, |bytes| {
+            if let Some(flags) = bitmap_directory::flags_positions(&self.entries).nth(index) {
+                entry.put_size(bytes, flags);
+            }
+        });
+        written.await.map(drop)
+    }
+}
+
+impl LiveBitmaps {
+    /// Records a change in a bitmap. Whether it is recorded: where another bitmap takes the place
+    /// of this one, that is to be asked.
+    ///
+    /// # Errors
+    /// What the storage answers: the change must not be made.
+    pub(super) async fn record_in<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        bitmap: &Arc<LiveBitmap>,
+        range: ByteRange,
+    ) -> Result<bool> {
+        let why = match bitmap.record(metadata, range).await {
+            Err(error) if error.kind() == ErrorKind::NoSpace && bitmap.lacks_room(range) => error,
+            outcome => return outcome,
+        };
+        if self.coarsen(metadata, bitmap, &why).await? {
+            return Ok(false);
+        }
+        if bitmap.fill_lacking(metadata, range).await? == Some(true) {
+            self.tell_coarser(bitmap, &why);
+        }
+        bitmap.record(metadata, range).await
+    }
+
+    fn tell_coarser(&self, bitmap: &Arc<LiveBitmap>, why: &Error) {
+        if let Some(name) = self.set().name_of(bitmap) {
+            self.tell(name, BitmapLoss::Precision, why);
+        }
+    }
+
+    /// Has a bitmap become coarser as a whole, if it has a cluster. Whether another one has taken
+    /// its place.
+    ///
+    /// # Errors
+    /// What the storage answers. The bitmap lacks changes where anything was changed.
+    async fn coarsen<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        bitmap: &Arc<LiveBitmap>,
+        why: &Error,
+    ) -> Result<bool> {
+        let _alone = self.begin_lock.acquire().await;
+        let before = self.set();
+        let Some((index, nth)) = before.index_of(bitmap) else { return Ok(true) };
+        let Some(mut superseded) = bitmap.supersede(metadata).await else {
+            return Err(bitmap.abandoned());
+        };
+        let entry = &before.entries[index];
+        let Some(coarser) = superseded.coarser(metadata, entry, metadata.size()).await? else {
+            return Ok(false);
+        };
+        let Some(lost) = before.without(|other| Arc::ptr_eq(other, bitmap)) else {
+            return Ok(false);
+        };
+        superseded.begin_changes();
+        self.set_flags(metadata, &lost, in_session).await?;
+        metadata.writer().write(&coarser.writes, Durability::None).await?;
+        before.write_entry(metadata, index, &coarser.entry).await?;
+        metadata.sync(SyncMode::Data).await?;
+        let block = u64::from(metadata.storage().capabilities().alignment.offset);
+        let geometry = metadata.geometry();
+        let mut after = BitmapSet::clone(&before);
+        let live = LiveBitmap::new(
+            &coarser.entry,
+            coarser.table,
+            metadata.size(),
+            geometry,
+            (self.activity, block),
+        );
+        after.live[nth] = Arc::new(live);
+        after.entries[index] = coarser.entry;
+        self.set_flags(metadata, &after, in_session).await?;
+        let after = Arc::new(after);
+        *self.set.write() = Arc::clone(&after);
+        superseded.finish();
+        if after.live[nth].note_coarser() && bitmap.note_coarser() {
+            self.tell_coarser(&after.live[nth], why);
+        }
+        let mut state = metadata.lock();
+        let state = &mut *state;
+        for range in coarser.free {
+            state.allocator.free_unlinked(&mut state.tables, geometry.clusters_of(range));
+        }
+        Ok(true)
+    }
+}

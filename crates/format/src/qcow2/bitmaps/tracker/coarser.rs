@@ -1,0 +1,185 @@
+//! A bitmap that becomes coarser as a whole: each of its bits stands for more of the disk, so that
+//! its bits fit into the clusters that it has.
+//!
+//! Guarantee: no change is missing. From the moment on at which the bits are taken, no bit is set
+//! in the old bitmap, and no page of it is written: who records a change is told to ask the new
+//! one.
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use crate::qcow2::bitmaps::bits::{BitRuns, set_bits};
+use crate::qcow2::bitmaps::reader::Bits;
+use crate::qcow2::layout::bitmap_directory::{BitmapEntry, BitsCluster};
+use crate::qcow2::layout::limits::MAX_GRANULARITY_BITS;
+use crate::qcow2::layout::table_write::TableWrite;
+use crate::qcow2::layout::words;
+use crate::qcow2::writeback::Metadata;
+
+use super::{LiveBitmap, Phase};
+
+/// The most bytes of bits that are in memory at a time.
+const MAX_BYTES: u64 = 8 << 20;
+
+/// A bitmap that another one is about to take the place of.
+pub(in crate::qcow2::bitmaps) struct Superseded<'a> {
+    bitmap: &'a LiveBitmap,
+    /// The phase of the bitmap if this is dropped.
+    otherwise: Phase,
+}
+
+/// The coarser bitmap.
+pub(in crate::qcow2::bitmaps) struct Coarser {
+    pub(in crate::qcow2::bitmaps) entry: BitmapEntry,
+    pub(in crate::qcow2::bitmaps) table: Vec<BitsCluster>,
+    /// Its bits and its table, which go to the places of those of the old one.
+    pub(in crate::qcow2::bitmaps) writes: Vec<TableWrite>,
+    /// What the old one has and it does not need.
+    pub(in crate::qcow2::bitmaps) free: Vec<ByteRange>,
+}
+
+impl LiveBitmap {
+    /// Whether there is no cluster for bits of a range.
+    pub(in crate::qcow2::bitmaps) fn lacks_room(&self, range: ByteRange) -> bool {
+        let (bits, in_cluster) = (self.bits_of(range), self.geometry.cluster_size() * 8);
+        let mut clusters = bits.start / in_cluster..bits.end.div_ceil(in_cluster);
+        let state = self.state.lock();
+        clusters.any(|cluster| state.table.get(cluster as usize) == Some(&BitsCluster::Zeros))
+    }
+
+    /// Has who records changes wait for another bitmap, and waits until no write of this one is in
+    /// flight. `None` where the same was begun before.
+    pub(in crate::qcow2::bitmaps) async fn supersede<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+    ) -> Option<Superseded<'_>> {
+        {
+            let mut state = self.state.lock();
+            if state.phase != Phase::Open {
+                return None;
+            }
+            state.phase = Phase::Superseded;
+        }
+        let superseded = Superseded { bitmap: self, otherwise: Phase::Open };
+        let is_idle = || !self.state.lock().pages.values().any(|page| page.is_writing());
+        self.written.wait_until(|| is_idle().then_some(())).await;
+        metadata.writer().drained().await;
+        Some(superseded)
+    }
+
+    /// The clusters of bits that it has.
+    fn owned(&self) -> Vec<u64> {
+        let state = self.state.lock();
+        let stored = state.table.iter().filter_map(|entry| match entry {
+            BitsCluster::Stored(offset) => Some(*offset),
+            BitsCluster::Zeros | BitsCluster::Ones => None,
+        });
+        stored.collect()
+    }
+
+    /// How many times as much each bit has to stand for, as a power of two, so that all bits fit
+    /// into so many clusters.
+    fn shift_for(&self, clusters: u64) -> Option<u32> {
+        let in_cluster = self.geometry.cluster_size() * 8;
+        let mut shifts = 1..=MAX_GRANULARITY_BITS.saturating_sub(self.granularity_bits);
+        shifts.find(|shift| self.bits.div_ceil(1 << shift) <= clusters * in_cluster)
+    }
+}
+
+impl Superseded<'_> {
+    /// What takes the bitmap's place, whose entry in the directory this is, of a disk of `size`
+    /// bytes; `None` where it has no cluster, or the bits are too many to be taken at once.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub(in crate::qcow2::bitmaps) async fn coarser<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        entry: &BitmapEntry,
+        size: u64,
+    ) -> Result<Option<Coarser>> {
+        let (bitmap, geometry) = (self.bitmap, self.bitmap.geometry);
+        let mut owned = bitmap.owned();
+        let Some(shift) = bitmap.shift_for(owned.len() as u64) else { return Ok(None) };
+        let mut entry = entry.clone();
+        entry.granularity_bits += shift;
+        let count = entry.clusters_for(size, geometry);
+        if count * geometry.cluster_size() > MAX_BYTES || count == 0 {
+            return Ok(None);
+        }
+        let old_table = entry.table_length();
+        entry.table_entries = count as u32;
+        let bytes = self.bits(metadata, shift, count).await?;
+        let left = owned.split_off(count as usize);
+        let table: Vec<_> = owned.iter().map(|&offset| BitsCluster::Stored(offset)).collect();
+        let clusters = bytes.chunks(geometry.cluster_size() as usize);
+        let mut writes: Vec<_> = owned
+            .iter()
+            .zip(clusters)
+            .map(|(&offset, bits)| TableWrite { offset, bytes: bits.to_vec() })
+            .collect();
+        let block = (metadata.storage().capabilities().alignment.offset as usize).max(512);
+        let mut words: Vec<u64> = table.iter().map(|cluster| cluster.word()).collect();
+        words.resize((words.len() * 8).next_multiple_of(block) / 8, 0);
+        writes.push(TableWrite { offset: entry.table_offset, bytes: words::bytes_of(&words) });
+        let mut free: Vec<_> =
+            left.iter().map(|&offset| span(offset, geometry.cluster_size())).collect();
+        let [old, new] =
+            [old_table, entry.table_length()].map(|length| geometry.clusters_for(length));
+        let end = entry.table_offset + geometry.offset_of(new);
+        if old > new {
+            free.push(span(end, geometry.offset_of(old - new)));
+        }
+        Ok(Some(Coarser { entry, table, writes, free }))
+    }
+
+    /// The bits of `count` clusters, each of which stands for `1 << shift` of the old ones.
+    async fn bits<S: Storage>(
+        &self,
+        metadata: &Metadata<S>,
+        shift: u32,
+        count: u64,
+    ) -> Result<Vec<u8>> {
+        let bitmap = self.bitmap;
+        let in_page = bitmap.page_bits();
+        let mut bytes = vec![0; (count * bitmap.geometry.cluster_size()) as usize];
+        for page in 0..bitmap.bits.div_ceil(in_page) {
+            let in_memory = bitmap.state.lock().pages.get(&page).map(|page| page.bits().to_vec());
+            let bits = match in_memory {
+                Some(bits) => Bits::Some(bits),
+                None => bitmap.read(metadata, page).await?,
+            };
+            let first = page * in_page;
+            let end = in_page.min(bitmap.bits - first);
+            let mut set = |run: std::ops::Range<u64>| {
+                let (start, last) = (first + run.start, first + run.end - 1);
+                set_bits(&mut bytes, start >> shift..(last >> shift) + 1);
+            };
+            match bits {
+                Bits::Zeros => {}
+                Bits::Ones => set(0..end),
+                Bits::Some(bits) => BitRuns::new(&bits, end).for_each(&mut set),
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// The bitmap is about to be changed on disk: it lacks changes if that is not finished.
+    pub(in crate::qcow2::bitmaps) fn begin_changes(&mut self) {
+        self.otherwise = Phase::Abandoned;
+    }
+
+    /// The other bitmap has taken its place.
+    pub(in crate::qcow2::bitmaps) fn finish(mut self) {
+        self.otherwise = Phase::Superseded;
+    }
+}
+
+impl Drop for Superseded<'_> {
+    fn drop(&mut self) {
+        self.bitmap.state.lock().phase = self.otherwise;
+    }
+}
+
+fn span(offset: u64, length: u64) -> ByteRange {
+    ByteRange::between(offset, offset + length)
+}
