@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, amend, open_without_backing};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Preallocation, Switch};

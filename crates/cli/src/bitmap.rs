@@ -20,7 +20,7 @@ use crate::image_opts::ImageOptsArgs;
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::side_file_args::SideFileArgs;
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 
 /// Arguments of `bitmap`.
 #[derive(clap::Args)]

@@ -1,6 +1,6 @@
 //! The options of block sizes, of `serve` and `ctl open`.
 
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use blockhouse_disk::BlockSizes;
 
 /// The block sizes that a disk announces.

@@ -13,10 +13,9 @@ use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    Access, AllowedPaths, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, IfExists,
-    ImageDisk, ImageFormat, ImageOptions, Locking, OnFull, StateUse, TargetContent, check_apart,
-    check_new_name, exists, is_device, keeps_its_place, open, open_for_repair, open_locked,
-    open_without_backing, part_of, remove_created, rename_finished,
+    AllowedPaths, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, StateUse,
+    TargetContent, check_apart, check_new_name, exists, is_device, keeps_its_place, open,
+    open_for_repair, open_locked, open_without_backing, part_of, remove_created, rename_finished,
 };
 use blockhouse_engine::{HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
@@ -467,21 +466,12 @@ impl TargetSpec<'_> {
     ) -> blockhouse_core::Result<ImageDisk> {
         let options = ImageOptions {
             format,
-            access: Access::ReadWrite,
             cache,
-            discard: Discard::Unmap,
-            detect_zeroes: DetectZeroes::Off,
-            copy_on_read: false,
-            block_sizes: BlockSizes::OF_IMAGE,
-            on_full: OnFull::Report,
-            locking: Locking::Held,
             state,
             allowed_paths: self.allowed_paths()?,
             remote_backing: self.open.remote_backing(),
             secrets: self.open.secrets()?,
-            part: None,
-            backing_use: BackingUse::Followed,
-            side_file: None,
+            ..ImageOptions::default()
         };
         match self.is_overlay() {
             true => open(path, options).await,

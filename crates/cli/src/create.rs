@@ -27,7 +27,7 @@ use crate::create_options::{self, Setting, Settings};
 use crate::formatting;
 use crate::image_args::{resolve_relative, tell_if_not_free};
 use crate::open_args::{AllowPathArgs, KeyArgs, read_only};
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 
 use crate::logging;
 use crate::output;

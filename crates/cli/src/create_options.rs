@@ -7,7 +7,7 @@ use blockhouse_engine::NewFile;
 use blockhouse_format::SpaceMode;
 use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch, Version};
 
-use blockhouse_daemon::{size, switch};
+use blockhouse_config::{size, switch};
 
 use crate::called_as;
 use crate::qemu_help;

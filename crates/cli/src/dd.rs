@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
+use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_daemon::size;
 use blockhouse_disk::{ImageOptions, Locking, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 

@@ -1,6 +1,6 @@
 //! The options of writes that find no room, of `serve` and `ctl open`.
 
-use blockhouse_daemon::threshold::Threshold;
+use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::OnFull;
 
 /// The treatment of writes that find no room on the host.

@@ -21,7 +21,7 @@ use crate::bitmap;
 use crate::image_args::ImageArgs;
 use crate::luks_info;
 use crate::{called_as, output, qemu_info, snapshot_list};
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 
 /// Arguments of `info`.
 #[derive(clap::Args)]

@@ -2,8 +2,8 @@
 //! snapshot.
 
 use anyhow::{Result, bail};
+use blockhouse_config::size;
 use blockhouse_core::{Allocation, ByteRange, StorageChange};
-use blockhouse_daemon::size;
 use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use serde_json::json;

@@ -8,8 +8,8 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_daemon::size;
 use blockhouse_disk::{
     Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind, open,
     open_snapshot,

@@ -5,11 +5,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_daemon::setup::StateSetup;
+use blockhouse_config::server::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat,
-    ImageOptions, KeyFiles, Locking, OnFull, RemoteBacking, Secrets, StateDir, StateUse,
-    probe_nameless,
+    Access, AllowedPaths, CacheMode, ImageFormat, ImageOptions, KeyFiles, RemoteBacking, Secrets,
+    StateDir, StateUse, probe_nameless,
 };
 
 use crate::secret_object::{self, SecretObject};
@@ -235,20 +234,11 @@ impl OpenArgs {
     /// # Errors
     /// The directory that was named cannot be used.
     pub fn state_use(&self) -> Result<StateUse> {
-        Ok(match state_setup(self.state.as_deref()) {
+        Ok(match StateSetup::at(self.state.as_deref()) {
             StateSetup::Off => StateUse::Off,
             StateSetup::Dir(path) => StateUse::Replay(Some(StateDir::open(&path)?)),
             StateSetup::Usual => StateUse::Replay(StateDir::find_default()),
         })
-    }
-}
-
-/// The meaning of a value of `--state`.
-pub fn state_setup(value: Option<&Path>) -> StateSetup {
-    match value {
-        Some(off) if off == Path::new("off") => StateSetup::Off,
-        Some(path) => StateSetup::Dir(path.to_owned()),
-        None => StateSetup::Usual,
     }
 }
 
@@ -258,19 +248,8 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
         format,
         access: Access::ReadOnly,
         cache: CacheMode::Writeback,
-        discard: Discard::Unmap,
-        detect_zeroes: DetectZeroes::Off,
-        copy_on_read: false,
-        block_sizes: BlockSizes::OF_IMAGE,
-        on_full: OnFull::Report,
-        locking: Locking::Held,
         state,
-        allowed_paths: AllowedPaths::default(),
-        remote_backing: RemoteBacking::Refused,
-        secrets: Secrets::default(),
-        part: None,
-        backing_use: BackingUse::Followed,
-        side_file: None,
+        ..ImageOptions::default()
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use serde_json::{Map, Value};
 
 /// The text of an image, without an end of line. `snapshots` are the lines of its table.

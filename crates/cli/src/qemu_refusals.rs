@@ -1,7 +1,7 @@
 //! The refusals of qemu-img for an image that it does not make, under its name: each is its own
 //! line, with its own words.
 
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 
 use crate::called_as;
 

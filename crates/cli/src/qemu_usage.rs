@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::called_as::{self, Tool};

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use blockhouse_disk::{ImageDisk, MAX_RATE, RateLimits};
 
 /// The option of commands that copy.

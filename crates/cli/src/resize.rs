@@ -13,7 +13,7 @@ use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
-use blockhouse_daemon::size::{self, NewSize};
+use blockhouse_config::size::{self, NewSize};
 
 /// Arguments of `resize`.
 #[derive(clap::Args)]

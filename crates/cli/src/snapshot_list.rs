@@ -2,8 +2,8 @@
 
 use std::time::{Duration, SystemTime};
 
+use blockhouse_config::size;
 use blockhouse_daemon::control::Listed;
-use blockhouse_daemon::size;
 use blockhouse_engine::local_time;
 
 /// As JSON.

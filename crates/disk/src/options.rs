@@ -5,9 +5,12 @@ use std::time::Duration;
 use blockhouse_core::Durability;
 use blockhouse_format::OpenOptions;
 pub use blockhouse_format::{Access, BitmapActivity, Discard};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 /// The treatment of writes whose bytes are all zero, as QEMU's `detect-zeroes`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DetectZeroes {
     /// They are written.
     #[default]

@@ -4,6 +4,8 @@
 //! This module depends on no format, so that each format can use it.
 
 use blockhouse_core::Unmap;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 /// The caller's intent with the extent of [`Format::map`](crate::Format::map).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,9 +70,11 @@ pub enum Access {
 }
 
 /// The effect of a guest's discards.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Discard {
     /// The host gets the space back.
+    #[default]
     Unmap,
     /// They are acknowledged and nothing happens, and zero writes keep their space.
     Ignore,

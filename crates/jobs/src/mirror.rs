@@ -42,6 +42,8 @@ use std::time::Duration;
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_disk::{ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, mark_incomplete};
 use futures_util::future::{Either, LocalBoxFuture, join3, ready, select};
+use schemars::JsonSchema;
+use serde::Deserialize;
 
 use crate::clock::JobClock;
 use crate::control::{Completion, JobControl, JobEnd, JobStage};
@@ -69,7 +71,8 @@ const MAX_PROBE_UNITS: u64 = 8;
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the guest's changes wait for their copy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub enum CopyMode {
     /// Not as long as the copy converges.
     #[default]

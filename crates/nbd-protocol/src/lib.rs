@@ -14,6 +14,7 @@ pub mod uri;
 
 use bitflags::bitflags;
 use blockhouse_core::InFlightLimits;
+use serde::{Deserialize, Serialize};
 
 /// The port that IANA gave to NBD.
 pub const DEFAULT_PORT: u16 = 10809;
@@ -139,7 +140,8 @@ impl Errno {
 }
 
 /// How requests and replies are framed in the transmission phase, as agreed in the handshake.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Framing {
     /// Compact requests, simple replies only.
     #[default]

@@ -16,9 +16,8 @@ use crate::process::Process;
 pub struct SimMemory {
     words: Vec<AtomicU64>,
     process: Process,
-    /// How many words there are now, and how many the host has at most.
+    /// How many words there are now.
     reserved: AtomicUsize,
-    limit: usize,
     /// The words of the process when it died.
     survivors: OnceLock<Vec<u64>>,
 }
@@ -29,16 +28,9 @@ impl SimMemory {
         Self::with(sim, vec![0; words])
     }
 
-    /// The same memory on a host that has this many words and no more, at least [`RESERVED_WORDS`].
-    #[must_use]
-    pub fn with_limit(self, words: usize) -> Self {
-        Self { limit: words.max(RESERVED_WORDS), ..self }
-    }
-
     fn with(sim: &Sim, words: Vec<u64>) -> Self {
         Self {
             reserved: RESERVED_WORDS.min(words.len()).into(),
-            limit: usize::MAX,
             words: words.into_iter().map(AtomicU64::new).collect(),
             process: sim.process().clone(),
             survivors: OnceLock::new(),
@@ -76,11 +68,8 @@ impl StateMemory for SimMemory {
 
     fn reserve(&self, words: usize) -> bool {
         assert!(words <= self.words.len(), "{words} words of {}", self.words.len());
-        let is_there = words <= self.limit;
-        if is_there {
-            self.reserved.fetch_max(words, Ordering::Relaxed);
-        }
-        is_there
+        self.reserved.fetch_max(words, Ordering::Relaxed);
+        true
     }
 
     fn release(&self, words: usize) {

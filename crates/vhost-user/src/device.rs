@@ -9,8 +9,19 @@ use blockhouse_engine::{Handle, peer_process};
 use parking_lot::Mutex;
 
 use crate::block::SERIAL_BYTES;
-use crate::frontend::RegisteredMemory;
 use crate::protocol::BackendChannel;
+
+/// Whether a guest's memory is registered with the rings of its queues' loops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegisteredMemory {
+    /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once
+    /// for each loop. What the guest gives back to the host (balloon, free page reporting,
+    /// virtio-mem) stays taken, and if it is handed to the guest anew, the guest does not see
+    /// what is read into it.
+    On,
+    /// None.
+    Off,
+}
 
 /// A disk to be served, and the loops that serve it.
 pub struct Export<S: Storage> {

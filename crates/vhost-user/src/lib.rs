@@ -62,10 +62,8 @@ pub mod ring;
 mod server;
 mod session;
 
-pub use device::{Device, Export, FrontendEvent, FrontendObserver};
-pub use frontend::{
-    PauseError, PausedFrontend, PausedVring, PausedWriteCache, PreparedFrontend, RegisteredMemory,
-};
+pub use device::{Device, Export, FrontendEvent, FrontendObserver, RegisteredMemory};
+pub use frontend::{PauseError, PausedFrontend, PausedVring, PausedWriteCache, PreparedFrontend};
 pub use pauses::PendingPause;
 pub use protocol::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
 pub use queue::Kick;

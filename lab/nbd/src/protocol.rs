@@ -26,7 +26,6 @@ pub mod reply {
     pub const ERR_UNSUP: u32 = 0x8000_0001;
     pub const ERR_INVALID: u32 = 0x8000_0003;
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
-    pub const ERR_TOO_BIG: u32 = 0x8000_0009;
 }
 
 /// Request types.

@@ -21,8 +21,9 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-ublk", 4),
     ("blockhouse-kernel-nbd", 4),
     ("blockhouse-jobs", 4),
-    ("blockhouse-daemon", 5),
-    ("blockhouse", 6),
+    ("blockhouse-config", 5),
+    ("blockhouse-daemon", 6),
+    ("blockhouse", 7),
 ];
 /// Packages beside the layers, which no crate of a layer uses.
 const OUTSIDE: &[&str] = &[

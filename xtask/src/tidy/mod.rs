@@ -6,7 +6,10 @@
 //! - Unsafe code lives where [`unsafety`] says, and every other crate forbids it.
 //! - Comments are no wider than code ([`comment_width`]).
 //! - A crate depends on lower layers only ([`layers`]).
-//! - The modules of a crate depend on each other without circles ([`circles`]).
+//! - The modules of a crate depend on each other without circles, and so do its folders, as their
+//!   imports are written ([`circles`]).
+//! - No type has more methods than a reader can survey ([`type_sizes`]), and nothing public is
+//!   without a use ([`unused`]).
 //! - The files and types that the documentation names exist, and so do the pages that it links
 //!   ([`doc_paths`]).
 //! - Each dependency has its reason ([`reasons`]).
@@ -19,9 +22,12 @@ mod circles;
 mod comment_width;
 mod doc_paths;
 mod layers;
+mod paths;
 mod reasons;
 mod source_file;
+mod type_sizes;
 mod unsafety;
+mod unused;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -60,6 +66,8 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     violations.extend(unsafety::check_roots(workspace.root(), &packages, &files)?);
     violations.extend(layers::check(&packages));
     violations.extend(circles::check(workspace.root(), &packages, &files)?);
+    violations.extend(type_sizes::check(&files)?);
+    violations.extend(unused::check(&files)?);
     violations.extend(doc_paths::check(workspace.root(), &files));
     violations.extend(doc_sizes(workspace.root())?);
     let manifest = workspace.root().join("Cargo.toml");

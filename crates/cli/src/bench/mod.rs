@@ -22,7 +22,7 @@ use anyhow::{Context, Result, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::output;
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use questions::Question;
 use report::{Report, ResourceUse, Skipped, html, table};
 use rows::{Case, ROUNDS, Row};

@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 use super::stop::Stop;
 use crate::open_args::read_only;
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 
 /// How much is written at once while the file is filled.
 const CHUNK_SIZE: usize = 1 << 20;

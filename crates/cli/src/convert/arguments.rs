@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
+use blockhouse_config::size;
 use blockhouse_core::ErrorKind;
-use blockhouse_daemon::size;
 use blockhouse_disk::{
     CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links, open, open_snapshot,
 };

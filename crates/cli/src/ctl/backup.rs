@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use blockhouse_daemon::size;
+use blockhouse_config::size;
 use serde_json::{Value, json};
 
 use super::params::{absolute, add_given};

@@ -14,9 +14,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use backup::BackupAction;
 use bitmap::BitmapAction;
+use blockhouse_config::limits::LimitsConfig;
+use blockhouse_config::size::{self, NewSize};
+use blockhouse_config::switch::on_or_off;
 use blockhouse_daemon::control::{Connection, RpcError};
-use blockhouse_daemon::limit_options::LimitOptions;
-use blockhouse_daemon::size::{self, NewSize};
 use fork::Fork;
 use params::{absolute, absolute_image, add_given};
 use serde_json::{Map, Value, json};
@@ -75,7 +76,7 @@ enum Action {
         disk: String,
         /// on: changes are refused, once those in flight are done and durable; off: they are
         /// allowed again.
-        #[arg(default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+        #[arg(default_value = "on", value_parser = on_or_off, action = clap::ArgAction::Set)]
         switch: bool,
     },
     /// Tell when less room than this is left for a disk on the host (serve --threshold).
@@ -114,7 +115,7 @@ enum Action {
         /// All that is limited from now on. group=NAME: it shares the limits of a group; with
         /// rates, these are the group's from now on.
         #[arg(value_name = "KEY=VALUE,...|off")]
-        limits: LimitOptions,
+        limits: LimitsConfig,
     },
     /// Give a group of disks other limits.
     LimitGroup {
@@ -122,7 +123,7 @@ enum Action {
         group: String,
         /// All that is limited from now on.
         #[arg(value_name = "KEY=VALUE,...|off")]
-        limits: LimitOptions,
+        limits: LimitsConfig,
     },
     /// List, take, delete and rename the snapshots inside a disk's image.
     Snapshot {
@@ -244,7 +245,7 @@ struct Open {
     /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of
     /// serve --limit.
     #[arg(long, value_name = "KEY=VALUE,...")]
-    limit: Option<LimitOptions>,
+    limit: Option<LimitsConfig>,
     /// Serve it here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
     #[arg(long = "export", value_name = "ADDRESS")]
     exports: Vec<String>,
@@ -581,20 +582,8 @@ impl Open {
             ("create", self.create.map(Value::from)),
             ("limits", self.limit.map(|limits| json!(limits))),
         ];
-        for (key, value) in optional {
-            if let Some(value) = value {
-                params[key] = value;
-            }
-        }
+        add_given(&mut params, optional);
         Ok(params)
-    }
-}
-
-fn parse_switch(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("use on or off".into()),
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! Texts that others chose (names, paths) are escaped: they cannot control the terminal.
 
+use blockhouse_config::size;
 use blockhouse_daemon::control::Listed;
-use blockhouse_daemon::size;
 use serde_json::Value;
 
 use crate::snapshot_list;

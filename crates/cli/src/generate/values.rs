@@ -6,7 +6,7 @@
 use std::any::TypeId;
 use std::path::PathBuf;
 
-use blockhouse_daemon::user_options::{GroupName, UserName};
+use blockhouse_config::user_options::{GroupName, UserName};
 use clap::builder::PossibleValuesParser;
 use clap::error::ErrorKind;
 use clap::{Arg, Command, ValueHint};

@@ -4,36 +4,33 @@ use std::fs::File;
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
-use blockhouse_daemon::LoopOptions;
-use blockhouse_daemon::config::{Config, default_queues};
-use blockhouse_daemon::control_socket::ControlSocket;
-use blockhouse_daemon::disk_options::{check_bitmaps, check_filling};
-use blockhouse_daemon::limit_options::DiskThrottle;
-use blockhouse_daemon::limits::{self, LimitArgument};
-use blockhouse_daemon::metrics::MetricsAddress;
-use blockhouse_daemon::offers::{Offer, Offers};
-use blockhouse_daemon::rate_limits;
-use blockhouse_daemon::setup::{DiskSetup, SandboxUse, Setup, StateSetup, UblkSetup};
-use blockhouse_daemon::size;
-use blockhouse_daemon::socket_options::{self, SocketMode};
-use blockhouse_daemon::ublk;
-use blockhouse_daemon::user_options::{self, GroupName, UserName};
+use blockhouse_config::control_socket::ControlSocket;
+use blockhouse_config::disk::{DiskConfig, OnFullName, check_bitmaps, check_filling};
+use blockhouse_config::file;
+use blockhouse_config::limits::{self, LimitArgument, LimitsConfig};
+use blockhouse_config::metrics_address::MetricsAddress;
+use blockhouse_config::offers::{Offer, Offers};
+use blockhouse_config::server::{ServerConfig, StateSetup};
+use blockhouse_config::setup::{Setup, UblkSetup};
+use blockhouse_config::size;
+use blockhouse_config::socket_options::SocketMode;
+use blockhouse_config::switch::on_or_off;
+use blockhouse_config::user_options::{GroupName, UserName};
 use blockhouse_disk::{
-    Access, BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, format_by_name,
+    BackingUse, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat, format_by_name,
 };
-use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
+use blockhouse_engine::{DEFAULT_POLLING, EngineChoice};
 use blockhouse_nbd::uri::{Address, NbdUri};
-use blockhouse_vhost_user::RegisteredMemory;
+use clap::ArgAction;
 use clap::builder::ValueParser;
 
 use crate::block_size_args::BlockSizeArgs;
 use crate::called_as;
 use crate::create::{make_overlay, whole_sectors, wrong_usage};
 use crate::hold_args::HoldArgs;
-use crate::open_args::{KeyArgs, ReferenceArgs, state_setup};
+use crate::open_args::{KeyArgs, ReferenceArgs};
 use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 use crate::side_file_args::SideFileArgs;
@@ -289,8 +286,8 @@ pub struct Arguments {
     /// open disks and sockets: in the folders of those on the command line, and below
     /// --sandbox-allow. Off is for finding faults. docs/security.md has the limits of the
     /// sandbox.
-    #[arg(long, default_value = "on", value_parser = parse_sandbox)]
-    sandbox: SandboxUse,
+    #[arg(long, default_value = "on", value_parser = on_or_off, action = ArgAction::Set)]
+    sandbox: bool,
     /// Let requests at the control socket open disks and sockets below this folder, too, or this
     /// block device. May be repeated.
     #[arg(long, value_name = "DIR")]
@@ -324,12 +321,12 @@ pub struct Arguments {
     /// from the guest does not go back to the host, and requests use its old pages if the
     /// guest gets it again. It counts against RLIMIT_MEMLOCK once for each worker; beyond that
     /// the guest is served without, and so are requests that --io-poll polls for.
-    #[arg(long, default_value = "off", value_parser = parse_register_memory)]
-    register_memory: RegisteredMemory,
+    #[arg(long, default_value = "off", value_parser = on_or_off, action = ArgAction::Set)]
+    register_memory: bool,
     /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up
     /// for each request: on or off. Other engines have no such table.
-    #[arg(long, default_value = "off", value_parser = parse_fixed_files)]
-    fixed_files: FixedFiles,
+    #[arg(long, default_value = "off", value_parser = on_or_off, action = ArgAction::Set)]
+    fixed_files: bool,
     /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price
     /// of a busy processor while requests are in flight: on or off.
     ///
@@ -337,8 +334,8 @@ pub struct Arguments {
     /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for;
     /// writes only where the image is a block device itself, durable ones only if that has FUA
     /// or no write cache.
-    #[arg(long, default_value = "off", value_parser = parse_io_poll)]
-    io_poll: IoPoll,
+    #[arg(long, default_value = "off", value_parser = on_or_off, action = ArgAction::Set)]
+    io_poll: bool,
     /// Say with an empty line that everything listens.
     #[arg(long, hide = true)]
     pub(super) in_background: bool,
@@ -372,38 +369,6 @@ fn parse_detect_zeroes(name: &str) -> Result<DetectZeroes, String> {
         "on" => Ok(DetectZeroes::On),
         "unmap" => Ok(DetectZeroes::Unmap),
         _ => Err("use off, on or unmap".into()),
-    }
-}
-
-fn parse_fixed_files(name: &str) -> Result<FixedFiles, String> {
-    match name {
-        "on" => Ok(FixedFiles::On),
-        "off" => Ok(FixedFiles::Off),
-        _ => Err("use on or off".into()),
-    }
-}
-
-fn parse_io_poll(name: &str) -> Result<IoPoll, String> {
-    match name {
-        "on" => Ok(IoPoll::On),
-        "off" => Ok(IoPoll::Off),
-        _ => Err("use on or off".into()),
-    }
-}
-
-fn parse_register_memory(name: &str) -> Result<RegisteredMemory, String> {
-    match name {
-        "on" => Ok(RegisteredMemory::On),
-        "off" => Ok(RegisteredMemory::Off),
-        _ => Err("use on or off".into()),
-    }
-}
-
-fn parse_sandbox(name: &str) -> Result<SandboxUse, String> {
-    match name {
-        "on" => Ok(SandboxUse::On),
-        "off" => Ok(SandboxUse::Off),
-        _ => Err("use on or off".into()),
     }
 }
 
@@ -503,7 +468,7 @@ impl Arguments {
         self.block_sizes.sizes().unwrap_or_else(|why| refuse(&format!("--{why}")));
         self.hold.on_full().unwrap_or_else(|why| refuse(&format!("--{why}")));
         let is_direct = matches!(self.cache, CacheMode::None | CacheMode::Directsync);
-        if self.io_poll == IoPoll::On && !is_direct {
+        if self.io_poll && !is_direct {
             refuse(
                 "--io-poll on needs direct I/O; use --cache none or directsync, or leave it out",
             );
@@ -543,39 +508,54 @@ impl Arguments {
         if let Some(path) = &self.config {
             // It is read again, maybe from another working directory.
             let path = std::path::absolute(path)?;
-            let setup = Config::read(&path)?.setup(path, self.hand_over);
-            return Ok(Setup { upgrade_to: self.upgrade_to.clone(), ..setup });
+            let (upgrade_to, hand_over) = (self.upgrade_to.clone(), self.hand_over);
+            return Ok(Setup { upgrade_to, hand_over, ..file::read(&path)? });
         }
         let (offers, nbd) = self.plan();
-        let throttles = self.throttles(&offers);
-        let clients: Vec<_> = self.limits.iter().flat_map(|one| one.clients.clone()).collect();
+        let server = self.server();
         Ok(Setup {
-            workers: self.workers.into(),
-            loops: self.loop_options(),
-            disks: self.disks(&offers, throttles),
-            state: self.state(),
+            disks: self.disks(&offers),
             offers: Some(offers),
             nbd,
             devices: self.devices(),
             ublk: self.ublk_devices(),
-            queues: self.queues(),
-            register_memory: self.register_memory,
-            limits: limits::limits(&clients),
-            tls: self.tls.setup(&self.nbd).unwrap_or_else(|why| refuse(&why)),
-            permissions: socket_options::permissions(self.socket_mode, self.socket_group),
-            control: self.control.clone(),
-            qmp: self.qmp.clone(),
+            tls: server.tls(&self.nbd).unwrap_or_else(|why| refuse(&why)),
+            user: server.user().unwrap_or_else(|why| refuse(&why)),
+            server,
             ends_with_clients: self.ends_with_clients(),
             storage_daemon: None,
-            pid_file: self.pid_file.clone(),
-            metrics: self.metrics.clone(),
-            user: user_options::ids(self.user, self.group).unwrap_or_else(|why| refuse(&why)),
-            sandbox: self.sandbox,
-            sandbox_allow: self.sandbox_allow.clone(),
             upgrade_to: self.upgrade_to.clone(),
             config: None,
             hand_over: self.hand_over,
         })
+    }
+
+    /// What is said of the server as a whole.
+    pub(super) fn server(&self) -> ServerConfig {
+        let clients: Vec<_> = self.limits.iter().flat_map(|one| one.clients.clone()).collect();
+        let server = ServerConfig {
+            control: self.control.clone(),
+            qmp: self.qmp.clone(),
+            pid_file: self.pid_file.clone(),
+            metrics: self.metrics.clone(),
+            state: StateSetup::at(self.state.as_deref()),
+            socket_mode: self.socket_mode,
+            socket_group: self.socket_group,
+            workers: self.workers,
+            queues: self.queues,
+            engine: self.engine,
+            poll_max_us: self.poll_max_us,
+            fixed_files: self.fixed_files,
+            io_poll: self.io_poll,
+            register_memory: self.register_memory,
+            user: self.user,
+            group: self.group,
+            sandbox: self.sandbox,
+            sandbox_allow: self.sandbox_allow.clone(),
+            limits: limits::client_limits(&clients),
+            ..ServerConfig::default()
+        };
+        self.tls.add_to(server)
     }
 
     /// The first socket has the first image and so on, or all have the only one.
@@ -594,74 +574,57 @@ impl Arguments {
 
     /// The disks, each under a name of its own: `--name` or the file's, and its path where that is
     /// not enough.
-    fn disks(&self, offers: &Offers, throttles: Vec<Option<DiskThrottle>>) -> Vec<DiskSetup> {
+    fn disks(&self, offers: &Offers) -> Vec<DiskConfig> {
         let labels: Vec<_> = (0..self.images.len()).map(|image| offers.label(image)).collect();
         let is_unique = |label: &String| labels.iter().filter(|other| *other == label).count() == 1;
         let name = |(image, label): (&PathBuf, &String)| match is_unique(label) {
             true => label.clone(),
             false => image.display().to_string(),
         };
+        let rates: Vec<_> = self.limits.iter().filter_map(|one| one.rates.clone()).collect();
+        let limits = limits::plan(&rates, &labels);
+        let limits = limits.unwrap_or_else(|why| refuse(&format!("--limit: {why}")));
         let names = self.images.iter().zip(&labels).map(name);
-        let named = self.images.iter().zip(names).zip(throttles);
-        named.map(|((image, name), throttle)| self.disk(image, name, throttle)).collect()
+        let named = self.images.iter().zip(names).zip(limits);
+        named.map(|((image, name), limits)| self.disk(image, name, limits)).collect()
     }
 
-    fn disk(&self, image: &Path, name: String, throttle: Option<DiskThrottle>) -> DiskSetup {
+    fn disk(&self, image: &Path, name: String, limits: LimitsConfig) -> DiskConfig {
         // An image that is taken over exists.
         let create = self.create.filter(|_| !self.hand_over);
-        DiskSetup {
-            name,
+        let on_full = self.hold.on_full().unwrap_or_else(|why| refuse(&why));
+        let keys = self.keys.files();
+        DiskConfig {
+            name: Some(name),
             path: image.to_owned(),
             format: self.format,
-            access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
+            read_only: self.read_only,
             cache: self.cache,
             discard: self.discard,
             detect_zeroes: self.detect_zeroes,
-            block_sizes: self.block_sizes.sizes().unwrap_or_else(|why| refuse(&why)),
-            on_full: self.hold.on_full().unwrap_or_else(|why| refuse(&why)),
+            logical_block_size: self.block_sizes.logical_block_size,
+            physical_block_size: self.block_sizes.physical_block_size,
+            discard_granularity: self.block_sizes.discard_granularity,
+            on_full: OnFullName::of(on_full),
+            hold_seconds: on_full.seconds(),
             threshold: self.hold.threshold,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
             allow_paths: self.references.allow.allow_path.clone(),
-            remote_backing: self.references.allow.remote_backing(),
+            allow_remote: self.references.allow.allow_remote,
             no_references: self.references.no_references,
-            part: self.part,
-            backing_use: self.backing_use,
-            keys: self.keys.files(),
+            without_backing: self.backing_use == BackingUse::LeftOut,
+            key_files: keys.keys,
+            passphrase_files: keys.passphrases,
             bitmaps: self.bitmap.clone(),
-            side_file: self.side_file.side_file(),
-            throttle,
+            bitmaps_in: self.side_file.bitmaps.clone(),
+            trust_bitmaps: self.side_file.trust_bitmaps,
+            limits,
+            exports: Vec::new(),
+            part: self.part,
         }
-    }
-
-    /// How many operations and bytes a second each image may have. Wrong usage ends the program.
-    fn throttles(&self, offers: &Offers) -> Vec<Option<DiskThrottle>> {
-        let labels: Vec<_> = (0..self.images.len()).map(|index| offers.label(index)).collect();
-        let rates: Vec<_> = self.limits.iter().filter_map(|one| one.rates.clone()).collect();
-        let plan = rate_limits::plan(&rates, &labels);
-        plan.unwrap_or_else(|why| refuse(&format!("--limit: {why}")))
-    }
-
-    fn state(&self) -> StateSetup {
-        state_setup(self.state.as_deref())
-    }
-
-    /// How the loops of workers are set up.
-    fn loop_options(&self) -> LoopOptions {
-        LoopOptions {
-            engine: self.engine,
-            polling: Duration::from_micros(self.poll_max_us.into()),
-            fixed_files: self.fixed_files,
-            io_poll: self.io_poll,
-            commands: ublk::commands(&self.ublk_devices()),
-        }
-    }
-
-    /// How many queues a guest may use.
-    pub(super) fn queues(&self) -> u16 {
-        self.queues.unwrap_or_else(default_queues)
     }
 
     /// The exports of each address. Wrong usage ends the program.

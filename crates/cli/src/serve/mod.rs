@@ -13,8 +13,8 @@ use std::process::ExitCode;
 use anyhow::Result;
 pub use arguments::Arguments;
 use arguments::refuse;
+use blockhouse_config::setup::WrongUsage;
 use blockhouse_daemon::Service;
-use blockhouse_daemon::setup::WrongUsage;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 
@@ -38,7 +38,7 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
             _ if std::env::var_os("NOTIFY_SOCKET").is_some() => {}
             [] => print_hint(service),
             [socket, ..] if verbose || std::io::stderr().is_terminal() => {
-                output::tell(&device_hint(socket, arguments.queues()));
+                output::tell(&device_hint(socket, arguments.server().queues()));
             }
             _ => {}
         }

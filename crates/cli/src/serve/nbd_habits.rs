@@ -25,7 +25,7 @@ pub struct NbdHabits {
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
     shared: Option<u32>,
     /// Leave out what is before this offset, of a raw image.
-    #[arg(short = 'o', long, hide = true, value_name = "SIZE", value_parser = blockhouse_daemon::size::parse)]
+    #[arg(short = 'o', long, hide = true, value_name = "SIZE", value_parser = blockhouse_config::size::parse)]
     pub(super) offset: Option<u64>,
     /// Keep what is written for as long as the server runs, and the image as it is.
     #[arg(short = 's', hide = true)]

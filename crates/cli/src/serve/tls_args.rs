@@ -2,9 +2,7 @@
 
 use std::path::PathBuf;
 
-use blockhouse_daemon::setup::TlsSetup;
-use blockhouse_daemon::tls_options::{TlsChoice, TlsOptions, parse_allowed};
-use blockhouse_nbd::uri::NbdUri;
+use blockhouse_config::server::{ServerConfig, TlsChoice, parse_allowed};
 
 /// TLS for NBD clients (docs/security.md).
 #[derive(clap::Args)]
@@ -39,17 +37,18 @@ enum Mode {
 }
 
 impl TlsArgs {
-    /// The TLS setup for sockets of these URIs.
-    ///
-    /// # Errors
-    /// What makes no sense together.
-    pub fn setup(&self, uris: &[NbdUri]) -> Result<Option<TlsSetup>, String> {
-        let choice = self.tls.map(|mode| match mode {
-            Mode::Off => TlsChoice::Off,
-            Mode::Optional => TlsChoice::Optional,
-            Mode::Required => TlsChoice::Required,
-        });
-        let (certificates, psk) = (self.tls_certificates.clone(), self.tls_psk.clone());
-        TlsOptions { choice, certificates, psk, allowed: self.tls_allow.clone() }.setup(uris)
+    /// The server with these options.
+    pub fn add_to(&self, server: ServerConfig) -> ServerConfig {
+        ServerConfig {
+            tls: self.tls.map(|mode| match mode {
+                Mode::Off => TlsChoice::Off,
+                Mode::Optional => TlsChoice::Optional,
+                Mode::Required => TlsChoice::Required,
+            }),
+            tls_certificates: self.tls_certificates.clone(),
+            tls_psk: self.tls_psk.clone(),
+            tls_allow: self.tls_allow.clone(),
+            ..server
+        }
     }
 }

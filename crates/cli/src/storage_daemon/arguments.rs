@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use blockhouse_daemon::setup::FirstCommand;
-use blockhouse_daemon::switch;
+use blockhouse_config::setup::FirstCommand;
+use blockhouse_config::switch;
 use clap::{ArgMatches, FromArgMatches};
 use serde_json::{Map, Value};
 

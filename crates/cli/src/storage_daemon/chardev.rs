@@ -81,7 +81,7 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
 
 fn switch(key: &str, value: &str) -> Result<bool, String> {
     let wrong = || format!("Parameter '{key}' expects 'on' or 'off'");
-    blockhouse_daemon::switch::parse(value).ok_or_else(wrong)
+    blockhouse_config::switch::parse(value).ok_or_else(wrong)
 }
 
 /// Standard input and output as a socket. Tells when all of it is written.

@@ -16,13 +16,10 @@ use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail};
-use blockhouse_daemon::config::default_queues;
-use blockhouse_daemon::control_socket::{Answers, ControlSocket};
-use blockhouse_daemon::setup::{SandboxUse, Setup, StateSetup, StorageDaemon, TlsSetup};
-use blockhouse_daemon::{LoopOptions, limits, ublk};
-use blockhouse_engine::{DEFAULT_POLLING, EngineChoice, FixedFiles, IoPoll};
+use blockhouse_config::control_socket::{Answers, ControlSocket};
+use blockhouse_config::server::{ServerConfig, TlsSetup};
+use blockhouse_config::setup::{Setup, StorageDaemon};
 use blockhouse_nbd::{SocketPermissions, TlsFiles, TlsMode};
-use blockhouse_vhost_user::RegisteredMemory;
 
 pub use self::arguments::Arguments;
 use self::arguments::{Plan, TlsKind};
@@ -113,39 +110,13 @@ fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
         allowed: Vec::new(),
         only: Vec::new(),
     });
-    let setup = Setup {
-        workers: threads.clamp(1, MAX_THREADS),
-        loops: LoopOptions {
-            engine: EngineChoice::Auto,
-            polling: DEFAULT_POLLING,
-            fixed_files: FixedFiles::Off,
-            io_poll: IoPoll::Off,
-            commands: ublk::commands(&[]),
-        },
-        disks: Vec::new(),
-        state: StateSetup::Usual,
-        offers: None,
-        nbd: Vec::new(),
-        devices: Vec::new(),
-        ublk: Vec::new(),
-        queues: default_queues(),
-        register_memory: RegisteredMemory::Off,
-        limits: limits::limits(&[]),
-        tls,
-        permissions: SocketPermissions::default(),
-        control: None,
-        qmp: None,
-        ends_with_clients: false,
-        storage_daemon: Some(daemon),
+    let server = ServerConfig {
+        workers: threads.clamp(1, MAX_THREADS) as u16,
         pid_file: arguments.pidfile.clone(),
-        metrics: None,
-        user: None,
         // Its clients name any file, and images name any other.
-        sandbox: SandboxUse::Off,
-        sandbox_allow: Vec::new(),
-        upgrade_to: Vec::new(),
-        config: None,
-        hand_over: false,
+        sandbox: false,
+        ..ServerConfig::default()
     };
+    let setup = Setup { server, tls, storage_daemon: Some(daemon), ..Setup::default() };
     Ok((setup, stdio))
 }

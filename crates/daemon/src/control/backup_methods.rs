@@ -2,10 +2,9 @@
 
 use std::path::PathBuf;
 
+use blockhouse_config::text_fields::{Size, some_size};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::options::text_fields::{Size, some_size};
 
 /// A backup to be begun.
 #[derive(Debug, Deserialize, JsonSchema)]

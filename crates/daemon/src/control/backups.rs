@@ -1,5 +1,7 @@
 //! The methods of backups.
 
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::text_fields::check_absolute;
 use blockhouse_nbd::uri::NbdUri;
 use serde_json::Value;
 
@@ -7,24 +9,26 @@ use super::backup_methods::{BackupBeginParams, BackupDiskInfo, BackupInfo, Backu
 use super::methods::{Done, NoParams};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
-use crate::running::{BackupDisk, BackupSetup, ExportAddress, Running, RunningBackup};
-use crate::setup::disk_options::check_absolute;
+use crate::running::backups::BackupSetup;
+use crate::running::backups::begin_backup;
+use crate::running::backups::end_backup;
+use crate::running::{BackupDisk, Running, RunningBackup};
 
 /// Carries a request out that is about backups.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
     match method {
         "backup.list" => {
             let NoParams {} = params(given)?;
-            let backups = running.backups();
+            let backups = running.backups().list();
             result(backups.iter().map(|backup| info(running, backup)).collect::<Vec<_>>())
         }
         "backup.begin" => {
-            let backup = running.begin_backup(setup(params(given)?)?).await?;
+            let backup = begin_backup(running, setup(params(given)?)?).await?;
             result(info(running, &backup))
         }
         "backup.end" => {
             let BackupParams { backup } = params(given)?;
-            running.end_backup(&backup).await?;
+            end_backup(running, &backup).await?;
             result(Done {})
         }
         _ => Err(unknown(method)),
@@ -41,7 +45,7 @@ fn setup(given: BackupBeginParams) -> Result<BackupSetup, Failure> {
 }
 
 fn address(text: &str) -> Result<NbdUri, Failure> {
-    match ExportAddress::parse_absolute(text).map_err(invalid)? {
+    match text.parse().map_err(invalid)? {
         ExportAddress::Nbd(uri) => Ok(uri),
         ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => {
             Err(invalid(format!("{text}: backups are served over NBD; give an NBD URI")))
@@ -60,7 +64,7 @@ fn info(running: &Running, backup: &RunningBackup) -> BackupInfo {
 }
 
 fn disk_info(running: &Running, disk: &BackupDisk) -> BackupDiskInfo {
-    let exports = running.exports_of(disk.frozen.name()).into_iter();
+    let exports = running.exports().of_disk(disk.frozen.name()).into_iter();
     BackupDiskInfo {
         disk: disk.source().to_owned(),
         frozen: disk.frozen.name().to_owned(),

@@ -1,10 +1,9 @@
 //! The parameters and results of the methods of bitmaps.
 
+use blockhouse_config::text_fields::{Size, some_size};
 use blockhouse_disk::Bitmap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::options::text_fields::{Size, some_size};
 
 /// A bitmap of a disk.
 #[derive(Debug, Deserialize, JsonSchema)]

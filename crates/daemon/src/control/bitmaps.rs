@@ -7,6 +7,8 @@ use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, Bitm
 use super::methods::{DiskParams, PauseResult};
 use super::outcome::{Outcome, params, result, unknown};
 use super::pause_log::log;
+use crate::running::recording::make_room_for_bitmaps;
+use crate::running::recording::take_room_back;
 use crate::running::{Running, RunningDisk};
 
 /// Carries a request out that is about bitmaps.
@@ -21,10 +23,10 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             let BitmapAddParams { disk, name, granularity, disabled } = params(given)?;
             let claimed = running.claim_disk(&disk).await?;
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
-            let before = running.make_room_for_bitmaps(&claimed.disk).await?;
+            let before = make_room_for_bitmaps(running, &claimed.disk).await?;
             let added = claimed.disk.disk.bitmaps().add(&new).await;
             if added.is_err() && before.is_some() {
-                running.take_room_back(&claimed.disk).await;
+                take_room_back(running, &claimed.disk).await;
             }
             let mut pause = added.map_err(anyhow::Error::from)?;
             pause.length += before.unwrap_or_default();

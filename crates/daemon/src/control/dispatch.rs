@@ -3,6 +3,10 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use blockhouse_config::control_socket::Answers;
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::Access;
 use blockhouse_nbd::uri::NbdUri;
 use serde_json::Value;
@@ -21,11 +25,10 @@ use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
 use super::{backups, bitmaps, forks, images, jobs, transactions};
 use crate::events::Event;
-use crate::options::control_socket::Answers;
-use crate::options::limit_options::LimitOptions;
-use crate::options::threshold::Threshold;
-use crate::running::{ExportAddress, Refreshed, Reloaded, Running, RunningDisk, RunningExport};
-use crate::setup::disk_options::DiskOptions;
+use crate::running::reload;
+use crate::running::reload::Reloaded;
+use crate::running::room::{set_threshold, set_write_threshold};
+use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 
 /// Carries a request out that changes or tells what runs. Those about the connection or the process
 /// are the server's. A long call stops soon after `is_cancelled` says that it is not wanted, if
@@ -58,11 +61,11 @@ pub(crate) async fn call(
                 running.set_access(&disk, access).await?;
             }
             if let Some(threshold) = threshold {
-                running.set_threshold(&disk, threshold).await?;
+                set_threshold(running, &disk, threshold).await?;
             }
             if let Some(threshold) = write_threshold {
                 let threshold = Some(threshold).filter(|&threshold| threshold > 0);
-                running.set_write_threshold(&disk, threshold).await?;
+                set_write_threshold(running, &disk, threshold).await?;
             }
             result(Done {})
         }
@@ -86,7 +89,7 @@ pub(crate) async fn call(
         }
         "socket.remove" => {
             let SocketParams { address } = params(given)?;
-            running.remove_socket(&socket(&address)?).await?;
+            running.remove_socket(socket(&address)?).await?;
             result(Done {})
         }
         "disk.rollback" => forks::roll_back(running, params(given)?).await,
@@ -164,7 +167,7 @@ fn version(running: &Running, answers: &Answers) -> VersionResult {
 
 /// The socket that a user means.
 fn socket(address: &str) -> Result<NbdUri, Failure> {
-    match ExportAddress::parse_absolute(address).map_err(invalid)? {
+    match address.parse().map_err(invalid)? {
         ExportAddress::Nbd(uri) if uri.export.is_empty() => Ok(uri),
         _ => Err(invalid(format!("{address}: a socket is an NBD URI without a name of an export"))),
     }
@@ -172,28 +175,25 @@ fn socket(address: &str) -> Result<NbdUri, Failure> {
 
 /// The export that a user means.
 fn address(text: &str) -> Result<ExportAddress, Failure> {
-    ExportAddress::parse_absolute(text).map_err(invalid)
+    text.parse().map_err(invalid)
 }
 
 async fn reload(running: &Running) -> Outcome {
-    let Some(path) = running.config() else {
+    let Some(path) = running.configuration().path() else {
         return Err(anyhow::anyhow!(
             "this server was started without --config, so there is nothing to reload"
         )
         .into());
     };
-    let done = running.reload(path).await?;
+    let done = reload::reload(running, path).await?;
     done.log();
     let Reloaded { opened, closed, added, removed, limited, failed } = done;
     result(ReloadResult { opened, closed, added, removed, limited, failed })
 }
 
-async fn open(running: &Running, options: DiskOptions) -> Outcome {
-    let setup = options.setup().map_err(invalid)?;
-    let addresses = options.exports.iter().map(|export| address(export));
-    let addresses = addresses.collect::<Result<Vec<_>, _>>()?;
-    let opened = running.open_and_serve(setup, addresses).await?;
-    let exports = running.exports_of(opened.name());
+async fn open(running: &Running, given: DiskConfig) -> Outcome {
+    let opened = running.open_and_serve(given.checked().map_err(invalid)?).await?;
+    let exports = running.exports().of_disk(opened.name());
     result(OpenResult {
         disk: opened.name().to_owned(),
         size: opened.disk.size(),
@@ -202,7 +202,7 @@ async fn open(running: &Running, options: DiskOptions) -> Outcome {
 }
 
 fn disks(running: &Running) -> Vec<DiskInfo> {
-    let exports = running.exports();
+    let exports = running.exports().list();
     let of = |disk: &str| {
         let of_disk = exports.iter().filter(|export| export.disk == disk);
         of_disk.map(|export| export.address.to_string()).collect()
@@ -224,7 +224,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         held: Some(disk.disk.held_requests()).filter(|&held| held > 0),
         waits: disk.disk.backing_wait().map(|wait| wait.to_string()),
     };
-    running.disks().into_iter().map(info).collect()
+    running.disks().all().into_iter().map(info).collect()
 }
 
 /// A threshold, or none.
@@ -237,7 +237,7 @@ fn threshold_of(text: &str) -> Result<Option<Threshold>, Failure> {
 
 fn exports(running: &Running) -> Vec<ExportInfo> {
     let info = |export: RunningExport| {
-        let peers = running.peers(&export);
+        let peers = running.exports().peers(&export);
         ExportInfo {
             kind: match export.address {
                 ExportAddress::Nbd(_) => "nbd",
@@ -251,14 +251,14 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
             disk: export.disk,
         }
     };
-    running.exports().into_iter().map(info).collect()
+    running.exports().list().into_iter().map(info).collect()
 }
 
 /// The disk of this name, or all.
 fn named_disks(running: &Running, name: Option<&str>) -> Result<Vec<Arc<RunningDisk>>> {
     match name {
-        Some(name) => Ok(vec![running.disk(name)?]),
-        None => Ok(running.disks()),
+        Some(name) => Ok(vec![running.disks().get(name)?]),
+        None => Ok(running.disks().all()),
     }
 }
 
@@ -267,7 +267,7 @@ fn limits(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
         let stats = disk.disk.throttle_stats();
         LimitInfo {
             disk: disk.name().to_owned(),
-            limits: disk.throttle().as_ref().map(LimitOptions::from).unwrap_or_default(),
+            limits: disk.limits(),
             waiting: stats.waiting,
             delayed: stats.delayed,
         }
@@ -277,17 +277,15 @@ fn limits(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
 }
 
 async fn limit(running: &Running, params: LimitSetParams) -> Outcome {
-    let throttle = params.limits.throttle().map_err(invalid)?;
+    params.limits.check().map_err(invalid)?;
     match (params.disk, params.group) {
-        (Some(disk), None) => running.limit_disk(&disk, throttle.as_ref()).await?,
+        (Some(disk), None) => running.limit(&disk, &params.limits).await?,
         (None, Some(_)) if params.limits.group.is_some() => {
             return Err(invalid("a group is in no other group".into()));
         }
         (None, Some(group)) => {
-            running.limit_group(
-                &group,
-                throttle.map(|throttle| throttle.limits).unwrap_or_default(),
-            )?;
+            let rates = params.limits.rates().map_err(invalid)?;
+            running.disks().limit_group(&group, rates)?;
         }
         _ => return Err(invalid("say disk or group, one of them".into())),
     }

@@ -1,11 +1,14 @@
 //! What the methods of forks and rollbacks do.
 
+use blockhouse_config::text_fields::check_absolute;
 use blockhouse_disk::RolledBack;
 
 use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
 use super::outcome::{Outcome, invalid, result};
-use crate::running::{ForkReport, Running};
-use crate::setup::disk_options::check_absolute;
+use crate::running::Running;
+use crate::running::forks::ForkReport;
+use crate::running::forks::fork_disks;
+use crate::running::rollbacks::roll_back_disk;
 
 /// Forks disks.
 pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
@@ -17,13 +20,13 @@ pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
         let paths = disk.overlay.iter().chain(disk.children.iter().map(|child| &child.path));
         paths.into_iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
     }
-    let ForkReport { pause, disks } = running.fork(disks).await?;
+    let ForkReport { pause, disks } = fork_disks(running, disks).await?;
     result(ForkResult { pause_us: pause.as_micros() as u64, disks })
 }
 
 /// Has a disk go back.
 pub(super) async fn roll_back(running: &Running, given: RollbackParams) -> Outcome {
     let RollbackParams { disk, force } = given;
-    let RolledBack { layer, overlay, pause } = running.roll_back(&disk, force).await?;
+    let RolledBack { layer, overlay, pause } = roll_back_disk(running, &disk, force).await?;
     result(RollbackResult { layer, overlay, pause_us: pause.length.as_micros() as u64 })
 }

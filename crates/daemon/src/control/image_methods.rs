@@ -2,11 +2,10 @@
 
 use std::path::PathBuf;
 
-use blockhouse_disk::ImageFormat;
+use blockhouse_config::text_fields::{Size, some_size, text};
+use blockhouse_disk::{Compression, ImageFormat};
 use schemars::JsonSchema;
 use serde::Deserialize;
-
-use crate::options::text_fields::{Size, some_size, text};
 
 /// A new image.
 #[derive(Debug, Deserialize, JsonSchema)]
@@ -40,15 +39,5 @@ pub struct ImageCreateParams {
     #[serde(default)]
     pub lazy_refcounts: bool,
     /// Of qcow2, how clusters will be compressed: zlib or zstd. Left out: zlib.
-    pub compression: Option<CompressionName>,
-}
-
-/// How clusters are compressed.
-#[derive(Clone, Copy, Debug, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum CompressionName {
-    /// Raw deflate.
-    Zlib,
-    /// A zstd frame.
-    Zstd,
+    pub compression: Option<Compression>,
 }

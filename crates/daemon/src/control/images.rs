@@ -1,13 +1,14 @@
 //! What the method of new images does.
 
-use blockhouse_disk::{Backing, Compression, CreateOptions, ImageFormat};
+use blockhouse_config::text_fields::check_absolute;
+use blockhouse_disk::{Backing, CreateOptions, ImageFormat};
 
-use super::image_methods::{CompressionName, ImageCreateParams};
+use super::image_methods::ImageCreateParams;
 use super::methods::Done;
 use super::outcome::{Outcome, invalid, result};
 use super::rpc::Failure;
 use crate::running::Running;
-use crate::setup::disk_options::check_absolute;
+use crate::running::images::create_image;
 
 /// Makes an image.
 pub(super) async fn create(running: &Running, given: ImageCreateParams) -> Outcome {
@@ -21,7 +22,7 @@ pub(super) async fn create(running: &Running, given: ImageCreateParams) -> Outco
         _ => return Err(invalid("images of this format are not made; use raw or qcow2".into())),
     };
     let path = &given.path;
-    running.create_image(path, given.size, options.as_ref(), given.overwrite).await?;
+    create_image(running, path, given.size, options.as_ref(), given.overwrite).await?;
     result(Done {})
 }
 
@@ -53,10 +54,7 @@ fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
         refcount_bits: given.refcount_bits.unwrap_or(usual.refcount_bits),
         lazy_refcounts: given.lazy_refcounts.into(),
         extended_l2: given.extended_l2.into(),
-        compression: match given.compression {
-            Some(CompressionName::Zstd) => Compression::Zstd,
-            Some(CompressionName::Zlib) | None => Compression::Zlib,
-        },
+        compression: given.compression.unwrap_or_default(),
         backing,
         ..usual
     })

@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
+use blockhouse_config::text_fields::{Size, some_size, some_text};
 use blockhouse_disk::ImageFormat;
+use blockhouse_jobs::CopyMode;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-
-use crate::options::text_fields::{Size, some_size, some_text};
 
 /// A job.
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
@@ -27,19 +27,6 @@ pub enum JobKind {
     /// Copies what the disk's image leaves to its backing file into the image while the guest goes
     /// on, and detaches the backing file.
     Stream,
-}
-
-/// Whether the guest's writes wait for their copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum JobCopyMode {
-    /// Where the copy does not converge otherwise.
-    #[default]
-    Auto,
-    /// Never.
-    Background,
-    /// From the start.
-    WriteBlocking,
 }
 
 /// A job to be started.
@@ -72,7 +59,7 @@ pub struct JobStartParams {
     /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background
     /// or write-blocking. Left out: auto.
     #[serde(default)]
-    pub mode: JobCopyMode,
+    pub mode: CopyMode,
     /// The most bytes a second that are copied in the background: a number, or a text like "100M".
     /// Left out: no limit.
     #[serde(default, deserialize_with = "some_size")]

@@ -4,19 +4,23 @@ use std::num::NonZeroU64;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
+use blockhouse_config::text_fields::check_absolute;
 use blockhouse_disk::is_address;
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, JobStage};
 use serde_json::Value;
 
 use super::job_methods::{
-    JobCompleteParams, JobCopyMode, JobInfo, JobKind, JobParams, JobSpeedParams, JobStartParams,
+    JobCompleteParams, JobInfo, JobKind, JobParams, JobSpeedParams, JobStartParams,
 };
 use super::methods::{Done, NoParams, PauseResult};
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::rpc::Failure;
+use crate::jobs::complete_job;
+use crate::jobs::start_commit;
+use crate::jobs::start_mirror;
+use crate::jobs::start_stream;
 use crate::jobs::{JobSetup, MirrorTarget, OnFailure, RunningJob, TargetSetup};
 use crate::running::Running;
-use crate::setup::disk_options::check_absolute;
 
 /// Carries a request out that is about jobs.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
@@ -52,7 +56,7 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
                 (false, true) => Completion::Copy,
                 (true, true) => return Err(invalid("say hand-over or copy, one of them".into())),
             };
-            let pause = running.complete_job(&job, completion).await?;
+            let pause = complete_job(running, &job, completion).await?;
             result(PauseResult { pause_us: pause.as_micros() as u64 })
         }
         "job.cancel" => {
@@ -82,22 +86,17 @@ pub(crate) fn listed(running: &Running) -> Vec<JobInfo> {
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
     let JobStartParams { kind, disk, target, target_disk, job: name, .. } = given;
     let JobStartParams { format, overwrite, decrypt, mode, speed, .. } = given;
-    if kind == JobKind::Stream && mode != JobCopyMode::Auto {
+    if kind == JobKind::Stream && mode != CopyMode::Auto {
         return Err(invalid("writes never wait for a stream: leave mode out".into()));
     }
     if kind != JobKind::Commit && decrypt {
         return Err(invalid("only a commit may decrypt: leave decrypt out".into()));
     }
-    let mode = match mode {
-        JobCopyMode::Auto => CopyMode::Auto,
-        JobCopyMode::Background => CopyMode::Background,
-        JobCopyMode::WriteBlocking => CopyMode::WriteBlocking,
-    };
     let setup = JobSetup { name, disk, mode, speed: speed.and_then(NonZeroU64::new) };
     let job = match (kind, target) {
         (JobKind::Mirror, None) if target_disk.is_some() && format.is_none() => {
             let target = MirrorTarget::Disk(target_disk.unwrap_or_default());
-            running.start_mirror(setup, target).await?
+            start_mirror(running, setup, target).await?
         }
         _ if target_disk.is_some() => {
             let what = "only a mirror goes to another disk, which has a format: leave target-disk out, or target and format";
@@ -108,14 +107,14 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
                 check_absolute(&location).map_err(invalid)?;
             }
             let target = TargetSetup { location, format, overwrite };
-            running.start_mirror(setup, MirrorTarget::Image(target)).await?
+            start_mirror(running, setup, MirrorTarget::Image(target)).await?
         }
         (JobKind::Mirror, None) => return Err(invalid("a mirror needs a target".into())),
         (JobKind::Commit, None) if format.is_none() && !overwrite => {
-            running.start_commit(setup, decrypt).await?
+            start_commit(running, setup, decrypt).await?
         }
         (JobKind::Stream, None) if format.is_none() && !overwrite => {
-            running.start_stream(setup, OnFailure::Fail).await?
+            start_stream(running, setup, OnFailure::Fail).await?
         }
         (JobKind::Commit | JobKind::Stream, _) => {
             let what = "only a mirror has another image as its target: leave target, format and overwrite out";

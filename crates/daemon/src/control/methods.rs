@@ -3,6 +3,8 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::limits::LimitsConfig;
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -15,8 +17,6 @@ use super::image_methods::ImageCreateParams;
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use super::transaction_methods::TransactionParams;
 use crate::events::Event;
-use crate::options::limit_options::LimitOptions;
-use crate::setup::disk_options::DiskOptions;
 
 /// The version of the protocol. It rises where something that worked works no longer; what is added
 /// shows in `server.version`.
@@ -328,7 +328,7 @@ pub struct LimitSetParams {
     /// All that is limited from now on; what is left out is not. A disk that is to share limits
     /// names a `group`, and rates only if these are the group's from now on.
     #[serde(default)]
-    pub limits: LimitOptions,
+    pub limits: LimitsConfig,
 }
 
 /// The limits of a disk.
@@ -337,7 +337,7 @@ pub struct LimitInfo {
     /// Its name.
     pub disk: String,
     /// Its limits; empty: none. Those of its group are the group's.
-    pub limits: LimitOptions,
+    pub limits: LimitsConfig,
     /// Requests that wait because of them.
     pub waiting: u64,
     /// Requests that waited or wait, since the disk was opened or joined its group.
@@ -411,7 +411,7 @@ pub(super) const METHODS: &[(&str, &str, MakeSchema)] = &[
     (
         "disk.open",
         "Opens a disk, and serves it where that is asked for.",
-        of::<DiskOptions, OpenResult>,
+        of::<DiskConfig, OpenResult>,
     ),
     ("disk.close", "Makes everything durable and closes a disk.", of::<CloseParams, Done>),
     (
@@ -548,7 +548,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::options::control_socket::all_methods;
+    use blockhouse_config::control_socket::all_methods;
 
     #[test]
     fn a_control_socket_knows_of_each_method_whether_it_changes_something() {

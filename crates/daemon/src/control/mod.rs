@@ -12,6 +12,7 @@
 //! - `snapshots`: those of snapshots
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
 //! - `server`, `line_stream`, `gate`: connections; `client`: the other end
+//! - `upgrades`: those that are asked for, until the main thread carries them out
 
 mod backup_methods;
 mod backups;
@@ -36,6 +37,7 @@ mod server;
 mod snapshots;
 mod transaction_methods;
 mod transactions;
+pub(crate) mod upgrades;
 
 pub use client::{Connection, RpcError};
 pub(crate) use dispatch::call;

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::control_socket::Answers;
 use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::uri::Address;
 use blockhouse_nbd::{BoundSocket, SocketFile};
@@ -31,9 +32,8 @@ use super::rpc::{
     self, Call, Failure, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR, UNKNOWN_METHOD,
     notification, response,
 };
+use super::upgrades::{EncryptedClients, UpgradeRequests};
 use crate::events::{Event, Subscription};
-use crate::hand_over::requests::{EncryptedClients, UpgradeRequests};
-use crate::options::control_socket::Answers;
 use crate::process::workers::Workers;
 use crate::running::Running;
 

@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
+use blockhouse_config::text_fields::{Size, some_size};
 use schemars::JsonSchema;
 use serde::Deserialize;
 
 use super::bitmap_methods::{BitmapAddParams, BitmapMergeParams, BitmapParams};
-use crate::options::text_fields::{Size, some_size};
 
 /// Changes that are made at one moment, all or none.
 #[derive(Debug, Deserialize, JsonSchema)]

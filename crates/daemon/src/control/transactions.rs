@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU64;
 
+use blockhouse_config::text_fields::check_absolute;
 use blockhouse_disk::{BitmapAction, BitmapChange, NewBitmap};
 use blockhouse_jobs::CopyMode;
 
@@ -11,8 +12,8 @@ use super::outcome::{Outcome, invalid, result};
 use super::rpc::Failure;
 use super::transaction_methods::{BackupPartParams, BitmapChangeParams, TransactionParams};
 use crate::jobs::JobSetup;
-use crate::running::{BackupKind, BackupPart, Running};
-use crate::setup::disk_options::check_absolute;
+use crate::running::Running;
+use crate::running::transactions::{self, BackupKind, BackupPart};
 
 /// Changes bitmaps, and begins backups, at one moment.
 pub(super) async fn transact(running: &Running, given: TransactionParams) -> Outcome {
@@ -21,7 +22,8 @@ pub(super) async fn transact(running: &Running, given: TransactionParams) -> Out
         return Err(invalid("a transaction without a change; name one".into()));
     }
     let backups = backups.into_iter().map(backup).collect::<Result<_, _>>()?;
-    let pause = running.transact(bitmaps.into_iter().map(change).collect(), backups).await?;
+    let pause =
+        transactions::transact(running, bitmaps.into_iter().map(change).collect(), backups).await?;
     result(PauseResult { pause_us: pause.as_micros() as u64 })
 }
 

@@ -3,5 +3,5 @@
 
 pub(crate) mod sockets;
 pub(crate) mod tls;
-pub mod ublk;
+pub(crate) mod ublk;
 pub(crate) mod vhost_user;

@@ -8,6 +8,8 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::offers::Offer;
+use blockhouse_config::server::TlsSetup;
 use blockhouse_engine::Stream;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions, TlsMode};
@@ -15,8 +17,6 @@ use blockhouse_storage::Location;
 use listenfd::ListenFd;
 
 use crate::process::kept_sockets;
-use crate::setup::TlsSetup;
-use crate::setup::offers::Offer;
 
 /// A listening socket and its exports.
 pub struct ListenSocket {

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_config::server::TlsSetup;
 use blockhouse_nbd::uri::{Address, Security};
 use blockhouse_nbd::{Server, SocketTls, TlsFiles, TlsMode, TlsServer};
-
-use crate::setup::TlsSetup;
 
 /// TLS of all sockets.
 pub struct Tls {

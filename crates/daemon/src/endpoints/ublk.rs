@@ -6,13 +6,14 @@
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::setup::{Setup, UblkSetup};
 use blockhouse_disk::ImageDisk;
-use blockhouse_engine::{DeviceCommands, Engine};
+use blockhouse_engine::Engine;
 use blockhouse_storage::ImageStorage;
 use blockhouse_ublk::{DeviceOptions, HandedOverDevice, PreparedDevice};
 
 use crate::process::workers::Workers;
-use crate::setup::{DiskSetup, Setup, UblkSetup};
 
 /// How many requests a queue may have in flight, if the loop has room.
 const MAX_DEPTH: usize = 128;
@@ -26,14 +27,6 @@ pub(crate) type PreparedUblk = PreparedDevice<ImageStorage>;
 pub(crate) type UblkOfDisk = (PreparedUblk, usize);
 /// One that another process still serves, with the place of its disk.
 pub(crate) type HandedOverUblk = (HandedOverDevice, usize);
-
-/// Whether loops send commands to devices.
-pub fn commands(devices: &[UblkSetup]) -> DeviceCommands {
-    match devices {
-        [] => DeviceCommands::Refused,
-        _ => DeviceCommands::Allowed,
-    }
-}
 
 /// Finds out whether a server can have the devices of its setup.
 ///
@@ -111,7 +104,7 @@ pub(crate) fn take_over(
 }
 
 /// The identity of an image: the place where it is, and the snapshot of it.
-fn image_of(disk: &DiskSetup) -> String {
+fn image_of(disk: &DiskConfig) -> String {
     let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
     match &disk.snapshot {
         Some(snapshot) => format!("{}\n{snapshot}", path.display()),

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::setup::Setup;
 use blockhouse_disk::Access;
 use blockhouse_engine::{Engine, EngineReport};
 use blockhouse_nbd::uri::Address;
@@ -11,7 +12,6 @@ use blockhouse_storage::ImageStorage;
 use blockhouse_vhost_user::{Device, PreparedFrontend, RegisteredMemory, Server};
 
 use crate::process::kept_sockets;
-use crate::setup::Setup;
 
 /// A listening socket of front-ends.
 pub struct DeviceSocket {
@@ -37,7 +37,7 @@ pub struct ServedDevice {
 /// Listens at all sockets.
 pub fn listen(setup: &Setup) -> Result<Vec<DeviceOfDisk>> {
     let listen = |(path, disk): &(PathBuf, usize)| {
-        let bound = kept_sockets::bind(&Address::Unix(path.clone()), setup.permissions)?;
+        let bound = kept_sockets::bind(&Address::Unix(path.clone()), setup.server.permissions())?;
         Ok((DeviceSocket { bound, frontend: None, access: Access::ReadWrite }, *disk))
     };
     setup.devices.iter().map(listen).collect()
@@ -46,7 +46,7 @@ pub fn listen(setup: &Setup) -> Result<Vec<DeviceOfDisk>> {
 /// Whether guests' memory is registered: only rings have a place for it.
 pub fn registered_memory(report: &EngineReport, setup: &Setup) -> RegisteredMemory {
     match report.engine {
-        Engine::IoUring => setup.register_memory,
+        Engine::IoUring => setup.server.registered_memory(),
         Engine::LinuxAio | Engine::Threads => RegisteredMemory::Off,
     }
 }

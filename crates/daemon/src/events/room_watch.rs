@@ -9,11 +9,11 @@
 
 use std::sync::Arc;
 
+use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::Room;
 use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
-use crate::options::threshold::Threshold;
 
 /// The watch of a disk's room.
 pub(crate) struct RoomWatch {

@@ -17,10 +17,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use blockhouse_disk::{
-    Access, HandedFile, HandedOverDisk, RemoteBacking, StateUse, open_handed_over,
-};
-use blockhouse_engine::{DeviceCommands, OpenFiles, Stream, peer_process};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::offers::Offer as ExportOffer;
+use blockhouse_config::setup::Setup;
+use blockhouse_disk::{Access, HandedFile, HandedOverDisk, StateUse, open_handed_over};
+use blockhouse_engine::{OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use blockhouse_ublk::HandedOverDevice;
@@ -35,7 +36,6 @@ use super::format::{
     Address, Connection, Device, Frontend, Listening, Message, Offer, Socket, Ublk, Yours,
 };
 use super::frontends::front_end;
-use crate::config::ConfiguredDisk;
 use crate::endpoints::sockets::ListenSocket;
 use crate::endpoints::ublk::HandedOverUblk;
 use crate::endpoints::vhost_user::{DeviceOfDisk, DeviceSocket, registered_memory};
@@ -44,8 +44,6 @@ use crate::process::workers::Workers;
 use crate::running::open::{image_options, state_use};
 use crate::running::{EarlierLife, Moved, OpenedDisk};
 use crate::sandbox;
-use crate::setup::offers::Offer as ExportOffer;
-use crate::setup::{DiskSetup, Setup};
 
 /// How long the source may take to make its offer.
 const OFFER_TIME: Duration = Duration::from_secs(10);
@@ -60,7 +58,7 @@ pub struct TakenOver {
     /// The disks.
     pub disks: Vec<OpenedDisk>,
     /// The disks that the source's command line or configuration asks for.
-    pub configured: Vec<ConfiguredDisk>,
+    pub configured: Vec<DiskConfig>,
     /// The listening sockets, with their connections.
     pub sockets: Vec<ListenSocket>,
     /// The sockets of devices, with their front-ends.
@@ -78,7 +76,7 @@ pub struct TakenOver {
 /// The source's offer, with its descriptors.
 struct Offered {
     disks: Vec<OfferedDisk>,
-    configured: Vec<ConfiguredDisk>,
+    configured: Vec<DiskConfig>,
     sockets: Vec<Handed<Socket>>,
     devices: Vec<OfferedDevice>,
     ublk: Vec<HandedOverUblk>,
@@ -91,7 +89,7 @@ type Handed<T> = (T, OwnedFd, Option<OwnedFd>);
 
 /// A disk that the source has open.
 struct OfferedDisk {
-    setup: DiskSetup,
+    setup: DiskConfig,
     earlier: EarlierLife,
     is_protected: bool,
     files: Vec<HandedFile>,
@@ -130,8 +128,8 @@ pub fn take_over(setup: &Setup) -> Result<TakenOver> {
 
 /// Makes what the sandbox forbids to make, and enters it.
 fn confined(setup: &Setup) -> Result<(Workers, StateUse)> {
-    let workers = Workers::start(setup.workers, setup.loops)?;
-    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
+    let workers = Workers::start(setup.server.workers.into(), setup.loops())?;
+    let state = state_use(&setup.server.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     sandbox::enter_to_take_over(setup, &workers)?;
     Ok((workers, state))
 }
@@ -146,7 +144,7 @@ fn prepare(
     let Message::Offer(offer) = frame.message else { bail!("no offer came") };
     reach(Step::DestinationOffered);
     let offered = Offered::new(offer, frame.descriptors.into())?;
-    if !offered.ublk.is_empty() && setup.loops.commands == DeviceCommands::Refused {
+    if !offered.ublk.is_empty() && setup.ublk.is_empty() {
         bail!("the command line of the new server has no ublk device, and that of the old one has");
     }
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
@@ -318,19 +316,19 @@ impl OfferedDisk {
         }
         let earlier = EarlierLife {
             moved: moved.map(MovedTo::moved).transpose()?,
-            limits: limits.map(Limits::throttle).transpose()?,
+            limits: limits.map(Limits::config).transpose()?.unwrap_or_default(),
         };
-        Ok(Self { setup: opened.setup()?, earlier, is_protected, files, stands_on })
+        Ok(Self { setup: opened.config()?, earlier, is_protected, files, stands_on })
     }
 
     /// How its image is opened: where it is now, and by the files that were handed over alone.
-    fn image_setup(&self) -> DiskSetup {
-        let (allow_paths, remote_backing) = (Vec::new(), RemoteBacking::Refused);
-        let setup = DiskSetup { allow_paths, remote_backing, ..self.setup.clone() };
+    fn image_setup(&self) -> DiskConfig {
+        let setup =
+            DiskConfig { allow_paths: Vec::new(), allow_remote: false, ..self.setup.clone() };
         match self.earlier.moved.clone() {
             None => setup,
             Some(Moved { path, format, cache }) => {
-                DiskSetup { path, format: Some(format), cache, ..setup }
+                DiskConfig { path, format: Some(format), cache, ..setup }
             }
         }
     }
@@ -338,7 +336,7 @@ impl OfferedDisk {
 
 /// A disk that is open here, and still the source's.
 struct PreparedDisk {
-    setup: DiskSetup,
+    setup: DiskConfig,
     earlier: EarlierLife,
     is_protected: bool,
     disk: HandedOverDisk,
@@ -373,7 +371,7 @@ fn open_all(
         let OfferedDisk { setup, earlier, is_protected, files, stands_on } = offered;
         let behind = stands_on.map(|StandsOn { disk, depth }| {
             let layer = prepared[disk].disk.layer_at(depth);
-            layer.with_context(|| format!("{}: nothing is there to stand on", setup.name))
+            layer.with_context(|| format!("{}: nothing is there to stand on", setup.name()))
         });
         let behind = behind.transpose()?;
         let disk = workers.run(move || async move {
@@ -416,7 +414,7 @@ fn prepare_all(
     let mut prepared = Vec::new();
     for (record, device) in frontends.into_iter().zip(devices) {
         let paused = record.map(|record| front_end(record, descriptors)).transpose()?;
-        let prepare = |paused| PreparedFrontend::new(paused, setup.queues, memory);
+        let prepare = |paused| PreparedFrontend::new(paused, setup.server.queues(), memory);
         let cannot = || format!("{}: cannot take over the front-end", device.path().display());
         prepared.push(paused.map(prepare).transpose().with_context(cannot)?);
     }

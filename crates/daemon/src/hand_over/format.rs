@@ -179,9 +179,9 @@ pub struct Connection {
     /// The canonical name of its export.
     pub export: String,
     /// How requests and replies are framed.
-    pub framing: FramingName,
+    pub framing: Framing,
     /// The metadata contexts that were negotiated, with the ids that replies have.
-    pub contexts: Vec<(u32, ContextName)>,
+    pub contexts: Vec<(u32, MetaContext)>,
     /// Whether it has ever sent a request.
     pub is_used: bool,
     /// Bytes that were received, and belong to no request that was executed.
@@ -309,71 +309,13 @@ pub enum KickName {
     Polled,
 }
 
-/// A framing of NBD.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum FramingName {
-    /// Compact requests, simple replies.
-    Simple,
-    /// Compact requests, structured replies.
-    Structured,
-    /// Extended requests and replies.
-    Extended,
-}
-
-/// A metadata context of NBD.
-#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ContextName {
-    /// `base:allocation`.
-    Allocation,
-    /// `qemu:dirty-bitmap:` and this.
-    DirtyBitmap(String),
-    /// `qemu:allocation-depth`.
-    AllocationDepth,
-}
-
-impl From<&ContextName> for MetaContext {
-    fn from(name: &ContextName) -> Self {
-        match name {
-            ContextName::Allocation => Self::Allocation,
-            ContextName::DirtyBitmap(name) => Self::DirtyBitmap(name.clone()),
-            ContextName::AllocationDepth => Self::AllocationDepth,
-        }
-    }
-}
-
-impl From<&MetaContext> for ContextName {
-    fn from(context: &MetaContext) -> Self {
-        match context {
-            MetaContext::Allocation => Self::Allocation,
-            MetaContext::DirtyBitmap(name) => Self::DirtyBitmap(name.clone()),
-            MetaContext::AllocationDepth => Self::AllocationDepth,
-        }
-    }
-}
-
 impl Connection {
     /// The options of the handshake.
     pub fn options(&self) -> NegotiatedOptions {
         NegotiatedOptions {
             export: self.export.clone(),
-            framing: match self.framing {
-                FramingName::Simple => Framing::Simple,
-                FramingName::Structured => Framing::Structured,
-                FramingName::Extended => Framing::Extended,
-            },
-            contexts: self.contexts.iter().map(|(id, name)| (*id, name.into())).collect(),
-        }
-    }
-}
-
-impl From<Framing> for FramingName {
-    fn from(framing: Framing) -> Self {
-        match framing {
-            Framing::Simple => Self::Simple,
-            Framing::Structured => Self::Structured,
-            Framing::Extended => Self::Extended,
+            framing: self.framing,
+            contexts: self.contexts.clone(),
         }
     }
 }

@@ -7,7 +7,6 @@
 //! - [`source`]: the server that hands over
 //! - [`destination`]: the process that takes over
 //! - [`frontends`]: front-ends of vhost-user-blk devices as the format has them
-//! - [`requests`]: from the control socket to the main thread
 //! - [`fault`]: deaths at chosen steps, for tests
 
 pub mod channel;
@@ -15,5 +14,4 @@ pub mod destination;
 mod fault;
 pub mod format;
 mod frontends;
-pub mod requests;
 pub mod source;

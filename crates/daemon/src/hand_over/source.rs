@@ -28,12 +28,12 @@ use super::format::{
     Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION, Yours,
 };
 use super::frontends;
-use super::requests::EncryptedClients;
 use crate::control::Closed;
+use crate::control::upgrades::EncryptedClients;
 use crate::launcher::{Launched, Launcher};
 use crate::process::service_manager;
 use crate::running::{RunningDevice, RunningDisk, ServedSocket};
-use crate::server::service::Service;
+use crate::service::Service;
 
 /// How long the destination may take to be ready, and to take over.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
@@ -145,12 +145,12 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
 /// longer than clients wait.
 fn check_keys(service: &Service) -> Result<()> {
     let needs_key =
-        |disk: &Arc<RunningDisk>| disk.disk.has_encrypted_layer() || !disk.setup.keys.is_empty();
+        |disk: &Arc<RunningDisk>| disk.disk.has_encrypted_layer() || !disk.setup.keys().is_empty();
     match service.disks().iter().find(|disk| needs_key(disk)) {
         None => Ok(()),
         Some(disk) => bail!(
             "the disk {:?} is encrypted, and its key is not handed over; stop this server and start the new one",
-            disk.setup.name
+            disk.name()
         ),
     }
 }
@@ -163,7 +163,7 @@ fn check_held(service: &Service) -> Result<()> {
         Some(disk) => bail!(
             "{} requests of the disk {:?} wait for room on the host; make room, and upgrade when they are done",
             held(disk),
-            disk.setup.name
+            disk.name()
         ),
     }
 }
@@ -172,7 +172,7 @@ fn check_held(service: &Service) -> Result<()> {
 /// opened for writing.
 fn check_jobs(service: &Service) -> Result<()> {
     let has_base = |disk: &Arc<RunningDisk>| disk.disk.base().is_some();
-    if let Some(disk) = service.running().disks().into_iter().find(has_base)
+    if let Some(disk) = service.running().disks().all().into_iter().find(has_base)
         && service.running().jobs().check_free(disk.name()).is_ok()
     {
         bail!(
@@ -197,7 +197,7 @@ fn check_jobs(service: &Service) -> Result<()> {
 
 /// Refuses where a fork has left a layer that could not be made durable.
 fn check_layers(service: &Service) -> Result<()> {
-    for disk in service.running().disks() {
+    for disk in service.running().disks().all() {
         if disk.disk.has_unstable_layer() {
             bail!(
                 "what the disk {:?} stands on since its fork is not durable, and cannot be handed over; stop this server and start the new one",
@@ -210,7 +210,7 @@ fn check_layers(service: &Service) -> Result<()> {
 
 /// Refuses where a backup goes on: what its disks were is known to this process alone.
 fn check_backups(service: &Service) -> Result<()> {
-    match service.running().backups().first() {
+    match service.running().backups().list().first() {
         None => Ok(()),
         Some(backup) => bail!(
             "the backup {:?} goes on, and cannot be handed over; end it first ('blockhouse ctl SOCKET backup end')",
@@ -347,8 +347,8 @@ fn record(paused: &PausedConnection, sockets: &[Arc<ServedSocket>]) -> Result<Co
         // The connections of a socket end before it is closed.
         socket: socket.context("a client's socket is no longer served")?,
         export: session.options.export.clone(),
-        framing: session.options.framing.into(),
-        contexts: session.options.contexts.iter().map(|(id, one)| (*id, one.into())).collect(),
+        framing: session.options.framing,
+        contexts: session.options.contexts.clone(),
         is_used: session.is_used,
         received: session.received.len() as u64,
     })
@@ -410,9 +410,10 @@ fn offer_of<'a>(
         descriptors.extend(control.file().map(AsFd::as_fd));
         Listening { address: control.address().into(), has_file: control.file().is_some() }
     });
+    let configured = service.running().configuration().disks();
     let offer = Offer {
         disks: offered,
-        configured: service.running().configured().iter().map(Configured::from).collect(),
+        configured: configured.iter().map(Configured::of).collect::<Result<_>>()?,
         sockets: listening,
         devices: guests,
         ublk,
@@ -471,10 +472,10 @@ fn disk_record<'a>(
         descriptors.extend(open.flushed);
     }
     let record = Disk {
-        opened: Opened::from(&running.setup_now()),
+        opened: Opened::of(&running.setup_now())?,
         moved: running.moved().as_ref().map(MovedTo::from),
         is_protected: disk.access() != disk.opened_access(),
-        limits: running.throttle().as_ref().map(Limits::from),
+        limits: Limits::of(&running.limits())?,
         files,
         stands_on: shared.map(|(_, stands_on)| stands_on),
     };

@@ -58,37 +58,35 @@ impl CopiedBitmap {
     }
 }
 
-impl Running {
-    /// Starts a job that copies a disk as it was to `target`, which is claimed like the disk and
-    /// was checked.
-    ///
-    /// # Errors
-    /// The name of the job is taken, or the server ends.
-    pub(crate) fn start_backup(
-        &self,
-        setup: JobSetup,
-        source: FrozenSource,
-        target: &RunningDisk,
-    ) -> Result<Arc<RunningJob>> {
-        let names = (target.path().display().to_string(), Some(target.name().to_owned()));
-        let of = (source.disk.name(), &source.disk.disk);
-        let (job, handle) = self.jobs().register(setup.name, "backup", of, names)?;
-        job.control.set_speed(setup.speed);
-        let target = Arc::clone(&target.disk);
-        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
-            let FrozenSource { disk, view, only, synced } = source;
-            let end = match copy(job, &view, target, only).await {
-                Ok(end) => end,
-                Err(error) => JobEnd::Failed(error.to_string()),
-            };
-            view.thaw();
-            match synced {
-                Some(bitmap) => sync(&disk.disk, bitmap, end).await,
-                None => end,
-            }
-        });
-        Ok(job)
-    }
+/// Starts a job that copies a disk as it was to `target`, which is claimed like the disk and
+/// was checked.
+///
+/// # Errors
+/// The name of the job is taken, or the server ends.
+pub(crate) fn start_backup(
+    running: &Running,
+    setup: JobSetup,
+    source: FrozenSource,
+    target: &RunningDisk,
+) -> Result<Arc<RunningJob>> {
+    let names = (target.path().display().to_string(), Some(target.name().to_owned()));
+    let of = (source.disk.name(), &source.disk.disk);
+    let (job, handle) = running.jobs().register(setup.name, "backup", of, names)?;
+    job.control.set_speed(setup.speed);
+    let target = Arc::clone(&target.disk);
+    run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
+        let FrozenSource { disk, view, only, synced } = source;
+        let end = match copy(job, &view, target, only).await {
+            Ok(end) => end,
+            Err(error) => JobEnd::Failed(error.to_string()),
+        };
+        view.thaw();
+        match synced {
+            Some(bitmap) => sync(&disk.disk, bitmap, end).await,
+            None => end,
+        }
+    });
+    Ok(job)
 }
 
 async fn copy(

@@ -21,79 +21,75 @@ use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
 
 use super::{JobSetup, RunningJob, run_job};
 use crate::running::open::image_options;
+use crate::running::recording::keep_vouching;
+use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
 
-impl Running {
-    /// Starts a commit. When this returns the backing file is open for writing, as long as the
-    /// disk, and the job is listed.
-    ///
-    /// # Errors
-    /// There is no such disk, it is read-only or has a job, or its backing file cannot be written
-    /// to: others use it, or it is longer; or it is not encrypted and the image is, unless
-    /// `decrypt` says that this is meant.
-    pub(crate) async fn start_commit(
-        &self,
-        setup: JobSetup,
-        decrypt: bool,
-    ) -> Result<Arc<RunningJob>> {
-        let claimed = self.claim_disk(&setup.disk).await?;
-        let source = Arc::clone(&claimed.disk);
-        if source.setup.is_read_only() {
-            bail!(
-                "the disk {:?} is read-only: commit its image with 'blockhouse commit', or open it for writing",
-                setup.disk
-            );
-        }
-        self.check_free(&setup.disk)?;
-        if !decrypt {
-            check_encryption(&source)?;
-        }
-        let state = self.state_use(&source.setup)?;
-        let base = self.base_of(&source).await?;
-        let name = base.image_name().to_owned();
-        let (job, handle) = self.jobs().register(
-            setup.name,
-            "commit",
-            (&setup.disk, &source.disk),
-            (name, None),
-        )?;
-        job.control.set_speed(setup.speed);
-        let mode = setup.mode;
-        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
-            commit(job, &source, base, mode, state).await
-        });
-        Ok(job)
+/// Starts a commit. When this returns the backing file is open for writing, as long as the
+/// disk, and the job is listed.
+///
+/// # Errors
+/// There is no such disk, it is read-only or has a job, or its backing file cannot be written
+/// to: others use it, or it is longer; or it is not encrypted and the image is, unless
+/// `decrypt` says that this is meant.
+pub(crate) async fn start_commit(
+    running: &Running,
+    setup: JobSetup,
+    decrypt: bool,
+) -> Result<Arc<RunningJob>> {
+    let claimed = running.claim_disk(&setup.disk).await?;
+    let source = Arc::clone(&claimed.disk);
+    if source.setup.is_read_only() {
+        bail!(
+            "the disk {:?} is read-only: commit its image with 'blockhouse commit', or open it for writing",
+            setup.disk
+        );
     }
+    running.check_free(&setup.disk)?;
+    if !decrypt {
+        check_encryption(&source)?;
+    }
+    let state = running.state_use(&source.setup)?;
+    let base = base_of(running, &source).await?;
+    let name = base.image_name().to_owned();
+    let (job, handle) =
+        running.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), (name, None))?;
+    job.control.set_speed(setup.speed);
+    let mode = setup.mode;
+    run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
+        commit(job, &source, base, mode, state).await
+    });
+    Ok(job)
+}
 
-    /// The backing file of a disk, open for writing and as long as the disk.
-    async fn base_of(&self, source: &RunningDisk) -> Result<Arc<ImageDisk>> {
-        let disk = &source.disk;
-        if let Some(base) = disk.base() {
-            disk.settle_base().await?;
-            return fit(base, disk.size()).await.map(|()| Arc::clone(base));
-        }
-        if let Some(behind) = disk.layer_at(1) {
-            check_size(behind.name, behind.size, disk.size())?;
-            self.sandbox().check_image(Path::new(behind.name))?;
-        }
-        self.check_nobody_stands(source)?;
-        let options = image_options(&source.setup, &StateUse::Off)?;
-        let base = open_base(disk, &source.path(), options).await?;
-        // From now on it is not what the disk was at its fork.
-        if is_forked(Path::new(base.image_name())) {
-            record_committed(Path::new(base.image_name()), &source.path())?;
-        }
-        let fitted = fit(&base, disk.size()).await;
-        // Also where it cannot be made longer: it is the only opening that is locked.
-        if let Err(error) = disk.attach_base(Arc::clone(&base)).await {
-            // The error that counts is the first one.
-            let _ = base.close().await;
-            return Err(error.into());
-        }
-        self.keep_vouching(&base);
+/// The backing file of a disk, open for writing and as long as the disk.
+async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDisk>> {
+    let disk = &source.disk;
+    if let Some(base) = disk.base() {
         disk.settle_base().await?;
-        fitted.map(|()| base)
+        return fit(base, disk.size()).await.map(|()| Arc::clone(base));
     }
+    if let Some(behind) = disk.layer_at(1) {
+        check_size(behind.name, behind.size, disk.size())?;
+        running.sandbox().check_image(Path::new(behind.name))?;
+    }
+    check_nobody_stands(running, source)?;
+    let options = image_options(&source.setup, &StateUse::Off)?;
+    let base = open_base(disk, &source.path(), options).await?;
+    // From now on it is not what the disk was at its fork.
+    if is_forked(Path::new(base.image_name())) {
+        record_committed(Path::new(base.image_name()), &source.path())?;
+    }
+    let fitted = fit(&base, disk.size()).await;
+    // Also where it cannot be made longer: it is the only opening that is locked.
+    if let Err(error) = disk.attach_base(Arc::clone(&base)).await {
+        // The error that counts is the first one.
+        let _ = base.close().await;
+        return Err(error.into());
+    }
+    keep_vouching(running, &base);
+    disk.settle_base().await?;
+    fitted.map(|()| base)
 }
 
 /// Refuses to store in the clear what is encrypted.

@@ -29,129 +29,127 @@ pub(crate) enum MirrorTarget {
     Disk(String),
 }
 
-impl Running {
-    /// Starts a mirror. When this returns its target is open, and it is listed.
-    ///
-    /// # Errors
-    /// There is no such disk, it is read-only or has a job, or the target cannot be used.
-    pub(crate) async fn start_mirror(
-        &self,
-        setup: JobSetup,
-        target: MirrorTarget,
-    ) -> Result<Arc<RunningJob>> {
-        let _claimed = self.claim_mirror(&setup.disk, &target).await;
-        let source = self.disk(&setup.disk)?;
-        if source.setup.is_read_only() {
-            bail!(
-                "the disk {:?} is read-only: copy its image with 'blockhouse convert'",
-                setup.disk
-            );
-        }
-        self.check_free(&setup.disk)?;
-        let (target, names) = self.open_target(&source, target).await?;
-        let apart = check_apart(&target.disk, &source.disk);
-        if let Err(error) = apart.and_then(|()| source.disk.check_successor(&target.disk)) {
-            let created = target.created.clone();
-            drop(target);
-            remove(created.as_deref());
-            return Err(error.into());
-        }
-        let taken = names.1.clone().map(|disk| (self.taken(), disk));
-        let registered =
-            self.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), names);
-        let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
-        job.control.set_speed(setup.speed);
-        let mode = setup.mode;
-        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
-            let end = copy(job, &source, target, mode).await;
-            let is_switched =
-                matches!(end, JobEnd::Completed { completion: Completion::Switch, .. });
-            if let Some((list, disk)) = taken.filter(|_| is_switched) {
-                list.forget(&disk);
-            }
-            end
-        });
-        Ok(job)
+/// Starts a mirror. When this returns its target is open, and it is listed.
+///
+/// # Errors
+/// There is no such disk, it is read-only or has a job, or the target cannot be used.
+pub(crate) async fn start_mirror(
+    running: &Running,
+    setup: JobSetup,
+    target: MirrorTarget,
+) -> Result<Arc<RunningJob>> {
+    let _claimed = claim_mirror(running, &setup.disk, &target).await;
+    let source = running.disks().get(&setup.disk)?;
+    if source.setup.is_read_only() {
+        bail!("the disk {:?} is read-only: copy its image with 'blockhouse convert'", setup.disk);
     }
-
-    async fn claim_mirror(&self, disk: &str, target: &MirrorTarget) -> Claim<'_> {
-        let mut names = vec![Name::Disk(disk.to_owned())];
-        if let MirrorTarget::Disk(target) = target {
-            names.push(Name::Disk(target.clone()));
-        }
-        self.claims().claim(names).await
+    running.check_free(&setup.disk)?;
+    let (target, names) = open_target(running, &source, target).await?;
+    let apart = check_apart(&target.disk, &source.disk);
+    if let Err(error) = apart.and_then(|()| source.disk.check_successor(&target.disk)) {
+        let created = target.created.clone();
+        drop(target);
+        remove(created.as_deref());
+        return Err(error.into());
     }
+    let taken = names.1.clone().map(|disk| (Arc::clone(running.disks()), disk));
+    let registered =
+        running.jobs().register(setup.name, "mirror", (&setup.disk, &source.disk), names);
+    let (job, handle) = registered.inspect_err(|_| remove(target.created.as_deref()))?;
+    job.control.set_speed(setup.speed);
+    let mode = setup.mode;
+    run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
+        let end = copy(job, &source, target, mode).await;
+        let is_switched = matches!(end, JobEnd::Completed { completion: Completion::Switch, .. });
+        if let Some((list, disk)) = taken.filter(|_| is_switched) {
+            list.forget(&disk);
+        }
+        end
+    });
+    Ok(job)
+}
 
-    /// The target, with its name and that of its disk.
-    async fn open_target(
-        &self,
-        source: &RunningDisk,
-        target: MirrorTarget,
-    ) -> Result<(Target, (String, Option<String>))> {
-        match target {
-            MirrorTarget::Image(target) => {
-                self.sandbox().check_image(&target.location)?;
-                let name = target.location.display().to_string();
-                self.jobs().check_target_free(&name)?;
-                let state = self.state_use(&source.setup)?;
-                let target = target.open(&source.setup, source.disk.size(), state).await?;
-                Ok((target, (name, None)))
-            }
-            MirrorTarget::Disk(name) => {
-                let disk = self.check_target_disk(&name, source.name())?;
-                let path = disk.path().display().to_string();
-                check(&disk.disk, source.disk.size())?;
-                let disk = Arc::clone(&disk.disk);
-                Ok((Target { disk, is_zero: false, created: None }, (path, Some(name))))
-            }
+async fn claim_mirror<'a>(running: &'a Running, disk: &str, target: &MirrorTarget) -> Claim<'a> {
+    let mut names = vec![Name::Disk(disk.to_owned())];
+    if let MirrorTarget::Disk(target) = target {
+        names.push(Name::Disk(target.clone()));
+    }
+    running.claims().claim(names).await
+}
+
+/// The target, with its name and that of its disk.
+async fn open_target(
+    running: &Running,
+    source: &RunningDisk,
+    target: MirrorTarget,
+) -> Result<(Target, (String, Option<String>))> {
+    match target {
+        MirrorTarget::Image(target) => {
+            running.sandbox().check_image(&target.location)?;
+            let name = target.location.display().to_string();
+            running.jobs().check_target_free(&name)?;
+            let state = running.state_use(&source.setup)?;
+            let target = target.open(&source.setup, source.disk.size(), state).await?;
+            Ok((target, (name, None)))
+        }
+        MirrorTarget::Disk(name) => {
+            let disk = check_target_disk(running, &name, source.name())?;
+            let path = disk.path().display().to_string();
+            check(&disk.disk, source.disk.size())?;
+            let disk = Arc::clone(&disk.disk);
+            Ok((Target { disk, is_zero: false, created: None }, (path, Some(name))))
         }
     }
+}
 
-    /// The disk of this name, if a job may write to it.
-    pub(crate) fn check_target_disk(&self, name: &str, source: &str) -> Result<Arc<RunningDisk>> {
-        if name == source {
-            bail!("the disk {name:?} cannot be copied to itself");
-        }
-        let disk = self.disk(name)?;
-        self.check_free(name)?;
-        if disk.setup.is_read_only() {
-            bail!("the disk {name:?} is read-only, and cannot be written to");
-        }
-        if let Some(export) = self.exports_of(name).first() {
-            bail!(
-                "the disk {name:?} is served at {}, and all that is in it would be lost; remove its exports first",
-                export.address
-            );
-        }
-        Ok(disk)
+/// The disk of this name, if a job may write to it.
+pub(crate) fn check_target_disk(
+    running: &Running,
+    name: &str,
+    source: &str,
+) -> Result<Arc<RunningDisk>> {
+    if name == source {
+        bail!("the disk {name:?} cannot be copied to itself");
     }
+    let disk = running.disks().get(name)?;
+    running.check_free(name)?;
+    if disk.setup.is_read_only() {
+        bail!("the disk {name:?} is read-only, and cannot be written to");
+    }
+    if let Some(export) = running.exports().of_disk(name).first() {
+        bail!(
+            "the disk {name:?} is served at {}, and all that is in it would be lost; remove its exports first",
+            export.address
+        );
+    }
+    Ok(disk)
+}
 
-    /// Asks a job to complete, and waits for its end; for how long the guest's changes were held
-    /// off. What it was to do is done durably.
-    ///
-    /// # Errors
-    /// There is no such job, it ends otherwise, or it cannot be completed yet: then it goes on.
-    pub(crate) async fn complete_job(
-        &self,
-        name: &str,
-        completion: Completion,
-    ) -> Result<Duration> {
-        let job = self.jobs().find(name)?;
-        if completion != Completion::Switch && job.kind != "mirror" {
-            bail!("the job {name:?} is a {}: only a mirror can be completed so", job.kind);
-        }
-        // A stream completes by itself, maybe before it is asked to.
-        let is_early = job.kind == "stream" && job.status() == "completed";
-        let postponed = job.control.postponements();
-        if !job.control.complete(completion) && !is_early {
-            bail!("the job {name:?} is {}, and cannot be completed so", job.status());
-        }
-        match job.control.ended_or_postponed(postponed).await {
-            Ok(JobEnd::Completed { pause, .. }) => Ok(pause),
-            Ok(JobEnd::Cancelled) => bail!("the job {name:?} was cancelled"),
-            Ok(JobEnd::Failed(error)) => bail!("the job {name:?} failed: {error}"),
-            Err(why) => bail!("the job {name:?} cannot complete yet, and goes on: {why}"),
-        }
+/// Asks a job to complete, and waits for its end; for how long the guest's changes were held
+/// off. What it was to do is done durably.
+///
+/// # Errors
+/// There is no such job, it ends otherwise, or it cannot be completed yet: then it goes on.
+pub(crate) async fn complete_job(
+    running: &Running,
+    name: &str,
+    completion: Completion,
+) -> Result<Duration> {
+    let job = running.jobs().find(name)?;
+    if completion != Completion::Switch && job.kind != "mirror" {
+        bail!("the job {name:?} is a {}: only a mirror can be completed so", job.kind);
+    }
+    // A stream completes by itself, maybe before it is asked to.
+    let is_early = job.kind == "stream" && job.status() == "completed";
+    let postponed = job.control.postponements();
+    if !job.control.complete(completion) && !is_early {
+        bail!("the job {name:?} is {}, and cannot be completed so", job.status());
+    }
+    match job.control.ended_or_postponed(postponed).await {
+        Ok(JobEnd::Completed { pause, .. }) => Ok(pause),
+        Ok(JobEnd::Cancelled) => bail!("the job {name:?} was cancelled"),
+        Ok(JobEnd::Failed(error)) => bail!("the job {name:?} failed: {error}"),
+        Err(why) => bail!("the job {name:?} cannot complete yet, and goes on: {why}"),
     }
 }
 

@@ -27,9 +27,10 @@ use parking_lot::Mutex;
 use crate::events::{Event, Events};
 use crate::process::workers::Workers;
 
-pub(crate) use backup::{CopiedBitmap, FrozenSource};
-pub(crate) use mirror::MirrorTarget;
-pub(crate) use stream::OnFailure;
+pub(crate) use backup::{CopiedBitmap, FrozenSource, start_backup};
+pub(crate) use commit::start_commit;
+pub(crate) use mirror::{MirrorTarget, check_target_disk, complete_job, start_mirror};
+pub(crate) use stream::{OnFailure, begin_prefetch, start_stream};
 pub(crate) use target::TargetSetup;
 
 /// Jobs that have ended and are listed still, at most.

@@ -25,72 +25,70 @@ pub(crate) enum OnFailure {
     TryAgain,
 }
 
-impl Running {
-    /// Starts the stream that a disk's description asks for, if its image has a backing file still.
-    /// Why it cannot be started is logged: the disk is served all the same.
-    pub(crate) async fn begin_prefetch(&self, disk: &RunningDisk) {
-        let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.backing_file().is_some()) else {
-            return;
-        };
-        let setup = JobSetup {
-            name: None,
-            disk: disk.name().to_owned(),
-            mode: CopyMode::Auto,
-            speed: NonZeroU64::new(speed),
-        };
-        if let Err(error) = self.start_stream(setup, OnFailure::TryAgain).await {
-            tracing::error!("{}: cannot be filled from its backing file: {error:#}", disk.name());
-        }
+/// Starts the stream that a disk's description asks for, if its image has a backing file still.
+/// Why it cannot be started is logged: the disk is served all the same.
+pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
+    let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.backing_file().is_some()) else {
+        return;
+    };
+    let setup = JobSetup {
+        name: None,
+        disk: disk.name().to_owned(),
+        mode: CopyMode::Auto,
+        speed: NonZeroU64::new(speed),
+    };
+    if let Err(error) = start_stream(running, setup, OnFailure::TryAgain).await {
+        tracing::error!("{}: cannot be filled from its backing file: {error:#}", disk.name());
     }
+}
 
-    /// Starts a stream.
-    ///
-    /// # Errors
-    /// There is no such disk, it is read-only or has a job, or its image has no backing file, or
-    /// snapshots.
-    pub(crate) async fn start_stream(
-        &self,
-        setup: JobSetup,
-        on_failure: OnFailure,
-    ) -> Result<Arc<RunningJob>> {
-        let claimed = self.claim_disk(&setup.disk).await?;
-        let source = Arc::clone(&claimed.disk);
-        if source.setup.is_read_only() {
-            bail!("the disk {:?} is read-only: open it for writing", setup.disk);
-        }
-        self.check_free(&setup.disk)?;
-        let disk = Arc::clone(&source.disk);
-        if disk.base().is_some() {
-            bail!(
-                "the backing file of the disk {:?} is open for writing since a commit that did not complete; commit it again \
-                 and complete that, or close the disk and open it again",
-                setup.disk
-            );
-        }
-        let guard = disk.begin_populating().await?;
-        let target = disk.name().to_owned();
-        let (job, handle) = self.jobs().register(
-            setup.name,
-            "stream",
-            (&setup.disk, &source.disk),
-            (target, None),
-        )?;
-        job.control.set_speed(setup.speed);
-        run_job(&handle, &job, self.events(), async move |job: &RunningJob| {
-            let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
-            let stream = Stream::new(Arc::clone(&disk), guard, control, clock);
-            let stream = match on_failure {
-                OnFailure::Fail => stream,
-                OnFailure::TryAgain => stream.try_again(),
-            };
-            let end = stream.run().await;
-            if matches!(end, JobEnd::Completed { .. }) {
-                release_detached(disk).await;
-            }
-            end
-        });
-        Ok(job)
+/// Starts a stream.
+///
+/// # Errors
+/// There is no such disk, it is read-only or has a job, or its image has no backing file, or
+/// snapshots.
+pub(crate) async fn start_stream(
+    running: &Running,
+    setup: JobSetup,
+    on_failure: OnFailure,
+) -> Result<Arc<RunningJob>> {
+    let claimed = running.claim_disk(&setup.disk).await?;
+    let source = Arc::clone(&claimed.disk);
+    if source.setup.is_read_only() {
+        bail!("the disk {:?} is read-only: open it for writing", setup.disk);
     }
+    running.check_free(&setup.disk)?;
+    let disk = Arc::clone(&source.disk);
+    if disk.base().is_some() {
+        bail!(
+            "the backing file of the disk {:?} is open for writing since a commit that did not complete; commit it again \
+             and complete that, or close the disk and open it again",
+            setup.disk
+        );
+    }
+    let guard = disk.begin_populating().await?;
+    let target = disk.name().to_owned();
+    let (job, handle) = running.jobs().register(
+        setup.name,
+        "stream",
+        (&setup.disk, &source.disk),
+        (target, None),
+    )?;
+    job.control.set_speed(setup.speed);
+    run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
+        let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
+        let stream = Stream::new(Arc::clone(&disk), guard, control, clock);
+        let stream = match on_failure {
+            OnFailure::Fail => stream,
+            OnFailure::TryAgain => stream.try_again(),
+        };
+        let end = stream.run().await;
+        if matches!(end, JobEnd::Completed { .. }) {
+            release_detached(disk).await;
+        }
+        end
+    });
+    Ok(job)
 }
 
 /// Gives back what is held of a backing file that was detached, when the last read there has ended:

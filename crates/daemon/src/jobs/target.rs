@@ -6,15 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    AllowedPaths, BackingUse, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
-    OnFull, StateUse, check_new_name, create, mark_incomplete, open_without_backing,
-    rename_durable,
+    CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, StateUse, check_new_name, create,
+    mark_incomplete, open_without_backing, rename_durable,
 };
 use blockhouse_storage::Location;
-
-use crate::setup::DiskSetup;
 
 /// Where a mirror goes.
 #[derive(Clone, Debug)]
@@ -44,7 +42,7 @@ impl TargetSetup {
     /// It exists and is not to be overwritten, does not fit, or cannot be opened.
     pub(crate) async fn open(
         &self,
-        source: &DiskSetup,
+        source: &DiskConfig,
         size: u64,
         state: StateUse,
     ) -> Result<Target> {
@@ -72,7 +70,7 @@ impl TargetSetup {
     /// the mirror.
     async fn create(
         &self,
-        source: &DiskSetup,
+        source: &DiskConfig,
         is_remote: bool,
         format: ImageFormat,
         size: u64,
@@ -122,28 +120,22 @@ pub(super) fn remove(created: Option<&Path>) {
 async fn open_existing(
     path: &Path,
     format: ImageFormat,
-    source: &DiskSetup,
+    source: &DiskConfig,
     state: StateUse,
 ) -> Result<ImageDisk> {
     let options = ImageOptions {
         // Named, because what is in it does not count.
         format: Some(format),
-        access: source.access,
+        access: source.access(),
         cache: source.cache,
         discard: source.discard,
         detect_zeroes: source.detect_zeroes,
-        copy_on_read: false,
-        block_sizes: source.block_sizes,
-        // The job fails, or waits for more room itself.
-        on_full: OnFull::Report,
-        locking: Locking::Held,
+        block_sizes: source.block_sizes().map_err(anyhow::Error::msg)?,
         state,
-        allowed_paths: AllowedPaths::default(),
-        remote_backing: source.remote_backing,
-        secrets: source.keys.read()?,
-        part: None,
-        backing_use: BackingUse::Followed,
-        side_file: None,
+        remote_backing: source.remote_backing(),
+        secrets: source.keys().read()?,
+        // The job fails, or waits for more room itself.
+        ..ImageOptions::default()
     };
     match open_without_backing(path, options.clone()).await {
         Err(error)

@@ -29,12 +29,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::user_options::UserIds;
 use parking_lot::Mutex;
 pub use process::{run, serve_stranger};
 use protocol::{Channel, Reply, Request, Rules};
 pub use reach::read_mounts;
 
-use crate::options::user_options::UserIds;
 use crate::sandbox::Reach;
 
 /// The word of the command line that asks for the process.

@@ -18,18 +18,6 @@ pub struct MeasuredDisk {
     pub disk: Arc<ImageDisk>,
 }
 
-/// Disks under names that tell them apart: those whose names are not unique are called by their
-/// paths.
-pub fn with_distinct_names(disks: Vec<(String, Arc<ImageDisk>)>) -> Vec<MeasuredDisk> {
-    let mut counts = HashMap::new();
-    disks.iter().for_each(|(name, _)| *counts.entry(name.clone()).or_insert(0) += 1);
-    let named = |(name, disk): (String, Arc<ImageDisk>)| match counts[&name] {
-        1 => MeasuredDisk { name, disk },
-        _ => MeasuredDisk { name: disk.name().to_owned(), disk },
-    };
-    disks.into_iter().map(named).collect()
-}
-
 /// A value.
 #[derive(Clone, Debug)]
 pub enum Value {

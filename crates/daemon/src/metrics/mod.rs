@@ -18,9 +18,8 @@ mod stream;
 mod text;
 
 pub use families::{FAMILIES, Family, Kind};
-pub use gather::{MeasuredDisk, Sample, Samples, StartTime, Value, gather, with_distinct_names};
+pub use gather::{MeasuredDisk, Sample, Samples, StartTime, Value, gather};
 pub use json::to_json;
-pub use server::MetricsAddress;
-pub(crate) use server::MetricsServer;
+pub(crate) use server::{MetricsServer, bind};
 pub(crate) use stream::Observed;
 pub use text::{Form, to_text};

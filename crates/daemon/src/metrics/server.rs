@@ -9,20 +9,18 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
-use std::fmt;
 use std::io;
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockhouse_config::metrics_address::MetricsAddress;
 use blockhouse_core::{Buffer, IoVectorList};
 use blockhouse_engine::{Listener, Stream, Submission, sleep, timeout};
+use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
-use blockhouse_nbd::{BoundSocket, SocketPermissions};
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
 use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
@@ -31,7 +29,6 @@ use super::http::{self, Hosts, Request, Resource};
 use super::json::to_json;
 use super::stream::{Observed, TIMEOUT, send, serve_stream};
 use super::text::to_text;
-use crate::options::socket_options::{PrivatePermissions, split_options};
 use crate::process::kept_sockets;
 use crate::process::workers::Workers;
 
@@ -46,79 +43,13 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
 
-/// Where metrics are served.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum MetricsAddress {
-    /// A TCP port of this machine itself.
-    Loopback(SocketAddr),
-    /// A Unix socket.
-    Unix {
-        /// Where it is.
-        path: PathBuf,
-        /// The users that may connect.
-        permissions: SocketPermissions,
-    },
-}
-
-impl std::str::FromStr for MetricsAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(text) = text.strip_prefix("unix:") {
-            let (path, options) = split_options(text);
-            if path.is_empty() {
-                return Err("a path is missing: unix:PATH".into());
-            }
-            let mut permissions = PrivatePermissions::default();
-            for option in options {
-                if !permissions.take(&option)? {
-                    return Err(format!(
-                        "there is no option '{option}'; use mode=0660 or group=GROUP, and ',,' for a comma in the path"
-                    ));
-                }
-            }
-            return Ok(Self::Unix { path: path.into(), permissions: permissions.get() });
-        }
-        let what = "use 127.0.0.1:PORT, [::1]:PORT or unix:PATH";
-        let address: SocketAddr = text.parse().map_err(|_| what.to_owned())?;
-        match address.ip().is_loopback() {
-            true => Ok(Self::Loopback(address)),
-            false => Err(format!("{what}; for other machines put a server with TLS before it")),
-        }
-    }
-}
-
-impl fmt::Display for MetricsAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Loopback(address) => write!(f, "http://{address}/metrics"),
-            Self::Unix { path, .. } => write!(f, "unix:{}", path.display()),
-        }
-    }
-}
-
-impl MetricsAddress {
-    /// Listens there, and has the service manager keep the socket.
-    ///
-    /// # Errors
-    /// The kernel's, and where another process listens there.
-    pub fn bind(&self) -> Result<BoundSocket> {
-        let permissions = match self {
-            Self::Unix { permissions, .. } => *permissions,
-            Self::Loopback(_) => SocketPermissions::default(),
-        };
-        let bound = kept_sockets::bind(&self.address(), permissions);
-        bound.with_context(|| format!("--metrics {self}"))
-    }
-
-    fn address(&self) -> Address {
-        match self {
-            Self::Unix { path, .. } => Address::Unix(path.clone()),
-            Self::Loopback(address) => {
-                Address::Tcp { host: address.ip().to_string(), port: address.port() }
-            }
-        }
-    }
+/// Listens at an address, and has the service manager keep the socket.
+///
+/// # Errors
+/// The kernel's, and where another process listens there.
+pub(crate) fn bind(address: &MetricsAddress) -> Result<BoundSocket> {
+    let bound = kept_sockets::bind(&address.address(), address.permissions());
+    bound.with_context(|| format!("--metrics {address}"))
 }
 
 /// Metrics that are served.
@@ -143,7 +74,7 @@ impl MetricsServer {
     ) -> Self {
         Self::start_at(workers, observed, async move || {
             loop {
-                match address.bind() {
+                match bind(&address) {
                     Ok(bound) => return bound,
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }
@@ -363,22 +294,5 @@ mod tests {
         // One whose answer was taken is over by itself.
         drop(third);
         assert!(!unfinished.end_one());
-    }
-
-    #[test]
-    fn only_this_machine_can_be_asked_for() {
-        let unix = |mode, group| {
-            let permissions = SocketPermissions { mode: Some(mode), group };
-            Ok(MetricsAddress::Unix { path: "/run/x".into(), permissions })
-        };
-        assert_eq!("unix:/run/x".parse(), unix(0o600, None));
-        assert_eq!("unix:/run/x,group=7".parse(), unix(0o660, Some(7)));
-        for address in ["127.0.0.1:9100", "[::1]:0"] {
-            assert!(address.parse::<MetricsAddress>().is_ok(), "{address}");
-        }
-        for address in ["0.0.0.0:1", "10.0.0.1:80", "localhost:1", "9100", "unix:", ""] {
-            let error = address.parse::<MetricsAddress>().expect_err(address);
-            assert!(error.contains("unix:PATH"), "{error}");
-        }
     }
 }

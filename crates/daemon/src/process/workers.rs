@@ -3,25 +3,11 @@
 use std::time::Duration;
 
 use anyhow::Result;
+use blockhouse_config::server::LoopOptions;
 use blockhouse_engine::{
     DESCRIPTORS_HINT, DeviceCommands, EngineChoice, EngineReport, EventLoop, FixedFiles, Handle,
     IoPoll, LoopThread, is_out_of_descriptors,
 };
-
-/// The options of loops.
-#[derive(Clone, Copy, Debug)]
-pub struct LoopOptions {
-    /// The engine, or which ones are acceptable.
-    pub engine: EngineChoice,
-    /// How long a loop busy-polls before it sleeps.
-    pub polling: Duration,
-    /// Whether open images are in the ring's table.
-    pub fixed_files: FixedFiles,
-    /// Whether completions on images are polled for.
-    pub io_poll: IoPoll,
-    /// Whether rings take commands to devices.
-    pub commands: DeviceCommands,
-}
 
 /// Running event loops.
 pub struct Workers {

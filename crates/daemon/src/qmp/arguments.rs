@@ -1,10 +1,10 @@
 //! The arguments of a command: each is taken by its name and type, and what nobody takes is an
 //! error. The words are QEMU's.
 
+use blockhouse_config::switch;
 use serde_json::{Map, Value};
 
 use super::errors::QmpError;
-use crate::options::switch;
 
 /// Arguments, or a part of them that is an object.
 #[derive(Debug)]

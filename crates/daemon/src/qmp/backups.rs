@@ -79,7 +79,7 @@ pub(super) async fn take(
     let mut params = json!({ "disk": disk, "name": job.name });
     if sync == "none" {
         let pull = pull(context, (disk, device), (target_disk, target), &job)?;
-        let image = context.running.find(&pull.target).map(|disk| disk.path());
+        let image = context.running.disks().find(&pull.target).map(|disk| disk.path());
         params["scratch"] = json!(image.as_deref().and_then(|path| path.parent()));
         return Ok(Backup { job, params, pull: Some(pull) });
     }
@@ -170,7 +170,7 @@ fn pull(
 pub(super) async fn end(context: &Context, name: &str) -> Result<bool, QmpError> {
     let Some(pull) = context.state.borrow().pulls.get(name).cloned() else { return Ok(false) };
     context.call("backup.end", json!({ "backup": name })).await?;
-    let size = context.running.find(&pull.disk).map_or(0, |disk| disk.disk.size());
+    let size = context.running.disks().find(&pull.disk).map_or(0, |disk| disk.disk.size());
     let auto_dismisses = {
         let mut state = context.state.borrow_mut();
         state.pulls.get_mut(name).into_iter().for_each(|pull| pull.has_ended = true);

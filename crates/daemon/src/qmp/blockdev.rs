@@ -44,13 +44,13 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
     };
     let nodes = context.state.borrow().nodes_of(&disk);
-    if !nodes[depth].is_owned && context.running.exports_of(&disk).is_empty() {
+    if !nodes[depth].is_owned && context.running.exports().of_disk(&disk).is_empty() {
         return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
     }
     if let Some(user) = nodes[..depth].iter().rev().find(|user| user.is_owned) {
         return Err(busy_behind(&name, &user.name));
     }
-    let is_served = !context.running.exports_of(&disk).is_empty();
+    let is_served = !context.running.exports().of_disk(&disk).is_empty();
     if depth > 0 && is_served {
         return Err(busy_behind(&name, &nodes[depth - 1].name));
     }

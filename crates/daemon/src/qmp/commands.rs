@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 
+use blockhouse_config::control_socket::Answers;
 use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
 use serde_json::{Value, json};
@@ -15,7 +16,6 @@ use super::{
     backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays,
     query, reopening, schema, snapshots, starting, transaction,
 };
-use crate::options::control_socket::Answers;
 
 /// The command that comes first.
 pub(super) const NEGOTIATION: &str = "qmp_capabilities";
@@ -141,7 +141,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::options::control_socket::all_methods;
+    use blockhouse_config::control_socket::all_methods;
 
     #[test]
     fn commands_are_told_once_and_call_methods_that_there_are() {

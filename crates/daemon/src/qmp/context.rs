@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use blockhouse_config::control_socket::Answers;
 use futures_channel::oneshot;
 use futures_util::FutureExt;
 use futures_util::future::Shared;
@@ -13,7 +14,6 @@ use super::errors::QmpError;
 use super::state::State;
 use crate::control::{Gate, call};
 use crate::events::Subscription;
-use crate::options::control_socket::Answers;
 use crate::running::Running;
 
 /// Ends when the server does.
@@ -56,7 +56,7 @@ impl Context {
     pub(super) fn find_node(&self, node: &str) -> Option<(String, usize)> {
         let state = self.state.borrow();
         let (disk, depth) = state.place_of(node)?;
-        self.running.find(disk).map(|_| (disk.to_owned(), depth))
+        self.running.disks().find(disk).map(|_| (disk.to_owned(), depth))
     }
 
     /// The disk whose image is a node.
@@ -115,7 +115,7 @@ impl Context {
     pub(super) fn disk_name(&self, node: &str) -> String {
         let numbered = (2..).map(|number: u64| format!("{node}.{number}"));
         let mut names = std::iter::once(node.to_owned()).chain(numbered);
-        names.find(|name| self.running.find(name).is_none()).expect("an endless list")
+        names.find(|name| self.running.disks().find(name).is_none()).expect("an endless list")
     }
 }
 

@@ -67,7 +67,7 @@ fn take(context: &Context, event: Event) {
             tracing::warn!("clients of QMP are disconnected: {count} events were lost");
             events.disconnect_all();
             // The ends of some of them may be among what was lost.
-            let there = context.running.exports();
+            let there = context.running.exports().list();
             let is_there =
                 |address: &str| there.iter().any(|export| export.address.to_string() == address);
             context.state.borrow_mut().exports.retain(|export| is_there(&export.address));

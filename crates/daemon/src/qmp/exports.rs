@@ -107,7 +107,7 @@ impl NbdExport {
         let bitmaps = taken_bitmaps(context, &disk, bitmaps)?;
         let security = if tls.is_some() { Security::Tls } else { Security::Plain };
         let uri = NbdUri { security, address, export: name };
-        let taken = context.running.exports().into_iter();
+        let taken = context.running.exports().list().into_iter();
         let text = uri.to_string();
         if taken.map(|export| export.address.to_string()).any(|address| address == text) {
             let why = format!("NBD server already has export named '{}'", uri.export);
@@ -135,7 +135,8 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
 }
 
 fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), QmpError> {
-    let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
+    let disk =
+        context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     match (disk.disk.access(), is_writable) {
         (Access::ReadOnly, true) => Err(QmpError::generic("Block node is read-only")),
         _ => Ok(()),
@@ -143,7 +144,8 @@ fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), 
 }
 
 fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Result<(), QmpError> {
-    let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
+    let disk =
+        context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     let has = disk.disk.logical_block_size();
     match wanted.is_none_or(|wanted| wanted == has) {
         true => Ok(()),
@@ -166,7 +168,8 @@ fn taken_bitmaps(
     if context.state.borrow().pulls.values().any(|pull| pull.frozen == disk) {
         return Ok(names);
     }
-    let disk = context.running.disk(disk).map_err(|why| QmpError::generic(why.to_string()))?;
+    let disk =
+        context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     match names.iter().find(|name| !disk.offers_bitmap(name)) {
         None => Ok(Vec::new()),
         Some(name) => Err(QmpError::generic(format!(

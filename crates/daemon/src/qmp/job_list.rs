@@ -103,7 +103,7 @@ pub(super) async fn find(context: &Context, name: &str) -> Result<Option<Job>, Q
 /// The backups that clients read, as `job.list` tells of jobs.
 fn pulls(context: &Context) -> Vec<Value> {
     let told = |(name, pull): (&String, &Pull)| {
-        let size = context.running.find(&pull.disk).map_or(0, |disk| disk.disk.size());
+        let size = context.running.disks().find(&pull.disk).map_or(0, |disk| disk.disk.size());
         json!({
             "job": name,
             "kind": "backup",

@@ -35,6 +35,7 @@ mod nodes;
 mod objects;
 mod opening;
 mod overlays;
+pub mod qcow2_words;
 mod query;
 mod reader;
 mod reopening;

@@ -8,13 +8,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::rc::Rc;
 
-use blockhouse_disk::{CacheMode, DetectZeroes, Features, LayerInfo, is_address};
+use blockhouse_disk::{CacheMode, Features, LayerInfo, is_address};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use crate::options::qcow2_words::qcow2_data;
+use super::qcow2_words::qcow2_data;
 use crate::running::RunningDisk;
 
 /// The keys of limits in QEMU, and here.
@@ -35,7 +35,9 @@ pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Return
     let disks = context.call("disk.list", json!({})).await?;
     for disk in disks.as_array().into_iter().flatten().rev() {
         // It may have gone meanwhile.
-        if let Some(running) = context.running.find(disk["disk"].as_str().unwrap_or_default()) {
+        if let Some(running) =
+            context.running.disks().find(disk["disk"].as_str().unwrap_or_default())
+        {
             add_nodes(context, disk, &running, is_flat, &mut nodes).await?;
         }
     }
@@ -142,12 +144,7 @@ async fn format_node(
     let name = running.name();
     let mut node = frame(disk, running, running.disk.image_format_name());
     node["encrypted"] = running.disk.is_encrypted().into();
-    node["detect_zeroes"] = match running.setup.detect_zeroes {
-        DetectZeroes::Off => "off",
-        DetectZeroes::On => "on",
-        DetectZeroes::Unmap => "unmap",
-    }
-    .into();
+    node["detect_zeroes"] = json!(running.setup.detect_zeroes);
     // Those of a throttle group are told with the group.
     if context.state.borrow().filter_on(name).is_none() {
         let limits = context.call("limit.get", json!({ "disk": name })).await?;

@@ -247,7 +247,7 @@ async fn add_format(
     open_format(context, given, Asked { is_without_backing: true, ..asked }, name).await?;
     let disk = context.disk(name)?;
     let put = stand_on(context, (&disk, name), (&lower, &backing)).await;
-    if put.is_err() && context.running.find(&disk).is_some() {
+    if put.is_err() && context.running.disks().find(&disk).is_some() {
         close(context, &disk, 0).await?;
     }
     put
@@ -259,7 +259,7 @@ async fn stand_on(
     (disk, name): (&str, &str),
     (lower, backing): (&str, &str),
 ) -> Result<(), QmpError> {
-    let [upper, below] = [disk, lower].map(|disk| context.running.find(disk));
+    let [upper, below] = [disk, lower].map(|disk| context.running.disks().find(disk));
     let (Some(upper), Some(below)) = (upper, below) else {
         return Err(QmpError::no_node(backing, backing));
     };
@@ -279,7 +279,7 @@ async fn stand_on(
         }
     };
     drop((upper, below));
-    let is_used = !context.running.exports_of(lower).is_empty()
+    let is_used = !context.running.exports().of_disk(lower).is_empty()
         || context.running.check_free(lower).is_err()
         || context.state.borrow().filter_on(lower).is_some();
     if !is_named || is_used {
@@ -429,7 +429,7 @@ fn check_file(path: &str) -> Result<(), QmpError> {
 pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
     let nodes = context.state.borrow().nodes_of(disk);
     let path_of = |depth: usize| {
-        let disk = context.running.find(disk)?;
+        let disk = context.running.disks().find(disk)?;
         disk.layer_at(depth).map(|layer| (layer.name.to_owned(), layer.format_name))
     };
     let behind = (depth + 1..nodes.len()).find(|&depth| nodes[depth].is_owned);

@@ -85,13 +85,13 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
     let disk = context.disk(&node)?;
     let own = context.disk(&overlay)?;
     let own_disk =
-        context.running.find(&own).ok_or_else(|| QmpError::no_node(&overlay, &overlay))?;
+        context.running.disks().find(&own).ok_or_else(|| QmpError::no_node(&overlay, &overlay))?;
     if own == disk {
         return Err(QmpError::generic(format!(
             "Making '{node}' a backing child of '{overlay}' would create a cycle"
         )));
     }
-    let is_used = !context.running.exports_of(&own).is_empty();
+    let is_used = !context.running.exports().of_disk(&own).is_empty();
     if is_used || context.state.borrow().filter_on(&own).is_some() {
         return Err(QmpError::generic("The overlay is already in use"));
     }
@@ -107,7 +107,7 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
 }
 
 fn image_of(context: &Context, disk: &str) -> PathBuf {
-    context.running.find(disk).map(|disk| disk.path()).unwrap_or_default()
+    context.running.disks().find(disk).map(|disk| disk.path()).unwrap_or_default()
 }
 
 /// Has disks go on in their overlays, all at one moment.

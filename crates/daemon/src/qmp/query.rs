@@ -31,7 +31,7 @@ pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Return
         return Ok(json!([]));
     }
     let state = context.state.borrow();
-    let told = context.running.disks().into_iter().map(|disk| {
+    let told = context.running.disks().all().into_iter().map(|disk| {
         let node = state.top_of(disk.name());
         json!({
             "node-name": node,

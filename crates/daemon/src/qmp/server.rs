@@ -11,6 +11,8 @@ use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use blockhouse_config::control_socket::{Answers, ControlSocket};
+use blockhouse_config::setup::{FirstCommand, Setup};
 use blockhouse_engine::{Listener, Stream, Submission, sleep};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
@@ -24,11 +26,9 @@ use super::context::{Context, Stopped};
 use super::events::{catch_up, forward};
 use super::session::serve_client;
 use crate::control::{Gate, accept_clients};
-use crate::options::control_socket::{Answers, ControlSocket};
 use crate::process::kept_sockets;
 use crate::process::workers::Workers;
 use crate::running::Running;
-use crate::setup::{FirstCommand, Setup};
 
 /// The delay after an address was in use.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
@@ -58,7 +58,8 @@ pub(crate) struct Served {
 impl Served {
     /// The clients of a server with this setup, at sockets that listen.
     pub(crate) fn new(setup: &Setup, bound: Vec<BoundSocket>) -> Result<Self> {
-        let answers = setup.qmp.as_ref().map(|socket| socket.answers.clone()).unwrap_or_default();
+        let answers =
+            setup.server.qmp.as_ref().map(|socket| socket.answers.clone()).unwrap_or_default();
         let daemon = setup.storage_daemon.as_ref();
         let connections = daemon.iter().flat_map(|daemon| &daemon.connections);
         let connections = connections.map(OwnedFd::try_clone).collect::<Result<_, _>>()?;

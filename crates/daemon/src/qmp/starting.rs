@@ -26,7 +26,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
     given.only("backing-file", &[], "no other image gets a backing file by a commit")?;
     let device = given.text("device")?;
     let name = context.disk(&device)?;
-    let disk = context.running.find(&name);
+    let disk = context.running.disks().find(&name);
     let disk = disk.ok_or_else(|| QmpError::no_node(&device, &device))?;
     let nodes = context.state.borrow().nodes_of(&name);
     let is_node = |depth: usize, node: &str| nodes.get(depth).is_some_and(|own| own.name == node);
@@ -83,7 +83,7 @@ pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Retur
 
 /// Refuses to copy less than all of a disk.
 pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(), QmpError> {
-    let disk = context.running.find(disk);
+    let disk = context.running.disks().find(disk);
     let stands_alone = disk.is_some_and(|disk| disk.layer_at(1).is_none());
     match sync {
         "full" => Ok(()),

@@ -15,6 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::limits::LimitsConfig;
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, DirtyMap, Disk, ImageFormat, NewBitmap, Options,
@@ -26,11 +29,13 @@ use blockhouse_nbd::uri::NbdUri;
 use blockhouse_storage::{ImageStorage, ViewStorage};
 use parking_lot::Mutex;
 
-use super::{ExportAddress, Running, RunningDisk};
+use super::Running;
+use super::backup_list::{BackupDisk, RunningBackup};
+use super::disk::RunningDisk;
+use super::recording::{make_room_for_bitmaps, take_room_back};
 use crate::events::{Event, Events};
 use crate::running::claims::Name;
 use crate::running::scratch::open_scratch;
-use crate::setup::DiskSetup;
 
 /// How long changes may be held off until all disks are frozen.
 pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
@@ -52,9 +57,6 @@ const MAX_FINE_BITS: u64 = 4 << 20;
 const MIN_GRANULARITY: u64 = 4 << 10;
 const MAX_GRANULARITY: u64 = 64 << 10;
 
-/// Bytes of a backup's name, at most.
-const MAX_NAME: usize = 255;
-
 /// A backup that is to begin.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupSetup {
@@ -75,138 +77,11 @@ pub(crate) struct BackupSetup {
     pub(crate) scratch_size: Option<u64>,
 }
 
-/// A backup that has begun.
-pub(crate) struct RunningBackup {
-    /// Its name, unlike all others.
-    pub(crate) name: String,
-    /// As in its setup.
-    pub(crate) bitmap: Option<String>,
-    /// As in its setup.
-    pub(crate) since: Option<String>,
-    /// For how long changes were held off.
-    pub(crate) pause: Duration,
-    /// Its disks, in the order of the setup.
-    pub(crate) disks: Vec<BackupDisk>,
-}
-
 /// A disk that a backup is going to be made of.
 struct Source {
     disk: Arc<RunningDisk>,
     /// The bitmap of the setup, if it has that: the disk comes as an increment.
     since: Option<String>,
-}
-
-/// A disk of a backup.
-#[derive(Clone)]
-pub(crate) struct BackupDisk {
-    /// The disk that goes on.
-    source: Arc<RunningDisk>,
-    /// The disk that is served.
-    pub(crate) frozen: Arc<RunningDisk>,
-    /// The bitmap that tells what has changed; `None`: the disk comes in full.
-    pub(crate) since: Option<String>,
-    /// Its view of the disk.
-    pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
-    /// Bytes that its scratch file may take.
-    pub(crate) scratch_limit: u64,
-}
-
-impl BackupDisk {
-    /// The name of the disk that goes on.
-    pub(crate) fn source(&self) -> &str {
-        self.source.name()
-    }
-}
-
-/// The backups of a server.
-#[derive(Default)]
-pub(super) struct Backups(Mutex<State>);
-
-#[derive(Default)]
-struct State {
-    /// In the order in which they began.
-    backups: Vec<Arc<RunningBackup>>,
-    /// The names of those that are about to begin.
-    beginning: Vec<String>,
-    begun: u64,
-}
-
-impl State {
-    fn has(&self, name: &str) -> bool {
-        self.beginning.iter().any(|other| other == name)
-            || self.backups.iter().any(|backup| backup.name == name)
-    }
-
-    /// A name that no backup has.
-    fn any_name(&mut self) -> String {
-        loop {
-            self.begun += 1;
-            let name = format!("backup{}", self.begun);
-            if !self.has(&name) {
-                return name;
-            }
-        }
-    }
-}
-
-/// The name of a backup that is about to begin, which no other one gets until this is dropped.
-struct NewName<'a> {
-    backups: &'a Backups,
-    name: String,
-}
-
-impl Drop for NewName<'_> {
-    fn drop(&mut self) {
-        self.backups.0.lock().beginning.retain(|name| *name != self.name);
-    }
-}
-
-impl Backups {
-    fn new_name(&self, wanted: Option<String>) -> Result<NewName<'_>> {
-        let mut state = self.0.lock();
-        let name = match wanted {
-            None => state.any_name(),
-            Some(name) if name.is_empty() || name.len() > MAX_NAME => {
-                bail!(
-                    "a backup's name has 1 to {MAX_NAME} bytes, not {}; choose another name",
-                    name.len()
-                )
-            }
-            Some(name) if state.has(&name) => {
-                bail!("a backup is called {name:?} already; choose another name, or end that one")
-            }
-            Some(name) => name,
-        };
-        state.beginning.push(name.clone());
-        Ok(NewName { backups: self, name })
-    }
-
-    /// Refuses a frozen disk to guests.
-    pub(super) fn check_not_frozen(&self, disk: &str) -> Result<()> {
-        let state = self.0.lock();
-        let has_frozen =
-            |backup: &&Arc<RunningBackup>| backup.disks.iter().any(|one| one.frozen.name() == disk);
-        match state.backups.iter().find(has_frozen) {
-            Some(backup) => bail!(
-                "the disk {disk:?} is gone when the backup {:?} ends, which a guest's driver does not expect of its disk; serve it over NBD",
-                backup.name
-            ),
-            None => Ok(()),
-        }
-    }
-
-    fn check_free(&self, disk: &str) -> Result<()> {
-        let state = self.0.lock();
-        let uses = |backup: &&Arc<RunningBackup>| {
-            backup.disks.iter().any(|one| one.source() == disk || one.frozen.name() == disk)
-        };
-        match state.backups.iter().find(uses) {
-            Some(backup) => {
-                bail!("the backup {:?} uses the disk {disk:?}; end it first", backup.name)
-            }
-            None => Ok(()),
-        }
-    }
 }
 
 /// The changes for a backup that has not begun yet.
@@ -219,289 +94,278 @@ struct Begun {
     disks: Vec<BackupDisk>,
 }
 
-impl Running {
-    /// The backups, in the order in which they began.
-    pub(crate) fn backups(&self) -> Vec<Arc<RunningBackup>> {
-        self.backups.0.lock().backups.clone()
-    }
-
-    /// Refuses to change a disk that a job works on, or a backup.
-    ///
-    /// # Errors
-    /// One does.
-    pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
-        self.jobs.check_free(disk)?;
-        self.backups.check_free(disk)
-    }
-
-    /// Begins a backup. When this returns its disks are served.
-    ///
-    /// # Errors
-    /// There is no such disk, one is used by a job or another backup, or has no such bitmap; a
-    /// scratch file or an address cannot be had; the disks are too busy. Nothing has changed
-    /// then.
-    pub(crate) async fn begin_backup(&self, setup: BackupSetup) -> Result<Arc<RunningBackup>> {
-        let new_name = self.backups.new_name(setup.name.clone())?;
-        let name = new_name.name.clone();
-        let addresses = addresses(&setup)?;
-        let names = setup.disks.iter().flat_map(|disk| [disk.clone(), frozen_name(disk, &name)]);
-        let mut names: Vec<_> = names.map(Name::Disk).collect();
-        names.extend(addresses.first().map(|address| Name::Socket(address.socket())));
-        let _claim = self.claims.claim(names).await;
-        let mut begun = Begun::default();
-        match self.begin_claimed(&setup, &name, addresses, &mut begun).await {
-            Ok(pause) => {
-                let BackupSetup { bitmap, since, .. } = setup;
-                let disks = begun.disks;
-                let backup = RunningBackup { name, bitmap, since, pause, disks };
-                let backup = Arc::new(backup);
-                self.backups.0.lock().backups.push(Arc::clone(&backup));
-                tracing::info!(
-                    "the backup {:?} began; changes were held off for {pause:?}",
-                    backup.name
-                );
-                self.events.tell(Event::BackupBegan { backup: backup.name.clone() });
-                Ok(backup)
-            }
-            Err(error) => {
-                self.undo(begun).await;
-                Err(error)
-            }
-        }
-    }
-
-    async fn begin_claimed(
-        &self,
-        setup: &BackupSetup,
-        name: &str,
-        addresses: Vec<ExportAddress>,
-        begun: &mut Begun,
-    ) -> Result<Duration> {
-        let sources = self.sources(setup, name).await?;
-        let mut frozen = Vec::new();
-        for source in &sources {
-            let scratch = (setup.scratch.as_deref(), setup.scratch_size);
-            frozen.push(self.prepare(scratch, name, &source.disk).await?);
-        }
-        if let Some(bitmap) = &setup.bitmap {
-            for Source { disk: source, .. } in &sources {
-                let granularity = Some(granularity(source.disk.size()));
-                let new = NewBitmap { name: bitmap.clone(), granularity, is_enabled: true };
-                if self.make_room_for_bitmaps(source).await?.is_some() {
-                    begun.recorded.push(Arc::clone(source));
-                }
-                source.disk.bitmaps().add(&new).await?;
-                begun.bitmaps.push((Arc::clone(source), bitmap.clone()));
-            }
-        }
-        let views: Vec<_> = frozen.iter().map(|(view, _)| &**view).collect();
-        let pause = timeout(MAX_FREEZE_TIME, freeze(&views)).await.with_context(|| {
-            format!(
-                "the disks do not come to rest in {MAX_FREEZE_TIME:?}: changes in flight take longer; try again"
-            )
-        })??;
-        let mut addresses = addresses.into_iter();
-        for (source, (view, scratch_limit)) in sources.into_iter().zip(frozen) {
-            let frozen = self.adopt_frozen(name, &source, &view).await?;
-            let (Source { disk: source, since }, served) = (source, Arc::clone(&frozen));
-            begun.disks.push(BackupDisk { source, frozen, since, view, scratch_limit });
-            if let Some(address) = addresses.next() {
-                self.serve(&served, address, Access::ReadWrite).await?;
-            }
-        }
-        Ok(pause)
-    }
-
-    /// Lists a disk that was frozen as a backup of its own, which is served nowhere yet.
-    ///
-    /// # Errors
-    /// A backup or disk has its name.
-    pub(super) async fn adopt_backup(
-        &self,
-        name: &str,
-        source: Arc<RunningDisk>,
-        (view, scratch_limit): (Arc<FrozenDisk<ImageStorage>>, u64),
-        pause: Duration,
-    ) -> Result<()> {
-        let reserved = self.backups.new_name(Some(name.to_owned()))?;
-        let name = reserved.name.clone();
-        let source = Source { disk: source, since: None };
-        let frozen = self.adopt_frozen(&name, &source, &view).await?;
-        let disk = BackupDisk { source: source.disk, frozen, since: None, view, scratch_limit };
-        let begun = Event::BackupBegan { backup: name.clone() };
-        let backup = RunningBackup { name, bitmap: None, since: None, pause, disks: vec![disk] };
-        self.backups.0.lock().backups.push(Arc::new(backup));
-        self.events.tell(begun);
-        Ok(())
-    }
-
-    /// The disks of a backup, which are claimed. One that lacks the bitmap comes in full, where
-    /// another one has it.
-    async fn sources(&self, setup: &BackupSetup, name: &str) -> Result<Vec<Source>> {
-        let mut sources = Vec::new();
-        for disk in &setup.disks {
-            let source = self.disk(disk)?;
-            self.check_free(disk)?;
-            if self.find(&frozen_name(disk, name)).is_some() {
-                bail!(
-                    "a disk is called {:?} already; give the backup another name",
-                    frozen_name(disk, name)
-                );
-            }
-            let since = match &setup.since {
-                Some(since) if has_bitmap(&source, since).await? => Some(since.clone()),
-                _ => None,
-            };
-            sources.push(Source { disk: source, since });
-        }
-        if let Some(since) = &setup.since
-            && sources.iter().all(|source| source.since.is_none())
-        {
-            let disk = sources.first().map_or("", |source| source.disk.name());
-            bail!("the disk {disk:?} has no bitmap {since:?}; 'bitmap.list' tells which it has");
-        }
-        Ok(sources)
-    }
-
-    /// What freezes a disk, and how many bytes its scratch file may take. `scratch`: its folder,
-    /// and that limit.
-    pub(super) async fn prepare(
-        &self,
-        (folder, scratch_size): (Option<&Path>, Option<u64>),
-        name: &str,
-        source: &RunningDisk,
-    ) -> Result<(Arc<FrozenDisk<ImageStorage>>, u64)> {
-        let folder = match folder {
-            Some(folder) => folder.to_owned(),
-            None => usual_folder(source)?,
-        };
-        self.sandbox().check(&folder.join("x"))?;
-        let size = FrozenDisk::<ImageStorage>::scratch_size(source.disk.size());
-        let scratch = open_scratch(&folder, size).await?;
-        let scratch_limit = scratch_size.unwrap_or(size);
-        let options = FreezeOptions {
-            scratch_limit,
-            memory: COPY_MEMORY,
-            max_index_bytes: MAX_INDEX_BYTES,
-            timer: Some(Box::new(|| Box::pin(sleep(MAX_COPY_TIME)))),
-        };
-        let teller = teller(name.to_owned(), source.name().to_owned(), self.events.clone());
-        let frozen = FrozenDisk::new(Arc::clone(&source.disk), scratch, options, teller)?;
-        let frozen = Arc::new(frozen);
-        let view = Arc::clone(&frozen);
-        // It ends with the backup, or with the loop.
-        drop(self.jobs.handle()?.spawn(move || view.write_behind()));
-        Ok((frozen, scratch_limit))
-    }
-
-    /// Lists a frozen disk.
-    async fn adopt_frozen(
-        &self,
-        name: &str,
-        Source { disk: source, since }: &Source,
-        view: &Arc<FrozenDisk<ImageStorage>>,
-    ) -> Result<Arc<RunningDisk>> {
-        let bitmap = match since {
-            Some(since) => Some(copy_bitmap(source, since).await?),
-            None => None,
-        };
-        let storage = ImageStorage::View(Box::new(ViewStorage::new(Arc::clone(view))));
-        let disk = Disk::raw(storage, Options { access: Access::ReadOnly, ..Options::default() })?;
-        let frozen = DiskSetup {
-            name: frozen_name(source.name(), name),
-            format: Some(ImageFormat::Raw),
-            access: Access::ReadOnly,
-            create: None,
-            snapshot: None,
-            bitmaps: Vec::new(),
-            side_file: None,
-            threshold: None,
-            throttle: None,
-            ..source.setup.clone()
-        };
-        Ok(self.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
-    }
-
-    /// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have
-    /// all changes up to the moment, and perhaps later ones.
-    ///
-    /// # Errors
-    /// It is no such disk, or there is no such bitmap.
-    pub(super) async fn with_bitmaps(
-        &self,
-        name: &str,
-        bitmaps: &[String],
-    ) -> Result<Arc<RunningDisk>> {
-        let frozen = self.disk(name)?;
-        let backups = self.backups();
-        let mut disks = backups.iter().flat_map(|backup| &backup.disks);
-        let Some(disk) = disks.find(|disk| disk.frozen.name() == name) else {
-            bail!(
-                "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
+/// Begins a backup. When this returns its disks are served.
+///
+/// # Errors
+/// There is no such disk, one is used by a job or another backup, or has no such bitmap; a
+/// scratch file or an address cannot be had; the disks are too busy. Nothing has changed
+/// then.
+pub(crate) async fn begin_backup(
+    running: &Running,
+    setup: BackupSetup,
+) -> Result<Arc<RunningBackup>> {
+    let new_name = running.backups.new_name(setup.name.clone())?;
+    let name = new_name.name.clone();
+    let addresses = addresses(&setup)?;
+    let names = setup.disks.iter().flat_map(|disk| [disk.clone(), frozen_name(disk, &name)]);
+    let mut names: Vec<_> = names.map(Name::Disk).collect();
+    names.extend(addresses.first().map(|address| Name::Socket(address.socket())));
+    let _claim = running.claims.claim(names).await;
+    let mut begun = Begun::default();
+    match begin_claimed(running, &setup, &name, addresses, &mut begun).await {
+        Ok(pause) => {
+            let BackupSetup { bitmap, since, .. } = setup;
+            let disks = begun.disks;
+            let backup = RunningBackup { name, bitmap, since, pause, disks };
+            let backup = Arc::new(backup);
+            running.backups.push(Arc::clone(&backup));
+            tracing::info!(
+                "the backup {:?} began; changes were held off for {pause:?}",
+                backup.name
             );
-        };
-        let mut copies = Vec::new();
-        for bitmap in bitmaps {
-            copies.push(copy_bitmap(&disk.source, bitmap).await?);
+            running.events.tell(Event::BackupBegan { backup: backup.name.clone() });
+            Ok(backup)
         }
-        let RunningDisk { setup, path, moved, disk, room, .. } = &*frozen;
-        let (setup, path, moved, disk, room) =
-            (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
-        let (bitmaps, group) = (copies, Mutex::default());
-        Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
-    }
-
-    /// Ends a backup: its disks are served no longer, and go on without copies. Its bitmaps stay.
-    ///
-    /// # Errors
-    /// There is no such backup.
-    pub(crate) async fn end_backup(&self, name: &str) -> Result<()> {
-        let find = || self.backups().into_iter().find(|backup| backup.name == name);
-        let missing =
-            || anyhow::anyhow!("no backup is called {name:?}; 'backup.list' tells which there are");
-        let backup = find().ok_or_else(missing)?;
-        let of_disk = |disk: &BackupDisk| {
-            let exports = self.exports_of(disk.frozen.name()).into_iter();
-            let names = [disk.source().to_owned(), disk.frozen.name().to_owned()].map(Name::Disk);
-            let sockets = exports.map(|export| Name::Socket(export.address.socket()));
-            names.into_iter().chain(sockets).collect::<Vec<_>>()
-        };
-        let names: Vec<_> = backup.disks.iter().flat_map(of_disk).collect();
-        let _claim = self.claims.claim(names).await;
-        // It may have ended meanwhile.
-        find().ok_or_else(missing)?;
-        for disk in &backup.disks {
-            self.end_frozen(disk).await?;
+        Err(error) => {
+            undo(running, begun).await;
+            Err(error)
         }
-        self.backups.0.lock().backups.retain(|other| !Arc::ptr_eq(other, &backup));
-        self.events.tell(Event::BackupEnded { backup: name.to_owned() });
-        Ok(())
     }
+}
 
-    async fn end_frozen(&self, disk: &BackupDisk) -> Result<()> {
-        // Ranges that are read meanwhile have the old bytes still.
-        for export in self.exports_of(disk.frozen.name()) {
-            self.end(&export).await?;
-        }
-        disk.view.thaw();
-        self.forget(&disk.frozen).await
+async fn begin_claimed(
+    running: &Running,
+    setup: &BackupSetup,
+    name: &str,
+    addresses: Vec<ExportAddress>,
+    begun: &mut Begun,
+) -> Result<Duration> {
+    let sources = sources(running, setup, name).await?;
+    let mut frozen = Vec::new();
+    for source in &sources {
+        let scratch = (setup.scratch.as_deref(), setup.scratch_size);
+        frozen.push(prepare(running, scratch, name, &source.disk).await?);
     }
-
-    /// Undoes what was done for a backup that cannot begin.
-    async fn undo(&self, begun: Begun) {
-        for disk in &begun.disks {
-            if let Err(error) = self.end_frozen(disk).await {
-                tracing::error!("{}: {error:#}", disk.frozen.name());
+    if let Some(bitmap) = &setup.bitmap {
+        for Source { disk: source, .. } in &sources {
+            let granularity = Some(granularity(source.disk.size()));
+            let new = NewBitmap { name: bitmap.clone(), granularity, is_enabled: true };
+            if make_room_for_bitmaps(running, source).await?.is_some() {
+                begun.recorded.push(Arc::clone(source));
             }
+            source.disk.bitmaps().add(&new).await?;
+            begun.bitmaps.push((Arc::clone(source), bitmap.clone()));
         }
-        for (source, bitmap) in begun.bitmaps {
-            if let Err(error) = source.disk.bitmaps().change(&bitmap, BitmapAction::Remove).await {
-                tracing::error!("{}: the bitmap {bitmap:?} stays: {error}", source.name());
-            }
+    }
+    let views: Vec<_> = frozen.iter().map(|(view, _)| &**view).collect();
+    let pause = timeout(MAX_FREEZE_TIME, freeze(&views)).await.with_context(|| {
+        format!(
+            "the disks do not come to rest in {MAX_FREEZE_TIME:?}: changes in flight take longer; try again"
+        )
+    })??;
+    let mut addresses = addresses.into_iter();
+    for (source, (view, scratch_limit)) in sources.into_iter().zip(frozen) {
+        let frozen = adopt_frozen(running, name, &source, &view).await?;
+        let (Source { disk: source, since }, served) = (source, Arc::clone(&frozen));
+        begun.disks.push(BackupDisk { source, frozen, since, view, scratch_limit });
+        if let Some(address) = addresses.next() {
+            running.serve(&served, address, Access::ReadWrite).await?;
         }
-        for source in begun.recorded {
-            self.take_room_back(&source).await;
+    }
+    Ok(pause)
+}
+
+/// Lists a disk that was frozen as a backup of its own, which is served nowhere yet.
+///
+/// # Errors
+/// A backup or disk has its name.
+pub(super) async fn adopt_backup(
+    running: &Running,
+    name: &str,
+    source: Arc<RunningDisk>,
+    (view, scratch_limit): (Arc<FrozenDisk<ImageStorage>>, u64),
+    pause: Duration,
+) -> Result<()> {
+    let reserved = running.backups.new_name(Some(name.to_owned()))?;
+    let name = reserved.name.clone();
+    let source = Source { disk: source, since: None };
+    let frozen = adopt_frozen(running, &name, &source, &view).await?;
+    let disk = BackupDisk { source: source.disk, frozen, since: None, view, scratch_limit };
+    let begun = Event::BackupBegan { backup: name.clone() };
+    let backup = RunningBackup { name, bitmap: None, since: None, pause, disks: vec![disk] };
+    running.backups.push(Arc::new(backup));
+    running.events.tell(begun);
+    Ok(())
+}
+
+/// The disks of a backup, which are claimed. One that lacks the bitmap comes in full, where
+/// another one has it.
+async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<Vec<Source>> {
+    let mut sources = Vec::new();
+    for disk in &setup.disks {
+        let source = running.disks.get(disk)?;
+        running.check_free(disk)?;
+        if running.disks.find(&frozen_name(disk, name)).is_some() {
+            bail!(
+                "a disk is called {:?} already; give the backup another name",
+                frozen_name(disk, name)
+            );
         }
+        let since = match &setup.since {
+            Some(since) if has_bitmap(&source, since).await? => Some(since.clone()),
+            _ => None,
+        };
+        sources.push(Source { disk: source, since });
+    }
+    if let Some(since) = &setup.since
+        && sources.iter().all(|source| source.since.is_none())
+    {
+        let disk = sources.first().map_or("", |source| source.disk.name());
+        bail!("the disk {disk:?} has no bitmap {since:?}; 'bitmap.list' tells which it has");
+    }
+    Ok(sources)
+}
+
+/// What freezes a disk, and how many bytes its scratch file may take. `scratch`: its folder,
+/// and that limit.
+pub(super) async fn prepare(
+    running: &Running,
+    (folder, scratch_size): (Option<&Path>, Option<u64>),
+    name: &str,
+    source: &RunningDisk,
+) -> Result<(Arc<FrozenDisk<ImageStorage>>, u64)> {
+    let folder = match folder {
+        Some(folder) => folder.to_owned(),
+        None => usual_folder(source)?,
+    };
+    running.sandbox().check(&folder.join("x"))?;
+    let size = FrozenDisk::<ImageStorage>::scratch_size(source.disk.size());
+    let scratch = open_scratch(&folder, size).await?;
+    let scratch_limit = scratch_size.unwrap_or(size);
+    let options = FreezeOptions {
+        scratch_limit,
+        memory: COPY_MEMORY,
+        max_index_bytes: MAX_INDEX_BYTES,
+        timer: Some(Box::new(|| Box::pin(sleep(MAX_COPY_TIME)))),
+    };
+    let teller = teller(name.to_owned(), source.name().to_owned(), running.events.clone());
+    let frozen = FrozenDisk::new(Arc::clone(&source.disk), scratch, options, teller)?;
+    let frozen = Arc::new(frozen);
+    let view = Arc::clone(&frozen);
+    // It ends with the backup, or with the loop.
+    drop(running.jobs.handle()?.spawn(move || view.write_behind()));
+    Ok((frozen, scratch_limit))
+}
+
+/// Lists a frozen disk.
+async fn adopt_frozen(
+    running: &Running,
+    name: &str,
+    Source { disk: source, since }: &Source,
+    view: &Arc<FrozenDisk<ImageStorage>>,
+) -> Result<Arc<RunningDisk>> {
+    let bitmap = match since {
+        Some(since) => Some(copy_bitmap(source, since).await?),
+        None => None,
+    };
+    let storage = ImageStorage::View(Box::new(ViewStorage::new(Arc::clone(view))));
+    let disk = Disk::raw(storage, Options { access: Access::ReadOnly, ..Options::default() })?;
+    let frozen = DiskConfig {
+        name: Some(frozen_name(source.name(), name)),
+        format: Some(ImageFormat::Raw),
+        read_only: true,
+        create: None,
+        snapshot: None,
+        bitmaps: Vec::new(),
+        bitmaps_in: None,
+        trust_bitmaps: false,
+        threshold: None,
+        limits: LimitsConfig::default(),
+        exports: Vec::new(),
+        ..source.setup.clone()
+    };
+    Ok(running.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
+}
+
+/// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have
+/// all changes up to the moment, and perhaps later ones.
+///
+/// # Errors
+/// It is no such disk, or there is no such bitmap.
+pub(super) async fn with_bitmaps(
+    running: &Running,
+    name: &str,
+    bitmaps: &[String],
+) -> Result<Arc<RunningDisk>> {
+    let frozen = running.disks.get(name)?;
+    let backups = running.backups.list();
+    let mut disks = backups.iter().flat_map(|backup| &backup.disks);
+    let Some(disk) = disks.find(|disk| disk.frozen.name() == name) else {
+        bail!(
+            "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
+        );
+    };
+    let mut copies = Vec::new();
+    for bitmap in bitmaps {
+        copies.push(copy_bitmap(&disk.source, bitmap).await?);
+    }
+    let RunningDisk { setup, path, moved, disk, room, .. } = &*frozen;
+    let (setup, path, moved, disk, room) =
+        (setup.clone(), path.clone(), moved.clone(), Arc::clone(disk), Arc::clone(room));
+    let (bitmaps, group) = (copies, Mutex::default());
+    Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
+}
+
+/// Ends a backup: its disks are served no longer, and go on without copies. Its bitmaps stay.
+///
+/// # Errors
+/// There is no such backup.
+pub(crate) async fn end_backup(running: &Running, name: &str) -> Result<()> {
+    let find = || running.backups.list().into_iter().find(|backup| backup.name == name);
+    let missing =
+        || anyhow::anyhow!("no backup is called {name:?}; 'backup.list' tells which there are");
+    let backup = find().ok_or_else(missing)?;
+    let of_disk = |disk: &BackupDisk| {
+        let exports = running.exports.of_disk(disk.frozen.name()).into_iter();
+        let names = [disk.source().to_owned(), disk.frozen.name().to_owned()].map(Name::Disk);
+        let sockets = exports.map(|export| Name::Socket(export.address.socket()));
+        names.into_iter().chain(sockets).collect::<Vec<_>>()
+    };
+    let names: Vec<_> = backup.disks.iter().flat_map(of_disk).collect();
+    let _claim = running.claims.claim(names).await;
+    // It may have ended meanwhile.
+    find().ok_or_else(missing)?;
+    for disk in &backup.disks {
+        end_frozen(running, disk).await?;
+    }
+    running.backups.forget(&backup);
+    running.events.tell(Event::BackupEnded { backup: name.to_owned() });
+    Ok(())
+}
+
+async fn end_frozen(running: &Running, disk: &BackupDisk) -> Result<()> {
+    // Ranges that are read meanwhile have the old bytes still.
+    for export in running.exports.of_disk(disk.frozen.name()) {
+        running.exports.end(&export).await?;
+    }
+    disk.view.thaw();
+    running.forget(&disk.frozen).await
+}
+
+/// Undoes what was done for a backup that cannot begin.
+async fn undo(running: &Running, begun: Begun) {
+    for disk in &begun.disks {
+        if let Err(error) = end_frozen(running, disk).await {
+            tracing::error!("{}: {error:#}", disk.frozen.name());
+        }
+    }
+    for (source, bitmap) in begun.bitmaps {
+        if let Err(error) = source.disk.bitmaps().change(&bitmap, BitmapAction::Remove).await {
+            tracing::error!("{}: the bitmap {bitmap:?} stays: {error}", source.name());
+        }
+    }
+    for source in begun.recorded {
+        take_room_back(running, &source).await;
     }
 }
 

@@ -5,14 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use blockhouse_config::export_address::ExportAddress;
 use blockhouse_disk::Access;
 use blockhouse_engine::sleep;
 use blockhouse_nbd::uri::Address;
 use blockhouse_vhost_user::{Device, Export, FrontendEvent, FrontendObserver};
-use parking_lot::Mutex;
 
-use super::{ExportAddress, Running, RunningDisk, RunningExport};
-use crate::endpoints::vhost_user::{self, DeviceSocket, ServedDevice};
+use super::disk::RunningDisk;
+use super::export::{Frontends, RunningDevice, RunningExport};
+use super::export_list::ExportList;
+use crate::endpoints::vhost_user::{self, DeviceSocket};
 use crate::events::Event;
 use crate::process::blocking;
 use crate::process::kept_sockets;
@@ -21,45 +23,7 @@ use crate::process::kept_sockets;
 /// may hold it.
 const RETRY: Duration = Duration::from_millis(1);
 
-/// Who the front-ends are that are connected.
-type Frontends = Arc<Mutex<Vec<String>>>;
-
-/// A device that is served.
-pub(crate) struct RunningDevice {
-    disk: String,
-    access: Access,
-    served: ServedDevice,
-    frontends: Frontends,
-}
-
-impl RunningDevice {
-    /// The name of its disk.
-    pub(crate) fn disk(&self) -> &str {
-        &self.disk
-    }
-
-    /// Whether its guests may change the disk, where that may be changed.
-    pub(crate) fn access(&self) -> Access {
-        self.access
-    }
-
-    /// Ends it: what guests have in flight completes.
-    pub(crate) fn stop(self) {
-        self.served.stop();
-    }
-
-    /// Who the front-ends are that are connected.
-    pub(crate) fn frontends(&self) -> Vec<String> {
-        self.frontends.lock().clone()
-    }
-
-    /// Its socket and its server.
-    pub(crate) fn served(&self) -> &ServedDevice {
-        &self.served
-    }
-}
-
-impl Running {
+impl ExportList {
     /// Serves a disk to a guest at a bound socket.
     ///
     /// # Errors
@@ -69,14 +33,14 @@ impl Running {
         let (name, loops) = (disk.name().to_owned(), self.loops.clone());
         // The guest's name of it: that has 20 bytes, too few for a path.
         let label = Path::new(&name).file_name().unwrap_or_default().to_string_lossy().into();
-        let (queues, memory) = (self.options.queues, self.options.memory);
+        let (queues, memory) = (self.queues, self.memory);
         let shared = Arc::clone(&disk.disk);
         let export = Export { disk: shared, name: label, queues, loops, memory, access };
         let frontends = Frontends::default();
         let observer = self.frontend_observer(&socket, Arc::clone(&frontends));
         let served = vhost_user::serve(socket, Device::observed(export, observer))?;
         let path = served.path().to_owned();
-        let mut list = self.list.lock();
+        let mut list = self.state.lock();
         let address = ExportAddress::VhostUser(path);
         list.exports.push(RunningExport { address, disk: name.clone(), access });
         list.devices.push(Arc::new(RunningDevice { disk: name, access, served, frontends }));
@@ -107,7 +71,7 @@ impl Running {
 
     /// The devices, in the order in which they were added.
     pub(crate) fn devices(&self) -> Vec<Arc<RunningDevice>> {
-        self.list.lock().devices.clone()
+        self.state.lock().devices.clone()
     }
 
     pub(super) async fn add_device(
@@ -116,7 +80,7 @@ impl Running {
         disk: Arc<RunningDisk>,
         access: Access,
     ) -> Result<()> {
-        let permissions = self.options.permissions;
+        let permissions = self.permissions;
         let bound =
             blocking::run(move || kept_sockets::bind(&Address::Unix(path), permissions)).await??;
         self.serve_device(DeviceSocket { bound, frontend: None, access }, &disk)
@@ -125,7 +89,7 @@ impl Running {
     /// Serves it no longer: what the guest has in flight completes.
     pub(super) async fn remove_device(&self, path: &Path) -> Result<()> {
         let device = {
-            let mut list = self.list.lock();
+            let mut list = self.state.lock();
             let index = list.devices.iter().position(|device| device.served.path() == path);
             index.map(|index| list.devices.remove(index))
         };
@@ -135,13 +99,13 @@ impl Running {
             blocking::run(move || device.served.stop()).await?;
         }
         let address = ExportAddress::VhostUser(path.to_owned());
-        self.list.lock().exports.retain(|export| export.address != address);
+        self.state.lock().exports.retain(|export| export.address != address);
         Ok(())
     }
 
     /// Has the guests of a disk told that it has another size.
     pub(crate) fn tell_guests_of_size(&self, disk: &str) {
-        let mut devices = self.list.lock().devices.clone();
+        let mut devices = self.state.lock().devices.clone();
         devices.retain(|device| device.disk == disk);
         devices.iter().for_each(|device| device.served.resized());
         self.resize_ublk(disk);
@@ -149,7 +113,7 @@ impl Running {
 
     /// Begins the end of all devices, which [`stop`](RunningDevice::stop) goes on with.
     pub(crate) fn begin_stop_devices(&self) -> Vec<RunningDevice> {
-        let devices = std::mem::take(&mut self.list.lock().devices);
+        let devices = std::mem::take(&mut self.state.lock().devices);
         let mut devices: Vec<_> = devices.into_iter().filter_map(Arc::into_inner).collect();
         devices.iter_mut().for_each(|device| device.served.begin_stop());
         devices

@@ -1,22 +1,30 @@
 //! Opening and closing disks, and what is done with one while it is served.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::limits::LimitsConfig;
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, BitmapLoss, HoldChange, HoldObserver, ImageDisk};
-use blockhouse_engine::IoPoll;
 use blockhouse_nbd::ExportBitmap;
+use blockhouse_nbd::uri::NbdUri;
 use parking_lot::Mutex;
 
-use super::{ExportAddress, Moved, Running, RunningDisk, RunningExport};
+use super::Running;
+use super::backups::with_bitmaps;
+use super::disk::{Moved, RunningDisk};
+use super::recording::keep_vouching;
+use super::room::watch_room;
 use crate::events::failures::FailureTeller;
 use crate::events::room_watch::RoomWatch;
 use crate::events::{Event, Events};
+use crate::jobs::begin_prefetch;
 use crate::running::claims::{Claim, Name};
 use crate::running::io_poll;
 use crate::running::open::open_disk;
-use crate::setup::DiskSetup;
 
 /// A disk that is not closed or changed meanwhile.
 pub(crate) struct ClaimedDisk<'a> {
@@ -67,7 +75,7 @@ impl Running {
     /// Takes in a disk that is open, at the start. Its name must be new.
     pub(crate) fn adopt(
         &self,
-        setup: DiskSetup,
+        setup: DiskConfig,
         disk: Arc<ImageDisk>,
         moved: Option<Moved>,
     ) -> Arc<RunningDisk> {
@@ -78,7 +86,7 @@ impl Running {
     /// As [`adopt`](Self::adopt), with the bitmaps that its NBD clients may ask for.
     pub(super) fn adopt_with(
         &self,
-        setup: DiskSetup,
+        setup: DiskConfig,
         disk: Arc<ImageDisk>,
         moved: Option<Moved>,
         bitmaps: Vec<ExportBitmap>,
@@ -87,8 +95,9 @@ impl Running {
         let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
-        let teller = FailureTeller::new(setup.name.clone(), self.events.clone(), has_lost_flush);
-        let room = RoomWatch::new(&setup.name, &self.events);
+        let teller =
+            FailureTeller::new(setup.name().to_owned(), self.events.clone(), has_lost_flush);
+        let room = RoomWatch::new(setup.name(), &self.events);
         let watch = Arc::clone(&room);
         disk.observe_failures(Box::new(move |failed| {
             if failed.error.kind() == ErrorKind::NoSpace {
@@ -96,7 +105,7 @@ impl Running {
             }
             teller.tell(failed);
         }));
-        let (name, events) = (setup.name.clone(), self.events.clone());
+        let (name, events) = (setup.name().to_owned(), self.events.clone());
         disk.observe_bitmap_losses(Arc::new(move |bitmap, loss, why| {
             let (disk, message) = (name.clone(), why.to_string());
             match loss {
@@ -114,69 +123,60 @@ impl Running {
                 }
             }
         }));
-        disk.observe_holding(tell_of_holding(&setup.name, &self.events, Arc::clone(&room)));
-        self.keep_vouching(&disk);
+        disk.observe_holding(tell_of_holding(setup.name(), &self.events, Arc::clone(&room)));
+        keep_vouching(self, &disk);
         let group = Mutex::default();
         let threshold = setup.threshold;
         let disk = Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group });
-        self.watch_room(&disk, threshold);
-        self.list.lock().disks.push(Arc::clone(&disk));
+        watch_room(self, &disk, threshold);
+        self.disks.push(Arc::clone(&disk));
         disk
     }
 
     /// The disk of this name, claimed.
     pub(crate) async fn claim_disk(&self, name: &str) -> Result<ClaimedDisk<'_>> {
         let claim = self.claims.claim([Name::Disk(name.to_owned())]).await;
-        Ok(ClaimedDisk { disk: self.disk(name)?, _claim: claim })
+        Ok(ClaimedDisk { disk: self.disks.get(name)?, _claim: claim })
     }
 
-    /// Opens a disk, and serves it at these addresses; where one cannot be had it is closed again.
+    /// Opens a disk, and serves it at its addresses; where one cannot be had it is closed again.
     ///
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
     /// name, or an address is in use or cannot be had.
-    pub(crate) async fn open_and_serve(
-        &self,
-        setup: DiskSetup,
-        addresses: Vec<ExportAddress>,
-    ) -> Result<Arc<RunningDisk>> {
-        let disk = self.open_claimed(setup, addresses).await?;
-        self.begin_prefetch(&disk).await;
+    pub(crate) async fn open_and_serve(&self, setup: DiskConfig) -> Result<Arc<RunningDisk>> {
+        let disk = self.open_claimed(setup).await?;
+        begin_prefetch(self, &disk).await;
         Ok(disk)
     }
 
     /// Claims the names of a disk while it is opened and served.
-    async fn open_claimed(
-        &self,
-        setup: DiskSetup,
-        addresses: Vec<ExportAddress>,
-    ) -> Result<Arc<RunningDisk>> {
-        let name = setup.name.clone();
+    async fn open_claimed(&self, setup: DiskConfig) -> Result<Arc<RunningDisk>> {
+        let name = setup.name().to_owned();
         let mut names: Vec<_> =
-            addresses.iter().map(|address| Name::Socket(address.socket())).collect();
+            setup.exports.iter().map(|address| Name::Socket(address.socket())).collect();
         names.push(Name::Disk(name.clone()));
         let _claim = self.claims.claim(names).await;
-        if self.find(&name).is_some() {
+        if self.disks.find(&name).is_some() {
             bail!("a disk is called {name:?} already; choose another name");
         }
-        if self.options.io_poll == IoPoll::On {
+        if self.io_poll {
             io_poll::check_disk(&setup)?;
         }
         // Before an image is made.
-        setup.throttle.iter().try_for_each(|throttle| self.check_limits(throttle))?;
+        self.disks.check_limits(&setup.limits)?;
         self.sandbox().check_image(&setup.path)?;
         // A file that the image names there could not be opened, and the kernel would not say why.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
-        let side_file = setup.side_file.iter().map(|side| &side.path);
-        side_file.into_iter().try_for_each(|path| self.sandbox().check(path))?;
-        setup.keys.paths().try_for_each(|path| self.sandbox().check(path))?;
+        let named = setup.bitmaps_in.iter().chain(&setup.key_files).chain(&setup.passphrase_files);
+        named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
         let disk = self.adopt(setup, Arc::new(disk), None);
         self.events.tell(Event::DiskOpened { disk: name.clone() });
-        if let Err(error) = self.begin_serving(&disk, addresses).await {
-            for export in self.exports_of(&name) {
-                self.end(&export).await?;
+        if let Err(error) = self.begin_serving(&disk).await {
+            for export in self.exports.of_disk(&name) {
+                self.exports.end(&export).await?;
             }
             // The error that counts is the first one.
             let _ = self.forget(&disk).await;
@@ -186,14 +186,10 @@ impl Running {
     }
 
     /// Puts the limits of a disk in force that was just opened, and serves it.
-    async fn begin_serving(
-        &self,
-        disk: &Arc<RunningDisk>,
-        addresses: Vec<ExportAddress>,
-    ) -> Result<()> {
-        self.limit_as_set_up(disk)?;
-        for address in addresses {
-            self.serve(disk, address, Access::ReadWrite).await?;
+    async fn begin_serving(&self, disk: &Arc<RunningDisk>) -> Result<()> {
+        self.disks.limit(disk, &disk.setup.limits)?;
+        for address in &disk.setup.exports {
+            self.serve(disk, address.clone(), Access::ReadWrite).await?;
         }
         Ok(())
     }
@@ -206,7 +202,7 @@ impl Running {
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         self.check_free(name)?;
-        let exports = self.exports_of(name);
+        let exports = self.exports.of_disk(name);
         if let [first, ..] = &exports[..]
             && !force
         {
@@ -220,7 +216,7 @@ impl Running {
         claimed.disk.disk.end_holding();
         for export in exports {
             let _claim = self.claims.claim([Name::Socket(export.address.socket())]).await;
-            self.end(&export).await?;
+            self.exports.end(&export).await?;
         }
         self.forget(&claimed.disk).await
     }
@@ -228,7 +224,7 @@ impl Running {
     /// Closes a disk without exports, which is claimed.
     pub(super) async fn forget(&self, disk: &RunningDisk) -> Result<()> {
         let closed = disk.disk.close().await;
-        self.list.lock().disks.retain(|other| other.name() != disk.name());
+        self.disks.forget(disk.name());
         let error = closed.as_ref().err().map(ToString::to_string);
         self.events.tell(Event::DiskClosed { disk: disk.name().to_owned(), error });
         Ok(closed?)
@@ -250,8 +246,8 @@ impl Running {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
         let _claim = self.claims.claim(names).await;
         let served = match bitmaps {
-            [] => self.disk(disk)?,
-            bitmaps => self.with_bitmaps(disk, bitmaps).await?,
+            [] => self.disks.get(disk)?,
+            bitmaps => with_bitmaps(self, disk, bitmaps).await?,
         };
         self.serve(&served, address, access).await
     }
@@ -267,22 +263,10 @@ impl Running {
             self.sandbox().check(socket)?;
         }
         self.jobs.check_not_written(disk.name())?;
-        let served = Arc::clone(disk);
-        let address = match address {
-            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, access).await?),
-            ExportAddress::VhostUser(path) => {
-                self.backups.check_not_frozen(disk.name())?;
-                self.add_device(path.clone(), served, access).await?;
-                ExportAddress::VhostUser(path)
-            }
-            ExportAddress::Ublk(_) => bail!(
-                "a ublk device cannot be added to a running server, whose loops take no commands of it; start a server \
-                 with --ublk"
-            ),
-        };
-        let (export, disk) = (address.to_string(), disk.name().to_owned());
-        self.events.tell(Event::ExportAdded { export, disk });
-        Ok(address)
+        if matches!(address, ExportAddress::VhostUser(_)) {
+            self.backups.check_not_frozen(disk.name())?;
+        }
+        self.exports.add(disk, address, access).await
     }
 
     /// Serves an export no longer. What its clients have in flight completes.
@@ -291,7 +275,7 @@ impl Running {
     /// There is none that is called so.
     pub(crate) async fn remove_export(&self, address: &str) -> Result<()> {
         let find = || {
-            let mut exports = self.exports().into_iter();
+            let mut exports = self.exports.list().into_iter();
             exports.find(|export| export.address.to_string() == address)
         };
         let missing = || {
@@ -304,19 +288,43 @@ impl Running {
         // It may have gone meanwhile.
         let export = find().ok_or_else(missing)?;
         let _socket = self.claims.claim([Name::Socket(export.address.socket())]).await;
-        self.end(&export).await
+        self.exports.end(&export).await
     }
 
-    /// Ends an export, whose disk and socket are claimed.
-    pub(super) async fn end(&self, export: &RunningExport) -> Result<()> {
-        match &export.address {
-            ExportAddress::Nbd(uri) => self.remove_nbd(uri).await,
-            ExportAddress::VhostUser(path) => self.remove_device(path).await?,
-            ExportAddress::Ublk(id) => self.remove_ublk(*id).await?,
-        }
-        let (export, disk) = (export.address.to_string(), export.disk.clone());
-        self.events.tell(Event::ExportRemoved { export, disk });
-        Ok(())
+    /// Listens at a socket of NBD clients, also while it has no exports, with at most so many
+    /// connections at once. The URI, with the real port where port 0 was asked for.
+    ///
+    /// # Errors
+    /// The address is in use or cannot be had.
+    pub(crate) async fn add_socket(
+        &self,
+        uri: NbdUri,
+        max_connections: Option<NonZeroUsize>,
+    ) -> Result<NbdUri> {
+        let address = ExportAddress::Nbd(uri.clone());
+        let _claim = self.claims.claim([Name::Socket(address.socket())]).await;
+        address.unix_socket().map_or(Ok(()), |path| self.sandbox.check(path))?;
+        self.exports.add_socket(uri, max_connections).await
+    }
+
+    /// Listens at a socket only as long as it has exports.
+    ///
+    /// # Errors
+    /// There is none that was added.
+    pub(crate) async fn remove_socket(&self, uri: NbdUri) -> Result<()> {
+        let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
+        let _claim = self.claims.claim([name]).await;
+        self.exports.remove_socket(&uri)
+    }
+
+    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none
+    /// are said, the disk joins the group, and the group's stay.
+    ///
+    /// # Errors
+    /// There is no such disk, or no group to join.
+    pub(crate) async fn limit(&self, name: &str, limits: &LimitsConfig) -> Result<()> {
+        let claimed = self.claim_disk(name).await?;
+        self.disks.limit(&claimed.disk, limits)
     }
 
     /// Makes a disk longer; shorter only if `shrink` says so and it has no exports, because what
@@ -330,7 +338,7 @@ impl Running {
         self.check_free(name)?;
         let disk = &claimed.disk.disk;
         let old = disk.size();
-        match (size < old, shrink, self.exports_of(name).first()) {
+        match (size < old, shrink, self.exports.of_disk(name).first()) {
             (true, false, _) => bail!(
                 "the disk {name:?} has {old} bytes, more than {size}: what lies beyond would be lost; if that is \
                  meant, say shrink"
@@ -344,7 +352,7 @@ impl Running {
         }
         let new = disk.size();
         if new != old {
-            self.tell_guests_of_size(name);
+            self.exports.tell_guests_of_size(name);
             self.events.tell(Event::DiskResized { disk: name.into(), size: new });
         }
         Ok(Resized { old, new })
@@ -365,7 +373,7 @@ impl Running {
             tracing::info!("{name}: has {size} bytes now");
             self.events.tell(Event::DiskResized { disk: name.into(), size });
         }
-        self.tell_guests_of_size(name);
+        self.exports.tell_guests_of_size(name);
         Ok(Refreshed { size: disk.size(), held })
     }
 
@@ -380,18 +388,5 @@ impl Running {
             self.jobs().check_not_filled(name)?;
         }
         Ok(claimed.disk.disk.set_access(access).await?)
-    }
-
-    /// Who the clients of an export are; `None` where that is not known.
-    pub(crate) fn peers(&self, export: &RunningExport) -> Option<Vec<String>> {
-        match &export.address {
-            ExportAddress::Nbd(uri) => Some(self.nbd_peers(uri)),
-            ExportAddress::VhostUser(path) => {
-                let devices = self.devices();
-                let device = devices.iter().find(|device| device.served().path() == path);
-                device.map(|device| device.frontends())
-            }
-            ExportAddress::Ublk(_) => None,
-        }
     }
 }

@@ -1,93 +1,18 @@
-//! An export: a disk at an address.
+//! What is served: exports, and the sockets and devices at which they are.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
+use blockhouse_config::export_address::ExportAddress;
 use blockhouse_disk::Access;
-use blockhouse_nbd::uri::{NbdUri, Security};
+use blockhouse_engine::Listener;
+use blockhouse_nbd::uri::{Address, Security};
+use blockhouse_nbd::{Exports, SocketFile};
+use blockhouse_storage::ImageStorage;
+use blockhouse_ublk::Server;
+use parking_lot::Mutex;
 
-use crate::setup::disk_options::check_absolute;
-
-/// Where an export is served, which is also what it is called.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ExportAddress {
-    /// To NBD clients, under the URI's name at the URI's address.
-    Nbd(NbdUri),
-    /// To a guest's vhost-user-blk device, at this Unix socket.
-    VhostUser(PathBuf),
-    /// To this host, as the block device `/dev/ublkbN` of this number.
-    Ublk(u32),
-}
-
-/// The prefix of a ublk device's path, before its number.
-const UBLK_DEVICE: &str = "/dev/ublkb";
-
-impl ExportAddress {
-    /// The export that a user means by this text: a URI, the path of a ublk device, or the path of
-    /// a socket.
-    ///
-    /// # Errors
-    /// Why it is no URI.
-    pub(crate) fn parse(text: &str) -> Result<Self, String> {
-        if let Some(Ok(id)) = text.strip_prefix(UBLK_DEVICE).map(str::parse) {
-            return Ok(Self::Ublk(id));
-        }
-        match text.starts_with('/') {
-            true => Ok(Self::VhostUser(text.into())),
-            false => text.parse().map(Self::Nbd).map_err(|error: blockhouse_nbd::uri::UriError| {
-                format!("{error}; a vhost-user-blk socket is an absolute path")
-            }),
-        }
-    }
-
-    /// As [`parse`](Self::parse), where a path must not depend on a working directory.
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse); a relative path.
-    pub(crate) fn parse_absolute(text: &str) -> Result<Self, String> {
-        let address = Self::parse(text)?;
-        if let Self::Nbd(uri) = &address
-            && let blockhouse_nbd::uri::Address::Unix(path) = &uri.address
-        {
-            check_absolute(path)?;
-        }
-        Ok(address)
-    }
-
-    /// The path of its Unix socket.
-    pub(crate) fn unix_socket(&self) -> Option<&Path> {
-        match self {
-            Self::Nbd(uri) => match &uri.address {
-                blockhouse_nbd::uri::Address::Unix(path) => Some(path),
-                blockhouse_nbd::uri::Address::Tcp { .. } => None,
-            },
-            Self::VhostUser(path) => Some(path),
-            Self::Ublk(_) => None,
-        }
-    }
-
-    /// The address of its socket, as text: exports with the same one share the socket.
-    pub(crate) fn socket(&self) -> String {
-        match self {
-            Self::Nbd(uri) => {
-                let security = Security::Plain;
-                NbdUri { security, address: uri.address.clone(), export: String::new() }.to_string()
-            }
-            Self::VhostUser(path) => path.display().to_string(),
-            Self::Ublk(id) => format!("{UBLK_DEVICE}{id}"),
-        }
-    }
-}
-
-impl fmt::Display for ExportAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nbd(uri) => uri.fmt(f),
-            Self::VhostUser(path) => path.display().fmt(f),
-            Self::Ublk(id) => write!(f, "{UBLK_DEVICE}{id}"),
-        }
-    }
-}
+use crate::endpoints::vhost_user::ServedDevice;
 
 /// An export that is served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,22 +25,101 @@ pub(crate) struct RunningExport {
     pub(crate) access: Access,
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// A listening socket of NBD clients.
+pub(crate) struct ServedSocket {
+    /// Dropped first, while the task that accepts clients still listens: see `SocketFile`.
+    pub(super) file: Option<SocketFile>,
+    pub(super) listener: Listener,
+    pub(super) address: Address,
+    /// How many sockets were served before it: the server of clients counts them so.
+    pub(super) number: usize,
+    /// Whether its clients must use TLS.
+    pub(super) security: Security,
+    /// Of this socket alone: clients of others do not find them.
+    pub(super) exports: Exports<ImageStorage>,
+    /// Whether it is listened at while it has none.
+    pub(super) is_kept: AtomicBool,
+}
 
-    #[test]
-    fn exports_are_called_after_their_addresses() {
-        for text in
-            ["nbd+unix:///a?socket=/run/s", "nbd://localhost:10809/", "/run/vu.sock", "/dev/ublkb7"]
-        {
-            let address = ExportAddress::parse(text).expect(text);
-            assert_eq!(ExportAddress::parse(&address.to_string()), Ok(address), "{text}");
-        }
-        let socket = |text| ExportAddress::parse(text).expect(text).socket();
-        let first = socket("nbd+unix:///a?socket=/run/s");
-        assert_eq!(first, socket("nbd+unix:///b?socket=/run/s"));
-        assert_ne!(first, socket("/run/s"));
-        assert!(ExportAddress::parse("run/s").expect_err("relative").contains("absolute path"));
+impl ServedSocket {
+    /// The number by which the server of clients knows it.
+    pub(crate) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// Whether its clients must use TLS.
+    pub(crate) fn security(&self) -> Security {
+        self.security
+    }
+
+    /// The socket.
+    pub(crate) fn listener(&self) -> &Listener {
+        &self.listener
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Its file, if this process is to remove that.
+    pub(crate) fn file(&self) -> Option<&SocketFile> {
+        self.file.as_ref()
+    }
+}
+
+/// Who the front-ends are that are connected.
+pub(super) type Frontends = Arc<Mutex<Vec<String>>>;
+
+/// A vhost-user-blk device that is served.
+pub(crate) struct RunningDevice {
+    pub(super) disk: String,
+    pub(super) access: Access,
+    pub(super) served: ServedDevice,
+    pub(super) frontends: Frontends,
+}
+
+impl RunningDevice {
+    /// The name of its disk.
+    pub(crate) fn disk(&self) -> &str {
+        &self.disk
+    }
+
+    /// Whether its guests may change the disk, where that may be changed.
+    pub(crate) fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Ends it: what guests have in flight completes.
+    pub(crate) fn stop(self) {
+        self.served.stop();
+    }
+
+    /// Who the front-ends are that are connected.
+    pub(crate) fn frontends(&self) -> Vec<String> {
+        self.frontends.lock().clone()
+    }
+
+    /// Its socket and its server.
+    pub(crate) fn served(&self) -> &ServedDevice {
+        &self.served
+    }
+}
+
+/// A block device of this host that is served.
+pub(crate) struct RunningUblk {
+    pub(super) disk: String,
+    pub(super) server: Server<ImageStorage>,
+}
+
+impl RunningUblk {
+    /// The name of its disk.
+    pub(crate) fn disk(&self) -> &str {
+        &self.disk
+    }
+
+    /// Its server.
+    pub(crate) fn server(&self) -> &Server<ImageStorage> {
+        &self.server
     }
 }

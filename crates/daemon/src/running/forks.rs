@@ -5,16 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::limits::LimitsConfig;
 use blockhouse_disk::{
     Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, fork, is_device,
 };
 
-use super::{Running, RunningDisk};
+use super::Running;
+use super::disk::RunningDisk;
 use crate::events::Event;
 use crate::forks::{ForkChildParams, ForkDiskParams, ForkedDisk};
 use crate::running::claims::Name;
 use crate::running::open::image_options;
-use crate::setup::DiskSetup;
 
 /// The result of a fork.
 pub(crate) struct ForkReport {
@@ -27,137 +29,150 @@ pub(crate) struct ForkReport {
 /// A number that a new file may have in its name, at most.
 const MAX_NUMBER: u32 = 100_000;
 
-impl Running {
-    /// Forks disks, all at one moment. When this returns the layers are durable, and other programs
-    /// may read them.
-    ///
-    /// # Errors
-    /// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a
-    /// file cannot be made. Nothing has changed then. What a disk was cannot be made durable:
-    /// then it is forked all the same.
-    pub(crate) async fn fork(&self, setups: Vec<ForkDiskParams>) -> Result<ForkReport> {
-        let children = setups.iter().flat_map(|setup| &setup.children);
-        let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
-        let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
-        let claimed: Vec<_> = claimed.map(Name::Disk).collect();
-        for (index, name) in claimed.iter().enumerate() {
-            if let (true, Name::Disk(name)) = (claimed[..index].contains(name), name) {
-                bail!("the disk {name:?} is named twice");
+/// Forks disks, all at one moment. When this returns the layers are durable, and other programs
+/// may read them.
+///
+/// # Errors
+/// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a
+/// file cannot be made. Nothing has changed then. What a disk was cannot be made durable:
+/// then it is forked all the same.
+pub(crate) async fn fork_disks(
+    running: &Running,
+    setups: Vec<ForkDiskParams>,
+) -> Result<ForkReport> {
+    let children = setups.iter().flat_map(|setup| &setup.children);
+    let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
+    let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
+    let claimed: Vec<_> = claimed.map(Name::Disk).collect();
+    for (index, name) in claimed.iter().enumerate() {
+        if let (true, Name::Disk(name)) = (claimed[..index].contains(name), name) {
+            bail!("the disk {name:?} is named twice");
+        }
+    }
+    let _claim = running.claims.claim(claimed).await;
+    if let Some(name) = names.iter().find(|name| running.disks.find(name).is_some()) {
+        bail!("a disk is called {name:?} already; choose another name");
+    }
+    let disks = setups.iter().map(|setup| running.disks.get(&setup.disk));
+    let disks = disks.collect::<Result<Vec<_>>>()?;
+    let plans = disks.iter().zip(&setups).map(|(disk, setup)| plan(running, disk, setup));
+    let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
+    let report = take_in(running, &disks, &setups, forked, pause).await;
+    for ForkedDisk { disk, layer, overlay, .. } in &report.1.disks {
+        let Some(overlay) = overlay else { continue };
+        let (disk, layer, overlay) =
+            (disk.clone(), layer.display().to_string(), overlay.display().to_string());
+        tracing::info!(
+            "{disk}: goes on in {overlay} over {layer}; changes were held off for {:?}",
+            report.1.pause
+        );
+        running.events.tell(Event::DiskForked { disk, layer, overlay });
+    }
+    report.0.map(|()| report.1)
+}
+
+/// How a disk is forked.
+fn plan<'a>(
+    running: &Running,
+    disk: &'a RunningDisk,
+    setup: &ForkDiskParams,
+) -> Result<ForkOf<'a>> {
+    running.check_free(disk.name())?;
+    if disk.setup.snapshot.is_some() {
+        bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
+    }
+    let overlay = match (&setup.overlay, disk.setup.access()) {
+        (Some(_), Access::ReadOnly) => bail!(
+            "the disk {:?} is read-only, and goes on as it is: leave the overlay out, and name children",
+            disk.name()
+        ),
+        (None, Access::ReadOnly) if setup.children.is_empty() => {
+            bail!("the disk {:?} is read-only: name children", disk.name())
+        }
+        (None, Access::ReadOnly) => None,
+        (Some(path), Access::ReadWrite) => Some(path.clone()),
+        (None, Access::ReadWrite) if is_device(&disk.path()) => bail!(
+            "the disk {:?} is a device, and the files beside it go when the host restarts: name an overlay elsewhere",
+            disk.name()
+        ),
+        (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
+    };
+    let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
+    let written = DiskConfig { read_only: false, cache, ..disk.setup.clone() };
+    let options = image_options(&written, &running.state_use(&written)?)?;
+    let child = |child: &ForkChildParams| {
+        let opened = child.name.is_some().then(|| options.clone());
+        NewChild { path: child.path.clone(), opened }
+    };
+    let children: Vec<_> = setup.children.iter().map(child).collect();
+    let paths = children.iter().map(|child| &child.path).chain(&overlay);
+    paths.into_iter().try_for_each(|path| running.sandbox().check(path))?;
+    let is_overlay_made = setup.made && setup.overlay.is_some();
+    Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
+}
+
+/// Has the children served to be, and makes the layers durable.
+async fn take_in(
+    running: &Running,
+    disks: &[Arc<RunningDisk>],
+    setups: &[ForkDiskParams],
+    mut forked: Vec<Forked<'_>>,
+    pause: Pause,
+) -> (Result<()>, ForkReport) {
+    let mut report = ForkReport { pause: pause.length, disks: Vec::new() };
+    for ((disk, setup), forked) in disks.iter().zip(setups).zip(&mut forked) {
+        let children = std::mem::take(&mut forked.children);
+        let paths = children.iter().map(|(path, _)| path.clone()).collect();
+        forked.overlay.iter().for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
+        for ((path, opened), child) in children.into_iter().zip(&setup.children) {
+            tell_if_not_free(&path, &forked.layer);
+            if let (Some(opened), Some(name)) = (opened, &child.name) {
+                take_in_child(running, disk, path, name, opened);
             }
         }
-        let _claim = self.claims.claim(claimed).await;
-        if let Some(name) = names.iter().find(|name| self.find(name).is_some()) {
-            bail!("a disk is called {name:?} already; choose another name");
-        }
-        let disks = setups.iter().map(|setup| self.disk(&setup.disk));
-        let disks = disks.collect::<Result<Vec<_>>>()?;
-        let plans = disks.iter().zip(&setups).map(|(disk, setup)| self.plan(disk, setup));
-        let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
-        let report = self.take_in(&disks, &setups, forked, pause).await;
-        for ForkedDisk { disk, layer, overlay, .. } in &report.1.disks {
-            let Some(overlay) = overlay else { continue };
-            let (disk, layer, overlay) =
-                (disk.clone(), layer.display().to_string(), overlay.display().to_string());
-            tracing::info!(
-                "{disk}: goes on in {overlay} over {layer}; changes were held off for {:?}",
-                report.1.pause
-            );
-            self.events.tell(Event::DiskForked { disk, layer, overlay });
-        }
-        report.0.map(|()| report.1)
+        report.disks.push(ForkedDisk {
+            disk: setup.disk.clone(),
+            layer: forked.layer.clone(),
+            overlay: forked.overlay.clone(),
+            children: paths,
+        });
     }
+    let mut settled = Ok(());
+    for (forked, setup) in forked.iter().zip(setups) {
+        let outcome = forked.settle().await.with_context(|| {
+            format!("the disk {:?} was forked, but what it was is not durable", setup.disk)
+        });
+        settled = settled.and(outcome);
+    }
+    (settled, report)
+}
 
-    /// How a disk is forked.
-    fn plan<'a>(&self, disk: &'a RunningDisk, setup: &ForkDiskParams) -> Result<ForkOf<'a>> {
-        self.check_free(disk.name())?;
-        if disk.setup.snapshot.is_some() {
-            bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
-        }
-        let overlay = match (&setup.overlay, disk.setup.access) {
-            (Some(_), Access::ReadOnly) => bail!(
-                "the disk {:?} is read-only, and goes on as it is: leave the overlay out, and name children",
-                disk.name()
-            ),
-            (None, Access::ReadOnly) if setup.children.is_empty() => {
-                bail!("the disk {:?} is read-only: name children", disk.name())
-            }
-            (None, Access::ReadOnly) => None,
-            (Some(path), Access::ReadWrite) => Some(path.clone()),
-            (None, Access::ReadWrite) if is_device(&disk.path()) => bail!(
-                "the disk {:?} is a device, and the files beside it go when the host restarts: name an overlay elsewhere",
-                disk.name()
-            ),
-            (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
-        };
-        let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
-        let written = DiskSetup { access: Access::ReadWrite, cache, ..disk.setup.clone() };
-        let options = image_options(&written, &self.state_use(&written)?)?;
-        let child = |child: &ForkChildParams| {
-            let opened = child.name.is_some().then(|| options.clone());
-            NewChild { path: child.path.clone(), opened }
-        };
-        let children: Vec<_> = setup.children.iter().map(child).collect();
-        let paths = children.iter().map(|child| &child.path).chain(&overlay);
-        paths.into_iter().try_for_each(|path| self.sandbox().check(path))?;
-        let is_overlay_made = setup.made && setup.overlay.is_some();
-        Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
-    }
-
-    /// Has the children served to be, and makes the layers durable.
-    async fn take_in(
-        &self,
-        disks: &[Arc<RunningDisk>],
-        setups: &[ForkDiskParams],
-        mut forked: Vec<Forked<'_>>,
-        pause: Pause,
-    ) -> (Result<()>, ForkReport) {
-        let mut report = ForkReport { pause: pause.length, disks: Vec::new() };
-        for ((disk, setup), forked) in disks.iter().zip(setups).zip(&mut forked) {
-            let children = std::mem::take(&mut forked.children);
-            let paths = children.iter().map(|(path, _)| path.clone()).collect();
-            forked.overlay.iter().for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
-            for ((path, opened), child) in children.into_iter().zip(&setup.children) {
-                tell_if_not_free(&path, &forked.layer);
-                if let (Some(opened), Some(name)) = (opened, &child.name) {
-                    self.take_in_child(disk, path, name, opened);
-                }
-            }
-            report.disks.push(ForkedDisk {
-                disk: setup.disk.clone(),
-                layer: forked.layer.clone(),
-                overlay: forked.overlay.clone(),
-                children: paths,
-            });
-        }
-        let mut settled = Ok(());
-        for (forked, setup) in forked.iter().zip(setups) {
-            let outcome = forked.settle().await.with_context(|| {
-                format!("the disk {:?} was forked, but what it was is not durable", setup.disk)
-            });
-            settled = settled.and(outcome);
-        }
-        (settled, report)
-    }
-
-    fn take_in_child(&self, of: &RunningDisk, path: PathBuf, name: &str, opened: ImageDisk) {
-        let (format, bitmaps) = (Some(ImageFormat::Qcow2), Vec::new());
-        let setup = DiskSetup {
-            name: name.to_owned(),
-            path,
-            format,
-            access: Access::ReadWrite,
-            create: None,
-            copy_on_read: false,
-            prefetch: None,
-            bitmaps,
-            side_file: None,
-            threshold: None,
-            throttle: None,
-            ..of.setup.clone()
-        };
-        self.adopt(setup, Arc::new(opened), None);
-        self.events.tell(Event::DiskOpened { disk: name.to_owned() });
-    }
+fn take_in_child(
+    running: &Running,
+    of: &RunningDisk,
+    path: PathBuf,
+    name: &str,
+    opened: ImageDisk,
+) {
+    let (format, bitmaps) = (Some(ImageFormat::Qcow2), Vec::new());
+    let setup = DiskConfig {
+        name: Some(name.to_owned()),
+        path,
+        format,
+        read_only: false,
+        create: None,
+        copy_on_read: false,
+        prefetch: None,
+        bitmaps,
+        bitmaps_in: None,
+        trust_bitmaps: false,
+        threshold: None,
+        limits: LimitsConfig::default(),
+        exports: Vec::new(),
+        ..of.setup.clone()
+    };
+    running.adopt(setup, Arc::new(opened), None);
+    running.events.tell(Event::DiskOpened { disk: name.to_owned() });
 }
 
 /// Tells of an image that its layer can be opened behind only where that is allowed.

@@ -3,16 +3,15 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
 use blockhouse_engine::{Engine, EngineReport, check_io_poll};
-
-use crate::setup::DiskSetup;
 
 /// Whether completions on all these images can be polled for. One that is still to be made is
 /// judged by the folder that it will lie in.
 ///
 /// # Errors
 /// The engine cannot, or an image's disk; with what to do.
-pub fn check(report: &EngineReport, disks: &[DiskSetup]) -> Result<()> {
+pub fn check(report: &EngineReport, disks: &[DiskConfig]) -> Result<()> {
     if report.engine != Engine::IoUring {
         bail!(
             "--io-poll on needs the engine io_uring, and this is {report}; allow io_uring, or leave \
@@ -23,7 +22,7 @@ pub fn check(report: &EngineReport, disks: &[DiskSetup]) -> Result<()> {
 }
 
 /// As [`check`], for one disk.
-pub fn check_disk(disk: &DiskSetup) -> Result<()> {
+pub fn check_disk(disk: &DiskConfig) -> Result<()> {
     let image = &*disk.path;
     let folder = match image.parent() {
         Some(folder) if folder != Path::new("") => folder,

@@ -6,67 +6,40 @@
 
 use std::sync::Arc;
 
-use anyhow::{Result, bail};
+use anyhow::{Error, Result, bail};
+use blockhouse_config::limits::LimitsConfig;
 use blockhouse_disk::{RateLimits, ThrottleGroup};
 
-use super::{List, Running, RunningDisk};
-use crate::options::limit_options::DiskThrottle;
+use super::disk::RunningDisk;
+use super::disk_list::DiskList;
 
-impl RunningDisk {
-    /// The limits in force; `None`: none.
-    pub(crate) fn throttle(&self) -> Option<DiskThrottle> {
-        let group = self.group.lock().clone();
-        let limits = self.disk.throttle_group()?.limits();
-        (group.is_some() || !limits.is_unlimited()).then_some(DiskThrottle { group, limits })
-    }
+/// The group of this name, of these disks.
+fn group(disks: &[Arc<RunningDisk>], name: &str) -> Option<Arc<ThrottleGroup>> {
+    let member = disks.iter().find(|disk| disk.group.lock().as_deref() == Some(name))?;
+    member.disk.throttle_group()
 }
 
-impl List {
-    /// The group of this name.
-    fn group(&self, name: &str) -> Option<Arc<ThrottleGroup>> {
-        let mut members = self.disks.iter();
-        let member = members.find(|disk| disk.group.lock().as_deref() == Some(name))?;
-        member.disk.throttle_group()
-    }
-}
-
-impl Running {
+impl DiskList {
     /// Whether these limits can be put in force.
     ///
     /// # Errors
     /// They are those of a group that does not exist.
-    pub(crate) fn check_limits(&self, throttle: &DiskThrottle) -> Result<()> {
-        match &throttle.group {
-            Some(name)
-                if throttle.limits.is_unlimited() && self.list.lock().group(name).is_none() =>
-            {
-                missing(&throttle.group)
-            }
-            _ => Ok(()),
+    pub(super) fn check_limits(&self, limits: &LimitsConfig) -> Result<()> {
+        let Some(name) = &limits.group else { return Ok(()) };
+        let is_unlimited = limits.rates().map_err(Error::msg)?.is_unlimited();
+        match is_unlimited && group(&self.0.lock(), name).is_none() {
+            true => missing(name),
+            false => Ok(()),
         }
-    }
-
-    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none
-    /// are said, the disk joins the group, and the group's stay.
-    ///
-    /// # Errors
-    /// There is no such disk, or no group to join.
-    pub(crate) async fn limit_disk(
-        &self,
-        name: &str,
-        throttle: Option<&DiskThrottle>,
-    ) -> Result<()> {
-        let claimed = self.claim_disk(name).await?;
-        self.put_in_force(&claimed.disk, throttle)
     }
 
     /// Gives all disks of a group other limits.
     ///
     /// # Errors
     /// There is no such group.
-    pub(crate) fn limit_group(&self, name: &str, limits: RateLimits) -> Result<()> {
-        match self.list.lock().group(name) {
-            Some(group) => group.set_limits(limits),
+    pub(crate) fn limit_group(&self, name: &str, rates: RateLimits) -> Result<()> {
+        match group(&self.0.lock(), name) {
+            Some(group) => group.set_limits(rates),
             None => {
                 bail!("no disk is in a group {name:?}; 'limit.get' tells which groups there are")
             }
@@ -74,63 +47,55 @@ impl Running {
         Ok(())
     }
 
-    /// Gives a disk the limits that it was set up with, before it is served.
-    ///
-    /// # Errors
-    /// As [`check_limits`](Self::check_limits).
-    pub(crate) fn limit_as_set_up(&self, disk: &RunningDisk) -> Result<()> {
-        match &disk.setup.throttle {
-            None => Ok(()),
-            throttle => self.put_in_force(disk, throttle.as_ref()),
-        }
-    }
-
     /// Gives a disk the limits that it had in the process that has handed it over, before it is
     /// served. They begin anew, with nothing saved and nothing owed.
     ///
     /// # Errors
     /// None that a server with these limits could give.
-    pub(crate) fn limit_as_before(
-        &self,
-        disk: &RunningDisk,
-        throttle: Option<&DiskThrottle>,
-    ) -> Result<()> {
-        if let Some(DiskThrottle { group: Some(name), limits }) = throttle
-            && self.list.lock().group(name).is_none()
+    pub(crate) fn limit_as_before(&self, disk: &RunningDisk, limits: &LimitsConfig) -> Result<()> {
+        if let Some(name) = &limits.group
+            && group(&self.0.lock(), name).is_none()
         {
             // Also one without any limits.
             *disk.group.lock() = Some(name.clone());
-            disk.disk.join_throttle_group(&ThrottleGroup::new(*limits));
+            let rates = limits.rates().map_err(Error::msg)?;
+            disk.disk.join_throttle_group(&ThrottleGroup::new(rates));
             return Ok(());
         }
-        self.put_in_force(disk, throttle)
+        self.limit(disk, limits)
     }
 
-    /// The disk is claimed, or not served yet.
-    fn put_in_force(&self, disk: &RunningDisk, throttle: Option<&DiskThrottle>) -> Result<()> {
-        let list = self.list.lock();
-        let Some(DiskThrottle { group, limits }) = throttle else {
+    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none
+    /// are said, the disk joins the group, and the group's stay. The disk is claimed, or not served
+    /// yet.
+    ///
+    /// # Errors
+    /// There is no group to join.
+    pub(crate) fn limit(&self, disk: &RunningDisk, limits: &LimitsConfig) -> Result<()> {
+        let disks = self.0.lock();
+        if limits.is_off() {
             *disk.group.lock() = None;
             disk.disk.leave_throttle_group();
             return Ok(());
-        };
+        }
+        let rates = limits.rates().map_err(Error::msg)?;
         let own = disk.disk.throttle_group().filter(|_| disk.group.lock().is_none());
-        let existing = match group {
-            Some(name) => list.group(name),
+        let existing = match &limits.group {
+            Some(name) => group(&disks, name),
             None => own,
         };
-        let joined = match existing {
+        let joined = match (existing, &limits.group) {
             // The saved and the owed operations stay.
-            Some(existing) => {
-                if group.is_none() || !limits.is_unlimited() {
-                    existing.set_limits(*limits);
+            (Some(existing), name) => {
+                if name.is_none() || !rates.is_unlimited() {
+                    existing.set_limits(rates);
                 }
                 existing
             }
-            None if group.is_some() && limits.is_unlimited() => return missing(group),
-            None => ThrottleGroup::new(*limits),
+            (None, Some(name)) if rates.is_unlimited() => return missing(name),
+            (None, _) => ThrottleGroup::new(rates),
         };
-        (*disk.group.lock()).clone_from(group);
+        (*disk.group.lock()).clone_from(&limits.group);
         let is_member = |current: Arc<ThrottleGroup>| Arc::ptr_eq(&current, &joined);
         if !disk.disk.throttle_group().is_some_and(is_member) {
             disk.disk.join_throttle_group(&joined);
@@ -139,7 +104,6 @@ impl Running {
     }
 }
 
-fn missing(group: &Option<String>) -> Result<()> {
-    let name = group.as_deref().unwrap_or_default();
+fn missing(name: &str) -> Result<()> {
     bail!("no disk is in a group {name:?} yet; say its limits, like iops=1000")
 }

@@ -6,64 +6,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::export_address::ExportAddress;
 use blockhouse_disk::Access;
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{
-    BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketFile, SocketTls, TlsMode,
+    BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketTls, TlsMode,
 };
 use blockhouse_storage::ImageStorage;
 use signal_hook::consts::SIGTERM;
 
-use super::{ExportAddress, List, Running, RunningDisk, RunningExport};
+use super::disk::RunningDisk;
+use super::export::{RunningExport, ServedSocket};
+use super::export_list::{ExportList, State};
 use crate::endpoints::tls::Tls;
 use crate::events::Event;
 use crate::process::blocking;
 use crate::process::kept_sockets;
-use crate::running::claims::Name;
-
-/// A listening socket of NBD clients.
-pub(crate) struct ServedSocket {
-    /// Dropped first, while the task that accepts clients still listens: see `SocketFile`.
-    file: Option<SocketFile>,
-    listener: Listener,
-    address: Address,
-    /// How many sockets were served before it: the server of clients counts them so.
-    number: usize,
-    /// Whether its clients must use TLS.
-    security: Security,
-    /// Of this socket alone: clients of others do not find them.
-    exports: Exports<ImageStorage>,
-    /// Whether it is listened at while it has none.
-    is_kept: AtomicBool,
-}
-
-impl ServedSocket {
-    /// The number by which the server of clients knows it.
-    pub(crate) fn number(&self) -> usize {
-        self.number
-    }
-
-    /// Whether its clients must use TLS.
-    pub(crate) fn security(&self) -> Security {
-        self.security
-    }
-
-    /// The socket.
-    pub(crate) fn listener(&self) -> &Listener {
-        &self.listener
-    }
-
-    /// Where it listens.
-    pub(crate) fn address(&self) -> &Address {
-        &self.address
-    }
-
-    /// Its file, if this process is to remove that.
-    pub(crate) fn file(&self) -> Option<&SocketFile> {
-        self.file.as_ref()
-    }
-}
 
 /// A disk under a name. It has no description: clients need not know where the image lies on the
 /// host.
@@ -90,21 +49,21 @@ fn security_of(tls: Option<&SocketTls>) -> Security {
     }
 }
 
-impl List {
+impl State {
     fn socket(&self, address: &Address) -> Option<Arc<ServedSocket>> {
         self.sockets.iter().find(|socket| socket.address == *address).cloned()
     }
 }
 
-impl Running {
+impl ExportList {
     /// The listening sockets, in the order in which they were first served.
     pub(crate) fn sockets(&self) -> Vec<Arc<ServedSocket>> {
-        self.list.lock().sockets.clone()
+        self.state.lock().sockets.clone()
     }
 
     /// The exports at a socket, with their names.
     pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<(String, RunningExport)> {
-        let list = self.list.lock();
+        let list = self.state.lock();
         let at_socket = list.exports.iter().filter_map(|export| match &export.address {
             ExportAddress::Nbd(uri) if uri.address == socket.address => {
                 Some((uri.export.clone(), export.clone()))
@@ -140,7 +99,7 @@ impl Running {
         }
         let listener = Listener::new(socket).context("cannot use the socket")?;
         // Tasks begin in the order in which they are spawned, and sockets are counted so.
-        let mut list = self.list.lock();
+        let mut list = self.state.lock();
         self.accept(listener.clone(), exports.clone(), connections);
         for SocketOffer { name, disk, access } in offers {
             let address = NbdUri { security, address: address.clone(), export: name };
@@ -171,7 +130,7 @@ impl Running {
     /// Exports whose clients are told of.
     fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());
-        let clients = self.options.clients.clone();
+        let clients = self.clients.clone();
         Exports::observed(Box::new(move |name, peer, what| {
             let uri = NbdUri { security, address: address.clone(), export: name.into() };
             let (export, peer) = (uri.to_string(), peer.to_owned());
@@ -209,7 +168,7 @@ impl Running {
         access: Access,
     ) -> Result<NbdUri> {
         {
-            let mut list = self.list.lock();
+            let mut list = self.state.lock();
             if let Some(socket) = list.socket(&uri.address) {
                 if uri.security == Security::Tls && socket.security == Security::Plain {
                     bail!(
@@ -226,7 +185,7 @@ impl Running {
         let NbdUri { security, address, export } = uri;
         // Before the socket is there.
         let tls = Tls::at(self.tls.as_ref(), &address, security)?;
-        let permissions = self.options.permissions;
+        let permissions = self.permissions;
         let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
         let uri = NbdUri {
             security: security_of(tls.as_ref()),
@@ -241,11 +200,11 @@ impl Running {
     /// Serves it no longer: its clients end when they have what they asked for. Its socket is
     /// closed with its last export.
     pub(super) async fn remove_nbd(&self, uri: &NbdUri) {
-        let Some(socket) = self.list.lock().socket(&uri.address) else { return };
+        let Some(socket) = self.state.lock().socket(&uri.address) else { return };
         let exports = socket.exports.clone();
         drop(socket);
         self.server.remove(&exports, &uri.export).await;
-        let mut list = self.list.lock();
+        let mut list = self.state.lock();
         list.exports.retain(|export| export.address != ExportAddress::Nbd(uri.clone()));
         let is_kept = |socket: Arc<ServedSocket>| socket.is_kept.load(Ordering::SeqCst);
         if exports.is_empty() && !list.socket(&uri.address).is_some_and(is_kept) {
@@ -254,7 +213,7 @@ impl Running {
     }
 
     /// Listens no longer at a socket, which has no exports.
-    fn close_socket(&self, list: &mut List, address: &Address, exports: &Exports<ImageStorage>) {
+    fn close_socket(&self, list: &mut State, address: &Address, exports: &Exports<ImageStorage>) {
         if let Some(socket) = list.socket(address) {
             kept_sockets::give_up(&socket.address, socket.file.as_ref());
         }
@@ -262,31 +221,26 @@ impl Running {
         self.server.close(exports);
     }
 
-    /// Listens at a socket, also while it has no exports, with at most so many connections at once.
-    /// The URI, with the real port where port 0 was asked for.
+    /// Listens at a socket, which is claimed, also while it has no exports, with at most so many
+    /// connections at once. The URI, with the real port where port 0 was asked for.
     ///
     /// # Errors
     /// The address is in use or cannot be had.
-    pub(crate) async fn add_socket(
+    pub(super) async fn add_socket(
         &self,
         uri: NbdUri,
         max_connections: Option<NonZeroUsize>,
     ) -> Result<NbdUri> {
-        let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
-        let _claim = self.claims.claim([name]).await;
-        if let Some(path) = ExportAddress::Nbd(uri.clone()).unix_socket() {
-            self.sandbox.check(path)?;
-        }
-        if self.list.lock().socket(&uri.address).is_some() {
+        if self.state.lock().socket(&uri.address).is_some() {
             bail!("{uri}: Address already in use");
         }
         let NbdUri { security, address, export } = uri;
         let tls = Tls::at(self.tls.as_ref(), &address, security)?;
-        let permissions = self.options.permissions;
+        let permissions = self.permissions;
         let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
         let (address, security) = (bound.address.clone(), security_of(tls.as_ref()));
         self.serve_socket(bound, security, Vec::new(), Vec::new())?;
-        let socket = self.list.lock().socket(&address);
+        let socket = self.state.lock().socket(&address);
         if let Some(socket) = socket {
             socket.is_kept.store(true, Ordering::SeqCst);
             max_connections.into_iter().for_each(|max| socket.exports.limit_connections(max));
@@ -294,14 +248,12 @@ impl Running {
         Ok(NbdUri { security, address, export })
     }
 
-    /// Listens at a socket only as long as it has exports.
+    /// Listens at a socket, which is claimed, only as long as it has exports.
     ///
     /// # Errors
     /// There is none that was added.
-    pub(crate) async fn remove_socket(&self, uri: &NbdUri) -> Result<()> {
-        let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
-        let _claim = self.claims.claim([name]).await;
-        let mut list = self.list.lock();
+    pub(super) fn remove_socket(&self, uri: &NbdUri) -> Result<()> {
+        let mut list = self.state.lock();
         let socket = list.socket(&uri.address);
         let Some(socket) = socket.filter(|socket| socket.is_kept.swap(false, Ordering::SeqCst))
         else {
@@ -317,13 +269,13 @@ impl Running {
 
     /// Removes the files of all sockets; those who listen go on until the server ends.
     pub(crate) fn forget_sockets(&self) {
-        let sockets = std::mem::take(&mut self.list.lock().sockets);
+        let sockets = std::mem::take(&mut self.state.lock().sockets);
         drop(sockets);
     }
 
     /// How many clients an export has.
     pub(super) fn nbd_peers(&self, uri: &NbdUri) -> Vec<String> {
-        let socket = self.list.lock().socket(&uri.address);
+        let socket = self.state.lock().socket(&uri.address);
         socket.map_or_else(Vec::new, |socket| self.server.peers(&socket.exports, &uri.export))
     }
 }

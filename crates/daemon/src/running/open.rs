@@ -4,14 +4,14 @@ use std::cell::Cell;
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::server::StateSetup;
 use blockhouse_core::{ByteRange, Error, ErrorKind};
 use blockhouse_disk::{
     Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create,
     exists, format_for_new, make_missing_sidecar, open, open_snapshot,
 };
 use futures_util::stream::{self, StreamExt};
-
-use crate::setup::{DiskSetup, StateSetup};
 
 /// How many disks are opened at the same time: each waits for its host's disk more than once.
 const MAX_OPENINGS: usize = 32;
@@ -23,7 +23,7 @@ const MAX_OPENINGS: usize = 32;
 /// The directory cannot be used.
 pub(crate) fn state_use(
     state: &StateSetup,
-    disks: &[DiskSetup],
+    disks: &[DiskConfig],
     user: Option<u32>,
 ) -> Result<StateUse> {
     match (state, user) {
@@ -38,7 +38,7 @@ pub(crate) fn state_use(
     match state {
         StateSetup::Off => Ok(StateUse::Off),
         StateSetup::Dir(path) => Ok(StateUse::Keep(StateDir::create(path)?)),
-        StateSetup::Usual if disks.iter().all(DiskSetup::is_read_only) => {
+        StateSetup::Usual if disks.iter().all(DiskConfig::is_read_only) => {
             Ok(StateDir::find_default().map_or(StateUse::Look(None), StateUse::TryKeep))
         }
         StateSetup::Usual => {
@@ -67,27 +67,27 @@ fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
 ///
 /// # Errors
 /// An allowed path is missing, or a key cannot be read.
-pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageOptions> {
+pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<ImageOptions> {
     Ok(ImageOptions {
         format: disk.format,
-        access: disk.access,
+        access: disk.access(),
         cache: disk.cache,
         discard: disk.discard,
         detect_zeroes: disk.detect_zeroes,
         copy_on_read: disk.copy_on_read,
-        block_sizes: disk.block_sizes,
-        on_full: disk.on_full,
+        block_sizes: disk.block_sizes().map_err(anyhow::Error::msg)?,
+        on_full: disk.on_full().map_err(anyhow::Error::msg)?,
         locking: Locking::Held,
         state: state.clone(),
         allowed_paths: match disk.no_references {
             true => AllowedPaths::refusing_all(),
             false => AllowedPaths::new(&disk.allow_paths)?,
         },
-        remote_backing: disk.remote_backing,
-        secrets: disk.keys.read()?,
+        remote_backing: disk.remote_backing(),
+        secrets: disk.keys().read()?,
         part: disk.part,
-        backing_use: disk.backing_use,
-        side_file: disk.side_file.clone(),
+        backing_use: disk.backing_use(),
+        side_file: disk.side_file(),
     }
     .in_part(disk.part))
 }
@@ -97,7 +97,7 @@ pub(crate) fn image_options(disk: &DiskSetup, state: &StateUse) -> Result<ImageO
 /// # Errors
 /// Why it cannot be opened, that it has another size than the one that it was to be made with, or
 /// that it lacks a bitmap to be offered.
-pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<ImageDisk> {
+pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<ImageDisk> {
     let (path, options) = (&*setup.path, image_options(setup, state)?);
     if let Some(size) = setup.create
         && !exists(path).await?
@@ -123,7 +123,7 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
         None => open(path, options).await,
         Some(name) => open_snapshot(path, options, name).await,
     };
-    let disk = opened.map_err(|error| with_hint(error, path, setup.access))?;
+    let disk = opened.map_err(|error| with_hint(error, path, setup.access()))?;
     for layer in (0..).map_while(|depth| disk.layer_at(depth)) {
         if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
@@ -133,7 +133,7 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
         // Whether it is there and consistent.
         disk.bitmaps().extents(bitmap, ByteRange::between(0, 0), 0).await?;
     }
-    if let Some(sector) = setup.block_sizes.logical()
+    if let Some(sector) = setup.logical_block_size
         && !disk.size().is_multiple_of(sector)
     {
         bail!(
@@ -156,7 +156,7 @@ pub(crate) async fn open_disk(setup: &DiskSetup, state: &StateUse) -> Result<Ima
 
 /// Opens disks, several at a time: the outcomes in their order. After a failure those that were not
 /// begun are left out.
-pub(crate) async fn open_all(disks: &[DiskSetup], state: &StateUse) -> Vec<Result<ImageDisk>> {
+pub(crate) async fn open_all(disks: &[DiskConfig], state: &StateUse) -> Vec<Result<ImageDisk>> {
     let has_failed = Cell::new(false);
     let has_failed = &has_failed;
     let open = |disk| async move {

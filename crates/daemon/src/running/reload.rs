@@ -3,12 +3,14 @@
 use std::path::Path;
 
 use anyhow::Result;
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::file;
 use blockhouse_disk::Access;
 
-use super::{ExportAddress, Running};
-use crate::config::{Config, ConfiguredDisk};
+use super::Running;
+use super::room::watch_room;
 use crate::running::claims::Name;
-use crate::setup::DiskSetup;
 
 /// The result of a reload.
 #[derive(Debug, Default)]
@@ -46,134 +48,134 @@ impl Reloaded {
     }
 }
 
-impl Running {
-    /// Reads the configuration again. Disks that are no longer in it are closed, and their clients
-    /// end; disks with other options are closed and opened again; new ones are opened; exports
-    /// and limits come and go. What the configuration neither had nor has is left alone:
-    /// requests have opened that.
-    ///
-    /// # Errors
-    /// The file cannot be read, or something in it is wrong: then nothing was done.
-    pub(crate) async fn reload(&self, path: &Path) -> Result<Reloaded> {
-        let _claim = self.claims.claim([Name::Configuration]).await;
-        let wanted = self.known_by_address(Config::read(path)?.disks);
-        let before = self.list.lock().configured.clone();
-        let mut done = Reloaded::default();
-        for old in before.iter().filter(|old| self.is_open_as(&old.setup)) {
-            let new = wanted.iter().find(|new| new.setup.name == old.setup.name);
-            if new.is_none_or(|new| !new.setup.opens_like(&old.setup)) {
-                self.close_configured(old, new.is_some(), &mut done).await;
-            }
+/// Reads the configuration again. Disks that are no longer in it are closed, and their clients
+/// end; disks with other options are closed and opened again; new ones are opened; exports
+/// and limits come and go. What the configuration neither had nor has is left alone:
+/// requests have opened that.
+///
+/// # Errors
+/// The file cannot be read, or something in it is wrong: then nothing was done.
+pub(crate) async fn reload(running: &Running, path: &Path) -> Result<Reloaded> {
+    let _claim = running.claims.claim([Name::Configuration]).await;
+    let wanted = known_by_address(running, file::read(path)?.disks);
+    let before = running.configuration.disks();
+    let mut done = Reloaded::default();
+    for old in before.iter().filter(|old| is_open_as(running, old)) {
+        let new = wanted.iter().find(|new| new.name() == old.name());
+        if new.is_none_or(|new| !new.opens_like(old)) {
+            close_configured(running, old, new.is_some(), &mut done).await;
         }
-        // Before others are added: what moves to another disk is free then.
-        for old in before.iter().filter(|old| self.is_open_as(&old.setup)) {
-            let new = wanted.iter().find(|new| new.setup.name == old.setup.name);
-            self.remove_exports(old, new.map_or(&[], |new| &new.addresses), &mut done).await;
-        }
-        for new in &wanted {
-            let old = before.iter().find(|old| old.setup.name == new.setup.name);
-            self.take_over(new, old, &mut done).await;
-        }
-        let mut list = self.list.lock();
-        let place = |name: &str| wanted.iter().position(|disk| disk.setup.name == name);
-        list.disks.sort_by_key(|disk| place(disk.name()).unwrap_or(usize::MAX));
-        list.configured = wanted;
-        Ok(done)
     }
+    // Before others are added: what moves to another disk is free then.
+    for old in before.iter().filter(|old| is_open_as(running, old)) {
+        let new = wanted.iter().find(|new| new.name() == old.name());
+        remove_exports(running, old, new.map_or(&[], |new| &new.exports), &mut done).await;
+    }
+    for new in &wanted {
+        let old = before.iter().find(|old| old.name() == new.name());
+        take_over(running, new, old, &mut done).await;
+    }
+    running.disks.sort_as(wanted.iter().map(DiskConfig::name));
+    running.configuration.set(wanted);
+    Ok(done)
+}
 
-    /// These disks, with the addresses by which their exports are known when they are served.
-    fn known_by_address(&self, mut disks: Vec<ConfiguredDisk>) -> Vec<ConfiguredDisk> {
-        for address in disks.iter_mut().flat_map(|disk| &mut disk.addresses) {
-            if let ExportAddress::Nbd(uri) = address {
-                *uri = self.known_as(uri.clone());
-            }
+/// These disks, with the addresses by which their exports are known when they are served.
+fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskConfig> {
+    for address in disks.iter_mut().flat_map(|disk| &mut disk.exports) {
+        if let ExportAddress::Nbd(uri) = address {
+            *uri = running.exports.known_as(uri.clone());
         }
-        disks
     }
+    disks
+}
 
-    /// Whether a disk is open as this says: not closed by a request, nor another one of its name.
-    fn is_open_as(&self, setup: &DiskSetup) -> bool {
-        self.find(&setup.name).is_some_and(|open| open.setup.opens_like(setup))
+/// Whether a disk is open as this says: not closed by a request, nor another one of its name.
+fn is_open_as(running: &Running, setup: &DiskConfig) -> bool {
+    running.disks.find(setup.name()).is_some_and(|open| open.setup.opens_like(setup))
+}
+
+async fn close_configured(
+    running: &Running,
+    old: &DiskConfig,
+    is_reopened: bool,
+    done: &mut Reloaded,
+) {
+    let name = old.name();
+    match running.close(name, true).await {
+        Ok(()) if is_reopened => {}
+        Ok(()) => done.closed.push(name.to_owned()),
+        Err(error) => done.failed.push(format!("{name}: {error:#}")),
     }
+}
 
-    async fn close_configured(&self, old: &ConfiguredDisk, is_reopened: bool, done: &mut Reloaded) {
-        let name = &old.setup.name;
-        match self.close(name, true).await {
-            Ok(()) if is_reopened => {}
-            Ok(()) => done.closed.push(name.clone()),
+/// Opens a disk that is not open, and gives an open one the exports and limits that it has not.
+async fn take_over(
+    running: &Running,
+    new: &DiskConfig,
+    old: Option<&DiskConfig>,
+    done: &mut Reloaded,
+) {
+    let Some(open) = running.disks.find(new.name()) else {
+        return open_configured(running, new, done).await;
+    };
+    if !open.setup.opens_like(new) {
+        return done.failed.push(format!(
+            "{}: a request has opened another disk of this name; close it first",
+            open.name()
+        ));
+    }
+    add_exports(running, new, done).await;
+    // A change by a request stays, unless the file has changed, too.
+    let before = old.map_or_else(|| open.limits(), |old| old.limits.clone());
+    let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.threshold);
+    if new.threshold != before_threshold {
+        watch_room(running, &open, new.threshold);
+    }
+    if !new.limits.means(&before) {
+        match running.limit(open.name(), &new.limits).await {
+            Ok(()) => done.limited.push(open.name().to_owned()),
+            Err(error) => done.failed.push(format!("{}: {error:#}", open.name())),
+        }
+    }
+}
+
+async fn open_configured(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
+    let name = new.name();
+    match running.open_and_serve(new.clone()).await {
+        Ok(_) => done.opened.push(name.to_owned()),
+        Err(error) => done.failed.push(format!("{name}: {error:#}")),
+    }
+}
+
+/// Removes exports of a disk that stays open, but those that are wanted.
+async fn remove_exports(
+    running: &Running,
+    old: &DiskConfig,
+    wanted: &[ExportAddress],
+    done: &mut Reloaded,
+) {
+    let served = running.exports.of_disk(old.name());
+    let is_served = |address: &&ExportAddress| served.iter().any(|one| one.address == **address);
+    let gone = old.exports.iter().filter(|address| !wanted.contains(address));
+    for address in gone.filter(is_served) {
+        let address = address.to_string();
+        match running.remove_export(&address).await {
+            Ok(()) => done.removed.push(address),
+            Err(error) => done.failed.push(format!("{error:#}")),
+        }
+    }
+}
+
+/// Adds the exports that a disk has not.
+async fn add_exports(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
+    let name = new.name();
+    let served = running.exports.of_disk(name);
+    let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
+    for address in new.exports.iter().filter(|address| !is_served(address)) {
+        match running.add_export(name, address.clone(), Access::ReadWrite, &[]).await {
+            Ok(address) => done.added.push(address.to_string()),
             Err(error) => done.failed.push(format!("{name}: {error:#}")),
-        }
-    }
-
-    /// Opens a disk that is not open, and gives an open one the exports and limits that it has not.
-    async fn take_over(
-        &self,
-        new: &ConfiguredDisk,
-        old: Option<&ConfiguredDisk>,
-        done: &mut Reloaded,
-    ) {
-        let Some(open) = self.find(&new.setup.name) else {
-            return self.open_configured(new, done).await;
-        };
-        if !open.setup.opens_like(&new.setup) {
-            return done.failed.push(format!(
-                "{}: a request has opened another disk of this name; close it first",
-                open.name()
-            ));
-        }
-        self.add_exports(new, done).await;
-        // A change by a request stays, unless the file has changed, too.
-        let before = old.map_or_else(|| open.throttle(), |old| old.setup.throttle.clone());
-        let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.setup.threshold);
-        if new.setup.threshold != before_threshold {
-            self.watch_room(&open, new.setup.threshold);
-        }
-        if new.setup.throttle != before {
-            match self.limit_disk(open.name(), new.setup.throttle.as_ref()).await {
-                Ok(()) => done.limited.push(open.name().to_owned()),
-                Err(error) => done.failed.push(format!("{}: {error:#}", open.name())),
-            }
-        }
-    }
-
-    async fn open_configured(&self, new: &ConfiguredDisk, done: &mut Reloaded) {
-        let name = &new.setup.name;
-        match self.open_and_serve(new.setup.clone(), new.addresses.clone()).await {
-            Ok(_) => done.opened.push(name.clone()),
-            Err(error) => done.failed.push(format!("{name}: {error:#}")),
-        }
-    }
-
-    /// Removes exports of a disk that stays open, but those that are wanted.
-    async fn remove_exports(
-        &self,
-        old: &ConfiguredDisk,
-        wanted: &[ExportAddress],
-        done: &mut Reloaded,
-    ) {
-        let served = self.exports_of(&old.setup.name);
-        let is_served =
-            |address: &&ExportAddress| served.iter().any(|one| one.address == **address);
-        let gone = old.addresses.iter().filter(|address| !wanted.contains(address));
-        for address in gone.filter(is_served) {
-            let address = address.to_string();
-            match self.remove_export(&address).await {
-                Ok(()) => done.removed.push(address),
-                Err(error) => done.failed.push(format!("{error:#}")),
-            }
-        }
-    }
-
-    /// Adds the exports that a disk has not.
-    async fn add_exports(&self, new: &ConfiguredDisk, done: &mut Reloaded) {
-        let name = &new.setup.name;
-        let served = self.exports_of(name);
-        let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
-        for address in new.addresses.iter().filter(|address| !is_served(address)) {
-            match self.add_export(name, address.clone(), Access::ReadWrite, &[]).await {
-                Ok(address) => done.added.push(address.to_string()),
-                Err(error) => done.failed.push(format!("{name}: {error:#}")),
-            }
         }
     }
 }

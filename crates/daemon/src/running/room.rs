@@ -4,86 +4,85 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
+use blockhouse_config::threshold::Threshold;
 use blockhouse_engine::sleep;
 
-use super::{Running, RunningDisk};
-use crate::options::threshold::Threshold;
+use super::Running;
+use super::disk::RunningDisk;
 
 /// How often it is looked how much is left.
 const LOOK: Duration = Duration::from_millis(500);
 
-impl Running {
-    /// Has it told from now on when a disk has less room than this, or never.
-    ///
-    /// # Errors
-    /// There is no such disk, or nothing tells how much room it has.
-    pub(crate) async fn set_threshold(
-        &self,
-        name: &str,
-        threshold: Option<Threshold>,
-    ) -> Result<()> {
-        let claimed = self.claim_disk(name).await?;
-        if threshold.is_some() && claimed.disk.disk.room_left().await?.is_none() {
-            anyhow::bail!(
-                "nothing tells how much room the disk {name:?} has left: it has all its space, or another server has it"
-            );
-        }
-        self.watch_room(&claimed.disk, threshold);
-        Ok(())
+/// Has it told from now on when a disk has less room than this, or never.
+///
+/// # Errors
+/// There is no such disk, or nothing tells how much room it has.
+pub(crate) async fn set_threshold(
+    running: &Running,
+    name: &str,
+    threshold: Option<Threshold>,
+) -> Result<()> {
+    let claimed = running.claim_disk(name).await?;
+    if threshold.is_some() && claimed.disk.disk.room_left().await?.is_none() {
+        anyhow::bail!(
+            "nothing tells how much room the disk {name:?} has left: it has all its space, or another server has it"
+        );
     }
+    watch_room(running, &claimed.disk, threshold);
+    Ok(())
+}
 
-    /// Has it told once when a disk's image uses more of its storage than this, or never.
-    ///
-    /// # Errors
-    /// There is no such disk, or nothing tells how much its image uses.
-    pub(crate) async fn set_write_threshold(
-        &self,
-        name: &str,
-        threshold: Option<u64>,
-    ) -> Result<()> {
-        let claimed = self.claim_disk(name).await?;
-        if threshold.is_some() && claimed.disk.disk.end_in_use().await?.is_none() {
-            anyhow::bail!(
-                "the disk {name:?} has no write threshold: only a qcow2 image that has its own data tells how much of its file it uses"
-            );
-        }
-        if claimed.disk.room.set_write_threshold(threshold) {
-            self.begin_watch(&claimed.disk);
-        }
-        Ok(())
+/// Has it told once when a disk's image uses more of its storage than this, or never.
+///
+/// # Errors
+/// There is no such disk, or nothing tells how much its image uses.
+pub(crate) async fn set_write_threshold(
+    running: &Running,
+    name: &str,
+    threshold: Option<u64>,
+) -> Result<()> {
+    let claimed = running.claim_disk(name).await?;
+    if threshold.is_some() && claimed.disk.disk.end_in_use().await?.is_none() {
+        anyhow::bail!(
+            "the disk {name:?} has no write threshold: only a qcow2 image that has its own data tells how much of its file it uses"
+        );
     }
-
-    /// As [`set_threshold`](Self::set_threshold), of a disk that is claimed or not served yet.
-    pub(super) fn watch_room(&self, disk: &Arc<RunningDisk>, threshold: Option<Threshold>) {
-        if disk.room.set(threshold) {
-            self.begin_watch(disk);
-        }
+    if claimed.disk.room.set_write_threshold(threshold) {
+        begin_watch(running, &claimed.disk);
     }
+    Ok(())
+}
 
-    fn begin_watch(&self, disk: &Arc<RunningDisk>) {
-        let Some(handle) = self.loops.first() else { return };
-        let disk = Arc::downgrade(disk);
-        // It ends with the disk, with its thresholds, or with the loop.
-        drop(handle.spawn(move || async move {
-            loop {
-                let Some(disk) = disk.upgrade().filter(|disk| disk.room.goes_on()) else { return };
-                if disk.threshold().is_some() {
-                    match disk.disk.room_left().await {
-                        Ok(Some(room)) => disk.room.note(room),
-                        Ok(None) => {}
-                        Err(error) => tracing::debug!("{error}"),
-                    }
+/// As [`set_threshold`], of a disk that is claimed or not served yet.
+pub(super) fn watch_room(running: &Running, disk: &Arc<RunningDisk>, threshold: Option<Threshold>) {
+    if disk.room.set(threshold) {
+        begin_watch(running, disk);
+    }
+}
+
+fn begin_watch(running: &Running, disk: &Arc<RunningDisk>) {
+    let Some(handle) = running.loops.first() else { return };
+    let disk = Arc::downgrade(disk);
+    // It ends with the disk, with its thresholds, or with the loop.
+    drop(handle.spawn(move || async move {
+        loop {
+            let Some(disk) = disk.upgrade().filter(|disk| disk.room.goes_on()) else { return };
+            if disk.threshold().is_some() {
+                match disk.disk.room_left().await {
+                    Ok(Some(room)) => disk.room.note(room),
+                    Ok(None) => {}
+                    Err(error) => tracing::debug!("{error}"),
                 }
-                if disk.write_threshold().is_some() {
-                    match disk.disk.end_in_use().await {
-                        Ok(Some(end)) => disk.room.note_end(end),
-                        Ok(None) => {}
-                        Err(error) => tracing::debug!("{error}"),
-                    }
-                }
-                drop(disk);
-                sleep(LOOK).await;
             }
-        }));
-    }
+            if disk.write_threshold().is_some() {
+                match disk.disk.end_in_use().await {
+                    Ok(Some(end)) => disk.room.note_end(end),
+                    Ok(None) => {}
+                    Err(error) => tracing::debug!("{error}"),
+                }
+            }
+            drop(disk);
+            sleep(LOOK).await;
+        }
+    }));
 }

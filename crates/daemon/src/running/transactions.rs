@@ -19,9 +19,12 @@ use blockhouse_jobs::FrozenDisk;
 use blockhouse_storage::ImageStorage;
 use futures_util::future::try_join_all;
 
-use super::backups::{MAX_BITMAP_BYTES, MAX_FREEZE_TIME, complete_bitmap, frozen_name};
-use super::{Running, RunningDisk};
-use crate::jobs::{CopiedBitmap, FrozenSource, JobSetup};
+use super::backups::{
+    MAX_BITMAP_BYTES, MAX_FREEZE_TIME, adopt_backup, complete_bitmap, frozen_name, prepare,
+};
+use super::disk::RunningDisk;
+use super::{Running, recording};
+use crate::jobs::{self, CopiedBitmap, FrozenSource, JobSetup};
 use crate::running::claims::Name;
 
 /// A backup that begins in a transaction.
@@ -76,165 +79,163 @@ impl BackupPart {
     }
 }
 
-impl Running {
-    /// Changes bitmaps of disks, and begins backups, all at one moment; for how long guests'
-    /// changes were held off.
-    ///
-    /// # Errors
-    /// There is no such disk or bitmap, one is there already or is offered to clients, a disk has
-    /// no bitmaps that can be changed, is used by a job or backup, or is too busy; a target
-    /// cannot be written to. Nothing has changed then.
-    pub(crate) async fn transact(
-        &self,
-        mut changes: Vec<(String, BitmapChange)>,
-        backups: Vec<BackupPart>,
-    ) -> Result<Duration> {
-        let of_changes = changes.iter().map(|(disk, _)| disk.clone());
-        let of_backups = backups.iter().flat_map(|part| {
-            let other = match &part.kind {
-                BackupKind::Copied { target, .. } => target.clone(),
-                BackupKind::Served { .. } => frozen_name(&part.job.disk, part.name()),
-            };
-            [part.job.disk.clone(), other]
-        });
-        let names = of_changes.chain(of_backups).map(Name::Disk);
-        let _claim = self.claims.claim(names.collect::<Vec<_>>()).await;
-        let mut ready: Vec<ReadyBackup> = Vec::new();
-        for part in backups {
-            if ready.iter().any(|other| other.part.job.disk == part.job.disk) {
-                bail!("the disk {:?} is named twice", part.job.disk);
-            }
-            let backup = self.ready(part, &changes).await?;
-            if let Some(bitmap) = backup.part.synced(&backup.name) {
-                let new = NewBitmap { name: bitmap.since, granularity: None, is_enabled: true };
-                changes.push((backup.part.job.disk.clone(), BitmapChange::Add(new)));
-            }
-            ready.push(backup);
-        }
-        let parts = self.by_disk(changes)?;
-        let mut recorded = Vec::new();
-        let outcome = self.reach_moment(&parts, &ready, &mut recorded).await;
-        match outcome {
-            Err(error) => {
-                for disk in recorded {
-                    self.take_room_back(disk).await;
-                }
-                Err(error)
-            }
-            Ok(pause) => {
-                for backup in ready {
-                    self.begin(backup, pause).await?;
-                }
-                Ok(pause)
-            }
-        }
-    }
-
-    fn by_disk(&self, changes: Vec<(String, BitmapChange)>) -> Result<Vec<DiskChanges>> {
-        let mut parts: Vec<DiskChanges> = Vec::new();
-        for (name, change) in changes {
-            if let BitmapChange::Change { name: bitmap, action: BitmapAction::Remove } = &change {
-                self.disk(&name)?.check_bitmap_unused(bitmap)?;
-            }
-            match parts.iter_mut().find(|(disk, _)| disk.name() == name) {
-                Some((_, changes)) => changes.push(change),
-                None => parts.push((self.disk(&name)?, vec![change])),
-            }
-        }
-        Ok(parts)
-    }
-
-    /// Looks whether a backup can begin, and prepares it. Its disks are claimed.
-    async fn ready(
-        &self,
-        part: BackupPart,
-        changes: &[(String, BitmapChange)],
-    ) -> Result<ReadyBackup> {
-        let (name, disk) = (part.name().to_owned(), &part.job.disk);
-        let source = self.disk(disk)?;
-        self.check_free(disk)?;
-        self.jobs.check_new_name(&name)?;
-        let (scratch, target) = match &part.kind {
-            BackupKind::Served { scratch } => (scratch.clone(), None),
-            BackupKind::Copied { target, bitmap, .. } => {
-                let target = self.check_target_disk(target, disk)?;
-                check_apart(&target.disk, &source.disk)?;
-                if target.disk.size() != source.disk.size() {
-                    bail!(
-                        "the disk {:?} has {} bytes, and {disk:?} has {}: resize one of them",
-                        target.name(),
-                        target.disk.size(),
-                        source.disk.size()
-                    );
-                }
-                if let Some(bitmap) = bitmap {
-                    check_readable(&source, bitmap, changes).await?;
-                }
-                (None, Some(target))
-            }
+/// Changes bitmaps of disks, and begins backups, all at one moment; for how long guests'
+/// changes were held off.
+///
+/// # Errors
+/// There is no such disk or bitmap, one is there already or is offered to clients, a disk has
+/// no bitmaps that can be changed, is used by a job or backup, or is too busy; a target
+/// cannot be written to. Nothing has changed then.
+pub(crate) async fn transact(
+    running: &Running,
+    mut changes: Vec<(String, BitmapChange)>,
+    backups: Vec<BackupPart>,
+) -> Result<Duration> {
+    let of_changes = changes.iter().map(|(disk, _)| disk.clone());
+    let of_backups = backups.iter().flat_map(|part| {
+        let other = match &part.kind {
+            BackupKind::Copied { target, .. } => target.clone(),
+            BackupKind::Served { .. } => frozen_name(&part.job.disk, part.name()),
         };
-        let frozen = self.prepare((scratch.as_deref(), None), &name, &source).await?;
-        Ok(ReadyBackup { part, name, source, frozen, target })
+        [part.job.disk.clone(), other]
+    });
+    let names = of_changes.chain(of_backups).map(Name::Disk);
+    let _claim = running.claims.claim(names.collect::<Vec<_>>()).await;
+    let mut ready: Vec<ReadyBackup> = Vec::new();
+    for part in backups {
+        if ready.iter().any(|other| other.part.job.disk == part.job.disk) {
+            bail!("the disk {:?} is named twice", part.job.disk);
+        }
+        let backup = make_ready(running, part, &changes).await?;
+        if let Some(bitmap) = backup.part.synced(&backup.name) {
+            let new = NewBitmap { name: bitmap.since, granularity: None, is_enabled: true };
+            changes.push((backup.part.job.disk.clone(), BitmapChange::Add(new)));
+        }
+        ready.push(backup);
     }
-
-    /// Makes the changes and freezes the disks, at one moment: for how long guests' changes were
-    /// held off. `recorded` gets the raw disks that have got a place for bitmaps.
-    async fn reach_moment<'a>(
-        &self,
-        parts: &'a [DiskChanges],
-        backups: &[ReadyBackup],
-        recorded: &mut Vec<&'a RunningDisk>,
-    ) -> Result<Duration> {
-        for (disk, changes) in parts {
-            let is_added = changes.iter().any(|change| matches!(change, BitmapChange::Add(_)));
-            if is_added && self.make_room_for_bitmaps(disk).await?.is_some() {
-                recorded.push(disk);
+    let parts = by_disk(running, changes)?;
+    let mut recorded = Vec::new();
+    let outcome = reach_moment(running, &parts, &ready, &mut recorded).await;
+    match outcome {
+        Err(error) => {
+            for disk in recorded {
+                recording::take_room_back(running, disk).await;
             }
-            disk.disk.bitmaps().prepare().await?;
+            Err(error)
         }
-        let has_changes =
-            |source: &Arc<RunningDisk>| parts.iter().any(|(disk, _)| Arc::ptr_eq(disk, source));
-        let sources = backups.iter().map(|backup| &backup.source);
-        let disks = parts.iter().map(|(disk, _)| disk);
-        let disks: Vec<_> = disks.chain(sources.filter(|source| !has_changes(source))).collect();
-        let began = Instant::now();
-        let quiescing = try_join_all(disks.iter().map(|disk| disk.disk.quiesced()));
-        let quiesced = timeout(MAX_FREEZE_TIME, quiescing).await.with_context(|| {
-            format!("the disks do not come to rest in {MAX_FREEZE_TIME:?}: try again")
-        })??;
-        let changes = parts.iter().map(|(_, changes)| &changes[..]);
-        let all: Vec<(&QuiescedDisk<'_, _>, _)> = quiesced.iter().zip(changes).collect();
-        change_bitmaps(&all).await?;
-        for backup in backups {
-            let of = disks.iter().position(|disk| Arc::ptr_eq(disk, &backup.source));
-            of.into_iter().for_each(|index| backup.frozen.0.freeze_at(&quiesced[index]));
-        }
-        drop(quiesced);
-        let pause = began.elapsed();
-        for disk in disks {
-            tracing::info!("{}: changes were held off for {pause:?}", disk.name());
-        }
-        Ok(pause)
-    }
-
-    /// Begins a backup whose disk is frozen.
-    async fn begin(&self, backup: ReadyBackup, pause: Duration) -> Result<()> {
-        let ReadyBackup { part, name, source, frozen, target } = backup;
-        let synced = part.synced(&name);
-        let BackupPart { job, kind } = part;
-        let (BackupKind::Copied { bitmap, .. }, Some(target)) = (kind, target) else {
-            return self.adopt_backup(&name, source, frozen, pause).await;
-        };
-        let only = match bitmap {
-            Some(bitmap) => {
-                let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
-                Some(source.disk.bitmaps().copy(&bitmap, least).await?)
+        Ok(pause) => {
+            for backup in ready {
+                begin(running, backup, pause).await?;
             }
-            None => None,
-        };
-        let source = FrozenSource { disk: source, view: frozen.0, only, synced };
-        self.start_backup(job, source, &target).map(drop)
+            Ok(pause)
+        }
     }
+}
+
+fn by_disk(running: &Running, changes: Vec<(String, BitmapChange)>) -> Result<Vec<DiskChanges>> {
+    let mut parts: Vec<DiskChanges> = Vec::new();
+    for (name, change) in changes {
+        if let BitmapChange::Change { name: bitmap, action: BitmapAction::Remove } = &change {
+            running.disks.get(&name)?.check_bitmap_unused(bitmap)?;
+        }
+        match parts.iter_mut().find(|(disk, _)| disk.name() == name) {
+            Some((_, changes)) => changes.push(change),
+            None => parts.push((running.disks.get(&name)?, vec![change])),
+        }
+    }
+    Ok(parts)
+}
+
+/// Looks whether a backup can begin, and prepares it. Its disks are claimed.
+async fn make_ready(
+    running: &Running,
+    part: BackupPart,
+    changes: &[(String, BitmapChange)],
+) -> Result<ReadyBackup> {
+    let (name, disk) = (part.name().to_owned(), &part.job.disk);
+    let source = running.disks.get(disk)?;
+    running.check_free(disk)?;
+    running.jobs.check_new_name(&name)?;
+    let (scratch, target) = match &part.kind {
+        BackupKind::Served { scratch } => (scratch.clone(), None),
+        BackupKind::Copied { target, bitmap, .. } => {
+            let target = jobs::check_target_disk(running, target, disk)?;
+            check_apart(&target.disk, &source.disk)?;
+            if target.disk.size() != source.disk.size() {
+                bail!(
+                    "the disk {:?} has {} bytes, and {disk:?} has {}: resize one of them",
+                    target.name(),
+                    target.disk.size(),
+                    source.disk.size()
+                );
+            }
+            if let Some(bitmap) = bitmap {
+                check_readable(&source, bitmap, changes).await?;
+            }
+            (None, Some(target))
+        }
+    };
+    let frozen = prepare(running, (scratch.as_deref(), None), &name, &source).await?;
+    Ok(ReadyBackup { part, name, source, frozen, target })
+}
+
+/// Makes the changes and freezes the disks, at one moment: for how long guests' changes were
+/// held off. `recorded` gets the raw disks that have got a place for bitmaps.
+async fn reach_moment<'a>(
+    running: &Running,
+    parts: &'a [DiskChanges],
+    backups: &[ReadyBackup],
+    recorded: &mut Vec<&'a RunningDisk>,
+) -> Result<Duration> {
+    for (disk, changes) in parts {
+        let is_added = changes.iter().any(|change| matches!(change, BitmapChange::Add(_)));
+        if is_added && recording::make_room_for_bitmaps(running, disk).await?.is_some() {
+            recorded.push(disk);
+        }
+        disk.disk.bitmaps().prepare().await?;
+    }
+    let has_changes =
+        |source: &Arc<RunningDisk>| parts.iter().any(|(disk, _)| Arc::ptr_eq(disk, source));
+    let sources = backups.iter().map(|backup| &backup.source);
+    let disks = parts.iter().map(|(disk, _)| disk);
+    let disks: Vec<_> = disks.chain(sources.filter(|source| !has_changes(source))).collect();
+    let began = Instant::now();
+    let quiescing = try_join_all(disks.iter().map(|disk| disk.disk.quiesced()));
+    let quiesced = timeout(MAX_FREEZE_TIME, quiescing).await.with_context(|| {
+        format!("the disks do not come to rest in {MAX_FREEZE_TIME:?}: try again")
+    })??;
+    let changes = parts.iter().map(|(_, changes)| &changes[..]);
+    let all: Vec<(&QuiescedDisk<'_, _>, _)> = quiesced.iter().zip(changes).collect();
+    change_bitmaps(&all).await?;
+    for backup in backups {
+        let of = disks.iter().position(|disk| Arc::ptr_eq(disk, &backup.source));
+        of.into_iter().for_each(|index| backup.frozen.0.freeze_at(&quiesced[index]));
+    }
+    drop(quiesced);
+    let pause = began.elapsed();
+    for disk in disks {
+        tracing::info!("{}: changes were held off for {pause:?}", disk.name());
+    }
+    Ok(pause)
+}
+
+/// Begins a backup whose disk is frozen.
+async fn begin(running: &Running, backup: ReadyBackup, pause: Duration) -> Result<()> {
+    let ReadyBackup { part, name, source, frozen, target } = backup;
+    let synced = part.synced(&name);
+    let BackupPart { job, kind } = part;
+    let (BackupKind::Copied { bitmap, .. }, Some(target)) = (kind, target) else {
+        return adopt_backup(running, &name, source, frozen, pause).await;
+    };
+    let only = match bitmap {
+        Some(bitmap) => {
+            let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
+            Some(source.disk.bitmaps().copy(&bitmap, least).await?)
+        }
+        None => None,
+    };
+    let source = FrozenSource { disk: source, view: frozen.0, only, synced };
+    jobs::start_backup(running, job, source, &target).map(drop)
 }
 
 impl BackupPart {

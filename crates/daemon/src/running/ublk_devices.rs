@@ -6,36 +6,19 @@
 use std::sync::{Arc, Weak};
 
 use anyhow::Result;
+use blockhouse_config::export_address::ExportAddress;
 use blockhouse_disk::Access;
 use blockhouse_engine::spawn;
-use blockhouse_storage::ImageStorage;
-use blockhouse_ublk::Server;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 
-use super::{ExportAddress, Running, RunningDisk, RunningExport};
+use super::disk::RunningDisk;
+use super::export::{RunningExport, RunningUblk};
+use super::export_list::ExportList;
 use crate::endpoints::ublk::PreparedUblk;
 use crate::process::blocking;
 
-/// A device that is served.
-pub(crate) struct RunningUblk {
-    disk: String,
-    server: Server<ImageStorage>,
-}
-
-impl RunningUblk {
-    /// The name of its disk.
-    pub(crate) fn disk(&self) -> &str {
-        &self.disk
-    }
-
-    /// Its server.
-    pub(crate) fn server(&self) -> &Server<ImageStorage> {
-        &self.server
-    }
-}
-
-impl Running {
+impl ExportList {
     /// Serves a disk by the device that was prepared for it.
     ///
     /// # Errors
@@ -45,11 +28,11 @@ impl Running {
         device: PreparedUblk,
         disk: &RunningDisk,
     ) -> Result<()> {
-        let (running, id) = (Arc::downgrade(self), device.id());
-        let removed = move || drop(spawn(leave_removed(running, id)));
+        let (exports, id) = (Arc::downgrade(self), device.id());
+        let removed = move || drop(spawn(leave_removed(exports, id)));
         let server = device.start(removed)?;
         let disk = disk.name().to_owned();
-        let mut list = self.list.lock();
+        let mut list = self.state.lock();
         let (address, access) = (ExportAddress::Ublk(id), Access::ReadWrite);
         list.exports.push(RunningExport { address, disk: disk.clone(), access });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
@@ -58,13 +41,13 @@ impl Running {
 
     /// All of them, in the order in which they were added.
     pub(crate) fn ublk_devices(&self) -> Vec<Arc<RunningUblk>> {
-        self.list.lock().ublk.clone()
+        self.state.lock().ublk.clone()
     }
 
     /// Removes a block device. What it has in flight completes.
     pub(super) async fn remove_ublk(&self, id: u32) -> Result<()> {
         let device = {
-            let mut list = self.list.lock();
+            let mut list = self.state.lock();
             let index = list.ublk.iter().position(|device| device.server.id() == id);
             index.map(|index| list.ublk.remove(index))
         };
@@ -72,13 +55,13 @@ impl Running {
             let device = super::devices::alone(device).await;
             blocking::run(move || device.server.stop()).await?;
         }
-        self.list.lock().exports.retain(|export| export.address != ExportAddress::Ublk(id));
+        self.state.lock().exports.retain(|export| export.address != ExportAddress::Ublk(id));
         Ok(())
     }
 
     /// Gives the block devices of a disk its size.
     pub(super) fn resize_ublk(&self, disk: &str) {
-        let mut devices = self.list.lock().ublk.clone();
+        let mut devices = self.state.lock().ublk.clone();
         devices.retain(|device| device.disk == disk);
         for device in devices {
             if let Err(error) = device.server.resized() {
@@ -89,21 +72,21 @@ impl Running {
 
     /// Removes all block devices: what they have in flight completes.
     pub(crate) fn stop_ublk(&self) {
-        let devices = std::mem::take(&mut self.list.lock().ublk);
+        let devices = std::mem::take(&mut self.state.lock().ublk);
         devices.into_iter().filter_map(Arc::into_inner).for_each(|device| device.server.stop());
     }
 }
 
 /// Another program has removed device `id`.
-async fn leave_removed(running: Weak<Running>, id: u32) {
+async fn leave_removed(exports: Weak<ExportList>, id: u32) {
     tracing::error!(
         "/dev/ublkb{id} was removed by another program; its image is no longer served there"
     );
-    let Some(running) = running.upgrade() else { return };
-    if let Err(error) = running.remove_ublk(id).await {
+    let Some(exports) = exports.upgrade() else { return };
+    if let Err(error) = exports.remove_ublk(id).await {
         tracing::error!("{error:#}");
     }
-    if running.exports().is_empty() && !running.options.can_grow {
+    if exports.list().is_empty() && !exports.can_grow {
         tracing::error!("no export is left, so this server ends");
         let _ = raise(SIGTERM);
     }

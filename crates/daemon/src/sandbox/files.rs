@@ -11,7 +11,10 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use blockhouse_disk::{RemoteBacking, StateDir};
+use blockhouse_config::metrics_address::MetricsAddress;
+use blockhouse_config::server::StateSetup;
+use blockhouse_config::setup::Setup;
+use blockhouse_disk::StateDir;
 use blockhouse_nbd::TlsFiles;
 use blockhouse_nbd::uri::Address;
 use blockhouse_storage::Location;
@@ -23,8 +26,6 @@ use landlock::{
 use super::Opened;
 use super::needs::Needs;
 use crate::endpoints::sockets::runtime_folder;
-use crate::metrics::MetricsAddress;
-use crate::setup::{Setup, StateSetup};
 
 /// The version of the rules. Later versions know rights that would forbid more, as to connect to a
 /// Unix socket.
@@ -98,7 +99,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     for socket in &sockets {
         all.add(parent(socket), AccessFs::RemoveFile.into());
     }
-    if let Some(path) = &setup.pid_file {
+    if let Some(path) = &setup.server.pid_file {
         all.add(path.clone(), AccessFs::ReadFile.into());
         all.add(parent(path), AccessFs::RemoveFile.into());
     }
@@ -117,7 +118,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
         LOOK_UP.iter().for_each(|path| all.add(path.into(), reading()));
     }
     if needs.listens
-        && let Some(MetricsAddress::Unix { path: socket, .. }) = &setup.metrics
+        && let Some(MetricsAddress::Unix { path: socket, .. }) = &setup.server.metrics
     {
         all.add(parent(socket), AccessFs::MakeSock | AccessFs::RemoveFile);
     }
@@ -184,7 +185,7 @@ impl FileRules {
 
     /// The pid file is going to be written.
     fn add_pid_file(&mut self, setup: &Setup) {
-        if let Some(path) = &setup.pid_file {
+        if let Some(path) = &setup.server.pid_file {
             self.add(parent(path), AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile);
         }
     }
@@ -193,7 +194,7 @@ impl FileRules {
     fn add_requests(&mut self, setup: &Setup, sockets: &[&PathBuf]) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         setup.config.iter().for_each(|config| self.add(parent(config), reading()));
-        let named = setup.sandbox_allow.iter().cloned();
+        let named = setup.server.sandbox_allow.iter().cloned();
         let sockets = sockets.iter().map(|socket| parent(socket));
         for path in places(setup).into_iter().chain(named).chain(sockets) {
             self.add(path.clone(), changing() | AccessFs::IoctlDev);
@@ -210,10 +211,10 @@ fn places(setup: &Setup) -> Vec<PathBuf> {
         Ok(Location::File(path)) => Some(place_of_image(path)),
         _ => None,
     });
-    let side_files = setup.disks.iter().filter_map(|disk| disk.side_file.as_ref());
-    let side_files = side_files.map(|side| match side.path.is_dir() {
-        true => side.path.clone(),
-        false => parent(&side.path),
+    let side_files = setup.disks.iter().filter_map(|disk| disk.bitmaps_in.as_ref());
+    let side_files = side_files.map(|path| match path.is_dir() {
+        true => path.clone(),
+        false => parent(path),
     });
     let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
     images.chain(side_files).chain(allowed).collect()
@@ -226,12 +227,13 @@ pub(super) fn own_sockets(setup: &Setup) -> Vec<PathBuf> {
         Address::Unix(path) => Some(path.clone()),
         Address::Tcp { .. } => None,
     });
-    let metrics = setup.metrics.iter().filter_map(|address| match address {
+    let metrics = setup.server.metrics.iter().filter_map(|address| match address {
         MetricsAddress::Unix { path, .. } => Some(path.clone()),
         MetricsAddress::Loopback(_) => None,
     });
     let devices = setup.devices.iter().map(|(path, _)| path.clone());
-    let control = setup.control.iter().chain(&setup.qmp).map(|control| control.path.clone());
+    let control =
+        setup.server.control.iter().chain(&setup.server.qmp).map(|control| control.path.clone());
     let unnamed = runtime_folder().ok().map(|folder| folder.join("unnamed"));
     nbd.chain(metrics).chain(devices).chain(control).chain(unnamed).collect()
 }
@@ -263,7 +265,7 @@ fn place_of_image(path: PathBuf) -> PathBuf {
 }
 
 fn state_folder(setup: &Setup) -> Option<PathBuf> {
-    match &setup.state {
+    match &setup.server.state {
         StateSetup::Off => None,
         StateSetup::Dir(path) => Some(path.clone()),
         StateSetup::Usual => match setup.user {
@@ -335,7 +337,7 @@ fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCrea
 
 /// The TCP ports that are connected to later; `None`: that is not known.
 fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
-    let is_open = setup.disks.iter().any(|disk| disk.remote_backing == RemoteBacking::Allowed);
+    let is_open = setup.disks.iter().any(|disk| disk.allow_remote);
     if needs.changes || is_open {
         return None;
     }

@@ -28,7 +28,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_disk::RemoteBacking;
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::setup::Setup;
 use blockhouse_engine::{Confinement, confine, reserve_signal_rings};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
@@ -37,7 +38,6 @@ use blockhouse_storage::Location;
 pub(crate) use self::files::FileRules;
 use self::needs::Needs;
 use crate::process::workers::Workers;
-use crate::setup::{DiskSetup, SandboxUse, Setup};
 
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
 const SPARE_SIGNAL_RINGS: usize = 16;
@@ -132,7 +132,7 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
         // The sockets are this user's since they were bound.
         user::become_owner(ids, &[])?;
     }
-    if setup.sandbox == SandboxUse::Off {
+    if !setup.server.sandbox {
         return Ok(());
     }
     prepare(setup, needs, &opened);
@@ -163,7 +163,7 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
         }
         report.parts.push("user");
     }
-    if setup.sandbox == SandboxUse::Off {
+    if !setup.server.sandbox {
         report.reach = Reach::Anywhere;
         return Ok(report);
     }
@@ -233,17 +233,16 @@ pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
 fn drops_before_ceph(setup: &Setup) -> bool {
     let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
     // The base of a file may be there, too, where that is allowed.
-    let may_have =
-        |disk: &DiskSetup| disk.remote_backing == RemoteBacking::Allowed || is_ceph(&disk.path);
+    let may_have = |disk: &DiskConfig| disk.allow_remote || is_ceph(&disk.path);
     let keeps = setup.user.is_some() || !setup.ublk.is_empty();
-    setup.disks.iter().any(may_have) && !keeps && setup.sandbox == SandboxUse::On
+    setup.disks.iter().any(may_have) && !keeps && setup.server.sandbox
 }
 
 /// The capabilities of a process that is started to take over from this server.
 pub(crate) fn capabilities_of_successor(setup: &Setup) -> u64 {
-    match setup.sandbox {
-        SandboxUse::On => Needs::capabilities_of_successor(setup),
-        SandboxUse::Off => u64::MAX,
+    match setup.server.sandbox {
+        true => Needs::capabilities_of_successor(setup),
+        false => u64::MAX,
     }
 }
 
@@ -307,7 +306,7 @@ fn confine_threads(
 fn prepare(setup: &Setup, needs: Needs, opened: &Opened) {
     if needs.guests {
         // Each queue has one, and one more while a front-end changes it.
-        let queues = opened.devices * (usize::from(setup.queues) + 1);
+        let queues = opened.devices * (usize::from(setup.server.queues()) + 1);
         let spare = if needs.changes { SPARE_SIGNAL_RINGS } else { 0 };
         reserve_signal_rings(queues + spare);
     }

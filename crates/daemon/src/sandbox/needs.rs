@@ -1,10 +1,9 @@
 //! The needs of a server after everything is open, from its description alone: the less, the
 //! narrower its sandbox.
 
-use blockhouse_disk::RemoteBacking;
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::setup::Setup;
 use blockhouse_storage::Location;
-
-use crate::setup::{DiskSetup, Setup};
 
 /// Capabilities of root (`<linux/capability.h>`) without which it could not do with files what it
 /// did at the start: files of others, which it also makes and removes (`CHOWN`, `DAC_OVERRIDE`,
@@ -41,11 +40,12 @@ impl Needs {
         let changes = setup.takes_changes();
         let connects = changes || setup.disks.iter().any(is_remote);
         Self {
-            opens: changes || connects || setup.tls.is_some() || setup.pid_file.is_some(),
+            opens: changes || connects || setup.tls.is_some() || setup.server.pid_file.is_some(),
             changes,
             // The process before still has the addresses of metrics and QMP when this one starts.
             listens: changes
-                || (setup.hand_over && (setup.metrics.is_some() || setup.qmp.is_some())),
+                || (setup.hand_over
+                    && (setup.server.metrics.is_some() || setup.server.qmp.is_some())),
             connects,
             guests: changes || !setup.devices.is_empty(),
             takes_over: false,
@@ -62,7 +62,7 @@ impl Needs {
     /// The capabilities of a process that is started to take over from this server: what it would
     /// drop, it never has.
     pub(crate) fn capabilities_of_successor(setup: &Setup) -> u64 {
-        let listens = Self::of(setup).listens || setup.metrics.is_some();
+        let listens = Self::of(setup).listens || setup.server.metrics.is_some();
         Self { listens, ..Self::to_take_over(setup) }.capabilities()
     }
 
@@ -79,7 +79,6 @@ impl Needs {
 }
 
 /// Whether a part of the disk may be at another server.
-fn is_remote(disk: &DiskSetup) -> bool {
-    disk.remote_backing == RemoteBacking::Allowed
-        || !matches!(Location::of(&disk.path), Ok(Location::File(_)))
+fn is_remote(disk: &DiskConfig) -> bool {
+    disk.allow_remote || !matches!(Location::of(&disk.path), Ok(Location::File(_)))
 }

@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
+use blockhouse_config::user_options::UserIds;
 use blockhouse_engine::become_user;
 use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat, lstat};
-
-use crate::options::user_options::UserIds;
 
 /// Becomes this user, and gives it the Unix sockets that were bound: their modes say "the owner" of
 /// their user.

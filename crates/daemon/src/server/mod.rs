@@ -1,8 +1,6 @@
 //! The server as a whole: its start, its orderly end, an upgrade, and the order of each.
 
-pub(crate) mod finishing;
 pub(crate) mod run;
-pub(crate) mod service;
 pub(crate) mod stopper;
 #[doc(hidden)]
 pub mod strangers;

@@ -8,25 +8,26 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::control_socket::ControlSocket;
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::setup::{Setup, WrongUsage};
 use blockhouse_disk::{ImageDisk, StateUse};
-use blockhouse_engine::{IoPoll, keep_descriptors_from_children, raise_descriptor_limit};
+use blockhouse_engine::{keep_descriptors_from_children, raise_descriptor_limit};
 use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR2, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
-use crate::config::ConfiguredDisk;
 use crate::control::UpgradeReply;
+use crate::control::upgrades::{EncryptedClients, UpgradeRequest, UpgradeRequests};
 use crate::endpoints::sockets::{self, ListenSocket};
 use crate::endpoints::tls::Tls;
 use crate::endpoints::ublk::{self, UblkOfDisk};
 use crate::endpoints::vhost_user::{self, DeviceOfDisk};
 use crate::hand_over::destination::{self, TakenOver};
-use crate::hand_over::requests::{EncryptedClients, UpgradeRequest, UpgradeRequests};
 use crate::hand_over::source::{self, HandedOver, Outcome};
 use crate::launcher::{LaunchRules, Launcher};
-use crate::metrics::StartTime;
-use crate::options::control_socket::ControlSocket;
+use crate::metrics::{self, StartTime};
 use crate::process::kept_sockets;
 use crate::process::pid_file::PidFile;
 use crate::process::service_manager;
@@ -38,10 +39,9 @@ use crate::running::OpenedDisk;
 use crate::running::io_poll;
 use crate::running::open::{open_all, state_use};
 use crate::sandbox::{self, FileRules, SandboxReport};
-use crate::server::service::Service;
 use crate::server::stopper::Stopper;
 use crate::server::warnings;
-use crate::setup::{Setup, WrongUsage};
+use crate::service::Service;
 
 /// Serves until a signal asks for the end, or another process goes on. `ready` is called when
 /// everything listens; not where another process's exports are taken over, because that one has
@@ -128,7 +128,7 @@ fn begin(
 }
 
 fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
-    setup.pid_file.as_deref().map(PidFile::write).transpose()
+    setup.server.pid_file.as_deref().map(PidFile::write).transpose()
 }
 
 /// That of a storage daemon, whose commands are carried out.
@@ -148,16 +148,16 @@ struct LoopsAside {
 impl LoopsAside {
     fn start(setup: &Setup) -> Result<Self> {
         let start = |is_wanted: bool| {
-            is_wanted.then(|| Workers::start_aside(setup.loops.engine)).transpose()
+            is_wanted.then(|| Workers::start_aside(setup.server.engine)).transpose()
         };
         let has_prefetch = setup.disks.iter().any(|disk| disk.prefetch.is_some());
         // A configuration may have others when it is read again.
-        let is_asked = setup.control.is_some() || setup.has_qmp();
+        let is_asked = setup.server.control.is_some() || setup.has_qmp();
         let has_jobs = has_prefetch || is_asked || setup.config.is_some();
         Ok(Self {
-            control: start(setup.control.is_some())?,
+            control: start(setup.server.control.is_some())?,
             jobs: start(has_jobs)?,
-            metrics: start(setup.metrics.is_some())?,
+            metrics: start(setup.server.metrics.is_some())?,
             qmp: start(setup.has_qmp())?,
             reloads: start(setup.config.is_some())?,
         })
@@ -169,7 +169,7 @@ struct Opened {
     workers: Workers,
     disks: Vec<OpenedDisk>,
     /// The configured disks; `None`: those that are going to be served.
-    configured: Option<Vec<ConfiguredDisk>>,
+    configured: Option<Vec<DiskConfig>>,
     sockets: Vec<ListenSocket>,
     devices: Vec<DeviceOfDisk>,
     ublk: Vec<UblkOfDisk>,
@@ -220,11 +220,11 @@ impl Opened {
             outcome => outcome?,
         }
         if let (Some(socket), Some(own)) = (control, loops.control) {
-            let answers = setup.control.as_ref().map(|control| control.answers.clone());
+            let answers = setup.server.control.as_ref().map(|control| control.answers.clone());
             service.add_control(socket, answers.unwrap_or_default(), own, upgrades.clone())?;
         }
         match configured {
-            Some(configured) => service.running().set_configured(configured),
+            Some(configured) => service.running().configuration().set(configured),
             None => service.running().set_all_configured(),
         }
         service.add_jobs(loops.jobs);
@@ -240,8 +240,8 @@ fn start(
     upgrades: &UpgradeRequests,
 ) -> Result<(Service, Option<PidFile>)> {
     let passed = sockets::from_systemd()?;
-    let workers = Workers::start(setup.workers, setup.loops)?;
-    if setup.loops.io_poll == IoPoll::On {
+    let workers = Workers::start(setup.server.workers.into(), setup.loops())?;
+    if setup.server.io_poll {
         io_poll::check(workers.report(), &setup.disks)?;
     }
     ublk::check(setup, &workers)?;
@@ -252,14 +252,14 @@ fn start(
     let bind = |control: &ControlSocket| {
         kept_sockets::bind(&Address::Unix(control.path.clone()), control.permissions)
     };
-    let control = setup.control.as_ref().map(bind).transpose()?;
+    let control = setup.server.control.as_ref().map(bind).transpose()?;
     let mut others = Qmp::bind_all(setup)?;
-    let metrics = setup.metrics.as_ref().map(|address| address.bind()).transpose()?;
+    let metrics = setup.server.metrics.as_ref().map(metrics::bind).transpose()?;
     let qmp_count = others.len();
     others.extend(metrics);
     kept_sockets::give_up_unused();
     let mut loops = LoopsAside::start(setup)?;
-    let state = state_use(&setup.state, &setup.disks, setup.user.map(|ids| ids.user))?;
+    let state = state_use(&setup.server.state, &setup.disks, setup.user.map(|ids| ids.user))?;
     let rules_of_writing = sandbox::enter_before_ceph(setup);
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
@@ -447,7 +447,11 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
     let has_devices = !setup.devices.is_empty() || !setup.ublk.is_empty();
     let is_filled_later = setup.config.is_some() || setup.storage_daemon.is_some();
     if setup.nbd.is_empty() && !has_devices && !is_filled_later {
-        return Ok(vec![sockets::at_default(&setup.disks[0].path, setup.permissions, all()?)?]);
+        return Ok(vec![sockets::at_default(
+            &setup.disks[0].path,
+            setup.server.permissions(),
+            all()?,
+        )?]);
     }
-    sockets::bind_uris(setup.nbd.clone(), setup.permissions, setup.tls.as_ref())
+    sockets::bind_uris(setup.nbd.clone(), setup.server.permissions(), setup.tls.as_ref())
 }

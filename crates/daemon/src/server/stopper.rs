@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use anyhow::{Context, Result};
 
 use crate::process::stopping_notice::StoppingNotice;
-use crate::server::service::Service;
+use crate::service::Service;
 
 /// The thread that ends the service, while the main thread goes on receiving signals.
 pub(crate) struct Stopper {

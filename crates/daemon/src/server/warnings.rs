@@ -1,10 +1,9 @@
 //! Setups that are allowed and may not be meant: reported once, when a server starts.
 
+use blockhouse_config::control_socket::ControlSocket;
+use blockhouse_config::setup::Setup;
 use blockhouse_disk::CacheMode;
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
-
-use crate::options::control_socket::ControlSocket;
-use crate::setup::Setup;
 
 /// The warnings about `setup`, one line each.
 pub(crate) fn about(setup: &Setup) -> Vec<String> {
@@ -19,7 +18,7 @@ pub(crate) fn about(setup: &Setup) -> Vec<String> {
         control.permissions.mode.is_some_and(|mode| mode & 0o002 != 0)
             && control.answers.has_changes()
     };
-    let sockets = setup.control.iter().chain(&setup.qmp);
+    let sockets = setup.server.control.iter().chain(&setup.server.qmp);
     let control = sockets.filter(is_open_to_others).map(|control| {
         format!(
             "{}: the mode of this control socket lets every user of this host do what this server may; leave others out, \
@@ -36,7 +35,7 @@ fn warn_of_nothing(setup: &Setup) -> Option<String> {
     if !(setup.nbd.is_empty() && setup.devices.is_empty() && setup.ublk.is_empty()) {
         return None;
     }
-    let how = match &setup.control {
+    let how = match &setup.server.control {
         Some(control) => format!("or ask at {} (blockhouse ctl)", control.path.display()),
         None => "and reload it by SIGHUP: there is no control socket either".to_owned(),
     };

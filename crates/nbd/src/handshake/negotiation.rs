@@ -3,6 +3,7 @@
 use std::fmt;
 
 use blockhouse_disk::Access;
+use serde::{Deserialize, Serialize};
 
 use crate::proto::{ALLOCATION_CONTEXT, ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, Framing};
 
@@ -38,7 +39,8 @@ impl ExportInfo {
 }
 
 /// A metadata context: something that block status can tell about an export.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum MetaContext {
     /// `base:allocation`: what is allocated, and what reads as zeros.
     Allocation,

@@ -18,10 +18,9 @@ use super::dirty_logging::DirtyLogging;
 use super::inflight_area::InflightArea;
 use super::memory::MemoryTable;
 use super::paused::{PauseError, PausedFrontend, PausedWriteCache};
-use super::registration::RegisteredMemory;
 use super::vring::Vring;
 use crate::block::{DriverFlushes, WriteCacheMode, config};
-use crate::device::Device;
+use crate::device::{Device, RegisteredMemory};
 use crate::protocol::{BackendChannel, Result, feature, refused};
 
 impl<S: Storage + Send + Sync> Frontend<S> {

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use blockhouse_engine::{FaultDomain, GuestMemory, GuestRegion, Handle, SharedMemory};
 
 use super::lost_memory;
-use super::registration::{RegisteredMemory, Registration};
+use super::registration::Registration;
+use crate::device::RegisteredMemory;
 use crate::protocol::{MemoryRegion, Result, refused};
 
 /// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.

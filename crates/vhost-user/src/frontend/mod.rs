@@ -29,7 +29,6 @@ use memory::{ChangedMemory, MemoryTable};
 pub use messages::handle;
 pub use paused::{PauseError, PausedFrontend, PausedVring, PausedWriteCache};
 use queue_start::QueueStart;
-pub use registration::RegisteredMemory;
 use vring::Vring;
 
 use crate::block::{DriverFlushes, WriteCacheMode, config};

@@ -8,17 +8,7 @@ use std::io;
 
 use blockhouse_engine::{GuestMemory, Handle, SharedMemory};
 
-/// Whether a guest's memory is registered with the rings of its queues' loops.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RegisteredMemory {
-    /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once
-    /// for each loop. What the guest gives back to the host (balloon, free page reporting,
-    /// virtio-mem) stays taken, and if it is handed to the guest anew, the guest does not see
-    /// what is read into it.
-    On,
-    /// None.
-    Off,
-}
+use crate::device::RegisteredMemory;
 
 /// Registers the memory of one front-end.
 pub struct Registration {

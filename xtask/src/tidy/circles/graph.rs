@@ -27,32 +27,52 @@ pub(super) struct Circle {
     pub steps: Vec<Step>,
 }
 
-/// The modules of a crate with their arrows.
-pub(super) struct Graph<'a> {
-    arrows: BTreeMap<&'a ModulePath, BTreeMap<&'a ModulePath, Step>>,
+/// The modules of a crate, or its folders, with their arrows.
+pub(super) struct Graph {
+    arrows: BTreeMap<ModulePath, BTreeMap<ModulePath, Step>>,
 }
 
-impl<'a> Graph<'a> {
-    pub fn of(source: &'a Crate) -> Self {
-        let mut arrows = BTreeMap::new();
-        for (from, module) in &source.modules {
-            let mut own = BTreeMap::new();
+impl Graph {
+    /// Of modules, to those that define what they name.
+    pub fn of(source: &Crate) -> Self {
+        Self::with(source, ModulePath::clone, |mention| defining_module(source, mention).cloned())
+    }
+
+    /// Of folders, to those that they name.
+    pub fn of_folders(source: &Crate) -> Self {
+        let folder = |path: &ModulePath| path.first().cloned().into_iter().collect();
+        Self::with(source, folder, |mention| {
+            let path = absolute(source, &mention.scope, &mention.path)?;
+            let is_folder = source.modules.keys().any(|module| module.first() == path.first());
+            is_folder.then(|| folder(&path))
+        })
+    }
+
+    /// The arrows of the modules' mentions: between what each module is, and each mention leads to.
+    fn with(
+        source: &Crate,
+        room: impl Fn(&ModulePath) -> ModulePath,
+        leads_to: impl Fn(&Mention) -> Option<ModulePath>,
+    ) -> Self {
+        let mut arrows: BTreeMap<ModulePath, BTreeMap<ModulePath, Step>> = BTreeMap::new();
+        for (path, module) in &source.modules {
+            let from = room(path);
+            let own = arrows.entry(from.clone()).or_default();
             for mention in &module.mentions {
-                let Some(to) = defining_module(source, mention) else { continue };
+                let Some(to) = leads_to(mention) else { continue };
                 if to != from {
                     let file = module.file.clone();
-                    let step = Step { from: name(from), to: name(to), file, line: mention.line };
+                    let step = Step { from: name(&from), to: name(&to), file, line: mention.line };
                     own.entry(to).or_insert(step);
                 }
             }
-            arrows.insert(from, own);
         }
         Self { arrows }
     }
 
     /// All circles, the pairs of a module and a part of it left out.
     pub fn circles(&self) -> Vec<Circle> {
-        let mut left: BTreeSet<&ModulePath> = self.arrows.keys().copied().collect();
+        let mut left: BTreeSet<&ModulePath> = self.arrows.keys().collect();
         let mut circles = Vec::new();
         while let Some(first) = left.pop_first() {
             let forward = self.reachable(first);
@@ -73,28 +93,27 @@ impl<'a> Graph<'a> {
     }
 
     /// Where arrows lead from `first`, and `first` itself.
-    fn reachable(&self, first: &'a ModulePath) -> BTreeSet<&'a ModulePath> {
+    fn reachable<'a>(&'a self, first: &'a ModulePath) -> BTreeSet<&'a ModulePath> {
         let mut found = BTreeSet::from([first]);
         let mut next = vec![first];
         while let Some(module) = next.pop() {
-            let new = self.arrows[module].keys().filter(|to| found.insert(to));
-            next.extend(new.copied().collect::<Vec<_>>());
+            next.extend(self.arrows[module].keys().filter(|to| found.insert(*to)));
         }
         found
     }
 
     /// A shortest way from `first` back to it.
-    fn way_round(&self, first: &'a ModulePath) -> Vec<Step> {
+    fn way_round(&self, first: &ModulePath) -> Vec<Step> {
         let mut queue = VecDeque::from([(first, Vec::new())]);
         let mut seen = BTreeSet::new();
         while let Some((module, way)) = queue.pop_front() {
             for (to, step) in &self.arrows[module] {
                 let mut way: Vec<Step> = way.clone();
                 way.push(step.clone());
-                if *to == first {
+                if to == first {
                     return way;
                 }
-                if seen.insert(*to) {
+                if seen.insert(to) {
                     queue.push_back((to, way));
                 }
             }
@@ -199,6 +218,26 @@ mod tests {
             ("c.rs", "use crate::a; pub fn g() { a::h() }"),
         ];
         assert_eq!(circles(&files), [["a", "b", "c"]]);
+    }
+
+    #[test]
+    fn folders_are_told_by_what_is_written() {
+        let files = [
+            ("lib.rs", "mod a; mod b; mod c;"),
+            ("a/mod.rs", "pub mod part; pub use crate::c::C;"),
+            ("a/part.rs", "use crate::b::B; pub struct Part(B);"),
+            ("b.rs", "use crate::a::C; pub struct B(C);"),
+            ("c.rs", "pub struct C;"),
+        ];
+        assert!(circles(&files).is_empty(), "a re-export leads elsewhere");
+        let files = files.map(|(path, text)| SourceFile {
+            path: Path::new("crates/x/src").join(path),
+            text: text.into(),
+        });
+        let source = Crate::parse(Path::new("crates/x/src/lib.rs"), &files).unwrap();
+        let found = Graph::of_folders(&source).circles();
+        assert_eq!(found[0].modules, ["a", "b"]);
+        assert_eq!(found.len(), 1);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow};
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-use super::paths::{self, Tokens, UseItem};
+use crate::tidy::paths::{self, Tokens, UseItem};
 use crate::tidy::source_file::SourceFile;
 
 /// The names of a module's path, from the crate's root on.

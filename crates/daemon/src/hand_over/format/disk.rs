@@ -1,22 +1,19 @@
 //! A disk in an offer: how it is opened, and what became of it since. In the words of `disk.open`.
 
 use std::ffi::OsString;
-use std::num::NonZeroU64;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
-use blockhouse_disk::{
-    Access, BackingUse, BlockSizes, Burst, DetectZeroes, Discard, KeyFiles, OnFull, RateLimits,
-    RemoteBacking, SideFile,
-};
+use anyhow::{Context, Error, Result};
+use blockhouse_config::disk::{DiskConfig, OnFullName};
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::limits::LimitsConfig;
+use blockhouse_disk::{DetectZeroes, Discard};
 use serde::{Deserialize, Serialize};
 
-use crate::config::ConfiguredDisk;
-use crate::options::limit_options::DiskThrottle;
-use crate::running::{ExportAddress, Moved};
-use crate::setup::DiskSetup;
+use crate::running::Moved;
 
 /// A disk that is served, with all files of its chain, from the top.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
@@ -74,9 +71,9 @@ pub struct Opened {
     /// The host's cache.
     pub cache: String,
     /// The effect of discards.
-    pub discard: DiscardName,
+    pub discard: Discard,
     /// The treatment of writes of zeros.
-    pub detect_zeroes: DetectZeroesName,
+    pub detect_zeroes: DetectZeroes,
     /// The block sizes that it announces: logical, physical, and that of discards.
     #[serde(default, skip_serializing_if = "is_of_image")]
     pub block_sizes: [Option<u64>; 3],
@@ -113,28 +110,6 @@ pub struct Opened {
     pub bitmaps_in: Option<(Vec<u8>, bool)>,
     /// The limits that it was opened with.
     pub limits: Option<Limits>,
-}
-
-/// The effect of discards.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DiscardName {
-    /// The space goes back to the host.
-    Unmap,
-    /// Nothing.
-    Ignore,
-}
-
-/// The treatment of writes of zeros.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DetectZeroesName {
-    /// They are written.
-    Off,
-    /// It is stored that the range is zero.
-    On,
-    /// So, and its space goes back to the host.
-    Unmap,
 }
 
 /// Where a mirror has moved a disk.
@@ -198,124 +173,121 @@ fn path_of(bytes: Vec<u8>) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes))
 }
 
-impl From<&DiskSetup> for Opened {
-    fn from(setup: &DiskSetup) -> Self {
+impl Opened {
+    /// The description of a disk as the other process gets it.
+    ///
+    /// # Errors
+    /// None of a description that was checked.
+    pub fn of(disk: &DiskConfig) -> Result<Self> {
+        let hold_seconds = disk.on_full().map_err(Error::msg)?.seconds();
         // All of them: an option that is not handed over would be lost.
-        let DiskSetup {
+        let DiskConfig {
             name,
             path,
             format,
-            access,
+            read_only,
             cache,
             discard,
             detect_zeroes,
-            block_sizes,
-            on_full,
+            logical_block_size,
+            physical_block_size,
+            discard_granularity,
+            on_full: _,
+            hold_seconds: _,
             threshold,
             copy_on_read,
             prefetch,
-            create,
             snapshot,
+            create,
             allow_paths,
-            remote_backing,
+            allow_remote,
             no_references,
+            without_backing,
+            // Disks with keys are not handed over.
+            key_files: _,
+            passphrase_files: _,
+            bitmaps,
+            bitmaps_in,
+            trust_bitmaps,
+            limits,
+            // They are told of beside it.
+            exports: _,
             // Disks that are parts of files are not handed over.
             part: _,
-            backing_use,
-            // Disks with keys are not handed over.
-            keys: _,
-            bitmaps,
-            side_file,
-            throttle,
-        } = setup;
-        Self {
-            name: name.clone(),
+        } = disk;
+        Ok(Self {
+            name: name.clone().unwrap_or_default(),
             path: bytes_of(path),
             format: format.map(|format| format.as_str().to_owned()),
-            read_only: *access == Access::ReadOnly,
+            read_only: *read_only,
             cache: cache.as_str().to_owned(),
-            discard: match discard {
-                Discard::Unmap => DiscardName::Unmap,
-                Discard::Ignore => DiscardName::Ignore,
-            },
-            detect_zeroes: match detect_zeroes {
-                DetectZeroes::Off => DetectZeroesName::Off,
-                DetectZeroes::On => DetectZeroesName::On,
-                DetectZeroes::Unmap => DetectZeroesName::Unmap,
-            },
-            block_sizes: [block_sizes.logical(), block_sizes.physical(), block_sizes.discard()],
-            hold_seconds: on_full.seconds(),
+            discard: *discard,
+            detect_zeroes: *detect_zeroes,
+            block_sizes: [*logical_block_size, *physical_block_size, *discard_granularity],
+            hold_seconds,
             threshold: threshold.map(|threshold| threshold.to_string()),
             copy_on_read: *copy_on_read,
             prefetch: *prefetch,
             create: *create,
             snapshot: snapshot.clone(),
             allow_paths: allow_paths.iter().map(|path| bytes_of(path)).collect(),
-            allow_remote: *remote_backing == RemoteBacking::Allowed,
+            allow_remote: *allow_remote,
             no_references: *no_references,
-            without_backing: *backing_use == BackingUse::LeftOut,
+            without_backing: *without_backing,
             bitmaps: bitmaps.clone(),
-            bitmaps_in: side_file.as_ref().map(|side| (bytes_of(&side.path), side.is_alone)),
-            limits: throttle.as_ref().map(Limits::from),
-        }
+            bitmaps_in: bitmaps_in.as_ref().map(|path| (bytes_of(path), *trust_bitmaps)),
+            limits: Limits::of(limits)?,
+        })
     }
-}
 
-impl Opened {
     /// The description of the disk.
     ///
     /// # Errors
     /// A word that this version does not know.
-    pub fn setup(self) -> Result<DiskSetup> {
-        let [logical, physical, discard] = self.block_sizes;
-        let block_sizes = BlockSizes::new(logical, physical, discard);
-        let parse = |format: String| format.parse().map_err(|why: String| anyhow!(why));
-        Ok(DiskSetup {
-            name: self.name,
+    pub fn config(self) -> Result<DiskConfig> {
+        let [logical_block_size, physical_block_size, discard_granularity] = self.block_sizes;
+        let (bitmaps_in, trust_bitmaps) = self.bitmaps_in.unzip();
+        let disk = DiskConfig {
+            name: Some(self.name),
             path: path_of(self.path),
-            format: self.format.map(parse).transpose()?,
-            access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
-            cache: self.cache.parse().map_err(|why: String| anyhow!(why))?,
-            discard: match self.discard {
-                DiscardName::Unmap => Discard::Unmap,
-                DiscardName::Ignore => Discard::Ignore,
+            format: self.format.as_deref().map(parsed).transpose()?,
+            read_only: self.read_only,
+            cache: parsed(&self.cache)?,
+            discard: self.discard,
+            detect_zeroes: self.detect_zeroes,
+            logical_block_size,
+            physical_block_size,
+            discard_granularity,
+            on_full: if self.hold_seconds.is_some() {
+                OnFullName::Hold
+            } else {
+                OnFullName::Report
             },
-            detect_zeroes: match self.detect_zeroes {
-                DetectZeroesName::Off => DetectZeroes::Off,
-                DetectZeroesName::On => DetectZeroes::On,
-                DetectZeroesName::Unmap => DetectZeroes::Unmap,
-            },
-            block_sizes: block_sizes.map_err(|why| anyhow!(why))?,
-            on_full: OnFull::new(self.hold_seconds.is_some(), self.hold_seconds)
-                .map_err(|why| anyhow!(why))?,
-            threshold: self
-                .threshold
-                .map(|text| text.parse())
-                .transpose()
-                .map_err(|why: String| anyhow!(why))?,
+            hold_seconds: self.hold_seconds,
+            threshold: self.threshold.as_deref().map(parsed).transpose()?,
             copy_on_read: self.copy_on_read,
             prefetch: self.prefetch,
-            create: self.create,
             snapshot: self.snapshot,
+            create: self.create,
             allow_paths: self.allow_paths.into_iter().map(path_of).collect(),
-            remote_backing: match self.allow_remote {
-                true => RemoteBacking::Allowed,
-                false => RemoteBacking::Refused,
-            },
+            allow_remote: self.allow_remote,
             no_references: self.no_references,
-            part: None,
-            backing_use: match self.without_backing {
-                true => BackingUse::LeftOut,
-                false => BackingUse::Followed,
-            },
-            keys: KeyFiles::default(),
+            without_backing: self.without_backing,
             bitmaps: self.bitmaps,
-            side_file: self
-                .bitmaps_in
-                .map(|(path, is_alone)| SideFile { path: path_of(path), is_alone }),
-            throttle: self.limits.map(Limits::throttle).transpose()?,
-        })
+            bitmaps_in: bitmaps_in.map(path_of),
+            trust_bitmaps: trust_bitmaps.unwrap_or_default(),
+            limits: self.limits.map(Limits::config).transpose()?.unwrap_or_default(),
+            ..DiskConfig::default()
+        };
+        disk.block_sizes().map_err(Error::msg)?;
+        disk.on_full().map_err(Error::msg)?;
+        Ok(disk)
     }
+}
+
+/// A word of the other process.
+fn parsed<T: FromStr<Err = String>>(text: &str) -> Result<T> {
+    text.parse().map_err(Error::msg)
 }
 
 impl From<&Moved> for MovedTo {
@@ -336,43 +308,53 @@ impl MovedTo {
     pub fn moved(self) -> Result<Moved> {
         Ok(Moved {
             path: path_of(self.path),
-            format: self.format.parse().map_err(|why: String| anyhow!(why))?,
-            cache: self.cache.parse().map_err(|why: String| anyhow!(why))?,
+            format: parsed(&self.format)?,
+            cache: parsed(&self.cache)?,
         })
     }
 }
 
-impl From<&DiskThrottle> for Limits {
-    fn from(throttle: &DiskThrottle) -> Self {
-        let DiskThrottle { group, limits } = throttle;
-        let RateLimits { iops, iops_read, iops_write, bps, bps_read, bps_write, burst } = limits;
-        let rates = |rates: [&Option<NonZeroU64>; 3]| rates.map(|rate| rate.map(NonZeroU64::get));
+impl Limits {
+    /// The limits as the other process gets them; `None`: none.
+    ///
+    /// # Errors
+    /// None of limits that were checked.
+    pub fn of(limits: &LimitsConfig) -> Result<Option<Self>> {
+        if limits.is_off() {
+            return Ok(None);
+        }
+        let burst = limits.rates().map_err(Error::msg)?.burst;
         let burst = burst
             .map(|burst| ((burst.factor() * 100.0).round() as u32, burst.time().as_nanos() as u64));
-        Self {
-            group: group.clone(),
-            operations: rates([iops, iops_read, iops_write]),
-            bytes: rates([bps, bps_read, bps_write]),
+        Ok(Some(Self {
+            group: limits.group.clone(),
+            operations: [limits.iops, limits.iops_read, limits.iops_write],
+            bytes: [limits.bps, limits.bps_read, limits.bps_write],
             burst,
-        }
+        }))
     }
-}
 
-impl Limits {
     /// The limits to put in force.
     ///
     /// # Errors
-    /// A burst that makes no sense.
-    pub fn throttle(self) -> Result<DiskThrottle> {
-        let rates = |rates: [Option<u64>; 3]| rates.map(|rate| rate.and_then(NonZeroU64::new));
-        let [iops, iops_read, iops_write] = rates(self.operations);
-        let [bps, bps_read, bps_write] = rates(self.bytes);
-        let burst = self.burst.map(|(percent, nanoseconds)| {
-            Burst::new(f64::from(percent) / 100.0, Duration::from_nanos(nanoseconds))
-        });
-        let burst = burst.transpose().map_err(|why| anyhow!(why))?;
-        let limits = RateLimits { iops, iops_read, iops_write, bps, bps_read, bps_write, burst };
-        Ok(DiskThrottle { group: self.group, limits })
+    /// A burst or a rate that makes no sense.
+    pub fn config(self) -> Result<LimitsConfig> {
+        let [iops, iops_read, iops_write] = self.operations;
+        let [bps, bps_read, bps_write] = self.bytes;
+        let (percent, time) = self.burst.unzip();
+        let limits = LimitsConfig {
+            group: self.group,
+            iops,
+            iops_read,
+            iops_write,
+            bps,
+            bps_read,
+            bps_write,
+            burst: percent.map(|percent| f64::from(percent) / 100.0),
+            burst_seconds: time.map(|time| Duration::from_nanos(time).as_secs_f64()),
+        };
+        limits.check().map_err(Error::msg)?;
+        Ok(limits)
     }
 }
 
@@ -386,19 +368,21 @@ impl From<&ExportAddress> for Export {
     }
 }
 
-impl From<&ConfiguredDisk> for Configured {
-    fn from(disk: &ConfiguredDisk) -> Self {
-        let exports = disk.addresses.iter().map(Export::from).collect();
-        Self { opened: Opened::from(&disk.setup), exports }
-    }
-}
-
 impl Configured {
+    /// The description of a disk as the other process gets it.
+    ///
+    /// # Errors
+    /// None of a description that was checked.
+    pub fn of(disk: &DiskConfig) -> Result<Self> {
+        let exports = disk.exports.iter().map(Export::from).collect();
+        Ok(Self { opened: Opened::of(disk)?, exports })
+    }
+
     /// The disk to be open.
     ///
     /// # Errors
     /// A word that this version does not know.
-    pub fn disk(self) -> Result<ConfiguredDisk> {
+    pub fn disk(self) -> Result<DiskConfig> {
         let address = |export| match export {
             Export::Nbd(uri) => {
                 let uri = uri.parse().with_context(|| format!("no URI: {uri}"))?;
@@ -407,7 +391,7 @@ impl Configured {
             Export::VhostUser(path) => Ok(ExportAddress::VhostUser(path_of(path))),
             Export::Ublk(id) => Ok(ExportAddress::Ublk(id)),
         };
-        let addresses = self.exports.into_iter().map(address).collect::<Result<_>>()?;
-        Ok(ConfiguredDisk { setup: self.opened.setup()?, addresses })
+        let exports = self.exports.into_iter().map(address).collect::<Result<_>>()?;
+        Ok(DiskConfig { exports, ..self.opened.config()? })
     }
 }

@@ -1,7 +1,9 @@
 //! The format as it is and was, byte by byte.
 
+use blockhouse_disk::{DetectZeroes, Discard};
+
 use super::counters::{Done, Requests, StageOf};
-use super::disk::{DetectZeroesName, DiscardName, Export, File, Limits, MovedTo, Opened, StandsOn};
+use super::disk::{Export, File, Limits, MovedTo, Opened, StandsOn};
 use super::*;
 
 fn opened(limits: Option<Limits>) -> Opened {
@@ -11,8 +13,8 @@ fn opened(limits: Option<Limits>) -> Opened {
         format: Some("qcow2".into()),
         read_only: false,
         cache: "none".into(),
-        discard: DiscardName::Unmap,
-        detect_zeroes: DetectZeroesName::Unmap,
+        discard: Discard::Unmap,
+        detect_zeroes: DetectZeroes::Unmap,
         block_sizes: [None; 3],
         hold_seconds: None,
         threshold: None,
@@ -87,8 +89,8 @@ fn yours() -> Message {
     let connection = Connection {
         socket: 0,
         export: "disk".into(),
-        framing: FramingName::Structured,
-        contexts: vec![(1, ContextName::Allocation), (2, ContextName::DirtyBitmap("b".into()))],
+        framing: Framing::Structured,
+        contexts: vec![(1, MetaContext::Allocation), (2, MetaContext::DirtyBitmap("b".into()))],
         is_used: true,
         received: 28,
     };
@@ -195,18 +197,21 @@ fn what_was_counted_is_counted_on() {
 fn a_disk_is_described_completely() {
     let Message::Offer(Offer { disks, configured, .. }) = offer() else { panic!("an offer") };
     for disk in disks {
-        let setup = disk.opened.clone().setup().expect("a description");
-        assert_eq!(Opened::from(&setup), disk.opened);
+        let config = disk.opened.clone().config().expect("a description");
+        assert_eq!(Opened::of(&config).expect("a description"), disk.opened);
         let limits = disk.limits.expect("limits");
-        assert_eq!(Limits::from(&limits.clone().throttle().expect("limits")), limits);
+        let config = limits.clone().config().expect("limits");
+        assert_eq!(Limits::of(&config).expect("limits"), Some(limits));
         let moved = disk.moved.expect("it was moved");
         assert_eq!(MovedTo::from(&moved.clone().moved().expect("a place")), moved);
     }
     let sizes = [Some(4096), None, Some(1 << 20)];
     let opened = Opened { block_sizes: sizes, ..opened(None) };
-    assert_eq!(Opened::from(&opened.clone().setup().expect("a description")), opened);
+    let config = opened.clone().config().expect("a description");
+    assert_eq!(Opened::of(&config).expect("a description"), opened);
     for disk in configured {
         let exports = disk.exports.clone();
-        assert_eq!(Configured::from(&disk.disk().expect("a description")).exports, exports);
+        let config = disk.disk().expect("a description");
+        assert_eq!(Configured::of(&config).expect("a description").exports, exports);
     }
 }

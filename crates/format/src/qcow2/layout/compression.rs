@@ -3,11 +3,14 @@
 use std::io::Read;
 
 use flate2::{Compress, FlushCompress, Status};
+use schemars::JsonSchema;
+use serde::Deserialize;
 
 use crate::inflate::{Wrapper, inflate};
 
 /// How clusters are compressed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub enum Compression {
     /// Raw deflate, with a window of 4 KiB for other readers' sake.
     #[default]

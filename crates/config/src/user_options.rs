@@ -89,7 +89,7 @@ fn entry<'a>(file: &'a str, text: &str) -> Option<(u32, Vec<&'a str>)> {
 
 impl GroupName {
     /// Its number.
-    pub(crate) fn id(self) -> u32 {
+    pub fn id(self) -> u32 {
         self.0
     }
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use blockhouse_nbd::SocketPermissions;
 
-use crate::options::socket_options::{PrivatePermissions, split_options};
+use crate::socket_options::{PrivatePermissions, split_options};
 
 /// The methods that change nothing: neither disks, exports and jobs, nor what guests may do.
 const READING: &[&str] = &[
@@ -62,7 +62,7 @@ const CHANGING: &[&str] = &[
 ];
 
 /// The names of all methods, each once.
-pub(crate) fn all_methods() -> impl Iterator<Item = &'static str> {
+pub fn all_methods() -> impl Iterator<Item = &'static str> {
     READING.iter().chain(CHANGING).copied()
 }
 
@@ -108,7 +108,7 @@ impl Answers {
 
     /// # Errors
     /// The method is not answered at this socket.
-    pub(crate) fn check(&self, method: &str) -> Result<(), String> {
+    pub fn check(&self, method: &str) -> Result<(), String> {
         if self.has(method) {
             return Ok(());
         }

@@ -1,27 +1,27 @@
 //! A disk as people describe it: in the configuration and in `disk.open`, with the same words as
-//! the command line.
+//! the command line. What is served, reloaded and handed over is described so, too.
 
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use blockhouse_disk::{
-    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, ImageFormat, KeyFiles,
-    OnFull, RemoteBacking, SideFile, is_address,
+    Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat,
+    KeyFiles, OnFull, RemoteBacking, SideFile, is_address,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use blockhouse_storage::Location;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use crate::options::limit_options::LimitOptions;
-use crate::options::text_fields::{Size, some_size, some_text, text};
-use crate::options::threshold::Threshold;
-use crate::setup::DiskSetup;
+use crate::export_address::ExportAddress;
+use crate::limits::LimitsConfig;
+use crate::text_fields::{Size, check_absolute, some_size, some_text, text, texts};
+use crate::threshold::Threshold;
 
 /// A disk to be opened.
-#[derive(Clone, Debug, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, Deserialize, JsonSchema, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct DiskOptions {
+pub struct DiskConfig {
     /// The disk's name, unlike all others. Left out: the name of the image's file.
     pub name: Option<String>,
     /// The image: an absolute path, or the URI of an export of another server.
@@ -41,10 +41,10 @@ pub struct DiskOptions {
     /// The effect of a guest's discards: unmap gives the space back to the host, ignore does
     /// nothing. Left out: unmap.
     #[serde(default)]
-    pub discard: DiscardName,
+    pub discard: Discard,
     /// Writes of nothing but zeros: off, on or unmap. Left out: off.
     #[serde(default)]
-    pub detect_zeroes: DetectZeroesName,
+    pub detect_zeroes: DetectZeroes,
     /// Bytes of the disk's sectors, 512 to 4096, by which its partitions are numbered. Left out:
     /// as the image says (VHDX), otherwise 512.
     #[serde(default, deserialize_with = "some_size")]
@@ -119,10 +119,14 @@ pub struct DiskOptions {
     pub trust_bitmaps: bool,
     /// How many operations and bytes a second it may have. Left out: no limits.
     #[serde(default)]
-    pub limits: LimitOptions,
+    pub limits: LimitsConfig,
     /// Where it is served: URIs of NBD exports, absolute paths of vhost-user-blk sockets.
-    #[serde(default)]
-    pub exports: Vec<String>,
+    #[serde(default, deserialize_with = "texts")]
+    #[schemars(with = "Vec<String>", extend("default" = []))]
+    pub exports: Vec<ExportAddress>,
+    /// The part of its file that it is.
+    #[serde(skip)]
+    pub part: Option<FilePart>,
 }
 
 /// Refuses to fill a disk from its backing file that is read-only.
@@ -140,17 +144,6 @@ pub fn check_filling(
     }
 }
 
-/// The effect of discards.
-#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum DiscardName {
-    /// The space goes back to the host.
-    #[default]
-    Unmap,
-    /// Nothing.
-    Ignore,
-}
-
 /// The treatment of writes that find no room.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -162,25 +155,23 @@ pub enum OnFullName {
     Hold,
 }
 
-/// The treatment of writes of zeros.
-#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub enum DetectZeroesName {
-    /// They are written.
-    #[default]
-    Off,
-    /// It is stored that the range is zero.
-    On,
-    /// So, and its space goes back to the host.
-    Unmap,
+impl OnFullName {
+    /// The word for this treatment.
+    pub fn of(on_full: OnFull) -> Self {
+        match on_full {
+            OnFull::Report => Self::Report,
+            OnFull::Hold(_) => Self::Hold,
+        }
+    }
 }
 
-impl DiskOptions {
-    /// The disk to be opened.
+impl DiskConfig {
+    /// The same in one form, whichever way it was written: with its name, sectors that are whole,
+    /// and a time for which writes are held.
     ///
     /// # Errors
     /// What contradicts itself, in words.
-    pub fn setup(&self) -> Result<DiskSetup, String> {
+    pub fn checked(self) -> Result<Self, String> {
         if !is_address(self.path.as_os_str().as_bytes()) {
             check_absolute(&self.path)?;
         }
@@ -189,22 +180,11 @@ impl DiskOptions {
         if self.trust_bitmaps && self.bitmaps_in.is_none() {
             return Err("trust-bitmaps needs bitmaps-in".into());
         }
-        let name = self
-            .name
-            .clone()
-            .or_else(|| Location::label(&self.path))
-            .filter(|name| !name.is_empty());
-        let name = name.ok_or("the disk has no name, and its path names no file")?;
-        let discard = match self.discard {
-            DiscardName::Unmap => Discard::Unmap,
-            DiscardName::Ignore => Discard::Ignore,
-        };
-        let detect_zeroes = match self.detect_zeroes {
-            DetectZeroesName::Off => DetectZeroes::Off,
-            DetectZeroesName::On => DetectZeroes::On,
-            DetectZeroesName::Unmap => DetectZeroes::Unmap,
-        };
-        if detect_zeroes == DetectZeroes::Unmap && discard == Discard::Ignore {
+        let name = self.name.clone().or_else(|| Location::label(&self.path));
+        if name.as_deref().unwrap_or_default().is_empty() {
+            return Err("the disk has no name, and its path names no file".into());
+        }
+        if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
             return Err(
                 "detect-zeroes unmap needs discard unmap; detect-zeroes on does without".into()
             );
@@ -218,49 +198,83 @@ impl DiskOptions {
                     .into(),
             );
         }
-        check_filling(self.copy_on_read, self.prefetch, self.read_only || self.snapshot.is_some())?;
+        check_filling(self.copy_on_read, self.prefetch, self.is_read_only())?;
         check_bitmaps(&self.bitmaps, self.snapshot.as_deref())?;
-        Ok(DiskSetup {
+        self.block_sizes()?;
+        self.limits.check()?;
+        Ok(Self {
             name,
-            path: self.path.clone(),
-            format: self.format,
-            access: if self.read_only { Access::ReadOnly } else { Access::ReadWrite },
-            cache: self.cache,
-            discard,
-            detect_zeroes,
-            block_sizes: BlockSizes::new(
-                self.logical_block_size,
-                self.physical_block_size,
-                self.discard_granularity,
-            )?,
-            on_full: OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)?,
-            threshold: self.threshold,
-            copy_on_read: self.copy_on_read,
-            prefetch: self.prefetch,
+            hold_seconds: self.on_full()?.seconds(),
             create: self.create.map(|size| size.next_multiple_of(512)),
-            snapshot: self.snapshot.clone(),
-            allow_paths: self.allow_paths.clone(),
-            no_references: self.no_references,
-            part: None,
-            backing_use: match self.without_backing {
-                true => BackingUse::LeftOut,
-                false => BackingUse::Followed,
-            },
-            keys: KeyFiles {
-                keys: self.key_files.clone(),
-                passphrases: self.passphrase_files.clone(),
-            },
-            bitmaps: self.bitmaps.clone(),
-            side_file: self
-                .bitmaps_in
-                .clone()
-                .map(|path| SideFile { path, is_alone: self.trust_bitmaps }),
-            throttle: self.limits.throttle()?,
-            remote_backing: match self.allow_remote {
-                true => RemoteBacking::Allowed,
-                false => RemoteBacking::Refused,
-            },
+            ..self
         })
+    }
+
+    /// Its name, unlike all others.
+    pub fn name(&self) -> &str {
+        self.name.as_deref().unwrap_or_default()
+    }
+
+    /// Whether it may be changed.
+    pub fn access(&self) -> Access {
+        if self.read_only { Access::ReadOnly } else { Access::ReadWrite }
+    }
+
+    /// Whether nothing can change it.
+    pub fn is_read_only(&self) -> bool {
+        self.read_only || self.snapshot.is_some()
+    }
+
+    /// The block sizes that it announces.
+    ///
+    /// # Errors
+    /// Why no disk has such sizes, in words.
+    pub fn block_sizes(&self) -> Result<BlockSizes, String> {
+        BlockSizes::new(self.logical_block_size, self.physical_block_size, self.discard_granularity)
+    }
+
+    /// The treatment of changes that find no room.
+    ///
+    /// # Errors
+    /// What makes no sense, in words.
+    pub fn on_full(&self) -> Result<OnFull, String> {
+        OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)
+    }
+
+    /// Whether its backing file is read.
+    pub fn backing_use(&self) -> BackingUse {
+        match self.without_backing {
+            true => BackingUse::LeftOut,
+            false => BackingUse::Followed,
+        }
+    }
+
+    /// Whether it may name exports of other servers.
+    pub fn remote_backing(&self) -> RemoteBacking {
+        if self.allow_remote { RemoteBacking::Allowed } else { RemoteBacking::Refused }
+    }
+
+    /// The keys of its encrypted images.
+    pub fn keys(&self) -> KeyFiles {
+        KeyFiles { keys: self.key_files.clone(), passphrases: self.passphrase_files.clone() }
+    }
+
+    /// Where its bitmaps are, if it is raw and they are not beside it.
+    pub fn side_file(&self) -> Option<SideFile> {
+        let path = self.bitmaps_in.clone()?;
+        Some(SideFile { path, is_alone: self.trust_bitmaps })
+    }
+
+    /// Whether a disk that is open as this one says need not be opened anew for `other`: they
+    /// differ in limits, thresholds and exports at most.
+    pub fn opens_like(&self, other: &Self) -> bool {
+        let image = |disk: &Self| Self {
+            limits: LimitsConfig::default(),
+            threshold: None,
+            exports: Vec::new(),
+            ..disk.clone()
+        };
+        image(self) == image(other)
     }
 }
 
@@ -282,47 +296,30 @@ pub fn check_bitmaps(bitmaps: &[String], snapshot: Option<&str>) -> Result<(), S
     }
 }
 
-/// Refuses a path that depends on the working directory of a server.
-///
-/// # Errors
-/// Where it is relative.
-pub fn check_absolute(path: &Path) -> Result<(), String> {
-    match path.is_absolute() {
-        true => Ok(()),
-        false => Err(format!("{}: write the whole path, from / on", path.display())),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn options(json: &str) -> Result<DiskSetup, String> {
-        let options: DiskOptions = serde_json::from_str(json).map_err(|error| error.to_string())?;
-        options.setup()
+    fn options(json: &str) -> Result<DiskConfig, String> {
+        let config: DiskConfig = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        config.checked()
     }
 
     #[test]
     fn a_disk_is_described_in_the_words_of_the_command_line() {
         let disk = options(r#"{"path":"/vm/a.qcow2"}"#).expect("a path is enough");
-        assert_eq!(
-            (disk.name.as_str(), disk.cache, disk.create),
-            ("a.qcow2", CacheMode::None, None)
-        );
+        assert_eq!((disk.name(), disk.cache, disk.create), ("a.qcow2", CacheMode::None, None));
         let disk = options(
             r#"{"path":"/a","name":"n","format":"raw","read-only":true,"cache":"unsafe","create":"1.5K"}"#,
         );
         let disk = disk.expect("all of it makes sense");
         assert!(disk.is_read_only() && disk.format == Some(ImageFormat::Raw));
-        assert_eq!(
-            (disk.name.as_str(), disk.cache, disk.create),
-            ("n", CacheMode::Unsafe, Some(1536))
-        );
+        assert_eq!((disk.name(), disk.cache, disk.create), ("n", CacheMode::Unsafe, Some(1536)));
     }
 
     #[test]
     fn writes_that_find_no_room_are_held_for_five_minutes_or_as_long_as_is_said() {
-        let on_full = |json| options(json).expect("it makes sense").on_full;
+        let on_full = |json| options(json).and_then(|disk| disk.on_full()).expect("it makes sense");
         let hold = |seconds| OnFull::Hold(std::time::Duration::from_secs(seconds));
         assert_eq!(on_full(r#"{"path":"/a"}"#), OnFull::Report);
         assert_eq!(on_full(r#"{"path":"/a","on-full":"report"}"#), OnFull::Report);

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use blockhouse_nbd::SocketPermissions;
 
-use crate::options::user_options::GroupName;
+use crate::user_options::GroupName;
 
 /// The mode of a socket's file: `0660`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl FromStr for SocketMode {
 
 /// The first part of a text with options behind commas, and the options. Two commas are one that
 /// belongs to a part.
-pub(crate) fn split_options(text: &str) -> (String, Vec<String>) {
+pub fn split_options(text: &str) -> (String, Vec<String>) {
     let mut parts = vec![String::new()];
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {
@@ -40,7 +40,7 @@ pub(crate) fn split_options(text: &str) -> (String, Vec<String>) {
 /// The users that may connect to a socket that is this user's alone unless its options say more:
 /// `mode=MODE`, `group=GROUP`.
 #[derive(Default)]
-pub(crate) struct PrivatePermissions {
+pub struct PrivatePermissions {
     mode: Option<SocketMode>,
     group: Option<GroupName>,
 }
@@ -50,7 +50,7 @@ impl PrivatePermissions {
     ///
     /// # Errors
     /// Its value makes no sense.
-    pub(crate) fn take(&mut self, option: &str) -> Result<bool, String> {
+    pub fn take(&mut self, option: &str) -> Result<bool, String> {
         match option.split_once('=') {
             Some(("mode", mode)) => self.mode = Some(mode.parse()?),
             Some(("group", group)) => self.group = Some(group.parse()?),
@@ -60,7 +60,7 @@ impl PrivatePermissions {
     }
 
     /// As the options said.
-    pub(crate) fn get(self) -> SocketPermissions {
+    pub fn get(self) -> SocketPermissions {
         match (self.mode, self.group) {
             (None, None) => SocketPermissions::PRIVATE,
             (mode, group) => permissions(mode, group),

@@ -3,17 +3,19 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::path::Path;
 use std::str::FromStr;
 
 use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer, Error, Visitor};
 
-use crate::options::size;
+use crate::size;
 
 /// A value that is written as a text.
-pub(crate) fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
-    from: D,
-) -> Result<T, D::Error> {
+///
+/// # Errors
+/// It is no text, or makes no sense.
+pub fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(from: D) -> Result<T, D::Error> {
     struct Text<T>(PhantomData<T>);
     impl<T: FromStr<Err = String>> Visitor<'_> for Text<T> {
         type Value = T;
@@ -30,14 +32,31 @@ pub(crate) fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
 }
 
 /// As [`text`], for what may be left out.
-pub(crate) fn some_text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
+///
+/// # Errors
+/// As there.
+pub fn some_text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
     from: D,
 ) -> Result<Option<T>, D::Error> {
     text(from).map(Some)
 }
 
+/// As [`text`], for a list.
+///
+/// # Errors
+/// As there.
+pub fn texts<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(
+    from: D,
+) -> Result<Vec<T>, D::Error> {
+    let texts = Vec::<TextOf<T>>::deserialize(from)?;
+    Ok(texts.into_iter().map(|TextOf(value)| value).collect())
+}
+
 /// A size that may be left out: bytes, or a text like "20G".
-pub(crate) fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+///
+/// # Errors
+/// It is neither.
+pub fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     struct Bytes;
     impl Visitor<'_> for Bytes {
         type Value = u64;
@@ -62,9 +81,19 @@ pub(crate) fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64
     from.deserialize_any(Bytes).map(Some)
 }
 
+/// Refuses a path that depends on the working directory of a server.
+///
+/// # Errors
+/// Where it is relative.
+pub fn check_absolute(path: &Path) -> Result<(), String> {
+    match path.is_absolute() {
+        true => Ok(()),
+        false => Err(format!("{}: write the whole path, from / on", path.display())),
+    }
+}
+
 /// A value that is written as a text, as an element of a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TextOf<T>(pub(crate) T);
+struct TextOf<T>(T);
 
 impl<'de, T: FromStr<Err = String>> Deserialize<'de> for TextOf<T> {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
@@ -75,8 +104,9 @@ impl<'de, T: FromStr<Err = String>> Deserialize<'de> for TextOf<T> {
 /// For the schema: what [`some_size`] reads.
 #[derive(JsonSchema)]
 #[serde(untagged)]
-#[expect(dead_code, reason = "the schema alone is used")]
-pub(crate) enum Size {
+pub enum Size {
+    /// A number.
     Bytes(u64),
+    /// With a unit.
     Text(String),
 }

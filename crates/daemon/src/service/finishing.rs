@@ -75,7 +75,7 @@ impl Finishing {
             }
             let patience = match now.in_flight {
                 // Clients take their replies, or something is opened.
-                0 => running.server().drain_time() + MAX_STUCK,
+                0 => running.exports().server().drain_time() + MAX_STUCK,
                 _ => MAX_STUCK,
             };
             if since.elapsed() >= patience {
@@ -87,15 +87,15 @@ impl Finishing {
     fn complete(self) -> Finished {
         let Self { running, handle, control, qmp } = self;
         // All of them, before one of them is waited for.
-        let devices = running.begin_stop_devices();
+        let devices = running.exports().begin_stop_devices();
         // While the sockets still listen: see `SocketFile`.
-        running.forget_sockets();
-        let draining = running.server().clone();
+        running.exports().forget_sockets();
+        let draining = running.exports().server().clone();
         draining.begin_drain();
         let control = control.map(Control::stop);
         let asked = control.into_iter().chain(qmp.map(Qmp::stop)).collect();
         devices.into_iter().for_each(|device| device.stop());
-        running.stop_ublk();
+        running.exports().stop_ublk();
         let drained = handle.spawn(move || async move { draining.drain().await });
         // The loop runs until all has ended.
         let _ = drained.wait();
@@ -113,7 +113,7 @@ struct Progress {
 impl Progress {
     fn of(running: &Running) -> Self {
         let mut progress = Self { completed: 0, in_flight: 0 };
-        for disk in running.disks() {
+        for disk in running.disks().all() {
             let stats = disk.disk.stats();
             let changes = stats.writes + stats.zero_writes + stats.discards;
             let all = stats.reads + stats.flushes + changes;

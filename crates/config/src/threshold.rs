@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use blockhouse_disk::Room;
 
-use crate::options::size;
+use crate::size;
 
 /// See the module's page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

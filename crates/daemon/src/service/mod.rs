@@ -1,34 +1,39 @@
 //! The serving parts: workers, their devices, the control socket, and their orderly end.
 
+mod finishing;
+
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use blockhouse_config::control_socket::Answers;
+use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::offers::Offer;
+use blockhouse_config::setup::Setup;
 use blockhouse_nbd::uri::NbdUri;
 use blockhouse_nbd::{BoundSocket, Server};
 use sd_notify::NotifyState;
 
+use self::finishing::{Finishing, close_all};
+use crate::control::upgrades::UpgradeRequests;
 use crate::control::{Closed, Control, Gate, listed_jobs};
 use crate::endpoints::sockets::ListenSocket;
 use crate::endpoints::tls::Tls;
 use crate::endpoints::ublk::UblkOfDisk;
 use crate::endpoints::vhost_user::DeviceOfDisk;
 use crate::events::Subscription;
-use crate::hand_over::requests::UpgradeRequests;
+use crate::jobs::begin_prefetch;
 use crate::metrics::{MetricsServer, Observed, Samples, StartTime};
-use crate::options::control_socket::Answers;
 use crate::process::service_manager;
 use crate::process::workers::Workers;
 use crate::qmp::{self, Qmp};
+use crate::running::reload;
 use crate::running::{
-    EarlierLife, ExportAddress, OpenedDisk, Running, RunningDevice, RunningDisk, RunningExport,
-    RunningUblk, ServedSocket, SocketOffer,
+    EarlierLife, OpenedDisk, Running, RunningDevice, RunningDisk, RunningExport, RunningUblk,
+    ServedSocket, SocketOffer,
 };
 use crate::sandbox::SandboxReport;
-use crate::server::finishing::{Finishing, close_all};
-use crate::setup::Setup;
-use crate::setup::offers::Offer;
 
 /// How often what the control socket does is asked for.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
@@ -69,7 +74,7 @@ impl Service {
                 disk: Arc::clone(&disks[offer.image]),
                 access: offer.access,
             });
-            running.serve_socket(bound, security, offers.collect(), connections)?;
+            running.exports().serve_socket(bound, security, offers.collect(), connections)?;
         }
         Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
     }
@@ -79,21 +84,24 @@ impl Service {
     /// # Errors
     /// No thread can be had for one.
     pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceOfDisk>) -> Result<()> {
-        let disks = self.running.disks();
+        let disks = self.running.disks().all();
         let mut sockets = sockets.into_iter();
-        sockets.try_for_each(|(socket, disk)| self.running.serve_device(socket, &disks[disk]))
+        sockets.try_for_each(|(socket, disk)| {
+            self.running.exports().serve_device(socket, &disks[disk])
+        })
     }
 
     /// Serves block devices of this host.
     pub(crate) fn add_ublk(&self, devices: Vec<UblkOfDisk>) -> Result<()> {
-        let disks = self.running.disks();
+        let disks = self.running.disks().all();
         let mut devices = devices.into_iter();
-        devices.try_for_each(|(device, disk)| self.running.serve_ublk(device, &disks[disk]))
+        devices
+            .try_for_each(|(device, disk)| self.running.exports().serve_ublk(device, &disks[disk]))
     }
 
     /// The block devices of this host, in the order in which they were added.
     pub(crate) fn ublk_devices(&self) -> Vec<Arc<RunningUblk>> {
-        self.running.ublk_devices()
+        self.running.exports().ublk_devices()
     }
 
     /// Runs the jobs that are asked for on this loop, and those that disks begin by themselves.
@@ -102,8 +110,8 @@ impl Service {
         let (handle, running) = (workers.first().clone(), Arc::clone(&self.running));
         self.running.jobs().run_on(workers);
         drop(handle.spawn(move || async move {
-            for disk in running.disks() {
-                running.begin_prefetch(&disk).await;
+            for disk in running.disks().all() {
+                begin_prefetch(&running, &disk).await;
             }
         }));
     }
@@ -133,7 +141,7 @@ impl Service {
 
     /// As [`add_qmp`](Self::add_qmp), once the process that another one goes on for has ended.
     pub(crate) fn add_qmp_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
-        if let (Some(socket), Some(workers)) = (setup.qmp.clone(), workers) {
+        if let (Some(socket), Some(workers)) = (setup.server.qmp.clone(), workers) {
             self.qmp = Some(Qmp::start_when_free(socket, workers, Arc::clone(&self.running)));
         }
     }
@@ -146,7 +154,7 @@ impl Service {
     /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has
     /// ended.
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
-        if let (Some(address), Some(workers)) = (setup.metrics.clone(), workers) {
+        if let (Some(address), Some(workers)) = (setup.server.metrics.clone(), workers) {
             self.metrics =
                 Some(MetricsServer::start_when_free(address, workers, self.running.clone()));
         }
@@ -164,29 +172,29 @@ impl Service {
 
     /// The disks, in the order in which they were opened.
     pub(crate) fn disks(&self) -> Vec<Arc<RunningDisk>> {
-        self.running.disks()
+        self.running.disks().all()
     }
 
     /// The server of NBD clients.
     pub(crate) fn server(&self) -> &Server {
-        self.running.server()
+        self.running.exports().server()
     }
 
     /// Reads the files of TLS again.
     pub(crate) fn reload_tls(&self) {
-        self.running.reload_tls();
+        self.running.exports().reload_tls();
     }
 
     /// The listening sockets of NBD clients, in the order in which they were first served.
     pub(crate) fn sockets(&self) -> Vec<Arc<ServedSocket>> {
-        self.running.sockets()
+        self.running.exports().sockets()
     }
 
     /// The exports at a socket: images are places of disks.
     pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<Offer> {
         let disks = self.disks();
         let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
-        let exports = self.running.exports_at(socket).into_iter();
+        let exports = self.running.exports().exports_at(socket).into_iter();
         let offer = |(name, export): (String, RunningExport)| {
             Some(Offer { name, image: place(&export.disk)?, access: export.access })
         };
@@ -200,7 +208,7 @@ impl Service {
 
     /// The vhost-user-blk devices, in the order in which they were added.
     pub(crate) fn devices(&self) -> Vec<Arc<RunningDevice>> {
-        self.running.devices()
+        self.running.exports().devices()
     }
 
     /// The running disks and exports.
@@ -242,10 +250,10 @@ impl Service {
 
     /// Takes over the configuration, if there is one, and logs what that did.
     pub(crate) fn reload(&self) {
-        let Some(path) = self.running.config().map(ToOwned::to_owned) else { return };
+        let Some(path) = self.running.configuration().path().map(ToOwned::to_owned) else { return };
         let running = Arc::clone(&self.running);
         let Some(workers) = &self.reloads else { return };
-        let outcome = workers.run(move || async move { running.reload(&path).await });
+        let outcome = workers.run(move || async move { reload::reload(&running, &path).await });
         match outcome {
             Ok(done) => done.log(),
             Err(error) => tracing::error!("not reloaded, everything stays as it is: {error:#}"),
@@ -261,11 +269,12 @@ impl Service {
         } else {
             tracing::info!("engine {report}");
         }
-        let exports = self.running.exports();
+        let exports = self.running.exports().list();
         let line = |export: &RunningExport| match is_verbose {
             false => format!("ready {}", export.address),
             true => {
-                let disk = self.running.find(&export.disk).map(|disk| Arc::clone(&disk.disk));
+                let disk =
+                    self.running.disks().find(&export.disk).map(|disk| Arc::clone(&disk.disk));
                 let fua = disk.map(|disk| {
                     self.workers.run(move || async move { disk.capabilities().fua }).as_str()
                 });
@@ -283,8 +292,8 @@ impl Service {
             1 => format!("1 {one}"),
             _ => format!("{number} {more}"),
         };
-        let disks = count(self.running.disks().len(), "disk", "disks");
-        let addresses = count(self.running.exports().len(), "address", "addresses");
+        let disks = count(self.running.disks().all().len(), "disk", "disks");
+        let addresses = count(self.running.exports().list().len(), "address", "addresses");
         let engine = self.workers.report().engine;
         let status = format!("serving {disks} at {addresses} by {engine}");
         service_manager::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
@@ -292,7 +301,7 @@ impl Service {
 
     /// The URI of the first NBD export, if that is the first of all.
     pub fn first_uri(&self) -> Option<NbdUri> {
-        match self.running.exports().into_iter().next()?.address {
+        match self.running.exports().list().into_iter().next()?.address {
             ExportAddress::Nbd(uri) => Some(uri),
             ExportAddress::VhostUser(_) | ExportAddress::Ublk(_) => None,
         }
@@ -305,7 +314,7 @@ impl Service {
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
         // Requests that wait for their turn are let go, so that the end does not wait for them.
-        let disks = running.disks();
+        let disks = running.disks().all();
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
         // Nor for room on the host.
         disks.iter().for_each(|disk| disk.disk.end_holding());
@@ -314,7 +323,7 @@ impl Service {
         let jobs = running.jobs().stop();
         let handle = workers.first().clone();
         let finished = Finishing { running: Arc::clone(&running), handle, control, qmp }.finish();
-        let (disks, is_finished) = (running.disks(), finished.is_some());
+        let (disks, is_finished) = (running.disks().all(), finished.is_some());
         let (are_closed, outcome) = workers.run(move || close_all(disks, is_finished));
         let asked = finished.map(|finished| finished.asked).unwrap_or_default();
         let loops = [jobs, reloads].into_iter().flatten().chain(asked).chain([workers]);
@@ -356,8 +365,8 @@ fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<Runnin
     let adopted: Vec<_> = disks.into_iter().map(adopt).collect();
     for (disk, earlier) in &adopted {
         match earlier {
-            None => running.limit_as_set_up(disk)?,
-            Some(earlier) => running.limit_as_before(disk, earlier.limits.as_ref())?,
+            None => running.disks().limit(disk, &disk.setup.limits)?,
+            Some(earlier) => running.disks().limit_as_before(disk, &earlier.limits)?,
         }
     }
     Ok(adopted.into_iter().map(|(disk, _)| disk).collect())

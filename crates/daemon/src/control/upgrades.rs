@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use signal_hook::consts::SIGUSR2;
 use signal_hook::low_level::raise;
 
-use crate::control::UpgradeReply;
+use super::methods::UpgradeReply;
 
 /// The treatment of clients with TLS, which cannot be handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,0 +1,149 @@
+//! A disk that is open, under its name.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_config::limits::LimitsConfig;
+use blockhouse_config::threshold::Threshold;
+use blockhouse_core::WriteCache;
+use blockhouse_disk::{CacheMode, ImageDisk, ImageFormat, LayerInfo};
+use blockhouse_engine::HostFile;
+use blockhouse_nbd::ExportBitmap;
+use parking_lot::Mutex;
+use rustix::fs::OFlags;
+
+use crate::events::room_watch::RoomWatch;
+
+/// A disk that is open.
+pub(crate) struct RunningDisk {
+    /// How it was opened.
+    pub(crate) setup: DiskConfig,
+    /// The canonical path of the image that it was opened with.
+    pub(super) path: PathBuf,
+    /// Where a mirror had moved it before another process handed it over.
+    pub(super) moved: Option<Moved>,
+    /// The disk.
+    pub(crate) disk: Arc<ImageDisk>,
+    /// The bitmaps that its NBD clients may ask for.
+    pub(super) bitmaps: Vec<ExportBitmap>,
+    /// How little room may be left.
+    pub(super) room: Arc<RoomWatch>,
+    /// The name of the group whose limits it shares. Changed where the list is locked.
+    pub(super) group: Mutex<Option<String>>,
+}
+
+impl RunningDisk {
+    /// Its name.
+    pub(crate) fn name(&self) -> &str {
+        self.setup.name()
+    }
+
+    /// How it would be opened to be as it is now, but for its limits.
+    pub(crate) fn setup_now(&self) -> DiskConfig {
+        DiskConfig { threshold: self.threshold(), ..self.setup.clone() }
+    }
+
+    /// The image at a depth of the chain, but none in the place of a backing file that is left out:
+    /// that has no name.
+    pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
+        self.disk.layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
+    }
+
+    /// Whether NBD clients may ask for the bitmap of this name.
+    pub(crate) fn offers_bitmap(&self, name: &str) -> bool {
+        self.setup.bitmaps.iter().any(|offered| offered == name)
+    }
+
+    /// Refuses to remove a bitmap that NBD clients may ask for.
+    pub(crate) fn check_bitmap_unused(&self, name: &str) -> Result<()> {
+        if self.offers_bitmap(name) {
+            bail!(
+                "the disk {:?} offers the bitmap {name:?} to NBD clients; open the disk without it first",
+                self.name()
+            );
+        }
+        Ok(())
+    }
+
+    /// The limits in force.
+    pub(crate) fn limits(&self) -> LimitsConfig {
+        let group = self.group.lock().clone();
+        match self.disk.throttle_group() {
+            Some(throttle) => LimitsConfig::of(group, throttle.limits()),
+            None => LimitsConfig::default(),
+        }
+    }
+
+    /// How little room may be left before that is told.
+    pub(crate) fn threshold(&self) -> Option<Threshold> {
+        self.room.threshold()
+    }
+
+    /// Up to which byte of its storage the image is used before that is told.
+    pub(crate) fn write_threshold(&self) -> Option<u64> {
+        self.room.write_threshold()
+    }
+
+    /// The canonical path of the image, or where it was moved since.
+    pub(crate) fn path(&self) -> PathBuf {
+        self.moved().map_or_else(|| self.path.clone(), |moved| moved.path)
+    }
+
+    /// The image that has taken the place of the one that it was opened with.
+    pub(crate) fn moved(&self) -> Option<Moved> {
+        if !self.disk.is_replaced() {
+            return self.moved.clone();
+        }
+        let is_cached = self.disk.file().is_some_and(uses_page_cache);
+        // An overlay of a device without a write cache makes every write durable.
+        let is_durable = self.disk.capabilities().write_cache == WriteCache::None;
+        let is_overlay = is_durable && self.disk.backing_file().is_some();
+        let with_sync = |cache: CacheMode| if is_overlay { cache.write_through() } else { cache };
+        Some(Moved {
+            path: PathBuf::from(self.disk.image_name()),
+            format: self.disk.image_format_name().parse().ok()?,
+            // A target that cannot be opened around the page cache goes through it.
+            cache: match self.setup.cache {
+                CacheMode::None if is_cached => with_sync(CacheMode::Writeback),
+                cache => with_sync(cache),
+            },
+        })
+    }
+}
+
+/// An image that has taken the place of the one that a disk was opened with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Moved {
+    /// Where it is.
+    pub(crate) path: PathBuf,
+    /// Its format.
+    pub(crate) format: ImageFormat,
+    /// The host's cache.
+    pub(crate) cache: CacheMode,
+}
+
+/// A disk that is going to run.
+pub(crate) struct OpenedDisk {
+    /// How it was opened.
+    pub(crate) setup: DiskConfig,
+    /// The disk.
+    pub(crate) disk: Arc<ImageDisk>,
+    /// Its past in the process that has handed it over.
+    pub(crate) earlier: Option<EarlierLife>,
+}
+
+/// The past of a disk in another process.
+#[derive(Clone, Debug)]
+pub(crate) struct EarlierLife {
+    /// Where it was moved.
+    pub(crate) moved: Option<Moved>,
+    /// The limits that it has.
+    pub(crate) limits: LimitsConfig,
+}
+
+fn uses_page_cache(file: &HostFile) -> bool {
+    let flags = rustix::fs::fcntl_getfl(file.descriptor());
+    flags.is_ok_and(|flags| !flags.contains(OFlags::DIRECT))
+}

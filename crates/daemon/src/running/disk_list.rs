@@ -1,0 +1,70 @@
+//! The disks that are open, by name. `limits` has what concerns groups of them.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use parking_lot::Mutex;
+
+use super::disk::RunningDisk;
+
+/// How many names a message has.
+const MAX_NAMED: usize = 8;
+
+/// The disks, in the order in which they were opened.
+#[derive(Default)]
+pub(crate) struct DiskList(pub(super) Mutex<Vec<Arc<RunningDisk>>>);
+
+impl DiskList {
+    /// All of them.
+    pub(crate) fn all(&self) -> Vec<Arc<RunningDisk>> {
+        self.0.lock().clone()
+    }
+
+    /// The disk of this name.
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<RunningDisk>> {
+        self.0.lock().iter().find(|disk| disk.name() == name).cloned()
+    }
+
+    /// The disk of this name.
+    ///
+    /// # Errors
+    /// There is none; with the names that there are.
+    pub(crate) fn get(&self, name: &str) -> Result<Arc<RunningDisk>> {
+        match self.find(name) {
+            Some(disk) => Ok(disk),
+            None => bail!("no disk is called {name:?}; {} ('disk.list' tells more)", self.names()),
+        }
+    }
+
+    /// Some names, for a message.
+    fn names(&self) -> String {
+        let names: Vec<_> = self.0.lock().iter().map(|disk| format!("{:?}", disk.name())).collect();
+        match names.len() {
+            0 => "none is open".into(),
+            count @ ..=MAX_NAMED => {
+                format!("there {} {}", if count == 1 { "is" } else { "are" }, names.join(", "))
+            }
+            count => {
+                let more = count - MAX_NAMED;
+                format!("there are {} and {more} more", names[..MAX_NAMED].join(", "))
+            }
+        }
+    }
+
+    /// Lists a disk.
+    pub(super) fn push(&self, disk: Arc<RunningDisk>) {
+        self.0.lock().push(disk);
+    }
+
+    /// Lists a disk no longer. It stays open.
+    pub(crate) fn forget(&self, name: &str) {
+        self.0.lock().retain(|other| other.name() != name);
+    }
+
+    /// Lists the disks in this order, and those after them that it does not name.
+    pub(super) fn sort_as<'a>(&self, names: impl Iterator<Item = &'a str>) {
+        let names: Vec<_> = names.collect();
+        let place = |name: &str| names.iter().position(|other| *other == name);
+        self.0.lock().sort_by_key(|disk| place(disk.name()).unwrap_or(usize::MAX));
+    }
+}
