@@ -185,6 +185,7 @@ fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Resul
         Setting::NoCopyOnWrite(_) => ("nocow", false),
         Setting::ExtentSize(_) => ("extent_size_hint", false),
         Setting::Size(size) => ("size", *size == disk.size()),
+        Setting::Foreign(name, _) => (*name, false),
         Setting::Refused(refusal) => bail!("{}", refusal.words),
         Setting::Compat(_) | Setting::LazyRefcounts(_) => return Ok(()),
     };

@@ -17,6 +17,7 @@ use crate::called_as;
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
+use crate::json_text;
 use crate::open_args::OpenArgs;
 use crate::output;
 use crate::side_file_args::SideFileArgs;
@@ -372,7 +373,7 @@ pub fn value_of(bitmap: &Bitmap) -> Value {
 }
 
 fn as_json(bitmaps: &[Bitmap]) -> String {
-    output::pretty(&Value::Array(bitmaps.iter().map(value_of).collect()))
+    json_text::pretty(&Value::Array(bitmaps.iter().map(value_of).collect()))
 }
 
 /// As a table; nothing where there are none.

@@ -22,6 +22,7 @@ use crate::create::wrong_usage;
 use crate::image_args::ImageArgs;
 use crate::image_opts::Named;
 use crate::info::missing_as_json;
+use crate::json_text;
 use crate::open_args::SourceCacheArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
@@ -301,5 +302,5 @@ fn as_json(
     if let Some(pending) = pending {
         value["blockhouse"] = json!({ "missing-changes": missing_as_json(pending) });
     }
-    output::pretty(&value)
+    json_text::pretty(&value)
 }

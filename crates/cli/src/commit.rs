@@ -60,23 +60,29 @@ pub struct Arguments {
 
 /// Runs the command.
 pub fn run(arguments: Arguments) -> Result<()> {
-    let Named { path: image, format, .. } =
-        arguments.image_opts.resolve_to_change(&arguments.image, arguments.format)?;
+    let Named { path: image, format, backing, .. } =
+        arguments.image_opts.resolve_to_commit(&arguments.image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let is_base = |behind: &Path| {
-        arguments.base.as_deref().is_none_or(|base| is_same_file(&image, base, behind))
+        let base = arguments.base.as_deref().or(backing.as_deref());
+        base.is_none_or(|base| is_same_file(&image, base, behind))
     };
     let CommitChain { overlay, base, between } =
         event_loop.block_on(open_for_commit(&image, options, is_base))?;
+    if arguments.base.is_none() && !between.is_empty() {
+        bail!("{}: its options name another backing file than it has", image.display());
+    }
     let overlay = Arc::new(overlay);
     if !arguments.decrypt {
         check_encryption(&overlay, &base, between.len())?;
     }
     arguments.rate.apply(&base);
     if between.is_empty() {
-        let after = if arguments.keep { AfterCommit::Keep } else { AfterCommit::Empty };
+        // There a base that is named keeps the image as it is.
+        let is_kept = arguments.keep || arguments.base.is_some() && called_as::is_qemu_img();
+        let after = if is_kept { AfterCommit::Keep } else { AfterCommit::Empty };
         let progress = ToolProgress::default();
         let work = || Ok(event_loop.block_on(commit_overlay(&overlay, &base, after, &progress))?);
         shown.beside(|| progress.get(), work)?;
@@ -87,7 +93,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
         base.close().await?;
         anyhow::Ok(overlay.close().await?)
     })?;
-    for image in between {
+    // A program that reads standard error takes it for an error.
+    for image in between.iter().filter(|_| !called_as::is_qemu_img()) {
         output::tell(&format!(
             "blockhouse: {image}: its backing file has changed; it is a part of this chain only, not a disk by itself"
         ));

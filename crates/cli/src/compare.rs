@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use crate::called_as;
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
+use crate::json_text;
 use crate::open_args::{OpenArgs, SourceCacheArgs};
 use crate::output;
 use crate::parallel::{default_threads, run_parallel};
@@ -205,5 +206,5 @@ fn as_json(difference: Difference, sizes: [u64; 2]) -> String {
     if let Some(offset) = offset {
         value["offset"] = Value::from(offset);
     }
-    output::pretty(&value)
+    json_text::pretty(&value)
 }

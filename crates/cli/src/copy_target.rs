@@ -13,13 +13,13 @@ use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    AllowedPaths, CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, StateUse,
+    AllowedPaths, CacheMode, CopyJob, IfExists, ImageDisk, ImageFormat, ImageOptions, StateUse,
     TargetContent, check_apart, check_new_name, exists, is_device, keeps_its_place, open,
     open_for_repair, open_locked, open_without_backing, part_of, remove_created, rename_finished,
 };
-use blockhouse_engine::{HostFile, NewFile};
+use blockhouse_engine::{EventLoop, HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
-use blockhouse_storage::Location;
+use blockhouse_storage::{ImageStorage, Location};
 
 use crate::called_as;
 use crate::create::{
@@ -30,6 +30,8 @@ use crate::formatting;
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;
 use crate::output;
+use crate::parallel::{default_threads, run_displayed};
+use crate::progress::Progress;
 
 /// The formats of a copy.
 #[derive(clap::Args)]
@@ -133,7 +135,7 @@ pub struct Target {
 }
 
 /// The work that is left when the copy is complete.
-struct Finish {
+pub struct Finish {
     path: PathBuf,
     /// The file that becomes the target; `None` if the target is written in place.
     part: Option<PathBuf>,
@@ -145,28 +147,33 @@ struct Finish {
 
 impl Finish {
     /// Nothing is left to do.
-    fn in_place(path: PathBuf) -> Self {
+    pub fn in_place(path: PathBuf) -> Self {
         let (part, replaced_file, if_exists) = (None, None, IfExists::Fail);
         Self { path, part, replaced_file, if_exists, can_resume: false }
     }
-}
 
-impl Target {
-    /// Whether it is a new image, which is as long as the copy.
-    pub fn is_new(&self) -> bool {
-        self.finish.part.is_some()
+    /// `part` gets the name `path`, which a file has that is to be replaced.
+    pub fn of_part(
+        path: &Path,
+        part: &Path,
+        replaced_file: Option<HostFile>,
+        if_there: IfThere,
+    ) -> Self {
+        let if_exists = match if_there {
+            IfThere::Replace => IfExists::Replace,
+            _ => IfExists::Fail,
+        };
+        let (path, part) = (path.to_owned(), Some(part.to_owned()));
+        Self { path, part, replaced_file, if_exists, can_resume: false }
     }
 
-    /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was
-    /// copied can be found again, and gives it its name if all went well.
+    /// Gives the target, which is durable and not open, its name if all went well.
     ///
     /// # Errors
     /// The copy's, or one of its end, with what was left behind.
-    pub async fn finish(self, copied: Result<()>) -> Result<()> {
-        let Self { disk, finish, .. } = self;
-        let Finish { path, part, replaced_file, if_exists, can_resume } = finish;
-        let closed = disk.close().await;
-        let finished = match (copied.and_then(|()| Ok(closed?)), &part) {
+    pub async fn end(self, copied: Result<()>) -> Result<()> {
+        let Self { path, part, replaced_file, if_exists, can_resume } = self;
+        let finished = match (copied, &part) {
             (Ok(()), Some(part)) => {
                 rename_finished(part, &path, if_exists).await.map_err(Into::into)
             }
@@ -184,6 +191,100 @@ impl Target {
             None => anyhow!("{error:#}; {} has a part of the copy", path.display()),
         })
     }
+}
+
+/// A file that has the name of a new target.
+pub enum Existing {
+    None,
+    /// It is going to be replaced, and locked: a program that uses it would go on with a file that
+    /// has no name.
+    Replaced(HostFile),
+    /// It keeps its place, and is emptied.
+    InPlace,
+}
+
+/// Finds out what there is at `path`.
+///
+/// # Errors
+/// It is to be left alone, or is in use; the name is none for a file.
+pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
+    let is_there = std::fs::metadata(path).is_ok();
+    if is_there && if_there != IfThere::Replace {
+        bail!(
+            "{}: exists and is left alone; choose another name, or replace it with --force",
+            path.display()
+        );
+    }
+    check_new_name(path)?;
+    Ok(match is_there {
+        true if keeps_its_place(path) => Existing::InPlace,
+        true => Existing::Replaced(open_locked(path)?),
+        false => Existing::None,
+    })
+}
+
+impl Target {
+    /// Whether it is a new image, which is as long as the copy.
+    pub fn is_new(&self) -> bool {
+        self.finish.part.is_some()
+    }
+
+    /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was
+    /// copied can be found again, and gives it its name if all went well.
+    ///
+    /// # Errors
+    /// The copy's, or one of its end, with what was left behind.
+    pub async fn finish(self, copied: Result<()>) -> Result<()> {
+        let Self { disk, finish, .. } = self;
+        let closed = disk.close().await;
+        finish.end(copied.and_then(|()| Ok(closed?))).await
+    }
+}
+
+/// Chunks in flight in all.
+const MAX_IN_FLIGHT: usize = 16;
+
+/// Carries out a copy, which `job` makes for so many chunks in flight on each thread; on one thread
+/// where it is in order. `name` is the target's.
+///
+/// # Errors
+/// What a storage answers.
+pub fn copy_to(
+    event_loop: &mut EventLoop,
+    progress: &Progress,
+    job: impl FnOnce(usize) -> blockhouse_core::Result<CopyJob<ImageStorage>>,
+    name: &str,
+    is_in_order: bool,
+    how: How,
+) -> Result<()> {
+    let threads = if is_in_order { 1 } else { default_threads() };
+    let mut copying = job(MAX_IN_FLIGHT.div_ceil(threads))?;
+    if how.writes_zeros {
+        copying = copying.writing_zeros();
+    }
+    if how.salvages {
+        copying = copying.salvaging();
+    }
+    let total = copying.progress().total;
+    let display = match progress.lines_by_chunk() {
+        Some(tell) => {
+            copying = event_loop.block_on(copying.observed(tell))?;
+            progress.display_ends(total)
+        }
+        None => progress.display(total),
+    };
+    run_displayed(
+        event_loop,
+        &display,
+        threads,
+        || async { Ok(copying.work().await?) },
+        || (copying.progress().done, copying.progress().total),
+    )?;
+    if copying.lost() > 0 {
+        let lost = copying.lost();
+        output::tell(&format!("blockhouse: {name}: {lost} bytes could not be read, and are zeros"));
+    }
+    Ok(())
 }
 
 /// Warns where a copy of a disk loses the size of its sectors, which no format that is written can
@@ -224,21 +325,11 @@ impl TargetSpec<'_> {
         if is_device(path) {
             return self.replace("a block device").await;
         }
-        let found = std::fs::metadata(path).ok();
-        if found.is_some() && self.if_there != IfThere::Replace {
-            bail!(
-                "{}: exists and is left alone; choose another name, or replace it with --force",
-                path.display()
-            );
+        match existing(path, self.if_there)? {
+            Existing::InPlace => self.fill_in_place().await,
+            Existing::Replaced(file) => self.fill_part(Some(file)).await,
+            Existing::None => self.fill_part(None).await,
         }
-        check_new_name(path)?;
-        // A program that uses it would go on with a file that has no name.
-        let replaced_file = match found {
-            Some(_) if keeps_its_place(path) => return self.fill_in_place().await,
-            Some(_) => Some(open_locked(path)?),
-            None => None,
-        };
-        self.fill_part(replaced_file).await
     }
 
     /// The image that becomes the target: a new one, or what an earlier conversion has left.
@@ -250,13 +341,8 @@ impl TargetSpec<'_> {
         };
         // Its data file may have been there before.
         self.check_apart(&disk)?;
-        let if_exists = match self.if_there {
-            IfThere::Replace => IfExists::Replace,
-            _ => IfExists::Fail,
-        };
-        let path = self.path.to_owned();
-        let can_resume = self.can_resume;
-        let finish = Finish { path, part: Some(part), replaced_file, if_exists, can_resume };
+        let finish = Finish::of_part(self.path, &part, replaced_file, self.if_there);
+        let finish = Finish { can_resume: self.can_resume, ..finish };
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 

@@ -24,6 +24,8 @@ use blockhouse_storage::ImageStorage;
 
 use crate::called_as;
 use crate::create_options::{self, Setting, Settings};
+use crate::foreign_options;
+use crate::foreign_target;
 use crate::formatting;
 use crate::image_args::{resolve_relative, tell_if_not_free};
 use crate::open_args::{AllowPathArgs, KeyArgs, read_only};
@@ -37,7 +39,7 @@ use crate::qemu_refusals;
 /// Arguments of `create`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
+    /// The image's format; left out, the file's name decides (.qcow2, .vmdk and so on, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of
@@ -143,7 +145,21 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             formatting::print(&named, ImageFormat::Luks, said, &settings)?;
             event_loop.block_on(create_luks(&image, size, &header, file))
         }
-        format @ ImageFormat::Foreign(_) => wrong_usage(&format.not_made()),
+        format @ ImageFormat::Foreign(kind) => {
+            let options = foreign_options::of(kind, size.unwrap_or(0), &settings);
+            let mut options = options.unwrap_or_else(|why| wrong_usage_of(&named, &why));
+            if let Some(backing) = foreign_options::parent_of(&settings) {
+                let allowed = AllowedPaths::new(&arguments.allow.allow_path)?;
+                let parent = event_loop.block_on(open_backing(&image, &backing, allowed))?;
+                options.size = size.unwrap_or_else(|| parent.size());
+                options.parent = Some(foreign_target::parent(&parent, &backing)?);
+            } else if size.is_none() {
+                wrong_usage(SIZE_IS_MISSING);
+            }
+            let said = if size.is_none() { options.size } else { said };
+            formatting::print(&named, format, said, &settings)?;
+            event_loop.block_on(foreign_target::create(&image, kind, options, file))
+        }
     }
 }
 
@@ -296,6 +312,9 @@ pub fn whole_sectors(image: &Path, size: u64) -> u64 {
 
 /// The format that the name of a new file stands for; wrong usage if it is none that can be made.
 pub fn format_of_new(image: &Path) -> ImageFormat {
+    if let made @ ImageFormat::Foreign(_) = ImageFormat::by_name(image) {
+        return made;
+    }
     format_for_new(image).unwrap_or_else(|why| wrong_usage(&why))
 }
 

@@ -10,6 +10,7 @@ use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch
 use blockhouse_config::{size, switch};
 
 use crate::called_as;
+use crate::foreign_options;
 use crate::qemu_help;
 use crate::qemu_refusals::{Refusal, refusal};
 
@@ -52,6 +53,8 @@ pub enum Setting {
     ExtentSize(u32),
     /// Bytes of the disk.
     Size(u64),
+    /// An option of a format of another program, with a sound value.
+    Foreign(&'static str, String),
     /// A value that qemu-img refuses when it makes the image, under its name.
     Refused(Refusal),
 }
@@ -100,6 +103,20 @@ Options of qcow2 images:
   preallocation=off|metadata|falloc|full
                                       give each cluster its place; reserve space, or write zeros (off)
   refcount_bits=1|2|4|8|16|32|64      width of a refcount (16)
+Options of images of other programs:
+  adapter_type=ide|lsilogic|buslogic|legacyESX
+                                      VMDK: the controller that the image names (ide)
+  block_size=SIZE                     VHDX: bytes of a block, 1M to 256M (by the size of the disk)
+  block_state_zero=on|off             VHDX: what was never written reads as zeros either way
+  compat6=on|off                      VMDK: version 6 of the hardware (off)
+  force_size=on|off                   VHD: the size is what was asked for either way
+  hwversion=N                         VMDK: the version of the hardware (4)
+  log_size=SIZE                       VHDX: bytes of the log (1M)
+  static=on|off                       VDI: each block has its place (off)
+  subformat=monolithicSparse|streamOptimized
+                                      VMDK: one file with tables, or a compressed stream as in an OVA
+  subformat=dynamic|fixed             VHD, VHDX: blocks take space when they have data, or have their place
+  zeroed_grain=on|off                 VMDK: programs may name grains of zeros (off)
 Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
   iter-time=MS                        how long deriving the key takes here (2000)
   key-secret=ID                       the key, of those that --object secret,id=ID,file=FILE
@@ -120,7 +137,8 @@ const DEFAULT_KEY_TIME: u32 = 2000;
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
                      data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret, nocow, \
-                     extent_size_hint, size";
+                     extent_size_hint, size, adapter_type, block_size, block_state_zero, compat6, \
+                     force_size, hwversion, log_size, static, subformat, zeroed_grain";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///
@@ -250,6 +268,7 @@ fn parse_known(text: &str) -> Result<Setting, String> {
         "encrypt.key-secret" | "key-secret" if !value.is_empty() => {
             Ok(Setting::KeySecret(value.to_owned()))
         }
+        _ if foreign_options::is_name(name) => foreign_options::parse(name, value),
         _ => match usual_luks(name.strip_prefix("encrypt.").unwrap_or(name)) {
             Some(usual) if usual == value => Ok(Setting::UsualLuks),
             Some(usual) => Err(format!(
@@ -302,6 +321,7 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             // They are the file's.
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
             Setting::Refused(refusal) => return Err(refusal.words),
+            Setting::Foreign(name, _) => return Err(not_of_qcow2(name)),
         }
     }
     options.backing = match (backing_file, backing_format) {
@@ -464,9 +484,17 @@ pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
         Setting::KeySecret(name) => ("key-secret", name.clone()),
         Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
         Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
+        Setting::Foreign(name, value) => (*name, value.clone()),
         Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
         Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
     })
+}
+
+fn not_of_qcow2(name: &str) -> String {
+    match called_as::is_qemu_img() {
+        true => format!("Invalid parameter '{name}'"),
+        false => format!("qcow2 images have no option '{name}'"),
+    }
 }
 
 /// What qemu-img says of an option that raw images do not have.

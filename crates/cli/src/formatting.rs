@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use blockhouse_disk::ImageFormat;
+use blockhouse_format::ForeignKind;
 
 use crate::create_options::{Setting, word_of};
 use crate::{called_as, output};
@@ -47,6 +48,31 @@ fn options_of(format: ImageFormat) -> &'static [(&'static str, Option<&'static s
             ("extent_size_hint", None),
         ],
         ImageFormat::Luks => &[("size", None), ("key-secret", None), ("iter-time", None)],
+        ImageFormat::Foreign(ForeignKind::Vmdk) => &[
+            ("size", None),
+            ("adapter_type", None),
+            ("backing_file", None),
+            ("backing_fmt", None),
+            ("compat6", Some("off")),
+            ("hwversion", Some("undefined")),
+            ("subformat", None),
+            ("zeroed_grain", None),
+            ("nocow", None),
+        ],
+        ImageFormat::Foreign(ForeignKind::Vpc) => {
+            &[("size", None), ("subformat", None), ("force_size", None), ("nocow", None)]
+        }
+        ImageFormat::Foreign(ForeignKind::Vdi) => {
+            &[("size", None), ("static", Some("off")), ("nocow", None)]
+        }
+        ImageFormat::Foreign(ForeignKind::Vhdx) => &[
+            ("size", None),
+            ("log_size", Some("1048576")),
+            ("block_size", Some("0")),
+            ("subformat", None),
+            ("block_state_zero", None),
+            ("nocow", None),
+        ],
         _ => {
             &[("size", None), ("nocow", None), ("preallocation", None), ("extent_size_hint", None)]
         }

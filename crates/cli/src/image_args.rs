@@ -88,6 +88,29 @@ impl ImageArgs {
         Ok((path, ImageOptions { locking, part, backing_use, ..options }))
     }
 
+    /// The export and the context of its server that are to be mapped, where the options name one.
+    ///
+    /// # Errors
+    /// As [`ImageOptsArgs::resolve_to_map`].
+    pub fn context(&self) -> Result<Option<(PathBuf, String)>> {
+        let Named { path, context, .. } =
+            self.image_opts.resolve_to_map(&self.image, self.format)?;
+        Ok(context.map(|context| (path, context)))
+    }
+
+    /// QEMU's name of an image that was named by options which no path has: its key, for one.
+    pub fn json_name(&self) -> Option<String> {
+        let text = self.image.to_str().filter(|_| self.image_opts.is_used())?;
+        let of = |key: &str| {
+            let parts = text.split(',').filter_map(|part| part.split_once('='));
+            parts.filter(|(known, _)| *known == key).map(|(_, value)| value.to_owned()).next_back()
+        };
+        let (key, driver) = (of("encrypt.key-secret")?, of("driver")?);
+        let file = serde_json::json!({ "driver": "file", "filename": of("file.filename")? });
+        let name = serde_json::json!({ "encrypt.key-secret": key, "driver": driver, "file": file });
+        Some(format!("json:{name}"))
+    }
+
     /// As [`read_only`](Self::read_only), for a command that only looks at it.
     ///
     /// # Errors

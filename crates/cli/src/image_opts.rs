@@ -123,12 +123,50 @@ impl ImageOptsArgs {
         Ok(named)
     }
 
+    /// As [`resolve_to_change`](Self::resolve_to_change), of an image whose data goes into the
+    /// backing file that its options may name.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn resolve_to_commit(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+        let named = Self::check_change(self.find(image, format)?, image)?;
+        match named.part.is_some() || named.is_compressed || named.context.is_some() {
+            true => bail!("{}: its options are none of an image to commit", image.display()),
+            false => Ok(named),
+        }
+    }
+
+    /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is mapped: a server may be
+    /// asked for another context than its allocation.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn resolve_to_map(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+        let named = self.find(image, format)?;
+        if let Some(backing) = &named.backing {
+            bail!(
+                "{}: the backing file is the one that the image names; leave backing.* out ('{}')",
+                image.display(),
+                backing.display()
+            );
+        }
+        Ok(named)
+    }
+
     /// The image that is meant by an argument of the command line. `format` is the one that was
     /// given beside it.
     ///
     /// # Errors
     /// Which option is not understood, or says what cannot be done.
     pub fn resolve_to_read(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
+        let named = self.resolve_to_map(image, format)?;
+        match named.context {
+            Some(_) => bail!("{}: x-dirty-bitmap is an option of map alone", image.display()),
+            None => Ok(named),
+        }
+    }
+
+    fn find(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let text = image.to_str();
         let named = match text.and_then(QemuName::of) {
             Some(named) => named,
@@ -140,6 +178,7 @@ impl ImageOptsArgs {
                 let (part, is_shared, is_read_only) = (None, false, false);
                 let backing_use = BackingUse::Followed;
                 let (is_compressed, space) = (false, SpaceOptions::default());
+                let (backing, context) = (None, None);
                 return Ok(Named {
                     path,
                     format,
@@ -149,6 +188,8 @@ impl ImageOptsArgs {
                     backing_use,
                     is_compressed,
                     space,
+                    backing,
+                    context,
                 });
             }
         };

@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 
 use crate::bitmap;
 use crate::image_args::ImageArgs;
+use crate::json_text;
 use crate::luks_info;
 use crate::{called_as, output, qemu_info, snapshot_list};
 use blockhouse_config::size;
@@ -49,6 +50,8 @@ pub struct Arguments {
 /// The facts to report.
 struct Facts {
     image: PathBuf,
+    /// The name that is told in its place.
+    said_name: Option<String>,
     format: &'static str,
     cluster_size: Option<u64>,
     logical_block_size: u64,
@@ -100,6 +103,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         .into_iter()
         .map(|(image, options)| facts_of(&mut event_loop, image, options, state.as_ref()));
     let mut facts = facts.collect::<Result<Vec<_>>>()?;
+    if let (Some(name), Some(first)) = (arguments.image.json_name(), facts.first_mut())
+        && called_as::is_qemu_img()
+    {
+        first.said_name = Some(name);
+    }
     if arguments.limits {
         for one in &mut facts {
             one.limits = Some(limits_of(one, arguments.limits_cache));
@@ -107,8 +115,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     output::print(&match (arguments.image.is_json(), &*facts) {
         (false, facts) => facts.iter().map(as_text).collect::<Vec<_>>().join("\n\n"),
-        (true, [facts]) if !arguments.backing_chain => output::pretty(&as_json(facts)),
-        (true, facts) => output::pretty(&Value::Array(facts.iter().map(as_json).collect())),
+        (true, [facts]) if !arguments.backing_chain => json_text::pretty(&as_json(facts)),
+        (true, facts) => json_text::pretty(&Value::Array(facts.iter().map(as_json).collect())),
     })
 }
 
@@ -159,6 +167,7 @@ fn facts_of(
         false => None,
     };
     Ok(Facts {
+        said_name: None,
         qcow2: disk.features(),
         format: disk.format_name(),
         cluster_size: disk.cluster_size(),
@@ -321,7 +330,7 @@ fn as_text(facts: &Facts) -> String {
 fn as_json(facts: &Facts) -> Value {
     let Facts { image, format, virtual_size, actual_size, capabilities, engine, .. } = facts;
     let mut value = json!({
-        "filename": image.display().to_string(),
+        "filename": facts.said_name.clone().unwrap_or_else(|| image.display().to_string()),
         "format": format,
         "virtual-size": virtual_size,
         "dirty-flag": facts.qcow2.as_ref().is_some_and(|qcow2| qcow2.is_dirty),

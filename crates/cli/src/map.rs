@@ -1,11 +1,14 @@
 //! `blockhouse map`: which parts of an image have data, and where; or which have changed since a
 //! snapshot.
 
+use std::path::Path;
+
 use anyhow::{Result, bail};
 use blockhouse_config::size;
-use blockhouse_core::{Allocation, ByteRange, StorageChange};
+use blockhouse_core::{Allocation, ByteRange, Storage, StorageChange};
 use blockhouse_disk::{BlockStatusCache, ImageDisk, MapEntry, MapEntryKind, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_storage::{Location, NbdStorage};
 use serde_json::json;
 
 use crate::called_as;
@@ -32,6 +35,9 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let image = &arguments.image;
+    if let Some((path, context)) = image.context()? {
+        return output::print(&context_of(&path, &context)?);
+    }
     let text = EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let (path, options) = image.read_only()?;
         let disk = open(&path, options).await?;
@@ -52,6 +58,45 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         anyhow::Ok(if image.is_json() { as_json(&parts, &disk) } else { as_text(&parts, &disk) })
     })?;
     output::print(&text)
+}
+
+/// The map of an export in a context of its server, by the two flags that base:allocation has.
+fn context_of(path: &Path, context: &str) -> Result<String> {
+    /// A larger number says nothing more: of qemu:allocation-depth it is another backing file.
+    const MAX_FLAGS: u32 = 2;
+    EventLoop::new(EngineChoice::Auto)?.block_on(async {
+        let Location::Nbd { uri, reconnect } = Location::of(path)? else {
+            bail!("{}: only an export of a server has contexts", path.display());
+        };
+        let export = NbdStorage::connect_for_context(uri, reconnect, context).await?;
+        let mut parts: Vec<(ByteRange, u32)> = Vec::new();
+        let mut rest = ByteRange::between(0, export.size());
+        while !rest.is_empty() {
+            let (flags, length) = export.context_extent(rest).await?;
+            let (part, flags) = (rest.truncate(length), flags.min(MAX_FLAGS));
+            rest = rest.skip(length);
+            match parts.last_mut() {
+                Some((last, of_last)) if *of_last == flags => {
+                    *last = ByteRange::between(last.offset(), part.end());
+                }
+                _ => parts.push((part, flags)),
+            }
+        }
+        let lines = parts.into_iter().map(|(part, flags)| {
+            let is_hole = flags & 1 != 0;
+            let start = part.offset();
+            let place = if is_hole { String::new() } else { format!(", \"offset\": {start}") };
+            format!(
+                "{{ \"start\": {start}, \"length\": {}, \"depth\": 0, \"present\": {}, \"zero\": {}, \"data\": {}, \
+                 \"compressed\": false{place}}}",
+                part.length(),
+                !is_hole,
+                flags & 2 != 0,
+                !is_hole
+            )
+        });
+        Ok(format!("[{}]", lines.collect::<Vec<_>>().join(",\n")))
+    })
 }
 
 /// All of `rest`, each part as long as it can be.

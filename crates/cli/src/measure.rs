@@ -24,6 +24,7 @@ use crate::create::{key_time, wrong_usage};
 use crate::create_options::{self, Setting, Settings};
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
+use crate::json_text;
 use crate::open_args::OpenArgs;
 use crate::output;
 
@@ -212,7 +213,7 @@ fn as_json(figures: &Figures) -> String {
     if let Some(bitmaps) = figures.bitmaps {
         value["bitmaps"] = bitmaps.into();
     }
-    output::pretty(&value)
+    json_text::pretty(&value)
 }
 
 fn as_text(figures: &Figures) -> String {

@@ -74,20 +74,6 @@ pub fn write(text: &str) -> io::Result<()> {
     output.flush()
 }
 
-/// JSON on several lines; under a name of QEMU's tools with their indentation, which scripts look
-/// for.
-pub fn pretty(value: &serde_json::Value) -> String {
-    let text = format!("{value:#}");
-    if called_as::tool().is_none() {
-        return text;
-    }
-    let wider = |line: &str| {
-        let rest = line.trim_start_matches(' ');
-        format!("{:width$}{rest}", "", width = (line.len() - rest.len()) * 2)
-    };
-    text.lines().map(wider).collect::<Vec<_>>().join("\n")
-}
-
 /// Writes `text` and an end of line to standard error. A failure is ignored: there is no other
 /// place to report it.
 pub fn tell(text: &str) {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use blockhouse_engine::{EngineChoice, EventLoop, timeout};
 use futures_channel::oneshot;
 
-use crate::progress::{INTERVAL, Progress};
+use crate::progress::{Display, INTERVAL, Progress};
 
 /// More threads than this only fight over the disk.
 const MAX_THREADS: usize = 4;
@@ -32,7 +32,20 @@ pub fn run_parallel<F: Future<Output = Result<()>>>(
     work: impl Fn() -> F + Sync,
     position: impl Fn() -> (u64, u64),
 ) -> Result<()> {
-    let display = progress.display(position().1);
+    run_displayed(event_loop, &progress.display(position().1), threads, work, position)
+}
+
+/// As [`run_parallel`], with a display that is there.
+///
+/// # Errors
+/// As there.
+pub fn run_displayed<F: Future<Output = Result<()>>>(
+    event_loop: &mut EventLoop,
+    display: &Display<'_>,
+    threads: usize,
+    work: impl Fn() -> F + Sync,
+    position: impl Fn() -> (u64, u64),
+) -> Result<()> {
     let work = &work;
     let outcome = std::thread::scope(|scope| {
         let mut running = Vec::new();

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGUSR1;
 
-use crate::output;
+use crate::{called_as, output};
 
 /// How often it is looked at how far the work is.
 pub const INTERVAL: Duration = Duration::from_millis(100);
@@ -57,6 +57,25 @@ impl Progress {
         let is_asked = Arc::new(AtomicBool::new(false));
         signal_hook::flag::register(SIGUSR1, Arc::clone(&is_asked)).context("SIGUSR1")?;
         Ok(Self { has_lines: arguments.progress, lines_to: LinesTo::Output, is_asked })
+    }
+
+    /// Under the name qemu-img: prints lines as there, one for each chunk that is a percent or more
+    /// after the line before. `None` where no lines are printed.
+    pub fn lines_by_chunk(&self) -> Option<impl Fn(u64, u64) + Send + Sync + use<>> {
+        let is_meant = self.prints_on_output() && called_as::is_qemu_img() && !output::is_quiet();
+        let last = parking_lot::Mutex::new(0.0);
+        (is_meant && bar(0).is_hidden()).then_some(move |done: u64, total: u64| {
+            let mut last = last.lock();
+            if let Some(percent) = percent(done, total).filter(|percent| *percent >= *last + STEP) {
+                *last = percent;
+                write(LinesTo::Output, &format!("{}\r", line(percent)));
+            }
+        })
+    }
+
+    /// Leaves the lines between the first and the last to [`lines_by_chunk`](Self::lines_by_chunk).
+    pub fn display_ends(&self, total: u64) -> Display<'_> {
+        Display { has_steps: false, ..self.display(total) }
     }
 
     /// Lines go to standard error from now on, because standard output carries a disk.
@@ -102,6 +121,7 @@ impl Progress {
             bar,
             lines: has_lines.then(|| parking_lot::Mutex::new(0.0)),
             lines_to: self.lines_to,
+            has_steps: true,
             is_asked: &self.is_asked,
         };
         display.print(0.0);
@@ -115,6 +135,8 @@ pub struct Display<'a> {
     /// The percentage of the last line.
     lines: Option<parking_lot::Mutex<f64>>,
     lines_to: LinesTo,
+    /// Whether lines are printed between the first and the last.
+    has_steps: bool,
     is_asked: &'a AtomicBool,
 }
 
@@ -135,6 +157,7 @@ impl Display<'_> {
         if let (Some(last), Some(percent)) = (&self.lines, percent)
             && percent >= *last.lock() + STEP
             && percent < 100.0
+            && self.has_steps
         {
             self.print(percent);
         }
@@ -150,25 +173,25 @@ impl Display<'_> {
             self.print(100.0);
         }
         if self.lines.is_some() {
-            self.write("\n");
+            write(self.lines_to, "\n");
         }
     }
 
     fn print(&self, percent: f64) {
         if let Some(last) = &self.lines {
             *last.lock() = percent;
-            self.write(&format!("{}\r", line(percent)));
+            write(self.lines_to, &format!("{}\r", line(percent)));
         }
     }
+}
 
-    /// A line that cannot be written is left out.
-    fn write(&self, text: &str) {
-        let mut output: Box<dyn Write> = match self.lines_to {
-            LinesTo::Output => Box::new(std::io::stdout()),
-            LinesTo::Error => Box::new(std::io::stderr()),
-        };
-        let _ = output.write_all(text.as_bytes()).and_then(|()| output.flush());
-    }
+/// A line that cannot be written is left out.
+fn write(to: LinesTo, text: &str) {
+    let mut output: Box<dyn Write> = match to {
+        LinesTo::Output => Box::new(std::io::stdout()),
+        LinesTo::Error => Box::new(std::io::stderr()),
+    };
+    let _ = output.write_all(text.as_bytes()).and_then(|()| output.flush());
 }
 
 /// `None` where it is not known how much there is to do.

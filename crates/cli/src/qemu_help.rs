@@ -4,6 +4,7 @@
 //! Guarantee: no format and no option is named that is not there.
 
 use blockhouse_disk::ImageFormat;
+use blockhouse_format::ForeignKind;
 
 use crate::called_as::{self, Tool};
 
@@ -40,6 +41,36 @@ const LUKS: &[FormatOption] = &[
     ("size", "<size>", "Size of the disk"),
 ];
 
+const VDI: &[FormatOption] = &[
+    ("size", "<size>", "Size of the disk"),
+    ("static", "<bool (on/off)>", "Each block has its place"),
+];
+
+const VPC: &[FormatOption] = &[
+    ("force_size", "<bool (on/off)>", "The size is the one that is said (it always is)"),
+    ("size", "<size>", "Size of the disk"),
+    ("subformat", "<str>", "How the disk is stored (dynamic, fixed)"),
+];
+
+const VHDX: &[FormatOption] = &[
+    ("block_size", "<size>", "Bytes of a block, 1 MiB to 256 MiB; 0: by the size of the disk"),
+    ("block_state_zero", "<bool (on/off)>", "Zeros that were never written read as zeros"),
+    ("log_size", "<size>", "Bytes of the log"),
+    ("size", "<size>", "Size of the disk"),
+    ("subformat", "<str>", "How the disk is stored (dynamic, fixed)"),
+];
+
+const VMDK: &[FormatOption] = &[
+    ("backing_file", "<str>", "VMDK image that has what this one has not"),
+    ("backing_fmt", "<str>", "Format of that image (vmdk)"),
+    ("adapter_type", "<str>", "Controller (ide, lsilogic, buslogic, legacyESX)"),
+    ("compat6", "<bool (on/off)>", "Version 6 of the hardware"),
+    ("hwversion", "<str>", "Version of the hardware"),
+    ("size", "<size>", "Size of the disk"),
+    ("subformat", "<str>", "How the disk is stored (monolithicSparse, streamOptimized)"),
+    ("zeroed_grain", "<bool (on/off)>", "Programs may name grains of zeros"),
+];
+
 /// Options of the file that an image is in.
 const FILE: &[FormatOption] = &[
     ("extent_size_hint", "<size>", "In how many bytes at a time XFS gives the file space"),
@@ -52,7 +83,11 @@ pub fn options_of(format: ImageFormat, has_file: bool) -> String {
     let own = match format {
         ImageFormat::Qcow2 => QCOW2,
         ImageFormat::Luks => LUKS,
-        _ => RAW,
+        ImageFormat::Raw => RAW,
+        ImageFormat::Foreign(ForeignKind::Vdi) => VDI,
+        ImageFormat::Foreign(ForeignKind::Vpc) => VPC,
+        ImageFormat::Foreign(ForeignKind::Vhdx) => VHDX,
+        ImageFormat::Foreign(ForeignKind::Vmdk) => VMDK,
     };
     let mut options = own.to_vec();
     if has_file {
@@ -106,7 +141,8 @@ mod tests {
 
     #[test]
     fn every_option_can_be_given() {
-        for (name, ..) in QCOW2.iter().chain(LUKS).chain(FILE) {
+        let foreign = [VDI, VPC, VHDX, VMDK].concat();
+        for (name, ..) in QCOW2.iter().chain(LUKS).chain(FILE).chain(&foreign) {
             let error = crate::create_options::parse_one(&format!("{name}=nothing-like-it")).err();
             assert!(!error.is_some_and(|why| why.contains("there is no option")), "{name}");
         }

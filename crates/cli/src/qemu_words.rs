@@ -41,6 +41,10 @@ impl Typed {
         if let Some(text) = self.of_command(&text) {
             return Some(exact(text));
         }
+        if let Some((_, chain)) = text.split_once("the backing files form a loop: ") {
+            let name = chain.split(';').next()?.rsplit(" -> ").next()?;
+            return Some(exact(format!("Backing file '{name}' creates an infinite loop.")));
+        }
         let error: &Error = error.chain().find_map(|cause| cause.downcast_ref())?;
         if let Some(text) = of_chain(&text, &self.command) {
             return Some(exact(text));
@@ -104,6 +108,13 @@ impl Typed {
         match &*self.command {
             "convert" | "measure" if has("has no snapshot '") => {
                 Some("Failed to load snapshot: Can't find snapshot".to_owned())
+            }
+            "convert" if has("was not saved by its last writer, and lacks changes") => {
+                let name = quoted(text, ": bitmap '")?;
+                Some(format!(
+                    "Cannot copy inconsistent bitmap '{name}'\nTry --skip-broken-bitmaps, or use 'qemu-img bitmap --remove' to \
+                     delete it"
+                ))
             }
             "convert" if has("image has no bitmaps") => {
                 Some("Source lacks bitmap support".to_owned())

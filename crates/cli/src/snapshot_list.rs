@@ -9,7 +9,7 @@ use blockhouse_engine::local_time;
 /// As JSON.
 pub fn as_json(snapshots: &[Listed]) -> String {
     let value = serde_json::to_value(snapshots).expect("plain values");
-    crate::output::pretty(&value)
+    crate::json_text::pretty(&value)
 }
 
 /// As `qemu-img snapshot -l` prints them, for scripts that cut its columns: two lines of headings,

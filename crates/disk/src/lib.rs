@@ -113,8 +113,8 @@ pub use throttle::{
     ThrottleStats,
 };
 pub use tools::{
-    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, RangeCopy,
-    STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked, commit_overlay,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, NewImage,
+    RangeCopy, STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked, commit_overlay,
     copy_stream, first_status_difference, mark_incomplete, prepare_rebase, set_backing_file,
     take_space,
 };

@@ -15,7 +15,7 @@ pub enum ImageFormat {
     Luks,
     /// QEMU's format: metadata says where each cluster of the disk is.
     Qcow2,
-    /// A format of another program, which is only read.
+    /// A format of another program: an image that is there is only read.
     Foreign(ForeignKind),
 }
 
@@ -60,15 +60,16 @@ impl ImageFormat {
         }
     }
 
-    /// Whether images of this format are made and written here.
+    /// Whether images of this format are written to here.
     pub fn is_writable(self) -> bool {
         matches!(self, Self::Raw | Self::Luks | Self::Qcow2)
     }
 
-    /// Why no image of this format is made, where it is not [writable](Self::is_writable).
+    /// Why this command makes no image of this format, where it is not
+    /// [writable](Self::is_writable).
     pub fn not_made(self) -> String {
         format!(
-            "images of the format {} can be read, but not made; qcow2 and raw can",
+            "images of the format {} are made by 'create' and 'convert' alone, and never written to; qcow2 and raw are",
             self.as_str()
         )
     }

@@ -5,7 +5,7 @@
 //! in `qcow2/README.md`. [`Flat`] images have no metadata to write: [`Raw`] is the disk byte for
 //! byte, whose bitmaps are in a [`SideFile`]; [`Luks`] is a container whose disk the I/O path
 //! decrypts; [`Foreign`] images are those of other programs, which are only read
-//! (`docs/formats.md`).
+//! (`docs/formats.md`). [`NewForeign`] ones are made of a disk.
 //!
 //! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all
 //! their options, and for looking into them:
@@ -50,7 +50,10 @@ mod snapshots;
 
 pub use compressed::CompressedClusters;
 pub use flat::{Flat, Raw, SideFile};
-pub use foreign::{Foreign, ForeignKind, VmdkExtent, VmdkFacts};
+pub use foreign::{
+    FilePiece, FilePieces, Foreign, ForeignKind, NewForeign, NewForeignOptions, NewParent,
+    Subformat, VmdkExtent, VmdkFacts,
+};
 pub use format::Format;
 pub use header::ImageHeader;
 pub use image_format::ImageFormat;

@@ -28,6 +28,7 @@ mod exported_bitmaps;
 mod few_processes;
 mod first_steps;
 mod foreign_formats;
+mod foreign_made;
 mod foreign_servers;
 mod foreign_tools;
 mod fork;

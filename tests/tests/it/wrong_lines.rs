@@ -116,7 +116,10 @@ const WRONG_USAGE: &[Line] = &[
     ("serve a.qcow2 --limit clients=0", ["--limit", "clients=0", "a number from 1"]),
     ("serve x.img --create 20GB", ["20GB", "a power of 1000", "write G or GiB"]),
     ("serve a.qcow2 --user nosuchuser", ["--user", "no user \"nosuchuser\"", "'getent passwd'"]),
-    ("create x.vmdk 1M -f vmdk", ["vmdk", "can be read, but not made", "qcow2 and raw can"]),
+    (
+        "dd if=a.qcow2 of=x.vmdk",
+        ["vmdk", "are made by 'create' and 'convert' alone", "qcow2 and raw"],
+    ),
     ("create -b a.qcow2 x.qcow2", ["a.qcow2", "is not guessed", "-F raw or -F qcow2"]),
     (
         "create -o cluster_size=3K x.qcow2 1M",

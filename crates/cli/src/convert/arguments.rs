@@ -68,7 +68,7 @@ pub struct Arguments {
     #[arg(long, requires = "no_create")]
     pub(super) target_is_zero: bool,
     /// How the target is written: through the page cache (writeback) or around it (none). Either
-    /// way it is durable in the end.
+    /// way it is durable in the end; unsafe: through the page cache, and without a flush at the end.
     #[arg(long, short = 't', value_name = "MODE", value_parser = parse_cache)]
     pub(super) cache: Option<CacheMode>,
     /// Do not lock the source: also copy it while another program writes to it. The copy may be of
@@ -146,10 +146,10 @@ impl Habits {
 
 fn parse_cache(name: &str) -> Result<CacheMode, String> {
     Ok(match name.parse()? {
-        mode @ (CacheMode::None | CacheMode::Writeback) => mode,
+        mode @ (CacheMode::None | CacheMode::Writeback | CacheMode::Unsafe) => mode,
         // Their flushes do not matter: there is one, at the end.
         CacheMode::Directsync => CacheMode::None,
-        CacheMode::Writethrough | CacheMode::Unsafe => CacheMode::Writeback,
+        CacheMode::Writethrough => CacheMode::Writeback,
     })
 }
 
@@ -232,10 +232,9 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
     let mut settings = Settings::join(arguments.options.clone()).unwrap_or_default();
     settings.extend(arguments.backing.clone());
     settings.extend(arguments.backing_format.clone());
-    if !format.is_writable() {
-        wrong_usage(&format.not_made());
-    }
-    if format != ImageFormat::Qcow2 && arguments.compress {
+    let is_foreign = matches!(format, ImageFormat::Foreign(_));
+    // Of those only some have it: `to_foreign` says which.
+    if format != ImageFormat::Qcow2 && !is_foreign && arguments.compress {
         wrong_usage("only qcow2 images have compressed clusters (-c); say --format qcow2");
     }
     if format != ImageFormat::Qcow2 && arguments.bitmaps {

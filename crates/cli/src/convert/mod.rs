@@ -9,6 +9,7 @@
 
 mod arguments;
 mod from_input;
+mod to_foreign;
 mod to_output;
 
 use std::path::{Path, PathBuf};
@@ -16,24 +17,23 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{Bitmap, BitmapAction, CopyJob, CopyOptions, ImageDisk, NewBitmap};
+use blockhouse_disk::{
+    Bitmap, BitmapAction, CopyJob, CopyOptions, ImageDisk, ImageFormat, NewBitmap,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 pub use arguments::{Arguments, parse_snapshot};
 use arguments::{open_sources, settings};
 
-use crate::copy_target::{How, Target};
+use crate::called_as;
+use crate::copy_target::{How, Target, copy_to};
 use crate::create::wrong_usage;
 use crate::create_options::{self, Settings};
 use crate::output;
-use crate::parallel::{default_threads, run_parallel};
 use crate::progress::Progress;
 
 /// The name of standard input and output.
 const PIPE: &str = "-";
-
-/// Chunks in flight in all.
-const MAX_IN_FLIGHT: usize = 16;
 
 /// Runs the command.
 pub fn run(mut arguments: Arguments) -> Result<()> {
@@ -58,6 +58,9 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
 fn run_between_images(arguments: &Arguments) -> Result<()> {
     let format = arguments.formats.of_target(&arguments.target);
     let settings = settings(arguments, format);
+    if let ImageFormat::Foreign(kind) = format {
+        return to_foreign::run(arguments, kind, &settings);
+    }
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let sources = event_loop.block_on(open_sources(arguments))?;
@@ -95,6 +98,9 @@ async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bi
         let (image, name) = (source.name(), bitmap.name.escape_debug());
         match (bitmap.is_inconsistent, skip_broken) {
             (false, _) => good.push(bitmap),
+            (true, true) if called_as::is_qemu_img() => {
+                output::tell(&format!("qemu-img: warning: Skipping inconsistent bitmap '{name}'"));
+            }
             (true, true) => output::tell(&format!(
                 "blockhouse: {image}: bitmap '{name}' lacks changes and is left out"
             )),
@@ -133,30 +139,10 @@ pub fn copy(
     target: &Target,
     how: How,
 ) -> Result<()> {
-    let threads = default_threads();
-    let options = CopyOptions {
-        target_content: target.content,
-        compress: how.compress,
-        max_in_flight: MAX_IN_FLIGHT.div_ceil(threads),
+    let job = |max_in_flight| {
+        let options =
+            CopyOptions { target_content: target.content, compress: how.compress, max_in_flight };
+        CopyJob::of_parts(parts, Arc::clone(&target.disk), options)
     };
-    let mut copying = CopyJob::of_parts(parts, Arc::clone(&target.disk), options)?;
-    if how.writes_zeros {
-        copying = copying.writing_zeros();
-    }
-    if how.salvages {
-        copying = copying.salvaging();
-    }
-    run_parallel(
-        event_loop,
-        progress,
-        threads,
-        || async { Ok(copying.work().await?) },
-        || (copying.progress().done, copying.progress().total),
-    )?;
-    if copying.lost() > 0 {
-        let name = target.disk.name();
-        let lost = copying.lost();
-        output::tell(&format!("blockhouse: {name}: {lost} bytes could not be read, and are zeros"));
-    }
-    Ok(())
+    copy_to(event_loop, progress, job, target.disk.name(), false, how)
 }

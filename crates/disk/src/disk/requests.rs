@@ -142,7 +142,7 @@ impl<S: Storage> Disk<S> {
             Request::WriteZeroes { range, unmap, fallback, durability } => {
                 let turn = self.begin_turn(operation, range.offset(), range.length()).await;
                 let sync = self.begin_sync(durability);
-                let how = ZeroOptions { unmap, fallback };
+                let how = ZeroOptions { unmap, fallback, writes_small: false };
                 self.submit_zeroes(range, how, operation, &sync).await?;
                 (turn.end(), sync)
             }
@@ -314,7 +314,7 @@ impl<S: Storage> Disk<S> {
             DetectZeroes::On => Unmap::Forbidden,
             DetectZeroes::Unmap => Unmap::Allowed,
         };
-        Some(ZeroOptions { unmap, fallback: Fallback::Allowed })
+        Some(ZeroOptions { unmap, fallback: Fallback::Allowed, writes_small: false })
     }
 
     async fn submit_zeroes(

@@ -17,7 +17,8 @@ use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::write::ZeroOptions;
 
-const ZERO: ZeroOptions = ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed };
+const ZERO: ZeroOptions =
+    ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed, writes_small: true };
 /// Bytes of a disk that are prepared together: a change of the whole image waits for no more.
 const PIECE: u64 = 16 << 30;
 

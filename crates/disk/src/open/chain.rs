@@ -21,7 +21,6 @@ use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 use blockhouse_storage::{Concat, ImageStorage, Location};
 
 use super::allowed_paths::{FindError, Folder, NameUse, Namer};
-use super::create::format_by_name;
 use super::disk_over::disk_over;
 use super::handed_over::{Files, HandedFile, HandedOverDisk, SharedLayer};
 use super::image_disk::ImageDisk;
@@ -33,6 +32,7 @@ use super::moved_record::{check_not_moved, check_not_moved_but_to};
 use super::open_location::{
     Identity, identity_of, is_foreign_address, open_file, open_location, part_of_file,
 };
+use super::probe_check::format_by_name;
 use super::qemu_name::{is_address, plain_backing, whole_backing};
 use super::reader_locks::{lock_readers, take_from_readers};
 use super::restore::Restore;

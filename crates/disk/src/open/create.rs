@@ -257,18 +257,7 @@ fn is_mounted(file: &Path, folder: &Path) -> bool {
     }
 }
 
-/// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image
-/// in Ceph ends before its snapshot and its parameters. An export of another server is a disk,
-/// whatever it is called.
-pub fn format_by_name(name: &Path) -> ImageFormat {
-    match Location::of(name) {
-        Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
-        Ok(Location::Nbd { .. }) => ImageFormat::Raw,
-        Ok(Location::File(_)) | Err(_) => ImageFormat::by_name(name),
-    }
-}
-
-/// As [`format_by_name`], of a new image.
+/// As [`format_by_name`](super::format_by_name), of a new image.
 ///
 /// # Errors
 /// As [`ImageFormat::for_new`].

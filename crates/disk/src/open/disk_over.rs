@@ -7,12 +7,11 @@ use blockhouse_core::Result;
 use blockhouse_format::ImageFormat;
 use blockhouse_storage::ImageStorage;
 
-use super::create::format_by_name;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::{Locked, lock};
 use super::partial_block::has_small_clusters;
-use super::probe_check::check_not_probed;
+use super::probe_check::{check_not_probed, format_by_name};
 use super::restore::Restore;
 use crate::disk::{Disk, EarlierWrites};
 use crate::options::Access;

@@ -13,13 +13,14 @@ use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::{self, Sidecar};
 use blockhouse_storage::{ImageStorage, Location};
 
-use super::create::{create, format_by_name, part_of, remove_created, rename_finished};
+use super::create::{create, part_of, remove_created, rename_finished};
 use super::durable_rename::{IfExists, keep_rights, sync_folder};
 use super::handed_over::Files;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
 use super::open_location::open_location;
+use super::probe_check::format_by_name;
 use super::restore::{Clock, clock_of};
 use super::sidecar::{Found, RawImage, close_volume, find, is_file, open_found, place_of};
 use super::volume::{Volume, identity};

@@ -47,9 +47,8 @@ pub use chain::{
 };
 pub use changed_since::changed_since;
 pub use create::{
-    behind_links, check_new_name, create, create_as, create_qcow2, exists, format_by_name,
-    format_for_new, is_device, keeps_its_place, open_created, part_of, remove_created,
-    rename_finished,
+    behind_links, check_new_name, create, create_as, create_qcow2, exists, format_for_new,
+    is_device, keeps_its_place, open_created, part_of, remove_created, rename_finished,
 };
 pub use durable_rename::{IfExists, rename_durable};
 pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};
@@ -63,7 +62,7 @@ pub use lock::open_locked;
 pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, is_forked, record_committed, record_forked, record_moved};
 pub use open_location::is_foreign_address;
-pub use probe_check::{check_raw_backing, probe_nameless};
+pub use probe_check::{check_raw_backing, format_by_name, probe_nameless};
 pub use qemu_name::{QemuName, SpaceOptions, escape as escape_uri, is_address, plain_backing};
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use rollback::{RolledBack, roll_back};

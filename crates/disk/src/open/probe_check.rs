@@ -59,31 +59,68 @@ fn advice_for(name: &str, path: &str) -> String {
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
 }
 
+/// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image
+/// in Ceph ends before its snapshot and its parameters. An export of another server is a disk,
+/// whatever it is called. A name that says a format before its last suffix (`disk.qcow2.bak`)
+/// stands for it where the file looks like that.
+pub fn format_by_name(name: &Path) -> ImageFormat {
+    match Location::of(name) {
+        Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
+        Ok(Location::Nbd { .. }) => ImageFormat::Raw,
+        Ok(Location::File(_)) | Err(_) => match ImageFormat::by_name(name) {
+            ImageFormat::Raw => format_before_suffix(name).unwrap_or(ImageFormat::Raw),
+            said => said,
+        },
+    }
+}
+
 /// The format of an image that is only read and has no name that says one: of a regular file
 /// without a suffix, or with one that is none of a format (`image.0.5.1`, `image.tmp`), what it
-/// looks like; also where its name says just that before its suffix (`disk.qcow2.bak`). `None`
-/// where it looks like no format that is built; the device and the disk of a server hold a guest's
-/// bytes.
+/// looks like. `None` where it looks like no format that is built; the device and the disk of a
+/// server hold a guest's bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.
 pub fn probe_nameless(path: &Path) -> Result<Option<ImageFormat>> {
-    let is_file = matches!(Location::of(path), Ok(Location::File(_)))
-        && std::fs::metadata(path).is_ok_and(|found| found.is_file());
-    let before = path.extension().filter(|suffix| !is_of_no_format(suffix));
-    let before = before.and(path.file_stem()).map(Path::new);
-    let said = before.map(ImageFormat::by_name);
-    if !is_file || said == Some(ImageFormat::Raw) || ImageFormat::by_name(path) != ImageFormat::Raw
-    {
+    let says_nothing = path.extension().is_none_or(is_of_no_format);
+    if !says_nothing || !is_file(path) || format_by_name(path) != ImageFormat::Raw {
         return Ok(None);
     }
+    look_of(path)
+}
+
+/// The format that the name of a regular file says before other suffixes (`disk.qcow2.1.bak`), where
+/// the file looks like that: both the owner's word and the content count. A suffix of raw disks
+/// says raw.
+fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
+    const OF_RAW: [&str; 4] = ["raw", "img", "bin", "iso"];
+    let mut name = Path::new(path.file_name()?);
+    while let Some(suffix) = name.extension() {
+        if OF_RAW.iter().any(|raw| suffix.eq_ignore_ascii_case(raw)) {
+            return None;
+        }
+        name = Path::new(name.file_stem()?);
+        let said = ImageFormat::by_name(name);
+        if said != ImageFormat::Raw {
+            return (is_file(path) && look_of(path).ok()? == Some(said)).then_some(said);
+        }
+    }
+    None
+}
+
+fn is_file(path: &Path) -> bool {
+    matches!(Location::of(path), Ok(Location::File(_)))
+        && std::fs::metadata(path).is_ok_and(|found| found.is_file())
+}
+
+/// The format that the first bytes of a file look like.
+fn look_of(path: &Path) -> Result<Option<ImageFormat>> {
     let mut first = Vec::new();
     let read = std::fs::File::open(path)
         .and_then(|file| file.take(probe::LENGTH as u64).read_to_end(&mut first));
     let failed = |error| Error::host("cannot open", error).on(&path.display().to_string());
     read.map_err(failed)?;
-    let found = probe::name_of(&first).and_then(|name| name.parse().ok());
-    Ok(found.filter(|found| said.is_none_or(|said| said == *found)))
+    Ok(probe::name_of(&first).and_then(|name| name.parse().ok()))
 }
 
 /// Whether a suffix is a part of a version, or says that the file is on its way.

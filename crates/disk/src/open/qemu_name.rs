@@ -58,6 +58,10 @@ pub struct QemuName {
     pub is_compressed: bool,
     /// What is said of its space, for a program that serves it.
     pub space: SpaceOptions,
+    /// The backing file that it is said to have.
+    pub backing: Option<PathBuf>,
+    /// The context of block status that a server is asked for (`x-dirty-bitmap`).
+    pub context: Option<String>,
 }
 
 /// What becomes of space that is given back, and of zeros.
@@ -94,6 +98,8 @@ impl QemuName {
             backing_use: BackingUse::Followed,
             is_compressed: false,
             space: SpaceOptions::default(),
+            backing: None,
+            context: None,
         }))
     }
 
@@ -176,6 +182,11 @@ impl Options {
             });
             return Ok(QemuName { is_compressed: true, ..Self(below.collect()).named()? });
         }
+        if self.0.get("driver").is_some_and(|driver| driver == "blkdebug") {
+            return self.below_limits()?.named();
+        }
+        let backing = self.backing()?;
+        let context = self.take("x-dirty-bitmap");
         let (mut locking, mut read_only) = (Vec::new(), Vec::new());
         for prefix in ["", "file.", "file.file."] {
             locking.extend(self.take(&format!("{prefix}locking")));
@@ -246,7 +257,51 @@ impl Options {
             backing_use,
             is_compressed: false,
             space,
+            backing,
+            context,
         })
+    }
+
+    /// The image below the driver `blkdebug`, where that only bounds requests: those that tools
+    /// make are within such bounds. Faults are not injected.
+    fn below_limits(self) -> Result<Self, String> {
+        const BOUNDS: [&str; 7] = [
+            "align",
+            "max-transfer",
+            "opt-write-zero",
+            "max-write-zero",
+            "opt-discard",
+            "max-discard",
+            "driver",
+        ];
+        let mut image = BTreeMap::new();
+        for (key, value) in self.0 {
+            match key.strip_prefix("image.") {
+                Some(inner) => drop(image.insert(inner.to_owned(), value)),
+                None if BOUNDS.contains(&&*key) => {}
+                None => {
+                    return Err(format!(
+                        "there is no driver 'blkdebug' with '{key}': faults are not injected here"
+                    ));
+                }
+            }
+        }
+        Ok(Self(image))
+    }
+
+    /// The backing file that `backing.file.filename` and the like name.
+    fn backing(&mut self) -> Result<Option<PathBuf>, String> {
+        const PREFIX: &str = "backing.";
+        let is_of_it = |key: &str| key.starts_with(PREFIX);
+        let keys: Vec<_> = self.0.keys().filter(|key| is_of_it(key)).cloned().collect();
+        let options = keys
+            .iter()
+            .filter_map(|key| Some((key.strip_prefix(PREFIX)?.to_owned(), self.0.remove(key)?)));
+        let options: BTreeMap<_, _> = options.collect();
+        match options.is_empty() {
+            true => Ok(None),
+            false => Self(options).named().map(|named| Some(named.path)),
+        }
     }
 
     /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; those of the layers below

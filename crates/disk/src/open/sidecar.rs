@@ -45,12 +45,12 @@ use blockhouse_storage::{ImageStorage, Location};
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 
-use super::create::format_by_name;
 use super::handed_over::Files;
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
+use super::probe_check::format_by_name;
 use super::restore::{find_state, status_of};
 use super::volume::{Seen, Told, Volume, told_by_close, told_by_count};
 use super::vouching::is_vouched_for;

@@ -16,6 +16,7 @@ use futures_util::future::join_all;
 use futures_util::lock::Mutex;
 
 use super::copy_writer::{CopyWriter, lend};
+use super::new_image::NewImage;
 use super::scan::{Chunk, StatusScan};
 use super::zeros::{is_zero, runs};
 use crate::disk::Disk;
@@ -65,7 +66,8 @@ pub struct CopyJob<S: Storage> {
     parts: Vec<Part<S>>,
     /// Bytes of all parts.
     total: u64,
-    target: Arc<Disk<S>>,
+    /// `None`: a new image that is no disk yet.
+    target: Option<Arc<Disk<S>>>,
     writer: CopyWriter<S>,
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
@@ -77,10 +79,31 @@ pub struct CopyJob<S: Storage> {
     /// Whether what cannot be read becomes zeros, and how many bytes were so.
     lost: Option<AtomicU64>,
     has_failed: AtomicBool,
+    /// Told of each chunk that is done.
+    observer: Option<DataObserver>,
     /// Where the scan is.
     passed: AtomicU64,
     /// The part of it that is still in flight.
     in_flight: AtomicU64,
+}
+
+/// Told how many bytes of the data are done, and of how many, one chunk after the other.
+struct DataObserver {
+    tell: Box<dyn Fn(u64, u64) + Send + Sync>,
+    total: u64,
+    done: parking_lot::Mutex<u64>,
+}
+
+impl DataObserver {
+    fn advance(&self, chunk: &Chunk) {
+        let mut done = self.done.lock();
+        *done += data_length(chunk);
+        (self.tell)(*done, self.total);
+    }
+}
+
+fn data_length(chunk: &Chunk) -> u64 {
+    chunk.data.iter().map(|data| data.length()).sum()
 }
 
 /// A part of a source, and where it goes.
@@ -130,18 +153,44 @@ impl<S: Storage> CopyJob<S> {
         target: Arc<Disk<S>>,
         options: CopyOptions,
     ) -> Result<Self> {
-        let parts = placed(parts, &target)?;
-        let total = parts.last().map_or(0, Part::end);
-        if target.size() < total {
-            let what = format!("has {} bytes, and the copy needs {total}", target.size());
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
-        }
-        let chunk = CHUNK_SIZE.max(target.cluster_size().unwrap_or(1));
-        let Some(first) = parts.first() else {
-            return Err(Error::new(ErrorKind::InvalidInput, "no source is given").on(target.name()));
-        };
-        let scan = PartsScan { index: 0, scan: scan_of(first, &target, options, chunk) };
+        let cluster = target.cluster_size().unwrap_or(1);
         let writer = CopyWriter::new(Arc::clone(&target), options.compress)?;
+        Self::with(parts, Some(Arc::clone(&target)), writer, options, cluster)?
+            .checked(target.size(), target.name())
+    }
+
+    /// As [`of_parts`](Self::of_parts), to a new image of another program's format.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn to_new_image(
+        parts: Vec<(Arc<Disk<S>>, ByteRange)>,
+        image: &Arc<NewImage<S>>,
+        max_in_flight: usize,
+    ) -> Result<Self> {
+        // The parts of a stream are read one after the other.
+        let max_in_flight = if image.stream_unit().is_some() { 1 } else { max_in_flight };
+        let options =
+            CopyOptions { target_content: TargetContent::Zero, compress: false, max_in_flight };
+        let writer = CopyWriter::to_new(Arc::clone(image));
+        Self::with(parts, None, writer, options, 1)?.checked(image.size(), image.name())
+    }
+
+    /// A copy to a target with clusters of `cluster` bytes.
+    fn with(
+        parts: Vec<(Arc<Disk<S>>, ByteRange)>,
+        target: Option<Arc<Disk<S>>>,
+        writer: CopyWriter<S>,
+        options: CopyOptions,
+        cluster: u64,
+    ) -> Result<Self> {
+        let parts = placed(parts)?;
+        let total = parts.last().map_or(0, Part::end);
+        let chunk = CHUNK_SIZE.max(cluster);
+        let Some(first) = parts.first() else {
+            return Err(Error::new(ErrorKind::InvalidInput, "no source is given"));
+        };
+        let scan = PartsScan { index: 0, scan: scan_of(first, target.as_ref(), options, chunk) };
         Ok(Self {
             parts,
             total,
@@ -153,9 +202,19 @@ impl<S: Storage> CopyJob<S> {
             is_dense: false,
             lost: None,
             has_failed: AtomicBool::new(false),
+            observer: None,
             passed: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
         })
+    }
+
+    /// Refuses a target of `size` bytes that is too short.
+    fn checked(self, size: u64, name: &str) -> Result<Self> {
+        if size < self.total {
+            let what = format!("has {size} bytes, and the copy needs {}", self.total);
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
+        }
+        Ok(self)
     }
 
     /// Zeros are written as data is, so that all of the copy takes space. Before
@@ -174,6 +233,28 @@ impl<S: Storage> CopyJob<S> {
         self.with_new_scan()
     }
 
+    /// Has `tell` called for each chunk that is done: how many bytes of data are, and of how many.
+    /// Goes through the maps of all sources once to find that out. Before [`work`](Self::work), and
+    /// after the other settings.
+    ///
+    /// # Errors
+    /// What looking at the maps answers.
+    pub async fn observed(
+        mut self,
+        tell: impl Fn(u64, u64) + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let mut total = 0;
+        for part in &self.parts {
+            let mut scan = self.scan_of(part);
+            while let Some(chunk) = scan.next().await? {
+                total += data_length(&chunk);
+            }
+        }
+        let done = parking_lot::Mutex::new(0);
+        self.observer = Some(DataObserver { tell: Box::new(tell), total, done });
+        Ok(self)
+    }
+
     fn with_new_scan(mut self) -> Self {
         if let Some(first) = self.parts.first() {
             self.scan = Mutex::new(PartsScan { index: 0, scan: self.scan_of(first) });
@@ -182,7 +263,7 @@ impl<S: Storage> CopyJob<S> {
     }
 
     fn scan_of(&self, part: &Part<S>) -> StatusScan<Arc<Disk<S>>> {
-        let scan = scan_of(part, &self.target, self.options, self.chunk);
+        let scan = scan_of(part, self.target.as_ref(), self.options, self.chunk);
         scan.taking(self.is_dense, self.lost.is_some())
     }
 
@@ -243,6 +324,9 @@ impl<S: Storage> CopyJob<S> {
                 TargetContent::Unknown => self.update(&chunk, &mut buffer, &mut old).await?,
             }
             self.in_flight.fetch_sub(length, Ordering::Release);
+            if let Some(observer) = &self.observer {
+                observer.advance(&chunk);
+            }
         }
         Ok(())
     }
@@ -278,8 +362,9 @@ impl<S: Storage> CopyJob<S> {
     /// Makes a chunk of the target what was read of it in the source.
     async fn update(&self, chunk: &Chunk, buffer: &mut Buffer, old: &mut Buffer) -> Result<()> {
         let (offset, length) = (chunk.range.offset(), chunk.range.length() as usize);
+        let Some(target) = &self.target else { return self.copy(chunk, buffer).await };
         let into = old.lend_range(0, length);
-        self.target.submit(Request::Read { offset, into }).await?;
+        target.submit(Request::Read { offset, into }).await?;
         let (new, old) = (buffer.bytes(), old.bytes());
         let differs = |unit: Range<usize>| new[unit.clone()] != old[unit];
         let (unit, is_empty) =
@@ -292,15 +377,12 @@ impl<S: Storage> CopyJob<S> {
 }
 
 /// The parts, each where the one before ends.
-fn placed<S: Storage>(
-    parts: Vec<(Arc<Disk<S>>, ByteRange)>,
-    target: &Disk<S>,
-) -> Result<Vec<Part<S>>> {
-    let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
+fn placed<S: Storage>(parts: Vec<(Arc<Disk<S>>, ByteRange)>) -> Result<Vec<Part<S>>> {
+    let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what));
     let mut placed: Vec<Part<S>> = Vec::with_capacity(parts.len());
     for (source, range) in parts {
         if range.end() > source.size() {
-            return refuse(format!("the part to copy ends past the end of {}", source.name()));
+            return refuse(format!("{}: the part to copy ends past its end", source.name()));
         }
         let start = placed.last().map_or(0, Part::end);
         if start.checked_add(range.length()).is_none() {
@@ -314,14 +396,12 @@ fn placed<S: Storage>(
 /// A scan of a part, by the offsets of the target.
 fn scan_of<S: Storage>(
     part: &Part<S>,
-    target: &Arc<Disk<S>>,
+    target: Option<&Arc<Disk<S>>>,
     options: CopyOptions,
     chunk: u64,
 ) -> StatusScan<Arc<Disk<S>>> {
-    let scanned = match options.target_content {
-        TargetContent::Zero => vec![Arc::clone(&part.source)],
-        TargetContent::Unknown => vec![Arc::clone(&part.source), Arc::clone(target)],
-    };
+    let target = target.filter(|_| options.target_content == TargetContent::Unknown);
+    let scanned = std::iter::once(&part.source).chain(target).map(Arc::clone);
     StatusScan::new(scanned, chunk, part.end()).between(part.start, part.shift())
 }
 

@@ -11,6 +11,7 @@ use blockhouse_core::{
     Unmap,
 };
 
+use super::new_image::NewImage;
 use super::zeros::{is_zero, runs, units};
 use crate::disk::Disk;
 use crate::write::CompressResult;
@@ -21,9 +22,16 @@ const MIN_HOLE: u64 = 4096;
 /// How many requests of one chunk are in flight together.
 const MAX_IN_FLIGHT: usize = 16;
 
+/// The target of a copy.
+enum Target<S: Storage> {
+    Disk(Arc<Disk<S>>),
+    /// All of it is zeros at first.
+    New(Arc<NewImage<S>>),
+}
+
 /// The writes to the target of a copy.
 pub(super) struct CopyWriter<S: Storage> {
-    target: Arc<Disk<S>>,
+    target: Target<S>,
     compress: bool,
     /// Bytes that are looked at together for zeros.
     unit: usize,
@@ -47,13 +55,18 @@ impl<S: Storage> CopyWriter<S> {
             false => target.allocation_unit().max(MIN_HOLE),
             true => target.cluster_size().unwrap_or(1),
         };
-        Ok(Self {
-            target,
-            compress,
-            unit: unit as usize,
-            is_dense: false,
-            written: AtomicU64::new(0),
-        })
+        Ok(Self::with(Target::Disk(target), unit, compress))
+    }
+
+    /// Writes to a new image of another program's format.
+    pub(super) fn to_new(image: Arc<NewImage<S>>) -> Self {
+        let unit = image.stream_unit().unwrap_or(MIN_HOLE);
+        Self::with(Target::New(image), unit, false)
+    }
+
+    fn with(target: Target<S>, unit: u64, compress: bool) -> Self {
+        let (unit, written) = (unit as usize, AtomicU64::new(0));
+        Self { target, compress, unit, is_dense: false, written }
     }
 
     /// Zeros are written as data is.
@@ -78,11 +91,12 @@ impl<S: Storage> CopyWriter<S> {
 
     /// Makes parts of the target zeros: `holes` counts from `offset` on.
     pub(super) async fn make_holes(&self, offset: u64, holes: Vec<Range<usize>>) -> Result<()> {
+        let Target::Disk(target) = &self.target else { return Ok(()) };
         let make = holes.into_iter().map(|hole| {
             let range = ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
             let (unmap, fallback, durability) =
                 (Unmap::Allowed, Fallback::Allowed, Durability::None);
-            self.target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
+            target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
         });
         run_all(MAX_IN_FLIGHT, make).await
     }
@@ -95,12 +109,13 @@ impl<S: Storage> CopyWriter<S> {
         buffer: &mut Buffer,
     ) -> Result<()> {
         let sum: usize = data.iter().map(ExactSizeIterator::len).sum();
-        match self.compress {
-            false => self.write(offset, data, buffer).await?,
-            true => {
+        match (&self.target, self.compress) {
+            (Target::New(image), _) => image.store(offset, data, buffer).await?,
+            (Target::Disk(target), false) => write(target, offset, data, buffer).await?,
+            (Target::Disk(target), true) => {
                 let unit = self.unit;
                 for cluster in data.into_iter().flat_map(|run| units(run, offset, unit)) {
-                    self.store_cluster(offset, cluster, buffer).await?;
+                    self.store_cluster(target, offset, cluster, buffer).await?;
                 }
             }
         }
@@ -111,6 +126,7 @@ impl<S: Storage> CopyWriter<S> {
     /// Writes a cluster, or a part of one, compressed if that can be.
     async fn store_cluster(
         &self,
+        target: &Disk<S>,
         offset: u64,
         cluster: Range<usize>,
         buffer: &mut Buffer,
@@ -118,23 +134,28 @@ impl<S: Storage> CopyWriter<S> {
         let at = offset + cluster.start as u64;
         let bytes = &buffer.bytes()[cluster.clone()];
         let is_whole = bytes.len() == self.unit
-            || at.is_multiple_of(self.unit as u64) && at + bytes.len() as u64 == self.target.size();
-        let is_stored = is_whole
-            && self.target.write_compressed(at, bytes).await? != CompressResult::Incompressible;
-        if is_stored { Ok(()) } else { self.write(offset, vec![cluster], buffer).await }
+            || at.is_multiple_of(self.unit as u64) && at + bytes.len() as u64 == target.size();
+        let is_stored =
+            is_whole && target.write_compressed(at, bytes).await? != CompressResult::Incompressible;
+        if is_stored { Ok(()) } else { write(target, offset, vec![cluster], buffer).await }
     }
+}
 
-    async fn write(&self, offset: u64, data: Vec<Range<usize>>, buffer: &mut Buffer) -> Result<()> {
-        let parts = lend(buffer, &data);
-        run_all(
-            MAX_IN_FLIGHT,
-            parts.into_iter().zip(&data).map(|(from, part)| {
-                let offset = offset + part.start as u64;
-                self.target.submit(Request::Write { offset, from, durability: Durability::None })
-            }),
-        )
-        .await
-    }
+async fn write<S: Storage>(
+    target: &Disk<S>,
+    offset: u64,
+    data: Vec<Range<usize>>,
+    buffer: &mut Buffer,
+) -> Result<()> {
+    let parts = lend(buffer, &data);
+    run_all(
+        MAX_IN_FLIGHT,
+        parts.into_iter().zip(&data).map(|(from, part)| {
+            let offset = offset + part.start as u64;
+            target.submit(Request::Write { offset, from, durability: Durability::None })
+        }),
+    )
+    .await
 }
 
 /// The memory of parts of a buffer, which are in ascending order.

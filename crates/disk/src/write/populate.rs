@@ -194,7 +194,11 @@ impl<S: Storage> Writer<S> {
         match from {
             Some(from) => self.write_aligned(range, claim.attach_to(from), &sync).await,
             None => {
-                let how = ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed };
+                let how = ZeroOptions {
+                    unmap: Unmap::Allowed,
+                    fallback: Fallback::Allowed,
+                    writes_small: false,
+                };
                 self.write_zeroes(range, how, &sync, claim).await
             }
         }

@@ -158,7 +158,8 @@ fn zeros_are_written_only_where_something_is_mapped() {
     let rig = rig();
     let states = [mapped(5), (ExtentState::Zero, ExtentFlags::NEW), mapped(6)];
     let writer = Rc::clone(&rig.writer);
-    let how = ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed };
+    let how =
+        ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed, writes_small: false };
     rig.sim.block_on(async move {
         for extent in sectors(&states) {
             let prepared = PreparedExtent::new(writer.layer().format(), extent);
@@ -207,7 +208,8 @@ fn zeros_in_new_space_leave_what_is_around_them() {
     let state = ExtentState::Mapped { host: 41 * SECTOR };
     let extent = Extent { guest, alloc_range: whole, state, flags: ExtentFlags::NEW };
     let writer = Rc::clone(&rig.writer);
-    let how = ZeroOptions { unmap: Unmap::Forbidden, fallback: Fallback::Allowed };
+    let how =
+        ZeroOptions { unmap: Unmap::Forbidden, fallback: Fallback::Allowed, writes_small: false };
     rig.sim.block_on(async move {
         let prepared = PreparedExtent::new(writer.layer().format(), extent);
         let sync = begin_sync(&writer, Durability::None);

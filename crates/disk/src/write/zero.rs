@@ -23,6 +23,9 @@ use crate::durability::{RequestSync, Writes};
 pub(crate) struct ZeroOptions {
     pub(crate) unmap: Unmap,
     pub(crate) fallback: Fallback,
+    /// Whether a part of up to [`CHUNK_SIZE`] bytes of what has its place is written: a hole there
+    /// would take an extent of the file, and save nothing that stays.
+    pub(crate) writes_small: bool,
 }
 
 impl<S: Storage> Writer<S> {
@@ -107,7 +110,9 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         // New space may lie past the end, where a zero write would be no write at all.
         let is_inside = host.end() <= self.layer.data().size();
-        if self.layer.data_capabilities().write_zeroes == Offload::Available && is_inside {
+        let is_small = how.writes_small && host.length() <= CHUNK_SIZE as u64;
+        let has_offload = self.layer.data_capabilities().write_zeroes == Offload::Available;
+        if has_offload && is_inside && !is_small {
             match self.layer.data().write_data_zeroes(host, how.unmap).await {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {}
                 outcome => {

@@ -33,3 +33,20 @@ pub(super) fn be64(bytes: &[u8], offset: usize) -> u64 {
 pub(super) fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
     bytes[offset..offset + N].try_into().expect("N bytes")
 }
+
+/// Stores a number's bytes at `offset`.
+pub(super) fn put<const N: usize>(bytes: &mut [u8], offset: usize, value: [u8; N]) {
+    bytes[offset..offset + N].copy_from_slice(&value);
+}
+
+/// The bytes with zeros behind them, up to a multiple of `unit`.
+pub(super) fn padded(mut bytes: Vec<u8>, unit: u64) -> Vec<u8> {
+    let length = bytes.len().next_multiple_of(unit as usize);
+    bytes.resize(length, 0);
+    bytes
+}
+
+/// Little-endian numbers one after the other.
+pub(super) fn le32_bytes(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().copied().flat_map(u32::to_le_bytes).collect()
+}

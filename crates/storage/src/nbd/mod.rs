@@ -106,15 +106,46 @@ impl NbdStorage {
         bitmap: &str,
     ) -> Result<Self> {
         let context = format!("{DIRTY_BITMAP}{bitmap}");
-        let storage = Self::connect_for(uri, reconnect_time, context).await?;
+        let connected = Self::connect_for_context(uri, reconnect_time, &context).await;
+        connected.map_err(|error| match error.kind() {
+            ErrorKind::InvalidInput => {
+                error.hint("nbdinfo tells which contexts (qemu:dirty-bitmap:NAME) it has")
+            }
+            _ => error,
+        })
+    }
+
+    /// Connects to ask for the block status of a context of any name, by
+    /// [`context_extent`](Self::context_extent): [`Storage::block_status`] tells of that alone.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect); `InvalidInput` where the server does not offer it.
+    ///
+    /// # Panics
+    /// Outside of an event loop.
+    pub async fn connect_for_context(
+        uri: ClientUri,
+        reconnect_time: Duration,
+        context: &str,
+    ) -> Result<Self> {
+        let storage = Self::connect_for(uri, reconnect_time, context.to_owned()).await?;
         match storage.export().has_block_status {
             true => Ok(storage),
             false => {
-                let what = format!("the server does not offer the bitmap '{bitmap}'");
-                let error = Error::new(ErrorKind::InvalidInput, what).on(storage.dial.name());
-                Err(error.hint("nbdinfo tells which contexts (qemu:dirty-bitmap:NAME) it has"))
+                let what = format!("the server does not offer the context '{context}'");
+                Err(Error::new(ErrorKind::InvalidInput, what).on(storage.dial.name()))
             }
         }
+    }
+
+    /// What the context that was connected for says of the first bytes of `range`, which is on the
+    /// export and not empty; and for how many bytes that holds.
+    ///
+    /// # Errors
+    /// What the server answers.
+    pub async fn context_extent(&self, range: ByteRange) -> Result<(u32, u64)> {
+        let (flags, length) = self.first_status(range).await?;
+        Ok((flags.bits(), length))
     }
 
     async fn connect_for(

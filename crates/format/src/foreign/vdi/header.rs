@@ -11,17 +11,17 @@ use crate::foreign::refusal::{corrupt, has_parent, other_signature, unsupported}
 /// Bytes that are read: all fields of version 1.1.
 pub(super) const LENGTH: usize = 512;
 
-const SIGNATURE: u32 = 0xbeda_107f;
-const VERSION_1_1: u32 = 0x0001_0001;
+pub(super) const SIGNATURE: u32 = 0xbeda_107f;
+pub(super) const VERSION_1_1: u32 = 0x0001_0001;
 
 /// Image types.
-const DYNAMIC: u32 = 1;
-const STATIC: u32 = 2;
+pub(super) const DYNAMIC: u32 = 1;
+pub(super) const STATIC: u32 = 2;
 const UNDO: u32 = 3;
 const DIFFERENCING: u32 = 4;
 
 /// Blocks of the largest image that VirtualBox and QEMU know.
-const MAX_BLOCKS: u32 = 0x2000_0000;
+pub(super) const MAX_BLOCKS: u32 = 0x2000_0000;
 /// Bytes of a block: VirtualBox makes blocks of 1 MiB.
 const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 4096..=256 << 20;
 

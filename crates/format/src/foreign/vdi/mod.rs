@@ -5,6 +5,7 @@
 //! file.
 
 mod check;
+mod create;
 mod header;
 
 use blockhouse_core::{Result, Storage};
@@ -12,6 +13,7 @@ use blockhouse_core::{Result, Storage};
 use super::piece::Piece;
 use super::refusal::corrupt;
 use super::tables::Tables;
+pub use create::NewVdi;
 use header::Header;
 
 /// Entry of a block that was never written.

@@ -9,19 +9,19 @@ use crate::foreign::refusal::corrupt;
 use crate::foreign::tables::Tables;
 
 /// Sectors that one sector bitmap covers.
-const BITMAP_SECTORS: u64 = 1 << 23;
-const ENTRY_SIZE: u64 = 8;
+pub(super) const BITMAP_SECTORS: u64 = 1 << 23;
+pub(super) const ENTRY_SIZE: u64 = 8;
 /// Bits of an entry: the state, and the offset of the block in the file.
 const STATE: u64 = 7;
 const OFFSET: u64 = !(MIB - 1);
 
 /// States of a block.
-mod state {
-    pub(super) const NOT_PRESENT: u64 = 0;
-    pub(super) const UNDEFINED: u64 = 1;
-    pub(super) const ZERO: u64 = 2;
-    pub(super) const UNMAPPED: u64 = 3;
-    pub(super) const FULLY_PRESENT: u64 = 6;
+pub(super) mod state {
+    pub(in crate::foreign::vhdx) const NOT_PRESENT: u64 = 0;
+    pub(in crate::foreign::vhdx) const UNDEFINED: u64 = 1;
+    pub(in crate::foreign::vhdx) const ZERO: u64 = 2;
+    pub(in crate::foreign::vhdx) const UNMAPPED: u64 = 3;
+    pub(in crate::foreign::vhdx) const FULLY_PRESENT: u64 = 6;
 }
 
 /// Where the table is.

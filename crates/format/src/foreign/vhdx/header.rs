@@ -8,15 +8,15 @@ use crate::aligned_read::read;
 use crate::foreign::fields::{array, le16, le32, le64};
 use crate::foreign::refusal::{corrupt, other_signature, unsupported};
 
-const FILE_SIGNATURE: &[u8; 8] = b"vhdxfile";
-const SIGNATURE: &[u8; 4] = b"head";
-const VERSION: u16 = 1;
-const LOG_VERSION: u16 = 0;
+pub(super) const FILE_SIGNATURE: &[u8; 8] = b"vhdxfile";
+pub(super) const SIGNATURE: &[u8; 4] = b"head";
+pub(super) const VERSION: u16 = 1;
+pub(super) const LOG_VERSION: u16 = 0;
 
 /// Offsets of the headers.
-const OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
+pub(super) const OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
 /// Bytes of a header.
-const LENGTH: usize = 4096;
+pub(super) const LENGTH: usize = 4096;
 
 /// Offsets of the fields in bytes. The checksum is at the same one in headers, region tables and
 /// log entries.

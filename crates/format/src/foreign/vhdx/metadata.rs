@@ -7,30 +7,32 @@ use crate::foreign::fields::{array, le16, le32, le64};
 use crate::foreign::patches::Patches;
 use crate::foreign::refusal::{corrupt, has_parent, unsupported};
 
-const SIGNATURE: &[u8; 8] = b"metadata";
+pub(super) const SIGNATURE: &[u8; 8] = b"metadata";
 /// Bytes of the table; items follow it. Those that hold all entries of most images.
-const TABLE: usize = 64 << 10;
+pub(super) const TABLE: usize = 64 << 10;
 const FIRST: usize = 4096;
 /// Bytes of an entry, and of what precedes the first.
-const ENTRY: usize = 32;
+pub(super) const ENTRY: usize = 32;
 const MAX_ENTRIES: u16 = 2047;
-/// Flags of an entry: an item that a user made; one that a reader must know.
+/// Flags of an entry: an item that a user made; one of the disk and not of the file; one that a
+/// reader must know.
 const IS_USER: u32 = 1;
-const IS_REQUIRED: u32 = 4;
+pub(super) const IS_DISK: u32 = 2;
+pub(super) const IS_REQUIRED: u32 = 4;
 
-const FILE_PARAMETERS: Guid = guid(0xcaa1_6737, 0xfa36, 0x4d43, 0xb3b6_33f0_aa44_e76b);
-const DISK_SIZE: Guid = guid(0x2fa5_4224, 0xcd1b, 0x4876, 0xb211_5dbe_d83b_f4b8);
-const DISK_ID: Guid = guid(0xbeca_12ab, 0xb2e6, 0x4523, 0x93ef_c309_e000_c746);
-const LOGICAL_SECTOR: Guid = guid(0x8141_bf1d, 0xa96f, 0x4709, 0xba47_f233_a8fa_ab5f);
-const PHYSICAL_SECTOR: Guid = guid(0xcda3_48c7, 0x445d, 0x4471, 0x9cc9_e988_5251_c556);
+pub(super) const FILE_PARAMETERS: Guid = guid(0xcaa1_6737, 0xfa36, 0x4d43, 0xb3b6_33f0_aa44_e76b);
+pub(super) const DISK_SIZE: Guid = guid(0x2fa5_4224, 0xcd1b, 0x4876, 0xb211_5dbe_d83b_f4b8);
+pub(super) const DISK_ID: Guid = guid(0xbeca_12ab, 0xb2e6, 0x4523, 0x93ef_c309_e000_c746);
+pub(super) const LOGICAL_SECTOR: Guid = guid(0x8141_bf1d, 0xa96f, 0x4709, 0xba47_f233_a8fa_ab5f);
+pub(super) const PHYSICAL_SECTOR: Guid = guid(0xcda3_48c7, 0x445d, 0x4471, 0x9cc9_e988_5251_c556);
 const PARENT_LOCATOR: Guid = guid(0xa8d3_5f2d, 0xb30b, 0x454d, 0xabf7_d3d8_4834_ab0c);
 
 /// Flag of the file parameters: the image holds differences only.
 const HAS_PARENT: u32 = 2;
 /// Bytes of a block.
-const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 1 << 20..=256 << 20;
+pub(super) const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 1 << 20..=256 << 20;
 /// Bytes of the largest disk: 64 TiB.
-const MAX_SIZE: u64 = 64 << 40;
+pub(super) const MAX_SIZE: u64 = 64 << 40;
 
 /// The values of the items.
 #[derive(Clone, Debug, PartialEq, Eq)]

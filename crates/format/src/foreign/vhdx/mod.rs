@@ -8,6 +8,7 @@
 
 mod bat;
 mod check;
+mod create;
 mod guid;
 mod header;
 mod log;
@@ -21,6 +22,7 @@ use super::piece::Piece;
 use super::refusal::corrupt;
 use super::tables::Tables;
 use bat::Bat;
+pub use create::NewVhdx;
 use header::Header;
 use metadata::Metadata;
 use regions::Regions;

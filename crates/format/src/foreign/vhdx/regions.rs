@@ -9,21 +9,21 @@ use crate::foreign::fields::{array, le32, le64};
 use crate::foreign::patches::Patches;
 use crate::foreign::refusal::{corrupt, unsupported};
 
-const SIGNATURE: &[u8; 4] = b"regi";
+pub(super) const SIGNATURE: &[u8; 4] = b"regi";
 /// Offsets of the two copies.
-const OFFSETS: [u64; 2] = [192 << 10, 256 << 10];
+pub(super) const OFFSETS: [u64; 2] = [192 << 10, 256 << 10];
 /// Bytes of a copy.
-const LENGTH: usize = 64 << 10;
+pub(super) const LENGTH: usize = 64 << 10;
 /// Bytes of an entry, and of what precedes the first.
 const ENTRY: usize = 32;
 const FIRST: usize = 16;
 /// As many as have room.
 const MAX_ENTRIES: u32 = 2047;
 /// A region that a reader must know.
-const REQUIRED: u32 = 1;
+pub(super) const REQUIRED: u32 = 1;
 
-const BAT: Guid = guid(0x2dc2_7766, 0xf623, 0x4200, 0x9d64_115e_9bfd_4a08);
-const METADATA: Guid = guid(0x8b7c_a206, 0x4790, 0x4b9a, 0xb8fe_575f_050f_886e);
+pub(super) const BAT: Guid = guid(0x2dc2_7766, 0xf623, 0x4200, 0x9d64_115e_9bfd_4a08);
+pub(super) const METADATA: Guid = guid(0x8b7c_a206, 0x4790, 0x4b9a, 0xb8fe_575f_050f_886e);
 
 /// The two regions that every image has.
 #[derive(Debug, PartialEq, Eq)]

@@ -10,6 +10,8 @@
 //! range. What an image with a parent has not written is read from there: the caller opens it, too.
 
 mod check;
+mod create;
+mod create_stream;
 pub(super) mod descriptor;
 mod facts;
 pub(super) mod grain;
@@ -24,6 +26,8 @@ use super::refusal::corrupt;
 use super::tables::Tables;
 use crate::Backing;
 use crate::aligned_read::read;
+pub use create::NewSparse;
+pub use create_stream::NewStream;
 use descriptor::{Content, Descriptor, ExtentLine};
 pub use facts::{VmdkExtent, VmdkFacts};
 use sparse::SparseExtent;

@@ -14,17 +14,17 @@ pub(super) const MAGIC: &[u8; 4] = b"KDMV";
 /// The sparse extents of ESX servers, whose headers have fewer fields.
 pub(super) const ESX_MAGIC: &[u8; 4] = b"COWD";
 /// Bytes of a header.
-const LENGTH: usize = 512;
+pub(super) const LENGTH: usize = 512;
 
 /// Flags: line ends are as they were written; entry 1 of a grain table means zeros; grains are
 /// compressed; grains begin with markers.
-const NEWLINE_TEST: u32 = 1;
-const ZERO_GRAINS: u32 = 1 << 2;
-const COMPRESSED: u32 = 1 << 16;
-const MARKERS: u32 = 1 << 17;
+pub(super) const NEWLINE_TEST: u32 = 1;
+pub(super) const ZERO_GRAINS: u32 = 1 << 2;
+pub(super) const COMPRESSED: u32 = 1 << 16;
+pub(super) const MARKERS: u32 = 1 << 17;
 /// The bytes that a transfer as text would change.
-const NEWLINES: &[u8; 4] = b"\n \r\n";
-const DEFLATE: u16 = 1;
+pub(super) const NEWLINES: &[u8; 4] = b"\n \r\n";
+pub(super) const DEFLATE: u16 = 1;
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=3;
 
 /// Sectors of a grain: 4 KiB to 2 MiB.
@@ -39,10 +39,10 @@ const ESX_GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 1..=4096;
 const ESX_TABLE_ENTRIES: u64 = 4096;
 
 /// A grain directory that is where the footer says: the file was written as a stream.
-const AT_END: u64 = u64::MAX;
+pub(super) const AT_END: u64 = u64::MAX;
 /// The footer with its marker before and the end-of-stream marker behind it.
 const FOOTER_LENGTH: u64 = 3 * SECTOR;
-const FOOTER_MARKER: u32 = 3;
+pub(super) const FOOTER_MARKER: u32 = 3;
 
 /// Offsets of the fields in bytes.
 mod at {

@@ -6,19 +6,19 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use crate::foreign::fields::{SECTOR, array, be32, be64};
 use crate::foreign::refusal::{corrupt, has_parent, unsupported};
 
-const COOKIE: &[u8; 8] = b"conectix";
+pub(super) const COOKIE: &[u8; 8] = b"conectix";
 /// Major version 1; the minor version changes nothing.
-const VERSION: u32 = 0x0001_0000;
+pub(super) const VERSION: u32 = 0x0001_0000;
 
 /// Disk types.
-const FIXED: u32 = 2;
-const DYNAMIC: u32 = 3;
+pub(super) const FIXED: u32 = 2;
+pub(super) const DYNAMIC: u32 = 3;
 const DIFFERENCING: u32 = 4;
 
 /// Sectors of the largest disk that a geometry can state. Larger disks state the same.
 const MAX_GEOMETRY: u64 = 65_535 * 16 * 255;
 /// Bytes of the largest disk that Hyper-V and QEMU know: 2040 GiB.
-const MAX_SIZE: u64 = 0xff00_0000 * SECTOR;
+pub(super) const MAX_SIZE: u64 = 0xff00_0000 * SECTOR;
 
 /// Programs whose disks end where their geometry does, because Virtual PC does so: QEMU's rule for
 /// the size (`force_size` makes it write another name). For all others the current size counts: a

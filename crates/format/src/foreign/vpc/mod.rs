@@ -9,6 +9,7 @@
 //! end, because the guest of a fixed image writes what it likes to the start.
 
 mod check;
+mod create;
 mod footer;
 mod sparse;
 
@@ -20,6 +21,7 @@ use super::piece::Piece;
 use super::refusal::corrupt;
 use super::tables::Tables;
 use crate::aligned_read::read;
+pub use create::NewVpc;
 use footer::{Footer, Kind};
 use sparse::SparseHeader;
 

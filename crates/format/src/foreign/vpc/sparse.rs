@@ -16,7 +16,7 @@ pub(super) const LENGTH: usize = 1024;
 /// Entry of a block that was never written.
 pub(super) const UNALLOCATED: u32 = u32::MAX;
 
-const COOKIE: &[u8; 8] = b"cxsparse";
+pub(super) const COOKIE: &[u8; 8] = b"cxsparse";
 const ENTRY_SIZE: u64 = 4;
 /// Bytes of a block: Hyper-V makes 2 MiB, Virtual PC 512 KiB.
 const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 4096..=256 << 20;

@@ -1,0 +1,62 @@
+//! `blockhouse convert SOURCE... TARGET.vmdk`: a disk as an image of another program's format.
+
+use anyhow::{Result, bail};
+use blockhouse_disk::CacheMode;
+use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_format::{ForeignKind, Subformat};
+
+use super::arguments::{Arguments, open_sources};
+use crate::copy_target::{IfThere, tell_of_sectors};
+use crate::create::wrong_usage;
+use crate::create_options::{self, Setting};
+use crate::foreign_options;
+use crate::foreign_target::ForeignTarget;
+use crate::progress::Progress;
+
+/// Runs the command.
+pub fn run(arguments: &Arguments, kind: ForeignKind, settings: &[Setting]) -> Result<()> {
+    let options = foreign_options::of(kind, 0, settings).unwrap_or_else(|why| wrong_usage(&why));
+    refuse(arguments, kind, settings, options.subformat);
+    let progress = Progress::start(arguments.progress)?;
+    let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
+    let sources = event_loop.block_on(open_sources(arguments))?;
+    let size = sources.iter().try_fold(0_u64, |sum, source| sum.checked_add(source.size()));
+    let Some(size) = size else { bail!("the sources are longer than a disk can be") };
+    let mut options = blockhouse_format::NewForeignOptions { size, ..options };
+    let sector = sources.iter().map(|source| source.logical_block_size()).max().unwrap_or(512);
+    match kind {
+        // The only one that can say it.
+        ForeignKind::Vhdx if sector == 4096 => options.sector_size = 4096,
+        _ => sources.iter().for_each(|source| tell_of_sectors(source)),
+    }
+    let target = ForeignTarget {
+        path: &arguments.target,
+        kind,
+        options,
+        file: create_options::new_file(settings),
+        if_there: arguments.if_there(),
+        is_flushed: arguments.cache != Some(CacheMode::Unsafe),
+    };
+    target.copy(&mut event_loop, &progress, &sources, arguments.how())
+}
+
+/// Ends the program where something is asked for that such an image does not have.
+fn refuse(arguments: &Arguments, kind: ForeignKind, settings: &[Setting], subformat: Subformat) {
+    let format = kind.as_str();
+    if foreign_options::parent_of(settings).is_some() {
+        wrong_usage(&format!("a copy in the format {format} stands alone: leave -B out"));
+    }
+    if !matches!(arguments.if_there(), IfThere::Fail | IfThere::Replace) {
+        wrong_usage(&format!(
+            "{format} images are made anew, and never written to: leave -n and --resume out"
+        ));
+    }
+    if arguments.compress && subformat != Subformat::Stream {
+        wrong_usage(
+            "only qcow2 images have compressed clusters (-c), and VMDK streams (-o subformat=streamOptimized)",
+        );
+    }
+    if arguments.rate.is_given() {
+        wrong_usage("the rate of a copy (-r) is limited where its target is raw or qcow2");
+    }
+}

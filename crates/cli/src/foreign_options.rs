@@ -1,0 +1,194 @@
+//! The options of new images of other programs' formats (`create -f vmdk -o NAME=VALUE,...`), with
+//! the names of `qemu-img`.
+//!
+//! Guarantees: an option is either obeyed or refused. Obeyed by doing nothing are those that say
+//! what always holds: the size of a VHD is what was asked for (`force_size`), and what was never
+//! written reads as zeros (`block_state_zero`).
+
+use blockhouse_config::{size, switch};
+use blockhouse_disk::Backing;
+use blockhouse_format::qcow2::Preallocation;
+use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
+
+use crate::called_as;
+use crate::create_options::{Setting, word_of};
+
+/// Names, each with the formats that have it.
+const OPTIONS: &[(&str, &[ForeignKind])] = &[
+    ("adapter_type", &[ForeignKind::Vmdk]),
+    ("block_size", &[ForeignKind::Vhdx]),
+    ("block_state_zero", &[ForeignKind::Vhdx]),
+    ("compat6", &[ForeignKind::Vmdk]),
+    ("force_size", &[ForeignKind::Vpc]),
+    ("hwversion", &[ForeignKind::Vmdk]),
+    ("log_size", &[ForeignKind::Vhdx]),
+    ("static", &[ForeignKind::Vdi]),
+    ("subformat", &[ForeignKind::Vmdk, ForeignKind::Vpc, ForeignKind::Vhdx]),
+    ("zeroed_grain", &[ForeignKind::Vmdk]),
+];
+
+/// The hardware version that stands for VMDK's usual one, and that of its `compat6`.
+const UNDEFINED: &str = "undefined";
+const COMPAT6: &str = "6";
+
+/// Whether one of these formats has an option of this name.
+pub fn is_name(name: &str) -> bool {
+    OPTIONS.iter().any(|(known, _)| *known == name)
+}
+
+/// The option of this [name](is_name) with this value.
+///
+/// # Errors
+/// What is wrong with the value.
+pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
+    let found = OPTIONS.iter().find(|(known, _)| *known == name);
+    let (name, _) = found.ok_or_else(|| format!("there is no option '{name}'"))?;
+    let wrong = |known: &str| Err(format!("{name} cannot be '{value}'; use {known}"));
+    let value = match *name {
+        "block_size" | "log_size" => match size::parse(value) {
+            Ok(size) => size.to_string(),
+            Err(_) => return wrong("a size, like 1M"),
+        },
+        "block_state_zero" | "compat6" | "force_size" | "static" | "zeroed_grain" => {
+            match switch::parse(value) {
+                Some(is_on) => if is_on { "on" } else { "off" }.to_owned(),
+                None => return wrong("on or off"),
+            }
+        }
+        "adapter_type" if !["ide", "lsilogic", "buslogic", "legacyESX"].contains(&value) => {
+            return wrong("ide, lsilogic, buslogic or legacyESX");
+        }
+        "hwversion" if value != UNDEFINED && value.parse::<u16>().is_err() => {
+            return wrong("a number");
+        }
+        _ => value.to_owned(),
+    };
+    Ok(Setting::Foreign(name, value))
+}
+
+/// The options for an image of `size` bytes by `settings`. Of several for one option the last
+/// counts.
+///
+/// # Errors
+/// An option that the format does not have, or a value that is not possible.
+pub fn of(kind: ForeignKind, size: u64, settings: &[Setting]) -> Result<NewForeignOptions, String> {
+    let mut options = NewForeignOptions::new(size);
+    for setting in settings {
+        match setting {
+            Setting::Foreign(name, value) if has(kind, name) => {
+                apply(kind, &mut options, name, value)?;
+            }
+            Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
+            // The caller finds the parent.
+            Setting::BackingFile(_) | Setting::BackingFormat(_) if kind == ForeignKind::Vmdk => {}
+            Setting::Preallocation(Preallocation::Off) => {}
+            Setting::Refused(refusal) => return Err(refusal.words.clone()),
+            other => return Err(not_of(kind, other)),
+        }
+    }
+    Ok(options)
+}
+
+fn has(kind: ForeignKind, name: &str) -> bool {
+    OPTIONS.iter().any(|(known, kinds)| *known == name && kinds.contains(&kind))
+}
+
+fn apply(
+    kind: ForeignKind,
+    options: &mut NewForeignOptions,
+    name: &str,
+    value: &str,
+) -> Result<(), String> {
+    match (name, value) {
+        ("subformat", _) => options.subformat = subformat(kind, value)?,
+        ("static", "on") => options.subformat = Subformat::Fixed,
+        ("static", _) => options.subformat = Subformat::Sparse,
+        ("block_size", _) => options.block_size = value.parse().ok().filter(|&size| size > 0),
+        ("log_size", _) => options.log_size = value.parse().unwrap_or_default(),
+        ("adapter_type", _) => options.adapter = value.to_owned(),
+        ("hwversion", UNDEFINED) => {}
+        ("hwversion", _) => options.hardware_version = value.to_owned(),
+        ("zeroed_grain", _) => options.has_zero_grains = value == "on",
+        ("compat6", "on") => options.hardware_version = COMPAT6.to_owned(),
+        _ => {}
+    }
+    Ok(())
+}
+
+fn subformat(kind: ForeignKind, value: &str) -> Result<Subformat, String> {
+    match (kind, value) {
+        (ForeignKind::Vmdk, "monolithicSparse") => Ok(Subformat::Sparse),
+        (ForeignKind::Vmdk, "streamOptimized") => Ok(Subformat::Stream),
+        (ForeignKind::Vmdk, _) => Err(format!(
+            "subformat cannot be '{value}'; use monolithicSparse or streamOptimized: images of several files are not made"
+        )),
+        (_, "dynamic") => Ok(Subformat::Sparse),
+        (_, "fixed") => Ok(Subformat::Fixed),
+        _ if called_as::is_qemu_img() => Err(format!("Invalid parameter '{value}'")),
+        _ => Err(format!("subformat cannot be '{value}'; use dynamic or fixed")),
+    }
+}
+
+/// The parent that an image is to have, with its format.
+pub fn parent_of(settings: &[Setting]) -> Option<Backing> {
+    let name = settings.iter().rev().find_map(|setting| match setting {
+        Setting::BackingFile(name) => Some(name.clone().into_bytes()),
+        _ => None,
+    })?;
+    let format = settings.iter().rev().find_map(|setting| match setting {
+        Setting::BackingFormat(format) => Some(format.clone()),
+        _ => None,
+    });
+    Some(Backing { name, format: format.or_else(|| Some("vmdk".to_owned())) })
+}
+
+fn not_of(kind: ForeignKind, setting: &Setting) -> String {
+    let format = kind.as_str();
+    match (setting, word_of(setting)) {
+        (Setting::BackingFile(_) | Setting::BackingFormat(_), _) => {
+            format!("Backing file not supported for file format '{format}'")
+        }
+        (_, word) => {
+            let name = word.map_or("encrypt.format", |(name, _)| name);
+            match called_as::is_qemu_img() {
+                true => format!("Invalid parameter '{name}'"),
+                false => format!("{format} images have no option '{name}'"),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(kind: ForeignKind, text: &str) -> Result<NewForeignOptions, String> {
+        let settings: Result<Vec<_>, _> =
+            text.split(',').map(crate::create_options::parse_one).collect();
+        of(kind, 1 << 20, &settings?)
+    }
+
+    #[test]
+    fn each_format_has_its_own() {
+        let vhdx = options(ForeignKind::Vhdx, "subformat=fixed,block_size=1M,log_size=2M").unwrap();
+        assert_eq!(vhdx.subformat, Subformat::Fixed);
+        assert_eq!((vhdx.block_size, vhdx.log_size), (Some(1 << 20), 2 << 20));
+        let vmdk = options(ForeignKind::Vmdk, "adapter_type=lsilogic,subformat=streamOptimized");
+        let vmdk = vmdk.unwrap();
+        assert_eq!((vmdk.subformat, &*vmdk.adapter), (Subformat::Stream, "lsilogic"));
+        assert_eq!(options(ForeignKind::Vdi, "static=on").unwrap().subformat, Subformat::Fixed);
+        assert_eq!(options(ForeignKind::Vhdx, "block_size=0").unwrap().block_size, None);
+        for (kind, text, words) in [
+            (ForeignKind::Vdi, "subformat=fixed", "no option 'subformat'"),
+            (ForeignKind::Vpc, "cluster_size=4K", "no option 'cluster_size'"),
+            (ForeignKind::Vpc, "subformat=flat", "dynamic or fixed"),
+            (ForeignKind::Vmdk, "subformat=monolithicFlat", "several files"),
+            (ForeignKind::Vdi, "backing_file=a.vdi", "Backing file not supported"),
+            (ForeignKind::Vdi, "static=maybe", "on or off"),
+            (ForeignKind::Vmdk, "adapter_type=usb", "lsilogic"),
+        ] {
+            let error = options(kind, text).unwrap_err();
+            assert!(error.contains(words), "{text}: {error}");
+        }
+    }
+}

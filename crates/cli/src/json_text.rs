@@ -1,0 +1,133 @@
+//! JSON as it is printed: under a name of QEMU's tools with their indentation and their order of
+//! keys, which scripts that look at lines depend on, and without a key that they do not have.
+
+use serde_json::{Map, Value};
+
+use crate::called_as;
+
+/// Keys in the order in which qemu-img prints them; others follow.
+const ORDER: &[&str] = &[
+    "children",
+    "name",
+    "info",
+    "backing-filename-format",
+    "image-end-offset",
+    "total-clusters",
+    "check-errors",
+    "snapshots",
+    "icount",
+    "vm-clock-nsec",
+    "date-sec",
+    "date-nsec",
+    "vm-clock-sec",
+    "id",
+    "vm-state-size",
+    "bitmaps",
+    "required",
+    "fully-allocated",
+    "virtual-size",
+    "filename",
+    "cluster-size",
+    "type",
+    "format",
+    "actual-size",
+    "format-specific",
+    "full-backing-filename",
+    "backing-filename",
+    "cid",
+    "parent-cid",
+    "create-type",
+    "extents",
+    "compat",
+    "compression-type",
+    "lazy-refcounts",
+    "refcount-bits",
+    "corrupt",
+    "extended-l2",
+    "dirty-flag",
+    "encrypted",
+];
+
+/// Our own key, beside QEMU's.
+const OWN: &str = "blockhouse";
+
+/// JSON on several lines.
+pub fn pretty(value: &Value) -> String {
+    match called_as::tool() {
+        None => format!("{value:#}"),
+        Some(_) => {
+            let mut text = String::new();
+            write(value, 0, &mut text);
+            text
+        }
+    }
+}
+
+fn write(value: &Value, depth: usize, text: &mut String) {
+    match value {
+        Value::Object(members) => {
+            let members = in_order(members);
+            write_all('{', '}', members.len(), depth, text, |index, text| {
+                let (key, value) = members[index];
+                text.push_str(&format!("{}: ", Value::from(key)));
+                write(value, depth + 1, text);
+            });
+        }
+        Value::Array(values) => {
+            write_all('[', ']', values.len(), depth, text, |index, text| {
+                write(&values[index], depth + 1, text);
+            });
+        }
+        plain => text.push_str(&plain.to_string()),
+    }
+}
+
+fn write_all(
+    begin: char,
+    end: char,
+    count: usize,
+    depth: usize,
+    text: &mut String,
+    one: impl Fn(usize, &mut String),
+) {
+    let indent = |depth: usize| format!("\n{:width$}", "", width = depth * 4);
+    text.push(begin);
+    for index in 0..count {
+        text.push_str(&indent(depth + 1));
+        one(index, text);
+        if index + 1 < count {
+            text.push(',');
+        }
+    }
+    text.push_str(&indent(depth));
+    text.push(end);
+}
+
+fn in_order(members: &Map<String, Value>) -> Vec<(&str, &Value)> {
+    let place = |key: &str| ORDER.iter().position(|known| *known == key).unwrap_or(ORDER.len());
+    let members = members.iter().map(|(key, value)| (key.as_str(), value));
+    let mut members: Vec<_> = members.filter(|(key, _)| *key != OWN).collect();
+    members.sort_by_key(|(key, _)| place(key));
+    members
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn keys_are_in_the_order_of_qemu_img() {
+        let value = json!({
+            "format": "raw", "filename": "d", "virtual-size": 512, "blockhouse": {}, "children": [],
+            "format-specific": { "data": {}, "type": "file" }, "z": null, "dirty-flag": false,
+        });
+        let mut text = String::new();
+        write(&value, 0, &mut text);
+        let expected = "{\n    \"children\": [\n    ],\n    \"virtual-size\": 512,\n    \"filename\": \"d\",\n    \
+             \"format\": \"raw\",\n    \"format-specific\": {\n        \"type\": \"file\",\n        \"data\": {\n        \
+             }\n    },\n    \"dirty-flag\": false,\n    \"z\": null\n}";
+        assert_eq!(text, expected);
+    }
+}

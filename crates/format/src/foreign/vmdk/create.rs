@@ -1,0 +1,204 @@
+//! New VMDK images that are one file with tables (monolithicSparse), and what a stream has in
+//! common with them: the header and the descriptor.
+
+use blockhouse_core::Result;
+
+use super::descriptor::NO_PARENT;
+use super::sparse_header::{
+    COMPRESSED, DEFLATE, LENGTH, MAGIC, MARKERS, NEWLINE_TEST, NEWLINES, ZERO_GRAINS,
+};
+use crate::foreign::fields::{SECTOR, le32_bytes, padded};
+use crate::foreign::new_image::{
+    FilePiece, FilePieces, NewBlocks, NewForeignOptions, NewParent, geometry, refuse,
+};
+
+/// Bytes of a grain, and grains of a table.
+pub(super) const GRAIN: u64 = 64 << 10;
+pub(super) const TABLE_ENTRIES: u64 = 512;
+/// Bytes of a table.
+pub(super) const TABLE: u64 = TABLE_ENTRIES * 4;
+/// Sectors before the first grain of a stream, and of the descriptor behind the header.
+pub(super) const STREAM_OVERHEAD: u64 = 128;
+const DESCRIPTOR_SECTORS: u64 = 20;
+/// The flag of a second directory with tables of its own.
+const SECOND_DIRECTORY: u32 = 2;
+/// Bytes of tables that are written at once, a multiple of a table's.
+const PIECE: u64 = 1 << 20;
+
+/// An image while it is filled.
+pub struct NewSparse {
+    grains: NewBlocks,
+    head: Head,
+    has_zero_grains: bool,
+}
+
+impl NewSparse {
+    pub(in crate::foreign) fn new(options: &NewForeignOptions) -> Result<Self> {
+        let head = Head::new(options, "monolithicSparse")?;
+        let grains = NewBlocks::new(options.size, GRAIN, false)?;
+        let image = Self { grains, head, has_zero_grains: options.has_zero_grains };
+        match image.first_grain() + options.size.next_multiple_of(GRAIN) > MAX_FILE {
+            true => Err(refuse(format!("a VMDK image has {MAX_FILE} bytes at most"))),
+            false => Ok(image),
+        }
+    }
+
+    pub(in crate::foreign) fn place(&mut self, at: u64) -> (u64, u64) {
+        let start = self.first_grain();
+        let (number, inside) = self.grains.place(at);
+        (start + number * GRAIN + inside, GRAIN - inside)
+    }
+
+    pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {
+        let start = self.first_grain();
+        let end = start + self.grains.used() * GRAIN;
+        let directories = self.directories();
+        let (version, zero_grains) = if self.has_zero_grains { (2, ZERO_GRAINS) } else { (1, 0) };
+        let header = self.head.header(&HeaderPlaces {
+            flags: NEWLINE_TEST | SECOND_DIRECTORY | zero_grains,
+            version,
+            second_directory: directories[0] / SECTOR,
+            directory: directories[1] / SECTOR,
+            overhead: start / SECTOR,
+        });
+        let descriptor = (SECTOR, self.head.descriptor());
+        let of_directories = directories.map(|at| (at, self.directory(at)));
+        let tables = directories.map(|at| at + self.directory_length());
+        let length = self.tables() * TABLE;
+        let grains = self.grains;
+        let pieces = (0..length.div_ceil(PIECE)).flat_map(move |piece| {
+            let first = piece * PIECE;
+            let bytes = grain_tables(&grains, start, first / 4, PIECE.min(length - first) / 4);
+            tables.map(|at| (at + first, bytes.clone()))
+        });
+        let head: Vec<FilePiece> =
+            of_directories.into_iter().chain([descriptor, (0, header)]).collect();
+        (Box::new(pieces.chain(head)), end)
+    }
+
+    /// How many tables there are.
+    fn tables(&self) -> u64 {
+        self.grains.count().div_ceil(TABLE_ENTRIES).max(1)
+    }
+
+    fn directory_length(&self) -> u64 {
+        (self.tables() * 4).next_multiple_of(SECTOR)
+    }
+
+    /// Where the second directory and the first are, each with its tables behind it.
+    fn directories(&self) -> [u64; 2] {
+        let second = (1 + DESCRIPTOR_SECTORS) * SECTOR;
+        [second, second + self.directory_length() + self.tables() * TABLE]
+    }
+
+    fn first_grain(&self) -> u64 {
+        let [second, first] = self.directories();
+        (first + (first - second)).next_multiple_of(GRAIN)
+    }
+
+    /// The directory at this offset.
+    fn directory(&self, at: u64) -> Vec<u8> {
+        let tables = at + self.directory_length();
+        let sector = |table: u64| ((tables + table * TABLE) / SECTOR) as u32;
+        let entries: Vec<u32> = (0..self.tables()).map(sector).collect();
+        padded(le32_bytes(&entries), SECTOR)
+    }
+}
+
+/// Entries of the grain tables from number `first` on; 0 for a grain without data.
+fn grain_tables(grains: &NewBlocks, start: u64, first: u64, count: u64) -> Vec<u8> {
+    let entries: Vec<u32> = (first..first + count)
+        .map(|index| match index < grains.count() {
+            true => grains.number(index as usize),
+            false => None,
+        })
+        .map(|number| number.map_or(0, |number| ((start + number * GRAIN) / SECTOR) as u32))
+        .collect();
+    le32_bytes(&entries)
+}
+
+/// Bytes of the longest file: grains are found by numbers of sectors of 32 bits.
+pub(super) const MAX_FILE: u64 = u32::MAX as u64 * SECTOR;
+
+/// The properties of an image that its header and descriptor tell.
+pub(super) struct Head {
+    pub(super) size: u64,
+    id: u32,
+    create_type: &'static str,
+    file_name: String,
+    adapter: String,
+    hardware_version: String,
+    parent: Option<NewParent>,
+}
+
+/// The parts of a header that differ between kinds.
+pub(super) struct HeaderPlaces {
+    pub(super) flags: u32,
+    pub(super) version: u32,
+    /// Sectors.
+    pub(super) second_directory: u64,
+    pub(super) directory: u64,
+    pub(super) overhead: u64,
+}
+
+impl Head {
+    pub(super) fn new(options: &NewForeignOptions, create_type: &'static str) -> Result<Self> {
+        let file_name = options.file_name.clone();
+        let parent = options.parent.clone();
+        let names = [Some(&file_name), parent.as_ref().map(|parent| &parent.name)];
+        if names.into_iter().flatten().any(|name| name.contains(['"', '\n', '\0'])) {
+            return Err(refuse("a VMDK image cannot state a file name with such characters"));
+        }
+        let [a, b, c, d, ..] = options.guid(0);
+        Ok(Self {
+            size: options.size,
+            // The highest number says that there is none.
+            id: u32::from_le_bytes([a, b, c, d]) & 0x7fff_ffff,
+            create_type,
+            file_name,
+            adapter: options.adapter.clone(),
+            hardware_version: options.hardware_version.clone(),
+            parent,
+        })
+    }
+
+    pub(super) fn header(&self, places: &HeaderPlaces) -> Vec<u8> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(le32_bytes(&[places.version, places.flags]));
+        let numbers = [self.size / SECTOR, GRAIN / SECTOR, 1, DESCRIPTOR_SECTORS];
+        bytes.extend(numbers.into_iter().flat_map(u64::to_le_bytes));
+        bytes.extend((TABLE_ENTRIES as u32).to_le_bytes());
+        let numbers = [places.second_directory, places.directory, places.overhead];
+        bytes.extend(numbers.into_iter().flat_map(u64::to_le_bytes));
+        // It was shut down cleanly.
+        bytes.push(0);
+        bytes.extend(NEWLINES);
+        let compression = if places.flags & COMPRESSED != 0 { DEFLATE } else { 0 };
+        bytes.extend(compression.to_le_bytes());
+        padded(bytes, LENGTH as u64)
+    }
+
+    pub(super) fn descriptor(&self) -> Vec<u8> {
+        let Self { id, create_type, file_name, adapter, hardware_version, .. } = self;
+        let (heads, track) = if adapter == "ide" { (16, 63) } else { (255, 63) };
+        let sectors = self.size / SECTOR;
+        let cylinders = (sectors / (heads * track)).max(1);
+        // A disk of which no geometry has all sectors has the largest.
+        let cylinders = cylinders.min(geometry(u64::MAX).0.into());
+        let (parent, hint) = match &self.parent {
+            Some(NewParent { cid, name }) => (*cid, format!("parentFileNameHint=\"{name}\"\n")),
+            None => (NO_PARENT, String::new()),
+        };
+        let text = format!(
+            "# Disk DescriptorFile\nversion=1\nCID={id:08x}\nparentCID={parent:08x}\ncreateType=\"{create_type}\"\n{hint}\n\
+             # Extent description\nRW {sectors} SPARSE \"{file_name}\"\n\n\
+             # The Disk Data Base\n#DDB\n\n\
+             ddb.virtualHWVersion = \"{hardware_version}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
+             ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"{track}\"\nddb.adapterType = \"{adapter}\"\n"
+        );
+        padded(text.into_bytes(), DESCRIPTOR_SECTORS * SECTOR)
+    }
+}
+
+/// The flags of a stream.
+pub(super) const STREAM_FLAGS: u32 = NEWLINE_TEST | COMPRESSED | MARKERS;

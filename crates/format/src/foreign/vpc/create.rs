@@ -1,0 +1,129 @@
+//! New VHD images: fixed ones, and dynamic ones with blocks of 2 MiB.
+//!
+//! The size of the disk is what was asked for, also where no geometry has it: the footer has the
+//! creator `qem2`, by which QEMU says that the size counts and not the geometry (its `force_size`).
+
+use std::time::Duration;
+
+use blockhouse_core::Result;
+
+use super::footer::{COOKIE, DYNAMIC, FIXED, MAX_SIZE, VERSION, checksum};
+use super::sparse;
+use crate::foreign::fields::{SECTOR, padded, put};
+use crate::foreign::new_image::{
+    FilePieces, NewBlocks, NewForeignOptions, Subformat, geometry, refuse,
+};
+
+/// Bytes of a block, and of the bitmap of its sectors, which is in front of it.
+const BLOCK: u64 = 2 << 20;
+const BITMAP: u64 = SECTOR;
+/// Offsets of the header of the table, and of the table.
+const HEADER: u64 = 512;
+const TABLE: u64 = 1536;
+/// 1 January 2000, at which VHD's time begins, in seconds of Unix.
+const EPOCH: u64 = 946_684_800;
+const CREATOR: &[u8; 4] = b"qem2";
+/// A block that has no place.
+const UNALLOCATED: u32 = u32::MAX;
+
+/// An image while it is filled.
+pub struct NewVpc {
+    size: u64,
+    /// `None`: a fixed image.
+    blocks: Option<NewBlocks>,
+    id: [u8; 16],
+    now: Duration,
+}
+
+impl NewVpc {
+    pub(in crate::foreign) fn new(options: &NewForeignOptions) -> Result<Self> {
+        let size = options.size;
+        if size > MAX_SIZE {
+            return Err(refuse(format!("a VHD image has {MAX_SIZE} bytes at most")));
+        }
+        let blocks = match options.subformat {
+            Subformat::Fixed => None,
+            Subformat::Sparse | Subformat::Stream => Some(NewBlocks::new(size, BLOCK, false)?),
+        };
+        Ok(Self { size, blocks, id: options.guid(0), now: options.now })
+    }
+
+    pub(in crate::foreign) fn place(&mut self, at: u64) -> (u64, u64) {
+        let Some(blocks) = &mut self.blocks else { return (at, self.size - at) };
+        let start = first_block(blocks);
+        let (number, inside) = blocks.place(at);
+        (block_at(start, number) + BITMAP + inside, BLOCK - inside)
+    }
+
+    pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {
+        let footer = self.footer();
+        let Some(blocks) = self.blocks else {
+            let pieces = std::iter::once((self.size, footer));
+            return (Box::new(pieces), self.size + SECTOR);
+        };
+        let start = first_block(&blocks);
+        let end = block_at(start, blocks.used());
+        let sector = |number: u64| (block_at(start, number) / SECTOR) as u32;
+        let entries = blocks.iter().map(|number| number.map_or(UNALLOCATED, sector));
+        let mut table: Vec<u8> = entries.flat_map(u32::to_be_bytes).collect();
+        table.resize((start - TABLE) as usize, 0xff);
+        let head = [(0, footer.clone()), (HEADER, header(blocks.count())), (TABLE, table)];
+        // All sectors of a block were written: those that were not are zeros.
+        let bitmaps = (0..blocks.used())
+            .map(move |number| (block_at(start, number), vec![0xff; BITMAP as usize]));
+        let pieces = head.into_iter().chain(bitmaps).chain([(end, footer)]);
+        (Box::new(pieces), end + SECTOR)
+    }
+
+    fn footer(&self) -> Vec<u8> {
+        let is_fixed = self.blocks.is_none();
+        let (cylinders, heads, track) = geometry(self.size);
+        let time = self.now.as_secs().saturating_sub(EPOCH) as u32;
+        let mut bytes = COOKIE.to_vec();
+        // A feature that is always set.
+        bytes.extend(2_u32.to_be_bytes());
+        bytes.extend(VERSION.to_be_bytes());
+        bytes.extend(if is_fixed { u64::MAX } else { HEADER }.to_be_bytes());
+        bytes.extend(time.to_be_bytes());
+        bytes.extend(CREATOR);
+        bytes.extend(0x0005_0003_u32.to_be_bytes());
+        // The host that all programs state.
+        bytes.extend(b"Wi2k");
+        bytes.extend(self.size.to_be_bytes());
+        bytes.extend(self.size.to_be_bytes());
+        bytes.extend(cylinders.to_be_bytes());
+        bytes.extend([heads, track]);
+        bytes.extend(if is_fixed { FIXED } else { DYNAMIC }.to_be_bytes());
+        let sum_at = bytes.len();
+        bytes.extend([0; 4]);
+        bytes.extend(self.id);
+        seal(padded(bytes, SECTOR), sum_at)
+    }
+}
+
+/// The header of a table of so many blocks.
+fn header(blocks: u64) -> Vec<u8> {
+    let mut bytes = sparse::COOKIE.to_vec();
+    bytes.extend(u64::MAX.to_be_bytes());
+    bytes.extend(TABLE.to_be_bytes());
+    bytes.extend(VERSION.to_be_bytes());
+    bytes.extend((blocks as u32).to_be_bytes());
+    bytes.extend((BLOCK as u32).to_be_bytes());
+    let sum_at = bytes.len();
+    seal(padded(bytes, TABLE - HEADER), sum_at)
+}
+
+fn seal(mut bytes: Vec<u8>, sum_at: usize) -> Vec<u8> {
+    let sum = checksum(&bytes, sum_at);
+    put(&mut bytes, sum_at, sum.to_be_bytes());
+    bytes
+}
+
+/// Where the first block begins, with its bitmap.
+fn first_block(blocks: &NewBlocks) -> u64 {
+    TABLE + (blocks.count() * 4).next_multiple_of(SECTOR)
+}
+
+fn block_at(start: u64, number: u64) -> u64 {
+    start + number * (BITMAP + BLOCK)
+}
