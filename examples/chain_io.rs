@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let access = if write.is_some() { Access::ReadWrite } else { Access::ReadOnly };
     let options = ImageOptions { access, ..ImageOptions::default() };
     let disk = Arc::new(disk_loop.run(move || async move { open(&image, options).await })?);
-    for layer in (0..).map_while(|depth| disk.layer_at(depth)) {
+    for layer in (0..).map_while(|depth| disk.image().layer_at(depth)) {
         println!("{}: {}, {} bytes", layer.name, layer.format_name, layer.size);
     }
 

@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     for line in std::io::stdin().lines() {
         line?;
-        let counters = disk.stats();
+        let counters = disk.stats().counters();
         println!(
             "{} reads, {} writes, {} flushes",
             counters.reads, counters.writes, counters.flushes

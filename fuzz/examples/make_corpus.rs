@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Fua, Request, Unmap};
-use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options};
+use blockhouse_disk::{Disk, Image, ImageFormat, NewBitmap, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Preallocation, Switch, Version};
 use blockhouse_fuzz::case::{Case, Corruption, Step};
 use blockhouse_fuzz::images::{NAMES, corpus};
@@ -166,12 +166,13 @@ fn by_ours(kind: &str) -> Vec<u8> {
     let made = storage.clone();
     sim.block_on(async move {
         qcow2::create(&made, &options).await.expect("a new image");
-        let mut disk =
-            Disk::open(made, ImageFormat::Qcow2, Options::default()).await.expect("it opens");
+        let mut image =
+            Image::open(made, ImageFormat::Qcow2, Options::default()).await.expect("it opens");
         if options.backing.is_some() {
-            disk = disk
-                .with_backing(Disk::raw(base, Options::default()).expect("whole sectors").into());
+            image =
+                image.with_backing(&Image::raw(base, Options::default()).expect("whole sectors"));
         }
+        let disk = Disk::new(image);
         disk.resize(disk.size().max(SIZE / 2)).await.expect("room");
         if has_bitmaps {
             add_bitmaps(&disk).await;

@@ -13,7 +13,7 @@
 //! Nothing is written, and no operation is misaligned. Memory is bounded.
 
 use blockhouse_core::{ByteRange, Storage};
-use blockhouse_disk::{Access, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Disk, Image, ImageFormat, Options};
 use blockhouse_format::ForeignKind;
 use blockhouse_sim::Sim;
 
@@ -65,19 +65,19 @@ pub fn look_at(kind: ForeignKind, image: SparseFile, extents: SparseFile) {
 
 async fn read_and_check(kind: ForeignKind, image: SparseFile, extents: SparseFile) {
     let options = Options { access: Access::ReadOnly, ..Options::default() };
-    let opened = match Disk::open(image, ImageFormat::Foreign(kind), options).await {
-        Ok(disk) if !disk.extent_files().is_empty() => {
+    let opened = match Image::open(image, ImageFormat::Foreign(kind), options).await {
+        Ok(image) if !image.extent_files().is_empty() => {
             let whole = ByteRange::between(0, extents.size());
-            let ranges = vec![whole; disk.extent_files().len()];
-            disk.with_extents(extents, &ranges).await
+            let ranges = vec![whole; image.extent_files().len()];
+            image.with_extents(extents, &ranges).await
         }
         opened => opened,
     };
     let disk = match opened {
-        Ok(disk) => disk,
+        Ok(image) => Disk::new(image),
         Err(error) => return assert_tells_the_place(&error),
     };
-    let unit = disk.cluster_size().unwrap_or(disk.size()).max(1);
+    let unit = disk.image().cluster_size().unwrap_or(disk.size()).max(1);
     let limits = match kind {
         ForeignKind::Vmdk => {
             Limits { extents: (MAX_UNPACKED / unit).clamp(2, 8) as usize, ..LIMITS }
@@ -89,7 +89,7 @@ async fn read_and_check(kind: ForeignKind, image: SparseFile, extents: SparseFil
     if disk.size() / unit > MAX_CHECKED {
         return;
     }
-    match disk.check().await {
+    match disk.image().check().await {
         Ok(report) => {
             assert!(report.is_none_or(|found| found.problems.len() as u64 <= found.corruptions));
         }

@@ -40,7 +40,7 @@ pub async fn read_extents<S: Storage>(disk: &Disk<S>, limits: Limits) {
             Ok((_, length)) => length,
             Err(error) => {
                 assert_tells_the_place(&error);
-                disk.cluster_size().unwrap_or(rest.length()).min(rest.length())
+                disk.image().cluster_size().unwrap_or(rest.length()).min(rest.length())
             }
         };
         assert!((1..=rest.length()).contains(&length), "an extent of {length} bytes");

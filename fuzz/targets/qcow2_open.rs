@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use blockhouse_core::Fua;
-use blockhouse_disk::{Access, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::memory::Memory;
 use blockhouse_fuzz::walk::{Limits, read_bitmaps, read_extents};
@@ -31,21 +31,19 @@ fuzz_target!(|data: &[u8]| {
 });
 
 async fn look_at(storage: Memory, behind: Memory, access: Access) {
-    let disk =
-        match Disk::open(storage, ImageFormat::Qcow2, Options { access, ..Options::default() })
-            .await
-        {
-            Ok(disk) => disk,
-            Err(error) => return assert_tells_the_place(&error),
-        };
-    let is_backed = disk.backing_file().is_some();
-    let disk = if is_backed {
-        let options = Options { access: Access::ReadOnly, ..Options::default() };
-        disk.with_backing(Arc::new(Disk::raw(behind, options).expect("a size of whole sectors")))
-    } else {
-        disk
+    let options = Options { access, ..Options::default() };
+    let image = match Image::open(storage, ImageFormat::Qcow2, options).await {
+        Ok(image) => image,
+        Err(error) => return assert_tells_the_place(&error),
     };
-    assert!(disk.cluster_size().is_some_and(u64::is_power_of_two));
+    let is_backed = image.backing_file().is_some();
+    let disk = Disk::new(if is_backed {
+        let options = Options { access: Access::ReadOnly, ..Options::default() };
+        image.with_backing(&Image::raw(behind, options).expect("a size of whole sectors"))
+    } else {
+        image
+    });
+    assert!(disk.image().cluster_size().is_some_and(u64::is_power_of_two));
     read_extents(&disk, Limits::default()).await;
     read_bitmaps(&disk).await;
     if access == Access::ReadWrite {

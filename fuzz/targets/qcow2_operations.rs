@@ -14,7 +14,7 @@ use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, Fua, Request, Result, Unmap,
 };
 use blockhouse_disk::{
-    Access, BitmapAction, BlockStatusCache, Discard, Disk, ImageFormat, NewBitmap, Options,
+    Access, BitmapAction, BlockStatusCache, Discard, Disk, Image, ImageFormat, NewBitmap, Options,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_fuzz::case::{Case, Step};
@@ -99,12 +99,12 @@ struct Harness {
 
 impl Harness {
     async fn open(&self) -> Result<Arc<Disk<Memory>>> {
-        let disk = Disk::open(self.storage.clone(), ImageFormat::Qcow2, self.options).await?;
-        if disk.backing_file().is_none() {
-            return Ok(Arc::new(disk));
+        let mut image = Image::open(self.storage.clone(), ImageFormat::Qcow2, self.options).await?;
+        if image.backing_file().is_some() {
+            let behind = Options { access: Access::ReadOnly, ..Options::default() };
+            image = image.with_backing(&Image::raw(self.base.clone(), behind)?);
         }
-        let behind = Options { access: Access::ReadOnly, ..Options::default() };
-        Ok(Arc::new(disk.with_backing(Arc::new(Disk::raw(self.base.clone(), behind)?))))
+        Ok(Arc::new(Disk::new(image)))
     }
 
     async fn work(&self, case: &Case) -> Detected {
@@ -222,7 +222,7 @@ fn range_of(disk: &Disk<Memory>, step: Step) -> ByteRange {
     let size = disk.size().min(MAX_SIZE);
     let unit = match step.flags >> 1 & 3 {
         0 => 1,
-        1 => disk.cluster_size().unwrap_or(512),
+        1 => disk.image().cluster_size().unwrap_or(512),
         _ => 512,
     };
     let start = u64::from(step.offset) * size / 65536 / unit * unit;

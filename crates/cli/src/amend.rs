@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use blockhouse_config::size;
-use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, amend, open_without_backing};
+use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, Purpose, amend, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Preallocation, Switch};
 
@@ -115,7 +115,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     // There is one write at the end, and no telling how far it is.
     let work = || {
         event_loop.block_on(async {
-            let disk = open_without_backing(&path, options).await?;
+            let disk = open(&path, options.for_purpose(Purpose::Image)).await?;
             match key_slots::change(&changes)? {
                 Some(change) => {
                     key_slots::run(&disk, arguments.open.keys(), change, arguments.force).await
@@ -130,8 +130,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 /// Makes all changes, or none but a larger size.
 async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
     let (mut amendments, mut size) = (Amendments::default(), None);
-    let Some(features) = disk.features().filter(|_| disk.format_name() == "qcow2") else {
-        bail!("{}: a {} image has no options that can be changed", disk.name(), disk.format_name());
+    let Some(features) = disk.image().features().filter(|_| disk.image().format_name() == "qcow2")
+    else {
+        bail!(
+            "{}: a {} image has no options that can be changed",
+            disk.name(),
+            disk.image().format_name()
+        );
     };
     for change in changes {
         match change {
@@ -145,7 +150,7 @@ async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
         }
     }
     if let Some(size) = size.filter(|&size| size != disk.size()) {
-        if size < disk.size() || disk.backing_file().is_some() {
+        if size < disk.size() || disk.image().backing_file().is_some() {
             bail!(
                 "{}: 'blockhouse resize' changes its size (--shrink to make it shorter)",
                 disk.name()
@@ -159,10 +164,10 @@ async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
 
 /// Refuses an option that stays as it is, unless it is so already.
 fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Result<()> {
-    let backing = disk.backing_file();
-    let data_file = disk.data_file();
+    let backing = disk.image().backing_file();
+    let data_file = disk.image().data_file();
     let (name, is_same) = match setting {
-        Setting::ClusterSize(size) => ("cluster_size", disk.cluster_size() == Some(*size)),
+        Setting::ClusterSize(size) => ("cluster_size", disk.image().cluster_size() == Some(*size)),
         Setting::RefcountBits(bits) => ("refcount_bits", features.refcount_bits == *bits),
         Setting::ExtendedL2(switch) => ("extended_l2", features.extended_l2 == *switch),
         Setting::CompressionType(kind) => ("compression_type", features.compression == *kind),

@@ -219,8 +219,8 @@ impl Arguments {
         }
         let advice = || format!("{}: cannot be resumed; remove it", part.display());
         let target = self.open_target(part).await.with_context(advice)?;
-        let is_like_it =
-            target.size() == options.size && target.backing_file() == options.backing.as_ref();
+        let is_like_it = target.size() == options.size
+            && target.image().backing_file() == options.backing.as_ref();
         if !is_like_it {
             bail!("{}: is no part of this backup; remove it", part.display());
         }

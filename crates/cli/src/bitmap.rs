@@ -7,7 +7,7 @@ use anyhow::Result;
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, ImageDisk, ImageFormat, ImageOptions, Locking, NewBitmap,
-    make_sidecar, open_without_backing, remove_unused_sidecar,
+    Purpose, make_sidecar, remove_unused_sidecar,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Command, FromArgMatches};
@@ -354,7 +354,7 @@ impl Image {
 
 async fn open(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
     // The tables are all that is needed.
-    Ok(open_without_backing(image, options).await.map_err(told)?)
+    Ok(blockhouse_disk::open(image, options.for_purpose(Purpose::Image)).await.map_err(told)?)
 }
 
 fn told(error: Error) -> Error {

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use blockhouse_core::{Storage, ToolProgress};
 use blockhouse_disk::{
-    CheckReport, IfCorrupt, ImageFormat, PendingChanges, format_by_name, open_for_repair,
-    open_metadata, replay_state,
+    CheckReport, IfCorrupt, ImageFormat, PendingChanges, Purpose, format_by_name, open,
+    open_storage, replay_state,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
@@ -129,13 +129,14 @@ async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome
     // Locked, so that no program writes until the report is there.
     let (path, options) = arguments.image.look_only()?;
     let state = options.state.directory().cloned();
-    let disk = open_metadata(&path, arguments.source_cache.apply(options)).await?;
-    let pending = state.map_or(Ok(None), |dir| disk.pending_changes(&dir))?;
-    let format = disk.format_name();
+    let disk =
+        open(&path, arguments.source_cache.apply(options).for_purpose(Purpose::Metadata)).await?;
+    let pending = state.map_or(Ok(None), |dir| disk.image().pending_changes(&dir))?;
+    let format = disk.image().format_name();
     if called_as::is_qemu_img() && format == "vpc" {
         return Ok(Outcome::NotCheckable(format));
     }
-    let report = disk.check_with(progress).await?.map(|report| match format {
+    let report = disk.image().check_with(progress).await?.map(|report| match format {
         // QEMU counts nothing of others.
         "qcow2" => report,
         _ if called_as::is_qemu_img() => CheckReport {
@@ -175,7 +176,7 @@ async fn repair_image(
     // The answered writes of a server that died would be leaks, and would be gone.
     let options = arguments.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
-    let storage = open_for_repair(image, options).await?;
+    let storage = open_storage(image, options).await?;
     let repaired = repair_with(&storage, what, progress).await?;
     storage.close().await?;
     Ok(Outcome::Repaired(repaired, format.as_str()))

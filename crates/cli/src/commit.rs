@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use blockhouse_core::ToolProgress;
 use blockhouse_disk::{
     AfterCommit, CommitChain, CopyJob, CopyOptions, ImageDisk, ImageFormat, TargetContent,
-    commit_overlay, open_for_commit,
+    commit_overlay,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
@@ -70,7 +70,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         base.is_none_or(|base| is_same_file(&image, base, behind))
     };
     let CommitChain { overlay, base, between } =
-        event_loop.block_on(open_for_commit(&image, options, is_base))?;
+        event_loop.block_on(CommitChain::open(&image, options, is_base))?;
     if arguments.base.is_none() && !between.is_empty() {
         bail!("{}: its options name another backing file than it has", image.display());
     }
@@ -136,8 +136,8 @@ fn is_same_file(image: &Path, typed: &Path, path: &Path) -> bool {
 
 /// Refuses to store in the clear what is encrypted in one of the images above the base.
 fn check_encryption(overlay: &ImageDisk, base: &ImageDisk, between: usize) -> Result<()> {
-    let mut above = (0..=between).filter_map(|depth| overlay.layer_at(depth));
-    match above.find(|layer| layer.is_encrypted && !base.is_encrypted()) {
+    let mut above = (0..=between).filter_map(|depth| overlay.image().layer_at(depth));
+    match above.find(|layer| layer.is_encrypted && !base.image().is_encrypted()) {
         None => Ok(()),
         Some(layer) => bail!(
             "{}: is encrypted, and its backing file {} is not: what is committed would be stored there in the clear; if \

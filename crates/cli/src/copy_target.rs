@@ -13,9 +13,9 @@ use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    AllowedPaths, CacheMode, CopyJob, IfExists, ImageDisk, ImageFormat, ImageOptions, StateUse,
-    TargetContent, check_apart, check_new_name, exists, is_device, keeps_its_place, open,
-    open_for_repair, open_locked, open_without_backing, part_of, remove_created, rename_finished,
+    AllowedPaths, CacheMode, CopyJob, IfExists, ImageDisk, ImageFormat, ImageOptions, Purpose,
+    StateUse, TargetContent, check_apart, check_new_name, exists, is_device, keeps_its_place,
+    lock_for_writing, open, open_storage, part_of, remove_created, rename_finished,
 };
 use blockhouse_engine::{EventLoop, HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
@@ -89,7 +89,7 @@ pub async fn without_leaks(
     open: impl AsyncFnOnce() -> Result<ImageDisk>,
 ) -> Result<ImageDisk> {
     let advice = || format!("{}: cannot be resumed; remove it", part.display());
-    match disk.check().await.with_context(advice)? {
+    match disk.image().check().await.with_context(advice)? {
         Some(report) if report.corruptions > 0 => {
             bail!("{}: is damaged, {}; remove it", part.display(), report.problems.join("; "))
         }
@@ -97,7 +97,7 @@ pub async fn without_leaks(
             disk.close().await?;
             // Its lock goes with it.
             drop(disk);
-            let storage = open_for_repair(part, ImageOptions::default()).await?;
+            let storage = open_storage(part, ImageOptions::default()).await?;
             repair(&storage, Repair::Leaks).await.with_context(advice)?;
             storage.close().await?;
             drop(storage);
@@ -218,7 +218,7 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     check_new_name(path)?;
     Ok(match is_there {
         true if keeps_its_place(path) => Existing::InPlace,
-        true => Existing::Replaced(open_locked(path)?),
+        true => Existing::Replaced(lock_for_writing(path)?),
         false => Existing::None,
     })
 }
@@ -427,7 +427,7 @@ impl TargetSpec<'_> {
                 self.size
             );
         }
-        if disk.backing_file().is_some() {
+        if disk.image().backing_file().is_some() {
             bail!("{}: has a backing file and is no part of this copy; remove it", part.display());
         }
         if self.format == ImageFormat::Qcow2 && !disk.bitmaps().list().await?.is_empty() {
@@ -504,7 +504,7 @@ impl TargetSpec<'_> {
         let content = match self.if_there {
             IfThere::Resume => TargetContent::Unknown,
             // The ranges that it leaves to its backing file may be right.
-            _ if disk.backing_file().is_some() => TargetContent::Unknown,
+            _ if disk.image().backing_file().is_some() => TargetContent::Unknown,
             IfThere::OverwriteZeros => TargetContent::Zero,
             // A stream: it says what becomes zeros.
             _ if self.size == 0 => TargetContent::Unknown,
@@ -557,12 +557,10 @@ impl TargetSpec<'_> {
             allowed_paths: self.allowed_paths()?,
             remote_backing: self.open.remote_backing(),
             secrets: self.open.secrets()?,
+            purpose: if self.is_overlay() { Purpose::Disk } else { Purpose::Image },
             ..ImageOptions::default()
         };
-        match self.is_overlay() {
-            true => open(path, options).await,
-            false => open_without_backing(path, options).await,
-        }
+        open(path, options).await
     }
 
     /// Whether the target may have a backing file.

@@ -13,8 +13,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
-    QemuName, StateUse, behind_links, check_raw_backing, create_as, exists, format_for_new,
-    is_address, is_device, note_data_file, open_created, open_without_backing, part_of,
+    Purpose, QemuName, StateUse, behind_links, check_raw_backing, create_as, exists,
+    format_for_new, is_address, is_device, note_data_file, open, open_created, part_of,
     plain_backing, remove_created, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
@@ -39,7 +39,8 @@ use crate::qemu_refusals;
 /// Arguments of `create`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The image's format; left out, the file's name decides (.qcow2, .vmdk and so on, otherwise raw).
+    /// The image's format; left out, the file's name decides (.qcow2, .vmdk and so on, otherwise
+    /// raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
     /// Options as NAME=VALUE,...; a comma in a value is written twice. 'help' explains them. Of
@@ -579,5 +580,5 @@ async fn open_backing(
     if options.format == Some(ImageFormat::Raw) && part.is_none() {
         check_raw_backing(&path).await.with_context(failed)?;
     }
-    open_without_backing(&path, options).await.with_context(failed)
+    open(&path, options.for_purpose(Purpose::Image)).await.with_context(failed)
 }

@@ -43,7 +43,7 @@ pub async fn create(
 /// # Errors
 /// It is no VMDK image.
 pub fn parent(disk: &ImageDisk, named: &Backing) -> Result<NewParent> {
-    let Some(facts) = disk.vmdk_facts() else {
+    let Some(facts) = disk.image().vmdk_facts() else {
         bail!("{}: is no VMDK image, and the parent of one has to be", disk.name());
     };
     let name = String::from_utf8_lossy(&named.name).into_owned();

@@ -10,7 +10,7 @@ use blockhouse_daemon::control::Listed;
 use blockhouse_daemon::qcow2_words::qcow2_data;
 use blockhouse_disk::{
     Backing, Bitmap, CacheMode, DataFile, Features, FilePart, ImageDisk, ImageOptions, Locking,
-    PendingChanges, StateDir, StateUse, open_metadata, open_to_look, plain_backing,
+    PendingChanges, Purpose, StateDir, StateUse, open, plain_backing,
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::Switch;
@@ -124,12 +124,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 /// found out first.
 async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, ImageOptions)>> {
     let all = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
-    drop(open_to_look(image, all).await?);
+    drop(open(image, all.for_purpose(Purpose::Chain)).await?);
     let mut chain = vec![(image.to_owned(), options.clone())];
     loop {
         let (image, options) = chain.last().expect("it begins with one");
         let disk = open_as_served(image, options.clone()).await?;
-        let Some(backing) = disk.backing_file() else { return Ok(chain) };
+        let Some(backing) = disk.image().backing_file() else { return Ok(chain) };
         let (backing, part) = plain_backing(backing, disk.name())?;
         let Backing { name, format } = &*backing;
         let format = format.as_deref().map(str::parse).transpose().map_err(anyhow::Error::msg)?;
@@ -141,11 +141,12 @@ async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, I
 
 /// Opens an image around the page cache, where that can be.
 async fn open_as_served(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
-    Ok(match open_metadata(image, options.clone()).await {
+    let options = options.for_purpose(Purpose::Metadata);
+    Ok(match open(image, options.clone()).await {
         // Clusters smaller than the host's blocks are served through the page cache only, and some
         // file systems have no direct I/O.
         Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) => {
-            open_metadata(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
+            open(image, ImageOptions { cache: CacheMode::Writeback, ..options }).await
         }
         opened => opened,
     }?)
@@ -160,22 +161,22 @@ fn facts_of(
     let follows = !options.allowed_paths.is_none();
     let part = options.part;
     let disk = event_loop.block_on(open_as_served(&image, options))?;
-    let is_file = disk.file().is_some() || part.is_some();
+    let is_file = disk.image().file().is_some() || part.is_some();
     let actual_size = match is_file {
-        true => Some(blocks_of(&image)? * 512 + disk.query_extents_allocated()?),
+        true => Some(blocks_of(&image)? * 512 + disk.image().query_extents_allocated()?),
         // Another server has it.
         false => None,
     };
     Ok(Facts {
         said_name: None,
-        qcow2: disk.features(),
-        format: disk.format_name(),
-        cluster_size: disk.cluster_size(),
+        qcow2: disk.image().features(),
+        format: disk.image().format_name(),
+        cluster_size: disk.image().cluster_size(),
         logical_block_size: disk.logical_block_size(),
-        backing: disk.backing_file().cloned(),
-        data_file: disk.data_file().cloned(),
-        extents: disk.extent_files().to_vec(),
-        vmdk: disk.vmdk_facts(),
+        backing: disk.image().backing_file().cloned(),
+        data_file: disk.image().data_file().cloned(),
+        extents: disk.image().extent_files().to_vec(),
+        vmdk: disk.image().vmdk_facts(),
         follows,
         limits: None,
         part,
@@ -183,10 +184,10 @@ fn facts_of(
         actual_size,
         room_left: event_loop.block_on(disk.room_left()).ok().flatten().map(|room| room.left),
         file_size: is_file.then(|| size_of(&image)).transpose()?,
-        encryption: event_loop.block_on(disk.read_encryption())?,
+        encryption: event_loop.block_on(disk.image().read_encryption())?,
         capabilities: event_loop.block_on(async { disk.capabilities() }),
         engine: event_loop.report().clone(),
-        pending: state.map_or(Ok(None), |dir| disk.pending_changes(dir))?,
+        pending: state.map_or(Ok(None), |dir| disk.image().pending_changes(dir))?,
         bitmaps: told(event_loop.block_on(disk.bitmaps().list())),
         snapshots: told(event_loop.block_on(disk.snapshots().list()))
             .iter()

@@ -151,7 +151,7 @@ fn is_zero(kind: MapEntryKind) -> bool {
 fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let lines = parts.iter().map(|&MapEntry { guest, depth, kind }| {
         let (start, length) = (guest.offset(), guest.length());
-        let place = host(kind).map(|host| format!(", \"offset\": {}", disk.locate(depth, host).1));
+        let place = host(kind).map(|host| format!(", \"offset\": {}", disk.image().locate(depth, host).1));
         // The order and the spaces are those that scripts look for.
         format!(
             "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {}, \"zero\": {}, \
@@ -178,10 +178,10 @@ fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
     };
     let with_data = parts.iter().filter(|part| !is_zero(part.kind)).map(|part| {
         let [offset, length] = [part.guest.offset(), part.guest.length()].map(hexadecimal);
-        let data_name = disk.layer_at(part.depth).map_or("", |layer| layer.data_name);
+        let data_name = disk.image().layer_at(part.depth).map_or("", |layer| layer.data_name);
         let (file, place) = match host(part.kind) {
             Some(host) => {
-                let (file, offset) = disk.locate(part.depth, host);
+                let (file, offset) = disk.image().locate(part.depth, host);
                 (file, hexadecimal(offset))
             }
             None => (data_name, "compressed".into()),

@@ -12,7 +12,6 @@ use blockhouse_config::size;
 use blockhouse_core::ByteRange;
 use blockhouse_disk::{
     Bitmap, BlockStatusCache, ImageDisk, ImageFormat, ImageOptions, Locking, MapEntryKind, open,
-    open_snapshot,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewLuks;
@@ -131,7 +130,7 @@ fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
         Some(size) => (size.next_multiple_of(512), 0, None),
         None => with_image(arguments, async |disk| {
             let clusters = clusters_with_data(disk, cluster).await?;
-            let bitmaps = match disk.features() {
+            let bitmaps = match disk.image().features() {
                 Some(source) if [source.version, options.version] == [Version::V3; 2] => {
                     let bitmaps = disk.bitmaps().list().await?;
                     Some(size_of_bitmaps(&bitmaps, disk.size(), cluster))
@@ -168,11 +167,7 @@ fn with_image<T>(
     let options =
         ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
-        let disk = match &arguments.snapshot {
-            None => open(&path, options).await?,
-            Some(name) => open_snapshot(&path, options, name).await?,
-        };
-        look(&disk).await
+        look(&open(&path, options.at_snapshot(arguments.snapshot.as_deref())).await?).await
     })
 }
 

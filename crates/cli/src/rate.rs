@@ -30,7 +30,7 @@ impl RateArgs {
     /// Sets the limit of `disk`.
     pub fn apply(self, disk: &ImageDisk) {
         if let Some(Rate(bps_write @ Some(_))) = self.rate {
-            disk.set_limits(RateLimits { bps_write, ..RateLimits::default() });
+            disk.throttle().set_limits(RateLimits { bps_write, ..RateLimits::default() });
         }
     }
 }

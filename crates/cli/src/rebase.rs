@@ -7,9 +7,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use blockhouse_core::{ErrorKind, ToolProgress};
 use blockhouse_disk::{
-    Access, Backing, Compress, ImageDisk, ImageFormat, ImageOptions, QemuName, check_raw_backing,
-    is_foreign_address, open, open_without_backing, plain_backing, prepare_rebase,
-    set_backing_file,
+    Access, Backing, Compress, ImageDisk, ImageFormat, ImageOptions, Purpose, QemuName,
+    check_raw_backing, is_foreign_address, open, plain_backing, prepare_rebase, set_backing_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 
@@ -78,7 +77,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         event_loop.block_on(async {
             warn_of_new(&arguments.image, new.as_ref()).await;
             let options = arguments.open.read_write(arguments.format)?;
-            anyhow::Ok(open_without_backing(&arguments.image, options).await?)
+            anyhow::Ok(open(&arguments.image, options.for_purpose(Purpose::Image)).await?)
         })?
     } else {
         arguments.with_same_content(&mut event_loop, &shown, new.as_ref())?
@@ -147,13 +146,13 @@ impl Arguments {
         let options = self.open.read_write(self.format)?;
         let (disk, behind) = event_loop.block_on(async {
             let disk = open(&self.image, self.target_cache.apply(options.clone())).await?;
-            if self.compress && disk.compression().is_none() {
+            if self.compress && disk.image().compression().is_none() {
                 match called_as::is_qemu_img() {
                     true => bail!("Compression not supported for this file format"),
                     false => bail!(
                         "{}: {} images have no compressed clusters; leave --compress out",
                         disk.name(),
-                        disk.format_name()
+                        disk.image().format_name()
                     ),
                 }
             }

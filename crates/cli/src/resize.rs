@@ -64,7 +64,7 @@ impl Space {
 impl Arguments {
     /// Whether tables are asked for that the image does not have, under the name qemu-img.
     fn is_metadata_of_raw(&self, disk: &ImageDisk) -> bool {
-        let is_raw = disk.cluster_size().is_none();
+        let is_raw = disk.image().cluster_size().is_none();
         called_as::is_qemu_img() && is_raw && self.preallocation == Space::Metadata
     }
 }
@@ -98,7 +98,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
     // A raw disk of qemu-img ends anywhere, and is told in whole sectors.
-    let is_rounded = called_as::is_qemu_img() && disk.cluster_size().is_none();
+    let is_rounded = called_as::is_qemu_img() && disk.image().cluster_size().is_none();
     let size = if is_rounded { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
         match called_as::is_qemu_img() {

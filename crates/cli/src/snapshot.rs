@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_core::ErrorKind;
-use blockhouse_disk::{
-    Access, ImageDisk, ImageFormat, ImageOptions, Locking, fork_image, open_without_backing,
-};
+use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, fork_image};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
 
@@ -304,7 +302,8 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
     };
     let options = ImageOptions { locking, ..options };
     // The tables are all that is needed.
-    let opened = open_without_backing(&named.path, options).await;
+    let options = options.for_purpose(Purpose::Image);
+    let opened = blockhouse_disk::open(&named.path, options).await;
     Ok(opened.map_err(with_hint)?)
 }
 

@@ -55,7 +55,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         range: ByteRange,
         max: usize,
     ) -> Result<Vec<BitmapExtent>> {
-        self.disk.check_inside(range)?;
+        self.disk.image().check_inside(range)?;
         self.disk.begin_use().format().bitmaps()?.extents(name, range, max).await
     }
 

@@ -1,11 +1,11 @@
-//! Disks (layer 3): open images, and read and write them. A [`Disk`] is an image format over a
-//! storage.
+//! Disks (layer 3): open images, and read and write them. An [`Image`] is an
+//! image format over a storage, a [`Disk`] the choke point of all requests to it.
 //!
 //! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes
 //! a new one. [`Disk::submit`] carries out one request. It is the only place where requests are
 //! checked, ordered where they must be, split by extent, made durable and counted, whichever export
-//! they come from. [`Disk::metrics`] says what was done, and how long it took. Nothing here knows
-//! an engine or a protocol.
+//! they come from. [`DiskStats::metrics`] says what was done, and how long it took. Nothing here
+//! knows an engine or a protocol.
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Durability, Request};
@@ -46,6 +46,7 @@
 //! - `durability`: the decision, and the tracker of flushes around each storage
 //! - `layer`: one image of a chain, and reading it
 //! - `write`: changing it
+//! - `image`: one image, opened: layer, writer, options, state
 //! - `disk`: the choke point of all requests
 //! - `snapshots`, `bitmaps`, `vm_state`, `tools`, `open`: what is done with whole disks
 #![forbid(unsafe_code)]
@@ -56,6 +57,7 @@ mod claims;
 mod dirty_map;
 mod disk;
 mod durability;
+mod image;
 mod layer;
 mod observers;
 mod open;
@@ -78,23 +80,23 @@ pub use blockhouse_format::{
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
-    Disk, EarlierCounts, FailedRequest, FailureObserver, HoldChange, HoldObserver, LayerInfo,
-    PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
+    Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, Hold, HoldChange,
+    HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
 };
+pub use image::{Image, LayerInfo};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
     AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, ForkOf, Forked, HandedFile,
     HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
-    Locking, NOT_KEPT, NewChild, PendingChanges, QemuName, RemoteBacking, RolledBack, Room,
-    Secrets, SharedLayer, SideFile, SpaceOptions, StateUse, VOUCHER_RENEWAL, behind_links,
-    change_key_slots, changed_since, check_apart, check_apart_from, check_new_name,
+    Locking, NOT_KEPT, NewChild, PendingChanges, Purpose, QemuName, RemoteBacking, RolledBack,
+    Room, Secrets, SharedLayer, SideFile, SpaceOptions, StateUse, StoredImage, VOUCHER_RENEWAL,
+    behind_links, change_key_slots, changed_since, check_apart, check_apart_from, check_new_name,
     check_raw_backing, create, create_as, create_qcow2, escape_uri, exists, forget_moved, fork,
     fork_image, format_by_name, format_for_new, is_address, is_device, is_foreign_address,
-    is_forked, keep_state, keeps_its_place, make_missing_sidecar, make_sidecar, note_data_file,
-    open, open_base, open_created, open_for_commit, open_for_repair, open_handed_over, open_locked,
-    open_metadata, open_snapshot, open_storage, open_to_look, open_without_backing, part_of,
-    plain_backing, probe_nameless, record_committed, record_forked, record_moved, remove_created,
+    is_forked, keep_state, keeps_its_place, lock_for_writing, make_missing_sidecar, make_sidecar,
+    note_data_file, open, open_base, open_created, open_storage, part_of, plain_backing,
+    probe_nameless, record_committed, record_forked, record_moved, remove_created,
     remove_unused_sidecar, rename_durable, rename_finished, replay_state, roll_back,
     start_recording, stop_recording,
 };
@@ -109,7 +111,7 @@ pub use stats::{
     HostOperation, Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
 };
 pub use throttle::{
-    Burst, LiftGuard, MAX_RATE, RateLimits, ThrottleClock, ThrottleGroup, ThrottleSleep,
+    Burst, LiftGuard, MAX_RATE, RateLimits, Throttle, ThrottleClock, ThrottleGroup, ThrottleSleep,
     ThrottleStats,
 };
 pub use tools::{

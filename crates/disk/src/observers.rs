@@ -25,7 +25,7 @@ pub type ChangeId = u64;
 /// them.
 pub const MAX_OBSERVED_BYTES: u64 = 256 << 10;
 
-/// Is told of changes of a disk: [`Disk::observe`](crate::Disk::observe).
+/// Is told of changes of a disk: [`DiskJobs::observe`](crate::DiskJobs::observe).
 pub trait ChangeObserver: Send + Sync {
     /// Whether it is shown the bytes of writes now.
     fn wants_bytes(&self) -> bool {

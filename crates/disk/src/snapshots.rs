@@ -15,6 +15,7 @@ use blockhouse_format::{
 
 use crate::disk::Disk;
 use crate::durability::FlushTracker;
+use crate::image::Image;
 
 /// The effect of a change of the snapshots on the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +62,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// `Unsupported` where the format takes the snapshots, or there are none; `InvalidInput` where
     /// there is no such snapshot, or it is younger than the one that the disk was opened on.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
-        self.disk.check_inside(range)?;
+        self.disk.image().check_inside(range)?;
         self.disk.begin_use().format().snapshots()?.changes_since(name, range).await
     }
 
@@ -106,7 +107,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     ) -> Result<Option<(T, Pause)>> {
         self.check_possible()?;
         // In this order: where another image takes its place in between, that is found out.
-        let image = self.disk.current();
+        let image = self.disk.image();
         let snapshots = image.format().snapshots()?;
         let mut pause = Pause { length: Duration::ZERO };
         let outcome =
@@ -125,7 +126,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// Adds to `pause` for how long changes were held off.
     async fn prepare_and_take(
         &self,
-        image: &Disk<S>,
+        image: &Image<S>,
         snapshots: &Snapshots<'_, FlushTracker<S>>,
         plan: SnapshotPlan,
         is_cancelled: &dyn Fn() -> bool,
@@ -161,8 +162,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     }
 
     /// Refuses to change the snapshots of an image that no request goes to.
-    fn check_current(&self, image: &Disk<S>) -> Result<()> {
-        if std::ptr::eq(self.disk.current(), image) {
+    fn check_current(&self, image: &Image<S>) -> Result<()> {
+        if std::ptr::eq(&**self.disk.image(), image) {
             return Ok(());
         }
         let what =

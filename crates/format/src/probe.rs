@@ -5,10 +5,11 @@
 
 use std::path::Path;
 
-use blockhouse_core::{Buffer, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 
 use crate::foreign::is_vmdk_descriptor;
 use crate::image_format::suffix;
+use crate::qcow2::MAX_FILE_NAME;
 
 /// How many first bytes [`name_of`] looks at, and how many last ones [`name_of_end`].
 pub const LENGTH: usize = 512;
@@ -49,6 +50,19 @@ pub fn name_of(first: &[u8]) -> Option<&'static str> {
 pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
     let found = FINAL_SIGNATURES.iter().find(|(bytes, _)| last.starts_with(bytes));
     found.map(|&(_, name)| name)
+}
+
+/// Where the name of its backing file is, as the header of a qcow2 image with these first bytes
+/// says;
+/// `None` where it is none, or has none.
+pub fn qcow2_backing_name(first: &[u8]) -> Option<ByteRange> {
+    if name_of(first) != Some("qcow2") {
+        return None;
+    }
+    let offset = u64::from_be_bytes(first.get(8..16)?.try_into().ok()?);
+    let length = u32::from_be_bytes(first.get(16..20)?.try_into().ok()?);
+    let is_there = offset > 0 && length as usize <= MAX_FILE_NAME;
+    ByteRange::new(offset, length.into()).filter(|_| is_there)
 }
 
 /// Bytes of a cluster, as the header of a qcow2 image with these first bytes says; `None` where it

@@ -116,7 +116,7 @@ impl<S: Storage> Copier<S> {
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
     ) -> Self {
-        let pace = RefCell::new(Pace::new(clock.now(), source.export_load()));
+        let pace = RefCell::new(Pace::new(clock.now(), source.stats().export_load()));
         Self {
             source,
             rule,
@@ -276,7 +276,7 @@ impl<S: Storage> Copier<S> {
 
     fn next_in_background(&self) -> Next {
         let now = self.clock.now();
-        let load = || self.source.export_load();
+        let load = || self.source.stats().export_load();
         let allowance = match self.is_hurried.get() {
             true => Allowance::Unlimited,
             false => self.pace.borrow_mut().allowance(now, load).limited(self.control.speed()),

@@ -23,9 +23,10 @@
 //! A *commit* is a mirror whose target is the backing file of the source, as in QEMU
 //! (`commit_active_start`). The target has no mark; copied is what the source's image has itself.
 //! The source reads the same at each moment, because it has itself what is copied, until it is no
-//! more the disk ([`Disk::attach_base`]). So until step 3 source and target together are the disk,
-//! and the target alone is none. When the rest is copied and flushed, an
-//! [action](Mirror::before_switch) notes that the target is the disk: that is the moment.
+//! more the disk ([`DiskJobs::attach_base`](blockhouse_disk::DiskJobs::attach_base)). So until step
+//! 3 source and target together are the disk, and the target alone is none. When the rest is copied
+//! and flushed, an [action](Mirror::before_switch) notes that the target is the disk: that is the
+//! moment.
 //!
 //! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)),
 //! whose target is no successor of it. One of certain ranges alone leaves all else of the target as
@@ -172,7 +173,7 @@ impl<S: Storage> Mirror<S> {
     /// content is lost.
     ///
     /// # Errors
-    /// As [`Disk::check_successor`]; the host has no memory to track changes.
+    /// As [`Disk::check_replacement`]; the host has no memory to track changes.
     pub fn new(
         source: Arc<Disk<S>>,
         target: Arc<Disk<S>>,
@@ -185,7 +186,7 @@ impl<S: Storage> Mirror<S> {
             let what = format!("a disk of {size} bytes is too short for a mirror");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         }
-        source.check_successor(&target)?;
+        source.check_replacement(target.image())?;
         Self::to(TargetKind::Copy, (source, target), options, (control, clock), None)
     }
 
@@ -209,7 +210,7 @@ impl<S: Storage> Mirror<S> {
         Self::to(TargetKind::Backup, (source, target), options, (control, clock), only)
     }
 
-    /// A commit of `source` into its [base](Disk::base), which is as long.
+    /// A commit of `source` into its [base](blockhouse_disk::DiskJobs::base), which is as long.
     ///
     /// # Errors
     /// As [`new`](Self::new); `InvalidInput` where its backing file is not open for writing.
@@ -219,13 +220,13 @@ impl<S: Storage> Mirror<S> {
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
     ) -> Result<Self> {
-        let Some(base) = source.base().cloned() else {
+        let Some(base) = source.jobs().base().cloned() else {
             let what = "its backing file is not open for writing";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         };
         // The base's content where the image is zeros is not known.
         let options = MirrorOptions { mode, is_target_zero: false, ..MirrorOptions::default() };
-        source.check_successor(&base)?;
+        source.check_replacement(base.image())?;
         Self::to(TargetKind::Base, (source, base), options, (control, clock), None)
     }
 
@@ -359,7 +360,7 @@ impl<S: Storage> Mirror<S> {
 
     fn stop_observing(&self) {
         let observer: Arc<dyn ChangeObserver> = Arc::clone(&self.tracker) as _;
-        self.source.stop_observing(&observer);
+        self.source.jobs().stop_observing(&observer);
     }
 
     /// Begins no more copies, and lets all requests go that wait for one.
@@ -379,7 +380,7 @@ impl<S: Storage> Mirror<S> {
             mark_incomplete(&self.target, self.source.name()).await?;
             (self.marked)()?;
         }
-        self.unless_ending(self.source.observe(Arc::clone(&self.tracker) as _)).await??;
+        self.unless_ending(self.source.jobs().observe(Arc::clone(&self.tracker) as _)).await??;
         if self.options.mode == CopyMode::WriteBlocking {
             self.tracker.block_writes();
         }
@@ -453,7 +454,7 @@ impl<S: Storage> Mirror<S> {
     /// would destroy the disk.
     async fn check_distinct(&self) -> Result<(), Stop> {
         let ranges = probes(self.source.size(), self.clock.now());
-        let probe = self.source.probe_reads(ranges.clone());
+        let probe = self.source.jobs().probe_reads(ranges.clone());
         for range in ranges {
             let mut buffer = Buffer::try_new(range.length() as usize)?;
             let (offset, into) = (range.offset(), buffer.lend());

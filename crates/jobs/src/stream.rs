@@ -2,10 +2,11 @@
 //! then the backing file is detached (`block-stream` of QEMU).
 //!
 //! 1. From the start to the end of the disk, what the image leaves to its backing file is made its
-//!    own ([`Disk::populate`]), a few parts at a time, at the pace that the guest's requests leave
-//!    ([`Pace`]).
+//!    own ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)), a few parts at a time, at
+//!    the pace that the guest's requests leave ([`Pace`]).
 //! 2. When nothing is left: all of that becomes durable ([`Disk::check_populated`]), and one write
-//!    of the header detaches the backing file ([`Disk::detach_backing`]).
+//!    of the header detaches the backing file
+//!    ([`DiskJobs::detach_backing`](blockhouse_disk::DiskJobs::detach_backing)).
 //!
 //! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its
 //! backing file, and names it; a job that is cancelled, fails or is killed leaves what it has
@@ -90,7 +91,7 @@ impl<S: Storage> Stream<S> {
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
     ) -> Self {
-        let pace = RefCell::new(Pace::new(clock.now(), disk.export_load()));
+        let pace = RefCell::new(Pace::new(clock.now(), disk.stats().export_load()));
         let (meter, cursor, pass, schedule, retry) = Default::default();
         Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, _guard: guard }
     }
@@ -123,13 +124,13 @@ impl<S: Storage> Stream<S> {
             return Ok(None);
         }
         self.control.set_progress(self.meter.borrow().progress(0));
-        self.disk.check_populated().await?;
+        self.disk.jobs().check_populated().await?;
         if !self.control.commit() {
             return Ok(None);
         }
         self.control.set_stage(JobStage::Completing);
         let began = self.clock.now();
-        self.disk.detach_backing().await?;
+        self.disk.jobs().detach_backing().await?;
         Ok(Some(self.clock.now().saturating_sub(began)))
     }
 
@@ -181,7 +182,7 @@ impl<S: Storage> Stream<S> {
         cache: &mut BlockStatusCache,
         parts: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
     ) -> Result<Option<BackedRange>> {
-        let mut found = pin!(self.disk.next_backed(self.cursor.get(), cache));
+        let mut found = pin!(self.disk.jobs().next_backed(self.cursor.get(), cache));
         loop {
             let part = pin!(next_event(parts, pending(), None));
             match select(found.as_mut(), part).await {
@@ -280,7 +281,7 @@ impl<S: Storage> Stream<S> {
         if let Some(wait) = self.retry.as_ref().and_then(|retry| retry.wait(now)) {
             return Turn::Later(wait);
         }
-        let allowance = self.pace.borrow_mut().allowance(now, || self.disk.export_load());
+        let allowance = self.pace.borrow_mut().allowance(now, || self.disk.stats().export_load());
         let (room, rate) = match allowance.limited(self.control.speed()) {
             Allowance::Rest(end) => return Turn::Later(end.saturating_sub(now)),
             Allowance::Unlimited => (MAX_IN_FLIGHT, None),
@@ -304,7 +305,7 @@ impl<S: Storage> Stream<S> {
 
     async fn populate(&self, part: BackedRange) -> Result<()> {
         let go_on = || !self.control.is_decided();
-        let filled = self.disk.populate(part, &go_on).await.inspect_err(|_| {
+        let filled = self.disk.jobs().populate(part, &go_on).await.inspect_err(|_| {
             self.count_failed(part.range.offset(), part.range.length());
         })?;
         self.pass.update(|pass| Pass { failures: 0, ..pass });

@@ -55,12 +55,12 @@ impl Parameters {
         let capabilities = disk.capabilities();
         Self {
             size: disk.size(),
-            access: disk.opened_access(),
+            access: disk.image().access(),
             cache: capabilities.write_cache,
             logical: disk.logical_block_size(),
             block,
             discard_granularity: disk.discard_granularity(),
-            unit: disk.cluster_size().unwrap_or(block).max(block),
+            unit: disk.image().cluster_size().unwrap_or(block).max(block),
             max_io_bytes,
             discard: capabilities.discard,
         }

@@ -213,7 +213,7 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;
         let gates = owner.queues.iter().map(|queue| Arc::clone(&queue.gate)).collect();
-        let client = disk.enter_client(ExportKind::Ublk);
+        let client = disk.stats().enter_client(ExportKind::Ublk);
         let owner = Mutex::new(owner);
         let server = Server { disk, info, owner, gates, image, end, _client: client };
         if origin != Origin::Added && parameters.size != server.disk.size() {

@@ -45,7 +45,7 @@ impl<S: Storage + Send + Sync> Session<S> {
     pub fn new(device: &Arc<Device<S>>, stream: UnixStream) -> io::Result<Self> {
         let frontend = Frontend::new(Arc::clone(device), &stream)?;
         let (device, connection) = (Arc::clone(device), Connection::new(stream));
-        let client = device.export.disk.enter_client(ExportKind::VhostUser);
+        let client = device.export.disk.stats().enter_client(ExportKind::VhostUser);
         Ok(Self { device, frontend, connection, _client: client })
     }
 
@@ -56,7 +56,7 @@ impl<S: Storage + Send + Sync> Session<S> {
     pub fn restore(device: &Arc<Device<S>>, prepared: PreparedFrontend) -> io::Result<Self> {
         let connection = Connection::new(prepared.stream().try_clone()?);
         let frontend = Frontend::restore(Arc::clone(device), prepared);
-        let client = device.export.disk.enter_client_again(ExportKind::VhostUser);
+        let client = device.export.disk.stats().enter_client_again(ExportKind::VhostUser);
         Ok(Self { device: Arc::clone(device), frontend, connection, _client: client })
     }
 

@@ -14,7 +14,8 @@ use blockhouse_disk::{
     Access, CacheMode, ImageDisk, ImageFormat, ImageOptions, Options, StateUse, create,
     open_storage,
 };
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile};
+use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_storage::ImageStorage;
 use rustix::fs::{Mode, OFlags};
 use tempfile::TempDir;
 
@@ -152,23 +153,24 @@ impl Target {
                 }
                 TargetKind::Existing(path) => path.clone(),
             };
-            let (file, cache) = open_direct(&path)?;
-            let disk = ImageDisk::raw(file.into(), Options::default())?;
+            let (storage, cache) = open_direct(&path).await?;
+            let disk = ImageDisk::raw(storage, Options::default())?;
             fill(&disk, size, stop).await?;
             Ok((Arc::new(disk), cache))
         })
     }
 }
 
-fn open_direct(path: &Path) -> Result<(HostFile, CacheMode)> {
+async fn open_direct(path: &Path) -> Result<(ImageStorage, CacheMode)> {
     let options = |cache| ImageOptions {
         access: Access::ReadWrite,
         cache,
         ..read_only(Some(ImageFormat::Raw), StateUse::Off)
     };
-    match open_storage(path, options(CacheMode::None)) {
-        Ok(file) => Ok((file, CacheMode::None)),
-        Err(_) => Ok((open_storage(path, options(CacheMode::Writeback))?, CacheMode::Writeback)),
+    let (direct, cached) = (CacheMode::None, CacheMode::Writeback);
+    match open_storage(path, options(direct)).await {
+        Ok(storage) => Ok((storage, direct)),
+        Err(_) => Ok((open_storage(path, options(cached)).await?, cached)),
     }
 }
 

@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use blockhouse_config::size;
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links, open, open_snapshot,
+    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, behind_links, open,
 };
 
 use crate::called_as;
@@ -68,7 +68,8 @@ pub struct Arguments {
     #[arg(long, requires = "no_create")]
     pub(super) target_is_zero: bool,
     /// How the target is written: through the page cache (writeback) or around it (none). Either
-    /// way it is durable in the end; unsafe: through the page cache, and without a flush at the end.
+    /// way it is durable in the end; unsafe: through the page cache, and without a flush at the
+    /// end.
     #[arg(long, short = 't', value_name = "MODE", value_parser = parse_cache)]
     pub(super) cache: Option<CacheMode>,
     /// Do not lock the source: also copy it while another program writes to it. The copy may be of
@@ -285,10 +286,7 @@ async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> 
     let options =
         ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
     let options = arguments.source_cache.apply(options);
-    let opened = match snapshot {
-        None => open(&path, options).await,
-        Some(name) => open_snapshot(&path, options, name).await,
-    };
+    let opened = open(&path, options.at_snapshot(snapshot.as_deref())).await;
     opened.map_err(|error| match error.kind() {
         // A snapshot that is not there is no matter of formats.
         ErrorKind::InvalidInput if format.is_none() && snapshot.is_none() => {

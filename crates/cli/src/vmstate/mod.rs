@@ -10,7 +10,6 @@ use crate::pipe::{self, Reader};
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
     Access, CacheMode, Compression, ImageFormat, ImageOptions, VmStateReader, VmStateWriter, open,
-    open_snapshot,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::builder::ValueParser;
@@ -135,7 +134,7 @@ async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
 
 async fn load(image: &Image) -> Result<()> {
     let options = image.options(Access::ReadOnly)?;
-    let disk = open_snapshot(&image.image, options, &image.name).await?;
+    let disk = open(&image.image, options.at_snapshot(Some(&image.name))).await?;
     let mut reader = VmStateReader::new(&disk)?;
     let mut output = pipe::write_standard_output("the state")?;
     let mut progress = Progress::new(Some(reader.size()));

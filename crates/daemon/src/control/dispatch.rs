@@ -210,7 +210,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
     let info = |disk: Arc<RunningDisk>| DiskInfo {
         disk: disk.name().to_owned(),
         path: disk.path(),
-        format: disk.disk.image_format_name().to_owned(),
+        format: disk.disk.image().image_format_name().to_owned(),
         size: disk.disk.size(),
         logical_block_size: disk.disk.logical_block_size(),
         physical_block_size: disk.disk.physical_block_size(),
@@ -221,7 +221,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         exports: of(disk.name()),
         room_left: disk.disk.room_left_now(),
         threshold: disk.threshold().map(|threshold| threshold.to_string()),
-        held: Some(disk.disk.held_requests()).filter(|&held| held > 0),
+        held: Some(disk.disk.hold().count()).filter(|&held| held > 0),
         waits: disk.disk.backing_wait().map(|wait| wait.to_string()),
     };
     running.disks().all().into_iter().map(info).collect()
@@ -264,7 +264,7 @@ fn named_disks(running: &Running, name: Option<&str>) -> Result<Vec<Arc<RunningD
 
 fn limits(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
     let info = |disk: Arc<RunningDisk>| {
-        let stats = disk.disk.throttle_stats();
+        let stats = disk.disk.stats().throttle();
         LimitInfo {
             disk: disk.name().to_owned(),
             limits: disk.limits(),
@@ -298,7 +298,7 @@ fn stats(running: &Running, StatsParams { disk }: StatsParams) -> Outcome {
 }
 
 fn stats_of(disk: &RunningDisk) -> DiskStats {
-    let metrics = disk.disk.metrics();
+    let metrics = disk.disk.stats().metrics();
     let counters = metrics.counters();
     let mut errors: Vec<ErrorStats> = Vec::new();
     for one in metrics.requests.iter().flat_map(|requests| &requests.errors) {

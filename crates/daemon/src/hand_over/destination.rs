@@ -20,7 +20,7 @@ use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::offers::Offer as ExportOffer;
 use blockhouse_config::setup::Setup;
-use blockhouse_disk::{Access, HandedFile, HandedOverDisk, StateUse, open_handed_over};
+use blockhouse_disk::{Access, HandedFile, HandedOverDisk, StateUse};
 use blockhouse_engine::{OpenFiles, Stream, peer_process};
 use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
@@ -351,7 +351,7 @@ impl PreparedDisk {
     ) -> OpenedDisk {
         let Self { setup, earlier, is_protected, disk } = self;
         let disk = workers.run(move || async move { disk.take_over(failures).await });
-        disk.count_from(counts.earlier());
+        disk.stats().count_from(counts.earlier());
         if is_protected {
             disk.protect_unused();
         }
@@ -376,7 +376,7 @@ fn open_all(
         let behind = behind.transpose()?;
         let disk = workers.run(move || async move {
             let snapshot = image.snapshot.as_deref();
-            open_handed_over(&image.path, options, snapshot, files, behind).await
+            HandedOverDisk::open(&image.path, options.at_snapshot(snapshot), files, behind).await
         })?;
         prepared.push(PreparedDisk { setup, earlier, is_protected, disk });
     }

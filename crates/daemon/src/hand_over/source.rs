@@ -144,8 +144,9 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
 /// Refuses where an image is encrypted: its key is not handed over, and to derive it anew takes
 /// longer than clients wait.
 fn check_keys(service: &Service) -> Result<()> {
-    let needs_key =
-        |disk: &Arc<RunningDisk>| disk.disk.has_encrypted_layer() || !disk.setup.keys().is_empty();
+    let needs_key = |disk: &Arc<RunningDisk>| {
+        disk.disk.image().has_encrypted_layer() || !disk.setup.keys().is_empty()
+    };
     match service.disks().iter().find(|disk| needs_key(disk)) {
         None => Ok(()),
         Some(disk) => bail!(
@@ -157,7 +158,7 @@ fn check_keys(service: &Service) -> Result<()> {
 
 /// Refuses where a disk's writes wait for room: they could not complete while clients wait.
 fn check_held(service: &Service) -> Result<()> {
-    let held = |disk: &Arc<RunningDisk>| disk.disk.held_requests();
+    let held = |disk: &Arc<RunningDisk>| disk.disk.hold().count();
     match service.disks().iter().find(|disk| held(disk) > 0) {
         None => Ok(()),
         Some(disk) => bail!(
@@ -171,7 +172,7 @@ fn check_held(service: &Service) -> Result<()> {
 /// Refuses where a job goes on: it cannot be handed over. Nor can a backing file that a commit has
 /// opened for writing.
 fn check_jobs(service: &Service) -> Result<()> {
-    let has_base = |disk: &Arc<RunningDisk>| disk.disk.base().is_some();
+    let has_base = |disk: &Arc<RunningDisk>| disk.disk.jobs().base().is_some();
     if let Some(disk) = service.running().disks().all().into_iter().find(has_base)
         && service.running().jobs().check_free(disk.name()).is_ok()
     {
@@ -198,7 +199,7 @@ fn check_jobs(service: &Service) -> Result<()> {
 /// Refuses where a fork has left a layer that could not be made durable.
 fn check_layers(service: &Service) -> Result<()> {
     for disk in service.running().disks().all() {
-        if disk.disk.has_unstable_layer() {
+        if disk.disk.image().has_unstable_layer() {
             bail!(
                 "what the disk {:?} stands on since its fork is not durable, and cannot be handed over; stop this server and start the new one",
                 disk.name()
@@ -245,7 +246,7 @@ fn give(
         let settle = |disk: &Arc<RunningDisk>| {
             let disk = Arc::clone(&disk.disk);
             async move {
-                let settled = disk.settle().await;
+                let settled = disk.image().settle().await;
                 settled.with_context(|| format!("{}: cannot be handed over", disk.name()))
             }
         };
@@ -261,11 +262,15 @@ fn give(
         Some(record)
     });
     let yours = Yours {
-        flush_failures: service.disks().iter().map(|disk| disk.disk.flush_failures()).collect(),
+        flush_failures: service
+            .disks()
+            .iter()
+            .map(|disk| disk.disk.image().flush_failures())
+            .collect(),
         counts: service
             .disks()
             .iter()
-            .map(|disk| Counts::from(&disk.disk.earlier_counts()))
+            .map(|disk| Counts::from(&disk.disk.stats().earlier_counts()))
             .collect(),
         connections: connections
             .iter()
@@ -288,7 +293,7 @@ fn flush_ahead(service: &Service, limit: usize) {
         let disks = service.disks();
         service.workers().run(move || async move {
             // The outcome is that of the next one.
-            let _ = join_all(disks.iter().map(|disk| disk.disk.settle_ahead())).await;
+            let _ = join_all(disks.iter().map(|disk| disk.disk.image().settle_ahead())).await;
         });
         if begin.elapsed() <= QUICK_FLUSH {
             break;
@@ -302,7 +307,7 @@ fn pause(
     deadline: Instant,
 ) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
     // Requests that wait for their turn are let go, so that the pause does not wait for them.
-    let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.disk.lift_limits()).collect();
+    let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.disk.throttle().lift()).collect();
     // All at once: what they have in flight completes at the same time.
     let devices = service.devices();
     let devices = devices.iter().map(|device| device.served());
@@ -448,13 +453,13 @@ fn disk_record<'a>(
     // The open file of a layer has its locks, and two disks would give them back one after the
     // other: it is handed over once.
     let shared = (0..).zip(before).filter_map(|(place, other)| {
-        let (images, depth) = disk.shared_with(&other.disk)?;
+        let (images, depth) = disk.image().shared_with(other.disk.image())?;
         Some((images, StandsOn { disk: place, depth }))
     });
     let shared = shared.min_by_key(|(images, _)| *images);
     let (mut files, mut descriptors) = (Vec::new(), Vec::new());
     let images = shared.map_or(usize::MAX, |(images, _)| images);
-    let chain = disk.first_files(images).map_err(|error| {
+    let chain = disk.image().first_files(images).map_err(|error| {
         anyhow::anyhow!(
             "{error}; close the disk {:?} first ('blockhouse ctl SOCKET close'), or stop this server and start the new one",
             running.name()
@@ -474,7 +479,7 @@ fn disk_record<'a>(
     let record = Disk {
         opened: Opened::of(&running.setup_now())?,
         moved: running.moved().as_ref().map(MovedTo::from),
-        is_protected: disk.access() != disk.opened_access(),
+        is_protected: disk.access() != disk.image().access(),
         limits: Limits::of(&running.limits())?,
         files,
         stands_on: shared.map(|(_, stands_on)| stands_on),

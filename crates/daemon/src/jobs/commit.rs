@@ -51,7 +51,7 @@ pub(crate) async fn start_commit(
     }
     let state = running.state_use(&source.setup)?;
     let base = base_of(running, &source).await?;
-    let name = base.image_name().to_owned();
+    let name = base.image().image_name().to_owned();
     let (job, handle) =
         running.jobs().register(setup.name, "commit", (&setup.disk, &source.disk), (name, None))?;
     job.control.set_speed(setup.speed);
@@ -65,11 +65,11 @@ pub(crate) async fn start_commit(
 /// The backing file of a disk, open for writing and as long as the disk.
 async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDisk>> {
     let disk = &source.disk;
-    if let Some(base) = disk.base() {
-        disk.settle_base().await?;
+    if let Some(base) = disk.jobs().base() {
+        disk.jobs().settle_base().await?;
         return fit(base, disk.size()).await.map(|()| Arc::clone(base));
     }
-    if let Some(behind) = disk.layer_at(1) {
+    if let Some(behind) = disk.image().layer_at(1) {
         check_size(behind.name, behind.size, disk.size())?;
         running.sandbox().check_image(Path::new(behind.name))?;
     }
@@ -77,25 +77,25 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     let options = image_options(&source.setup, &StateUse::Off)?;
     let base = open_base(disk, &source.path(), options).await?;
     // From now on it is not what the disk was at its fork.
-    if is_forked(Path::new(base.image_name())) {
-        record_committed(Path::new(base.image_name()), &source.path())?;
+    if is_forked(Path::new(base.image().image_name())) {
+        record_committed(Path::new(base.image().image_name()), &source.path())?;
     }
     let fitted = fit(&base, disk.size()).await;
     // Also where it cannot be made longer: it is the only opening that is locked.
-    if let Err(error) = disk.attach_base(Arc::clone(&base)).await {
+    if let Err(error) = disk.jobs().attach_base(Arc::clone(&base)).await {
         // The error that counts is the first one.
         let _ = base.close().await;
         return Err(error.into());
     }
     keep_vouching(running, &base);
-    disk.settle_base().await?;
+    disk.jobs().settle_base().await?;
     fitted.map(|()| base)
 }
 
 /// Refuses to store in the clear what is encrypted.
 fn check_encryption(source: &RunningDisk) -> Result<()> {
-    let Some(behind) = source.disk.layer_at(1) else { return Ok(()) };
-    if source.disk.is_encrypted() && !behind.is_encrypted {
+    let Some(behind) = source.disk.image().layer_at(1) else { return Ok(()) };
+    if source.disk.image().is_encrypted() && !behind.is_encrypted {
         bail!(
             "{}: is encrypted, and its backing file {} is not: what is committed would be stored there in the clear; if that \
              is meant, say decrypt ('blockhouse ctl SOCKET commit DISK --decrypt')",
@@ -118,7 +118,7 @@ fn check_size(base: &str, size: u64, wanted: u64) -> Result<()> {
 
 /// Makes the backing file as long as the disk.
 async fn fit(base: &ImageDisk, size: u64) -> Result<()> {
-    check_size(base.image_name(), base.size(), size)?;
+    check_size(base.image().image_name(), base.size(), size)?;
     if base.size() < size {
         base.resize(size).await?;
     }
@@ -135,9 +135,9 @@ async fn commit(
 ) -> JobEnd {
     let disk = Arc::clone(&source.disk);
     // Another server has no place for a record.
-    let overlay = disk.file().map(|file| PathBuf::from(file.name()));
+    let overlay = disk.image().file().map(|file| PathBuf::from(file.name()));
     let (kept, name) = (overlay.clone(), job.name.clone());
-    let layer = PathBuf::from(base.image_name());
+    let layer = PathBuf::from(base.image().image_name());
     let was_forked = is_forked(&layer);
     let forget = move || {
         let forgotten = kept.iter().try_for_each(|image| {
@@ -150,14 +150,14 @@ async fn commit(
     let record = move || {
         let (base, overlay, state) = (Arc::clone(&target), overlay.clone(), state.clone());
         Box::pin(async move {
-            base.settle().await?;
+            base.image().settle().await?;
             // The base may be the layer of the fork that the overlay was made in: it is the disk
             // again. First, because two records that name each other would leave no
             // disk.
             if overlay.is_some() {
-                forget_moved(Path::new(base.image_name()))?;
+                forget_moved(Path::new(base.image().image_name()))?;
             }
-            overlay.iter().try_for_each(|image| record_moved(image, base.image_name()))?;
+            overlay.iter().try_for_each(|image| record_moved(image, base.image().image_name()))?;
             // Before a guest changes it: what is answered from then on outlives the process as
             // before.
             keep_state(&base, &PathBuf::from(base.name()), &state);
@@ -170,10 +170,10 @@ async fn commit(
         Err(error) => JobEnd::Failed(error.to_string()),
     };
     match end {
-        JobEnd::Completed { .. } => disk.unlock_former(),
+        JobEnd::Completed { .. } => disk.jobs().unlock_former(),
         // So that what a kill leaves has no mark of an image that is open.
         JobEnd::Cancelled | JobEnd::Failed(_) => {
-            let settled = base.settle().await;
+            let settled = base.image().settle().await;
             settled.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));
         }
     }

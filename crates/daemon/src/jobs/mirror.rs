@@ -46,7 +46,7 @@ pub(crate) async fn start_mirror(
     running.check_free(&setup.disk)?;
     let (target, names) = open_target(running, &source, target).await?;
     let apart = check_apart(&target.disk, &source.disk);
-    if let Err(error) = apart.and_then(|()| source.disk.check_successor(&target.disk)) {
+    if let Err(error) = apart.and_then(|()| source.disk.check_replacement(target.disk.image())) {
         let created = target.created.clone();
         drop(target);
         remove(created.as_deref());
@@ -161,7 +161,7 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
     // Of the image that the disk has now: it may have been moved before. A sidecar is not what is
     // opened later.
-    let image = disk.file().map(|_| PathBuf::from(disk.image_name()));
+    let image = disk.image().file().map(|_| PathBuf::from(disk.image().image_name()));
     let (recorded, name) = (image.clone(), job.target.clone());
     let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));
     let (kept, name) = (image.clone(), job.name.clone());
@@ -173,7 +173,7 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     // The target may have been the disk before, and have been moved to this source. Its mark
     // refuses it from now on: with its record as well, after a kill each of the two images
     // would name the other.
-    let former = target.file().map(|_| PathBuf::from(&job.target));
+    let former = target.image().file().map(|_| PathBuf::from(&job.target));
     let marked = move || former.iter().try_for_each(|image| forget_moved(image));
     let end = match mirror {
         Ok(mirror) => {
@@ -193,7 +193,7 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     match completion {
         None => remove(created.as_deref()),
         Some(Completion::Copy) => {}
-        Some(Completion::Switch | Completion::HandOver) => disk.unlock_former(),
+        Some(Completion::Switch | Completion::HandOver) => disk.jobs().unlock_former(),
     }
     end
 }

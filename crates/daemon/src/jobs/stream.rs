@@ -28,7 +28,8 @@ pub(crate) enum OnFailure {
 /// Starts the stream that a disk's description asks for, if its image has a backing file still.
 /// Why it cannot be started is logged: the disk is served all the same.
 pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
-    let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.backing_file().is_some()) else {
+    let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.image().backing_file().is_some())
+    else {
         return;
     };
     let setup = JobSetup {
@@ -59,14 +60,14 @@ pub(crate) async fn start_stream(
     }
     running.check_free(&setup.disk)?;
     let disk = Arc::clone(&source.disk);
-    if disk.base().is_some() {
+    if disk.jobs().base().is_some() {
         bail!(
             "the backing file of the disk {:?} is open for writing since a commit that did not complete; commit it again \
              and complete that, or close the disk and open it again",
             setup.disk
         );
     }
-    let guard = disk.begin_populating().await?;
+    let guard = disk.jobs().begin_populating().await?;
     let target = disk.name().to_owned();
     let (job, handle) = running.jobs().register(
         setup.name,
@@ -94,15 +95,15 @@ pub(crate) async fn start_stream(
 /// Gives back what is held of a backing file that was detached, when the last read there has ended:
 /// at once, mostly.
 async fn release_detached(disk: Arc<ImageDisk>) {
-    if timeout(MAX_TIDY_TIME, disk.detached_reads_ended()).await.is_some() {
-        return disk.release_detached();
+    if timeout(MAX_TIDY_TIME, disk.jobs().detached_reads_ended()).await.is_some() {
+        return disk.jobs().release_detached();
     }
     tracing::warn!(
         "{}: its former backing file stays open until the reads there have ended",
         disk.name()
     );
     spawn_detached(async move {
-        disk.detached_reads_ended().await;
-        disk.release_detached();
+        disk.jobs().detached_reads_ended().await;
+        disk.jobs().release_detached();
     });
 }

@@ -9,8 +9,8 @@ use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
-    CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, StateUse, check_new_name, create,
-    mark_incomplete, open_without_backing, rename_durable,
+    CacheMode, IfExists, ImageDisk, ImageFormat, ImageOptions, Purpose, StateUse, check_new_name,
+    create, mark_incomplete, open, rename_durable,
 };
 use blockhouse_storage::Location;
 
@@ -134,16 +134,17 @@ async fn open_existing(
         state,
         remote_backing: source.remote_backing(),
         secrets: source.keys().read()?,
+        purpose: Purpose::Image,
         // The job fails, or waits for more room itself.
         ..ImageOptions::default()
     };
-    match open_without_backing(path, options.clone()).await {
+    match open(path, options.clone()).await {
         Err(error)
             if source.cache == CacheMode::None
                 && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
         {
             let options = ImageOptions { cache: CacheMode::Writeback, ..options };
-            Ok(open_without_backing(path, options).await?)
+            Ok(open(path, options).await?)
         }
         opened => Ok(opened?),
     }
@@ -158,7 +159,7 @@ pub(super) fn check(disk: &ImageDisk, size: u64) -> Result<()> {
             disk.size()
         );
     }
-    if disk.backing_file().is_some() {
+    if disk.image().backing_file().is_some() {
         bail!("{}: has a backing file, and a mirror stands alone; use another image", disk.name());
     }
     Ok(())

@@ -74,7 +74,7 @@ pub fn gather(started: StartTime, disks: &[MeasuredDisk]) -> Vec<Samples> {
     gathered.add(&families::BUILD, &[env!("CARGO_PKG_VERSION")], 1);
     gathered.add(&families::START, &[], started.0);
     for MeasuredDisk { name, disk } in disks {
-        let metrics = disk.metrics();
+        let metrics = disk.stats().metrics();
         gathered.add_disk(name, disk);
         gathered.add_totals(name, &metrics);
         metrics.requests.iter().for_each(|one| gathered.add_requests(name, one));
@@ -110,23 +110,27 @@ impl Gathered {
     }
 
     fn add_disk(&mut self, name: &str, disk: &ImageDisk) {
-        self.add(&families::DISK_INFO, &[name, disk.image_format_name(), disk.image_name()], 1);
+        self.add(
+            &families::DISK_INFO,
+            &[name, disk.image().image_format_name(), disk.image().image_name()],
+            1,
+        );
         self.add(&families::SIZE, &[name], disk.size());
         // Without a value where the host does not say, or another server has the image.
-        if let Ok(Some(allocated)) = disk.allocated_bytes() {
+        if let Ok(Some(allocated)) = disk.image().allocated_bytes() {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
-        self.add(&families::HELD, &[name], disk.held_requests());
+        self.add(&families::HELD, &[name], disk.hold().count());
         if let Some(left) = disk.room_left_now() {
             self.add(&families::ROOM, &[name], left);
         }
         if let Some(wait) = disk.backing_wait() {
             self.add(&families::WAIT, &[name, wait.file()], wait.seconds());
         }
-        let limits = disk.throttle_stats();
+        let limits = disk.stats().throttle();
         self.add(&families::THROTTLED, &[name], limits.waiting);
         self.add(&families::DELAYED, &[name], limits.delayed);
-        if let Some(cache) = disk.metadata_cache() {
+        if let Some(cache) = disk.stats().metadata_cache() {
             self.add(&families::CACHE_HITS, &[name], cache.hits);
             self.add(&families::CACHE_MISSES, &[name], cache.misses);
         }

@@ -142,8 +142,8 @@ async fn format_node(
     is_flat: bool,
 ) -> Result<Value, QmpError> {
     let name = running.name();
-    let mut node = frame(disk, running, running.disk.image_format_name());
-    node["encrypted"] = running.disk.is_encrypted().into();
+    let mut node = frame(disk, running, running.disk.image().image_format_name());
+    node["encrypted"] = running.disk.image().is_encrypted().into();
     node["detect_zeroes"] = json!(running.setup.detect_zeroes);
     // Those of a throttle group are told with the group.
     if context.state.borrow().filter_on(name).is_none() {
@@ -191,17 +191,17 @@ fn bitmap(listed: &Value) -> Value {
 
 /// The image of a disk, without those behind it.
 fn image(disk: &Value, running: &RunningDisk) -> Value {
-    let format = running.disk.image_format_name();
-    let features = running.disk.features();
+    let format = running.disk.image().image_format_name();
+    let features = running.disk.image().features();
     let mut image = image_of(&running.path(), format, running.disk.size(), features.as_ref());
     add_space(&mut image, running);
-    if let Some(size) = running.disk.cluster_size().filter(|_| format != "raw") {
+    if let Some(size) = running.disk.image().cluster_size().filter(|_| format != "raw") {
         image["cluster-size"] = size.into();
     }
-    if running.disk.is_encrypted() {
+    if running.disk.image().is_encrypted() {
         image["encrypted"] = true.into();
     }
-    if let Some(backing) = running.disk.backing_file() {
+    if let Some(backing) = running.disk.image().backing_file() {
         image["backing-filename"] = String::from_utf8_lossy(&backing.name).into();
         if let Some(format) = &backing.format {
             image["backing-filename-format"] = format.as_str().into();
@@ -236,7 +236,7 @@ fn image_of(path: &Path, format: &str, size: u64, features: Option<&Features>) -
 }
 
 fn add_space(image: &mut Value, running: &RunningDisk) {
-    if let Ok(Some(bytes)) = running.disk.allocated_bytes() {
+    if let Ok(Some(bytes)) = running.disk.image().allocated_bytes() {
         image["actual-size"] = bytes.into();
     }
 }
@@ -264,7 +264,7 @@ fn filter_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
 /// The file of a disk.
 fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let found = running.path().metadata().ok();
-    let driver = match (running.disk.file(), &found) {
+    let driver = match (running.disk.image().file(), &found) {
         (None, _) => "nbd",
         (Some(_), Some(found)) if !found.is_file() => "host_device",
         (Some(_), _) => "file",

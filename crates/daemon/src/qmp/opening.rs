@@ -263,7 +263,7 @@ async fn stand_on(
     let (Some(upper), Some(below)) = (upper, below) else {
         return Err(QmpError::no_node(backing, backing));
     };
-    let named = upper.disk.backing_file().map(|named| named.name.clone());
+    let named = upper.disk.image().backing_file().map(|named| named.name.clone());
     let path = named.as_ref().map(|named| {
         let folder = upper.path().parent().map(std::path::Path::to_owned).unwrap_or_default();
         folder.join(std::ffi::OsStr::from_bytes(named)).canonicalize().unwrap_or_default()

@@ -98,7 +98,7 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
     if own_disk.layer_at(1).is_some() {
         return Err(QmpError::generic("The overlay already has a backing image"));
     }
-    if own_disk.disk.image_format_name() != "qcow2" {
+    if own_disk.disk.image().image_format_name() != "qcow2" {
         return Err(QmpError::generic("The overlay does not support backing images"));
     }
     let path = own_disk.path();

@@ -35,7 +35,7 @@ pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Return
         let node = state.top_of(disk.name());
         json!({
             "node-name": node,
-            "stats": counters(&disk.disk.metrics()),
+            "stats": counters(&disk.disk.stats().metrics()),
             "parent": {
                 "node-name": state.file_of(node),
                 "stats": counters(&DiskMetrics::default()),

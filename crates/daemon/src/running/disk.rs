@@ -48,7 +48,7 @@ impl RunningDisk {
     /// The image at a depth of the chain, but none in the place of a backing file that is left out:
     /// that has no name.
     pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
-        self.disk.layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
+        self.disk.image().layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
     }
 
     /// Whether NBD clients may ask for the bitmap of this name.
@@ -70,7 +70,7 @@ impl RunningDisk {
     /// The limits in force.
     pub(crate) fn limits(&self) -> LimitsConfig {
         let group = self.group.lock().clone();
-        match self.disk.throttle_group() {
+        match self.disk.throttle().group() {
             Some(throttle) => LimitsConfig::of(group, throttle.limits()),
             None => LimitsConfig::default(),
         }
@@ -96,14 +96,14 @@ impl RunningDisk {
         if !self.disk.is_replaced() {
             return self.moved.clone();
         }
-        let is_cached = self.disk.file().is_some_and(uses_page_cache);
+        let is_cached = self.disk.image().file().is_some_and(uses_page_cache);
         // An overlay of a device without a write cache makes every write durable.
         let is_durable = self.disk.capabilities().write_cache == WriteCache::None;
-        let is_overlay = is_durable && self.disk.backing_file().is_some();
+        let is_overlay = is_durable && self.disk.image().backing_file().is_some();
         let with_sync = |cache: CacheMode| if is_overlay { cache.write_through() } else { cache };
         Some(Moved {
-            path: PathBuf::from(self.disk.image_name()),
-            format: self.disk.image_format_name().parse().ok()?,
+            path: PathBuf::from(self.disk.image().image_name()),
+            format: self.disk.image().image_format_name().parse().ok()?,
             // A target that cannot be opened around the page cache goes through it.
             cache: match self.setup.cache {
                 CacheMode::None if is_cached => with_sync(CacheMode::Writeback),

@@ -92,9 +92,9 @@ impl Running {
         bitmaps: Vec<ExportBitmap>,
     ) -> Arc<RunningDisk> {
         // Where it is no file, or its path can no longer be found, it is known by what was given.
-        let canonical = disk.file().and_then(|_| setup.path.canonicalize().ok());
+        let canonical = disk.image().file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
-        let has_lost_flush = disk.flush_failures().iter().any(Option::is_some);
+        let has_lost_flush = disk.image().flush_failures().iter().any(Option::is_some);
         let teller =
             FailureTeller::new(setup.name().to_owned(), self.events.clone(), has_lost_flush);
         let room = RoomWatch::new(setup.name(), &self.events);
@@ -123,7 +123,7 @@ impl Running {
                 }
             }
         }));
-        disk.observe_holding(tell_of_holding(setup.name(), &self.events, Arc::clone(&room)));
+        disk.hold().observe(tell_of_holding(setup.name(), &self.events, Arc::clone(&room)));
         keep_vouching(self, &disk);
         let group = Mutex::default();
         let threshold = setup.threshold;
@@ -212,8 +212,8 @@ impl Running {
             );
         }
         // Requests that wait for their turn are let go, so that the end does not wait for them.
-        let _lifted = claimed.disk.disk.lift_limits();
-        claimed.disk.disk.end_holding();
+        let _lifted = claimed.disk.disk.throttle().lift();
+        claimed.disk.disk.hold().end();
         for export in exports {
             let _claim = self.claims.claim([Name::Socket(export.address.socket())]).await;
             self.exports.end(&export).await?;
@@ -367,8 +367,8 @@ impl Running {
         let claimed = self.claim_disk(name).await?;
         let disk = &claimed.disk.disk;
         let refreshed = disk.refresh_size().await;
-        let held = disk.held_requests();
-        disk.release_held();
+        let held = disk.hold().count();
+        disk.hold().release();
         if let Some(size) = refreshed? {
             tracing::info!("{name}: has {size} bytes now");
             self.events.tell(Event::DiskResized { disk: name.into(), size });

@@ -16,7 +16,7 @@ use super::disk_list::DiskList;
 /// The group of this name, of these disks.
 fn group(disks: &[Arc<RunningDisk>], name: &str) -> Option<Arc<ThrottleGroup>> {
     let member = disks.iter().find(|disk| disk.group.lock().as_deref() == Some(name))?;
-    member.disk.throttle_group()
+    member.disk.throttle().group()
 }
 
 impl DiskList {
@@ -59,7 +59,7 @@ impl DiskList {
             // Also one without any limits.
             *disk.group.lock() = Some(name.clone());
             let rates = limits.rates().map_err(Error::msg)?;
-            disk.disk.join_throttle_group(&ThrottleGroup::new(rates));
+            disk.disk.throttle().set_group(Some(ThrottleGroup::new(rates)));
             return Ok(());
         }
         self.limit(disk, limits)
@@ -75,11 +75,11 @@ impl DiskList {
         let disks = self.0.lock();
         if limits.is_off() {
             *disk.group.lock() = None;
-            disk.disk.leave_throttle_group();
+            disk.disk.throttle().set_group(None);
             return Ok(());
         }
         let rates = limits.rates().map_err(Error::msg)?;
-        let own = disk.disk.throttle_group().filter(|_| disk.group.lock().is_none());
+        let own = disk.disk.throttle().group().filter(|_| disk.group.lock().is_none());
         let existing = match &limits.group {
             Some(name) => group(&disks, name),
             None => own,
@@ -97,8 +97,8 @@ impl DiskList {
         };
         (*disk.group.lock()).clone_from(&limits.group);
         let is_member = |current: Arc<ThrottleGroup>| Arc::ptr_eq(&current, &joined);
-        if !disk.disk.throttle_group().is_some_and(is_member) {
-            disk.disk.join_throttle_group(&joined);
+        if !disk.disk.throttle().group().is_some_and(is_member) {
+            disk.disk.throttle().set_group(Some(Arc::clone(&joined)));
         }
         Ok(())
     }

@@ -8,8 +8,8 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::server::StateSetup;
 use blockhouse_core::{ByteRange, Error, ErrorKind};
 use blockhouse_disk::{
-    Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, StateDir, StateUse, create,
-    exists, format_for_new, make_missing_sidecar, open, open_snapshot,
+    Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, Purpose, StateDir, StateUse,
+    create, exists, format_for_new, make_missing_sidecar, open,
 };
 use futures_util::stream::{self, StreamExt};
 
@@ -69,6 +69,8 @@ fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
 /// An allowed path is missing, or a key cannot be read.
 pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<ImageOptions> {
     Ok(ImageOptions {
+        purpose: Purpose::Disk,
+        snapshot: None,
         format: disk.format,
         access: disk.access(),
         cache: disk.cache,
@@ -119,12 +121,9 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
             made => made?,
         }
     }
-    let opened = match &setup.snapshot {
-        None => open(path, options).await,
-        Some(name) => open_snapshot(path, options, name).await,
-    };
+    let opened = open(path, options.at_snapshot(setup.snapshot.as_deref())).await;
     let disk = opened.map_err(|error| with_hint(error, path, setup.access()))?;
-    for layer in (0..).map_while(|depth| disk.layer_at(depth)) {
+    for layer in (0..).map_while(|depth| disk.image().layer_at(depth)) {
         if let Some(truncation) = layer.features.and_then(|qcow2| qcow2.truncation) {
             tracing::warn!("{}: {truncation}: reads of what is lost fail", layer.name);
         }

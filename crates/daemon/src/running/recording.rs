@@ -25,7 +25,7 @@ pub(crate) async fn make_room_for_bitmaps(
     running: &Running,
     disk: &RunningDisk,
 ) -> Result<Option<Duration>> {
-    if !disk.disk.lacks_sidecar() {
+    if !disk.disk.image().lacks_sidecar() {
         return Ok(None);
     }
     // A mirror is about to put another image in its place.
@@ -69,8 +69,8 @@ fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, Imag
 
 /// Renews what is vouched for of a raw disk with a sidecar, as long as it is open.
 pub(crate) fn keep_vouching(running: &Running, disk: &Arc<ImageDisk>) {
-    let Some(handle) = running.loops.first().filter(|_| disk.has_sidecar()) else { return };
-    if disk.opened_access() == Access::ReadOnly {
+    let Some(handle) = running.loops.first().filter(|_| disk.image().has_sidecar()) else { return };
+    if disk.image().access() == Access::ReadOnly {
         return;
     }
     let disk = Arc::downgrade(disk);
@@ -78,8 +78,10 @@ pub(crate) fn keep_vouching(running: &Running, disk: &Arc<ImageDisk>) {
     drop(handle.spawn(move || async move {
         loop {
             sleep(VOUCHER_RENEWAL).await;
-            let Some(disk) = disk.upgrade().filter(|disk| disk.has_sidecar()) else { return };
-            disk.renew_voucher().await;
+            let Some(disk) = disk.upgrade().filter(|disk| disk.image().has_sidecar()) else {
+                return;
+            };
+            disk.image().renew_voucher().await;
         }
     }));
 }

@@ -63,9 +63,9 @@ fn check_unused(running: &Running, name: &str) -> Result<()> {
 pub(crate) fn check_nobody_stands(running: &Running, disk: &RunningDisk) -> Result<()> {
     let others = running.disks.all();
     let others = others.iter().filter(|other| other.name() != disk.name());
-    let standing = others.filter(|other| other.disk.stands_on_layer_of(&disk.disk));
+    let standing = others.filter(|other| other.disk.image().stands_on_layer_of(disk.disk.image()));
     let names: Vec<_> = standing.map(|other| format!("{:?}", other.name())).collect();
-    if let (false, Some(layer)) = (names.is_empty(), disk.disk.layer_at(1)) {
+    if let (false, Some(layer)) = (names.is_empty(), disk.disk.image().layer_at(1)) {
         bail!(
             "{} is the layer of other disks of this server as well: {}; close them first, or make them independent (stream)",
             layer.name,

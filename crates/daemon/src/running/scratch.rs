@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
 use blockhouse_disk::{
-    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, create, exists, open_without_backing,
+    CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, create, exists, open,
 };
 
 /// Makes a disk of `size` bytes, all zeros, in a file in `folder`. The file has no name when this
@@ -19,13 +19,14 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
         format: Some(ImageFormat::Raw),
         cache,
         locking: Locking::None,
+        purpose: Purpose::Image,
         ..ImageOptions::default()
     };
     // Long writes in order, that are read once: the page cache would only copy them. A file system
     // without direct I/O has it. It is never flushed: what it holds is of no use after a crash.
-    let opened = match open_without_backing(&path, options(CacheMode::None)).await {
+    let opened = match open(&path, options(CacheMode::None)).await {
         Ok(disk) => Ok(disk),
-        Err(_) => open_without_backing(&path, options(CacheMode::Unsafe)).await,
+        Err(_) => open(&path, options(CacheMode::Unsafe)).await,
     };
     std::fs::remove_file(&path).with_context(|| {
         format!("{}: cannot take the name from the scratch file", path.display())

@@ -114,7 +114,7 @@ impl Progress {
     fn of(running: &Running) -> Self {
         let mut progress = Self { completed: 0, in_flight: 0 };
         for disk in running.disks().all() {
-            let stats = disk.disk.stats();
+            let stats = disk.disk.stats().counters();
             let changes = stats.writes + stats.zero_writes + stats.discards;
             let all = stats.reads + stats.flushes + changes;
             progress.completed += all.saturating_sub(stats.in_flight);
@@ -131,7 +131,7 @@ pub(crate) async fn close_all(
     is_finished: bool,
 ) -> (bool, Result<()>) {
     let closing = disks.iter().map(|disk| async move {
-        let in_flight = disk.disk.stats().in_flight;
+        let in_flight = disk.disk.stats().counters().in_flight;
         match is_finished || in_flight == 0 {
             true => close(disk).await,
             false => (false, give_up(disk, in_flight).await),
@@ -154,7 +154,7 @@ async fn give_up(disk: &RunningDisk, in_flight: u64) -> Result<()> {
     let name = disk.name();
     let cause = match disk.disk.backing_wait() {
         Some(wait) => wait.to_string(),
-        None => format!("{} does not answer", disk.disk.image_name()),
+        None => format!("{} does not answer", disk.disk.image().image_name()),
     };
     tracing::error!("{name}: {in_flight} requests in flight are given up: {cause}");
     match timeout(MAX_FLUSH, disk.disk.flush()).await {
@@ -168,6 +168,6 @@ fn late(disk: &RunningDisk, limit: Duration) -> Result<()> {
     bail!(
         "{}: the last flush has not ended in {limit:?}, as {} does not answer; what was answered is left as by a kill",
         disk.name(),
-        disk.disk.image_name()
+        disk.disk.image().image_name()
     )
 }

@@ -315,9 +315,9 @@ impl Service {
         metrics.into_iter().for_each(MetricsServer::stop);
         // Requests that wait for their turn are let go, so that the end does not wait for them.
         let disks = running.disks().all();
-        let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.lift_limits()).collect();
+        let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.throttle().lift()).collect();
         // Nor for room on the host.
-        disks.iter().for_each(|disk| disk.disk.end_holding());
+        disks.iter().for_each(|disk| disk.disk.hold().end());
         // While the workers still execute what it may wait for.
         // Requests wait for jobs.
         let jobs = running.jobs().stop();

@@ -16,13 +16,8 @@ impl<S: Storage> Disk<S> {
     pub fn access(&self) -> Access {
         match self.protection.is_on() {
             true => Access::ReadOnly,
-            false => self.opened_access(),
+            false => self.image().access(),
         }
-    }
-
-    /// Whether its image was opened to be changed.
-    pub fn opened_access(&self) -> Access {
-        self.options().access
     }
 
     /// Where the disk lives on, if it may no longer be changed here.
@@ -39,7 +34,7 @@ impl<S: Storage> Disk<S> {
     /// too long: then it stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
-            return self.allow_changes();
+            return allow_changes(self);
         }
         if self.access() == Access::ReadOnly {
             return Ok(());
@@ -47,7 +42,7 @@ impl<S: Storage> Disk<S> {
         // So that little is left to flush while changes are held off.
         self.begin_use().layer().flush(SyncMode::Full).await?;
         let _quiesced = self.quiesce().await?;
-        self.layer().flush(SyncMode::Full).await?;
+        self.image().layer().flush(SyncMode::Full).await?;
         self.protection.set(true);
         Ok(())
     }
@@ -58,35 +53,36 @@ impl<S: Storage> Disk<S> {
         self.protection.set(true);
     }
 
-    fn allow_changes(&self) -> Result<()> {
-        let refuse = |what: String, hint: &'static str| {
-            Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).hint(hint))
-        };
-        if let Some(successor) = self.protection.retired_to() {
-            return refuse(
-                format!("the disk was moved to {successor}"),
-                "change it there, and close it here",
-            );
-        }
-        if self.opened_access() == Access::ReadOnly {
-            return refuse(
-                "the disk was opened for reading only".into(),
-                "close it and open it again for writing",
-            );
-        }
-        self.protection.set(false);
-        Ok(())
-    }
-
     /// Refuses changes of a disk that is read-only.
     pub(crate) fn check_access(&self, offset: u64) -> Result<()> {
         if self.access() == Access::ReadWrite {
             return Ok(());
         }
         let what = match self.protection.retired_to() {
-            Some(successor) => format!("the disk was moved to {successor}, and is only read here"),
+            Some(moved_to) => format!("the disk was moved to {moved_to}, and is only read here"),
             None => "the disk is open for reading only".to_owned(),
         };
         Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).at(offset))
     }
+}
+
+/// Makes a disk writable again.
+fn allow_changes<S: Storage>(disk: &Disk<S>) -> Result<()> {
+    let refuse = |what: String, hint: &'static str| {
+        Err(Error::new(ErrorKind::ReadOnly, what).on(disk.name()).hint(hint))
+    };
+    if let Some(moved_to) = disk.protection.retired_to() {
+        return refuse(
+            format!("the disk was moved to {moved_to}"),
+            "change it there, and close it here",
+        );
+    }
+    if disk.image().access() == Access::ReadOnly {
+        return refuse(
+            "the disk was opened for reading only".into(),
+            "close it and open it again for writing",
+        );
+    }
+    disk.protection.set(false);
+    Ok(())
 }

@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
-use super::Disk;
+use super::{Disk, DiskJobs};
 
-impl<S: Storage> Disk<S> {
+impl<'a, S: Storage> DiskJobs<'a, S> {
     /// Reads the image's backing file through `base` from now on, a disk of the same file that is
     /// open for writing and at least as long. It is to be [settled](Self::settle_base) before
     /// it is changed. The disk closes `base` when it is closed.
@@ -19,24 +19,25 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `InvalidInput` where the image has no backing file, has such a base already, or is longer
     /// than it; `Io` where changes in flight take too long. Nothing has changed then.
-    pub async fn attach_base(&self, base: Arc<Self>) -> Result<()> {
-        let image = self.current();
+    pub async fn attach_base(self, base: Arc<Disk<S>>) -> Result<()> {
+        let link = self.disk.images.last();
+        let image = link.image();
         let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
-        if self.backing_file().is_none() {
+        if image.backing_file().is_none() {
             return refuse("has no backing file".into());
         }
-        if base.size() < self.size() {
+        if base.size() < image.size() {
             return refuse(format!("is longer than its backing file, of {} bytes", base.size()));
         }
-        let layer = Arc::clone(base.writer().layer());
-        let _guard = self.quiesce().await?;
-        if image.base.set(base).is_err() {
+        let layer = Arc::clone(base.image().layer());
+        let _guard = self.disk.quiesce().await?;
+        if link.base.set(base).is_err() {
             return refuse("has its backing file open for writing already".into());
         }
         // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer
         // now.
-        self.format().set_backing_size(u64::MAX);
-        self.layer().replace_backing(layer);
+        image.format().set_backing_size(u64::MAX);
+        image.layer().replace_backing(layer);
         Ok(())
     }
 
@@ -45,21 +46,12 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `Io` where one takes too long. The base stays, and can be waited for again.
-    pub async fn settle_base(&self) -> Result<()> {
-        self.patiently(self.layer().backing_reads_ended()).await
+    pub async fn settle_base(self) -> Result<()> {
+        self.disk.patiently(self.disk.image().layer().backing_reads_ended()).await
     }
 
     /// The disk of the image's backing file, if it is [open for writing](Self::attach_base).
-    pub fn base(&self) -> Option<&Arc<Self>> {
-        self.current().base.get()
-    }
-
-    /// Closes the base, if it has not taken the image's place: then it is in use.
-    pub(super) async fn close_base(&self) -> Result<()> {
-        let Some(base) = self.base.get() else { return Ok(()) };
-        match self.successor.get().is_some_and(|successor| Arc::ptr_eq(successor, base)) {
-            true => Ok(()),
-            false => Box::pin(base.close()).await,
-        }
+    pub fn base(self) -> Option<&'a Arc<Disk<S>>> {
+        self.disk.images.last().base.get()
     }
 }

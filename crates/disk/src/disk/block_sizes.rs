@@ -14,14 +14,15 @@ impl<S: Storage> Disk<S> {
     /// the images of the chain. They stay the same when a backing file is detached, or the
     /// image is replaced.
     pub fn logical_block_size(&self) -> u64 {
-        self.options.block_sizes.logical().unwrap_or(self.sector_size)
+        let first = self.images.first();
+        first.options.block_sizes.logical().unwrap_or(first.sector_size)
     }
 
     /// Bytes of a block that is best written at once, at least a sector: the option's, or the
     /// storage's.
     pub fn physical_block_size(&self) -> u64 {
-        let of_storage = || u64::from(self.alignment().offset);
-        let size = self.options.block_sizes.physical().unwrap_or_else(of_storage);
+        let of_storage = || u64::from(self.image().alignment().offset);
+        let size = self.images.first().options.block_sizes.physical().unwrap_or_else(of_storage);
         size.max(self.logical_block_size())
     }
 
@@ -29,10 +30,10 @@ impl<S: Storage> Disk<S> {
     /// least 64 KiB.
     pub fn discard_granularity(&self) -> u64 {
         let of_image = || {
-            let cluster = self.cluster_size().unwrap_or(0);
+            let cluster = self.image().cluster_size().unwrap_or(0);
             cluster.max(self.physical_block_size()).max(MIN_DISCARD)
         };
-        let size = self.options.block_sizes.discard().unwrap_or_else(of_image);
+        let size = self.images.first().options.block_sizes.discard().unwrap_or_else(of_image);
         size.max(self.logical_block_size())
     }
 }

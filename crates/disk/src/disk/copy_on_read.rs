@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 use blockhouse_core::{ByteRange, ErrorKind, IoVector, Result, Storage};
 
 use super::Disk;
+use super::in_flight::RequestInFlight;
 use super::quiesce::WriteGuard;
 use crate::options::Access;
 use crate::write::Writer;
@@ -18,27 +19,30 @@ use crate::write::Writer;
 impl<S: Storage> Disk<S> {
     /// Whether what is read now is to be copied.
     pub(crate) fn copies_on_read(&self) -> bool {
-        self.options().copy_on_read
-            && self.layer().backing_layer().is_some()
+        self.image().options.copy_on_read
+            && self.image().layer().backing_layer().is_some()
             && self.access() == Access::ReadWrite
-            && self.base().is_none()
+            && self.jobs().base().is_none()
     }
+}
 
+impl<'a, S: Storage> RequestInFlight<'a, S> {
     /// Reads, and copies what is read.
-    pub(super) async fn copy_on_read(&self, offset: u64, into: IoVector) -> Result<()> {
-        let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
+    pub(super) async fn copy_on_read(self, offset: u64, into: IoVector) -> Result<()> {
+        let range =
+            self.disk.image().check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
             return Ok(());
         }
         let failed = |error| {
             // A guest may read on for long.
-            if !self.has_failed_to_populate.swap(true, Ordering::Relaxed) {
+            if !self.disk.has_failed_to_populate.swap(true, Ordering::Relaxed) {
                 tracing::warn!(
                     "what is read from the backing file cannot be kept, and may be fetched again: {error}"
                 );
             }
         };
-        let image = self.begin_use();
+        let image = self.disk.begin_use();
         let writer = image.writer();
         writer.read_and_populate(range, into, &|| self.begin_copy(writer), &failed).await
     }
@@ -47,16 +51,18 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// What the backing file or the image answers.
-    pub(super) async fn copy_ahead(&self, range: ByteRange) -> Result<()> {
-        let image = self.begin_use();
+    pub(super) async fn copy_ahead(self, range: ByteRange) -> Result<()> {
+        let image = self.disk.begin_use();
         let writer = image.writer();
         writer.populate_all(range, &|| self.begin_copy(writer)).await
     }
 
     /// Begins the change of a copy, if it is still to be kept; `writer` is that of the read.
-    fn begin_copy(&self, writer: &Writer<S>) -> Option<WriteGuard<'_>> {
-        let guard = self.quiesce.try_begin_write();
+    fn begin_copy(self, writer: &Writer<S>) -> Option<WriteGuard<'a>> {
+        let guard = self.disk.quiesce.try_begin_write();
         // While the guard is held, this stays so.
-        guard.filter(|_| self.copies_on_read() && std::ptr::eq(writer, self.writer()))
+        guard.filter(|_| {
+            self.disk.copies_on_read() && std::ptr::eq(writer, self.disk.image().writer())
+        })
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 
-use super::Disk;
+use super::DiskJobs;
 use crate::layer::BlockStatusCache;
 use crate::write::BackedRange;
 
@@ -24,7 +24,7 @@ impl Drop for PopulatingGuard {
     }
 }
 
-impl<S: Storage> Disk<S> {
+impl<S: Storage> DiskJobs<'_, S> {
     /// To be called before [`populate`](Self::populate), while the disk is used: from then on all
     /// its changes claim their range. While the guard lives its snapshots stay as they are.
     ///
@@ -32,13 +32,13 @@ impl<S: Storage> Disk<S> {
     /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with
     /// snapshots: they need the backing file as well; `Io` where changes in flight take too
     /// long.
-    pub async fn begin_populating(&self) -> Result<PopulatingGuard> {
-        self.check_access(0)?;
-        self.populating.fetch_add(1, Ordering::SeqCst);
-        let guard = PopulatingGuard(Arc::clone(&self.populating));
-        let _quiesced = self.quiesce().await?;
+    pub async fn begin_populating(self) -> Result<PopulatingGuard> {
+        self.disk.check_access(0)?;
+        self.disk.populating.fetch_add(1, Ordering::SeqCst);
+        let guard = PopulatingGuard(Arc::clone(&self.disk.populating));
+        let _quiesced = self.disk.quiesce().await?;
         self.check_detachable().await?;
-        self.layer().set_claims_all(true);
+        self.disk.image().layer().set_claims_all(true);
         Ok(guard)
     }
 
@@ -49,13 +49,15 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// What looking it up answers.
     pub async fn next_backed(
-        &self,
+        self,
         offset: u64,
         cache: &mut BlockStatusCache,
     ) -> Result<Option<BackedRange>> {
-        match self.size() {
+        match self.disk.size() {
             end if offset >= end => Ok(None),
-            end => self.writer().next_backed(ByteRange::between(offset, end), cache).await,
+            end => {
+                self.disk.image().writer().next_backed(ByteRange::between(offset, end), cache).await
+            }
         }
     }
 
@@ -65,16 +67,16 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// What the backing file or the image answers. Nothing of what is read has changed.
-    pub async fn populate(&self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
-        self.check_access(part.range.offset())?;
-        let begin_change = || go_on().then(|| self.quiesce.try_begin_write()).flatten();
+    pub async fn populate(self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
+        self.disk.check_access(part.range.offset())?;
+        let begin_change = || go_on().then(|| self.disk.quiesce.try_begin_write()).flatten();
         loop {
-            match self.writer().populate(part, &begin_change).await? {
+            match self.disk.image().writer().populate(part, &begin_change).await? {
                 Some(filled) => return Ok(filled),
                 None if !go_on() => return Ok(0),
                 // A change of the whole image, which waits for no backing file. It is awaited
                 // without a claim.
-                None => drop(self.begin_change().await),
+                None => drop(self.disk.quiesce.begin_write().await),
             }
         }
     }
@@ -85,13 +87,13 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `InvalidInput` where the image leaves something to its backing file; what the storage
     /// answers.
-    pub async fn check_populated(&self) -> Result<()> {
+    pub async fn check_populated(self) -> Result<()> {
         if let Some(part) = self.next_backed(0, &mut BlockStatusCache::default()).await? {
             let what = "is still left to the backing file";
             let error = Error::new(ErrorKind::InvalidInput, what);
-            return Err(error.on(self.name()).at(part.range.offset()));
+            return Err(error.on(self.disk.name()).at(part.range.offset()));
         }
-        self.format().flush(SyncMode::Data).await
+        self.disk.image().format().flush(SyncMode::Data).await
     }
 
     /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its
@@ -103,31 +105,31 @@ impl<S: Storage> Disk<S> {
     /// `Unsupported` where it has snapshots; `Io` where changes in flight take too long; what the
     /// storage answers. The image names its backing file still then, or, where the last write
     /// failed, perhaps not: what it reads is the same.
-    pub async fn detach_backing(&self) -> Result<()> {
+    pub async fn detach_backing(self) -> Result<()> {
         {
-            let _guard = self.quiesce().await?;
-            self.check_access(0)?;
+            let _guard = self.disk.quiesce().await?;
+            self.disk.check_access(0)?;
             self.check_detachable().await?;
-            self.format().header().set_backing(None).await?;
-            self.layer().set_claims_all(false);
+            self.disk.image().format().header().set_backing(None).await?;
+            self.disk.image().layer().set_claims_all(false);
         }
         // They may have looked up before that what lies past the end of the backing file.
-        self.format().reads_ended().await;
-        self.layer().detach_backing();
+        self.disk.image().format().reads_ended().await;
+        self.disk.image().layer().detach_backing();
         Ok(())
     }
 
-    async fn check_detachable(&self) -> Result<()> {
-        if self.backing_file().is_none() {
+    async fn check_detachable(self) -> Result<()> {
+        if self.disk.image().backing_file().is_none() {
             let what = "has no backing file";
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()));
         }
-        if self.format().snapshots()?.list().await?.is_empty() {
+        if self.disk.image().format().snapshots()?.list().await?.is_empty() {
             return Ok(());
         }
         let what = "has snapshots, which need its backing file as well";
         Err(Error::new(ErrorKind::Unsupported, what)
-            .on(self.name())
+            .on(self.disk.name())
             .hint("delete them first ('blockhouse ctl SOCKET snapshot delete')"))
     }
 }

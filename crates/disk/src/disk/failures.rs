@@ -29,7 +29,7 @@ pub type FailureObserver = Box<dyn Fn(&FailedRequest<'_>) + Send + Sync>;
 #[derive(Default)]
 pub(super) struct Failures {
     requests: OnceLock<FailureObserver>,
-    bitmaps: OnceLock<BitmapLossObserver>,
+    pub(super) bitmaps: OnceLock<BitmapLossObserver>,
 }
 
 impl<S: Storage> Disk<S> {
@@ -48,15 +48,6 @@ impl<S: Storage> Disk<S> {
         }
         // There is one already: that one stays.
         let _ = self.failures.bitmaps.set(observer);
-    }
-
-    /// Has the observer of this disk told of the bitmaps of the image that takes its place.
-    pub(super) fn pass_bitmap_observer(&self, successor: &Self) {
-        if let Some(observer) = self.failures.bitmaps.get()
-            && let Ok(bitmaps) = successor.format().bitmaps()
-        {
-            bitmaps.observe_losses(Arc::clone(observer));
-        }
     }
 
     /// A request has failed.

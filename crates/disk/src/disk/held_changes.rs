@@ -19,9 +19,10 @@ use blockhouse_core::{
 use blockhouse_engine::current_party;
 
 use super::Disk;
-use super::hold::{HoldObserver, Wake};
+use super::hold::{Hold, Wake};
+use super::in_flight::RequestInFlight;
+use crate::image::Image;
 use crate::options::OnFull;
-use crate::stats::Operation;
 
 /// A change that can be carried out once more.
 pub(super) struct KeptChange {
@@ -93,71 +94,59 @@ impl<S: Storage> PartyHold<S> {
 
     /// Its held changes fail with ENOSPC, and so does each later one that finds no room.
     pub fn end(&self) {
-        self.disk.hold.end_party(self.party);
+        self.disk.hold().end_party(self.party);
     }
 }
 
 impl<S: Storage> Drop for PartyHold<S> {
     fn drop(&mut self) {
-        self.disk.hold.forget_party(self.party);
+        self.disk.hold().forget_party(self.party);
     }
 }
 
 impl<S: Storage> Disk<S> {
-    /// How many changes are held because there is no room for them.
-    pub fn held_requests(&self) -> u64 {
-        self.hold.count()
+    /// Its changes that wait for room.
+    pub fn hold(&self) -> &Hold {
+        &self.hold
     }
+}
 
-    /// Has `observer` told when changes begin to be held, and when none is. Only the first observer
-    /// of a disk is.
-    pub fn observe_holding(&self, observer: HoldObserver) {
-        self.hold.observe(observer);
-    }
-
-    /// There may be room now: all held changes are tried again.
-    pub fn release_held(&self) {
-        self.hold.release();
-    }
-
-    /// Has held changes fail with ENOSPC, and each later one that finds no room: for an orderly
-    /// end.
-    pub fn end_holding(&self) {
-        self.hold.end();
-    }
-
-    /// The request, and what is kept of it to carry it out again; `None` where it would not be.
-    pub(super) fn keep_change(&self, request: Request) -> (Request, Option<KeptChange>) {
-        let OnFull::Hold(limit) = self.options.on_full else { return (request, None) };
-        let seen = self.hold.releases();
+impl KeptChange {
+    /// The request to `disk`, and what is kept of it to carry it out again; `None` where it would
+    /// not be.
+    pub(super) fn of<S: Storage>(disk: &Disk<S>, request: Request) -> (Request, Option<Self>) {
+        let OnFull::Hold(limit) = disk.images.first().options.on_full else {
+            return (request, None);
+        };
+        let seen = disk.hold.releases();
         let (request, what) = What::of(request);
-        (request, what.map(|what| KeptChange { limit, seen, what }))
+        (request, what.map(|what| Self { limit, seen, what }))
     }
 
     /// Carries a change out again that failed with `error`, until there is room or its limit is
     /// reached. At once the error where waiting does not help.
     #[cold]
-    pub(super) async fn retry_held(
-        &self,
-        change: KeptChange,
+    pub(super) async fn retry<S: Storage>(
+        self,
+        failed: RequestInFlight<'_, S>,
         mut error: Error,
-        operation: Operation,
     ) -> Result<()> {
-        let KeptChange { limit, seen, mut what } = change;
-        if !self.may_find_room(&error) {
+        let Self { limit, seen, mut what } = self;
+        let disk = failed.disk;
+        if !may_find_room(disk.image(), &error) {
             return Err(error);
         }
-        let Some(mut held) = self.hold.begin(seen, limit, || error.to_string()) else {
+        let Some(mut held) = disk.hold.begin(seen, limit, || error.to_string()) else {
             return Err(error);
         };
         loop {
-            let waited = self.request_stats().wait(operation, pin!(held.wait())).await;
+            let waited = failed.wait(pin!(held.wait())).await;
             // All operations of a request that failed have ended, so its bytes are there.
             let Some(request) = what.again().filter(|_| waited == Wake::Retry) else {
                 return Err(error);
             };
-            match self.carry_out(request, operation).await {
-                Err(again) if self.may_find_room(&again) => error = again,
+            match failed.carry_out(request).await {
+                Err(again) if may_find_room(disk.image(), &again) => error = again,
                 outcome => {
                     if outcome.is_ok() {
                         held.found_room();
@@ -167,13 +156,13 @@ impl<S: Storage> Disk<S> {
             }
         }
     }
+}
 
-    /// Whether a change that failed so may succeed when the host has more room.
-    fn may_find_room(&self, error: &Error) -> bool {
-        let storages = [self.format().storage(), self.format().data()];
-        error.kind() == ErrorKind::NoSpace
-            // No file of the file system is that long.
-            && error.errno() != errno::EFBIG
-            && storages.iter().all(|storage| storage.failure().is_none())
-    }
+/// Whether a change that failed so may succeed when the host has more room.
+fn may_find_room<S: Storage>(image: &Image<S>, error: &Error) -> bool {
+    let storages = [image.format().storage(), image.format().data()];
+    error.kind() == ErrorKind::NoSpace
+        // No file of the file system is that long.
+        && error.errno() != errno::EFBIG
+        && storages.iter().all(|storage| storage.failure().is_none())
 }

@@ -47,9 +47,9 @@ pub enum HoldChange {
 /// The callback for each crossing. It must not wait.
 pub type HoldObserver = Box<dyn Fn(HoldChange) + Send + Sync>;
 
-/// See the module's page.
+/// The changes of a disk that wait for room. See the module's page.
 #[derive(Default)]
-pub(super) struct Hold {
+pub struct Hold {
     state: Mutex<State>,
     changed: Condvar,
     observer: OnceLock<HoldObserver>,
@@ -97,13 +97,14 @@ enum Outcome {
 }
 
 impl Hold {
-    /// How many changes are held.
-    pub(super) fn count(&self) -> u64 {
+    /// How many changes are held because there is no room for them.
+    pub fn count(&self) -> u64 {
         self.state.lock().held
     }
 
-    /// Has `observer` called at each crossing from now on. Only the first observer of a disk is.
-    pub(super) fn observe(&self, observer: HoldObserver) {
+    /// Has `observer` told when changes begin to be held, and when none is. Only the first observer
+    /// of a disk is.
+    pub fn observe(&self, observer: HoldObserver) {
         // There is one already: that one stays.
         let _ = self.observer.set(observer);
     }
@@ -113,14 +114,15 @@ impl Hold {
         self.state.lock().releases
     }
 
-    /// All held changes try again.
-    pub(super) fn release(&self) {
+    /// There may be room now: all held changes are tried again.
+    pub fn release(&self) {
         self.state.lock().releases += 1;
         self.changed.notify_all();
     }
 
-    /// Nothing is held from now on.
-    pub(super) fn end(&self) {
+    /// Has held changes fail with ENOSPC, and each later one that finds no room: for an orderly
+    /// end.
+    pub fn end(&self) {
         self.state.lock().has_ended = true;
         self.changed.notify_all();
     }

@@ -115,7 +115,7 @@ fn no_more_extents_are_known_than_go_down_together() {
             Ok((Extent { guest, alloc_range: guest, state, flags: ExtentFlags::empty() }, None))
         });
         let stopped = Cell::new(false);
-        disk.layer().read_extents(extents, into, &stopped, Reader::Read).await.unwrap();
+        disk.image().layer().read_extents(extents, into, &stopped, Reader::Read).await.unwrap();
     });
     assert!(memory.bytes().iter().all(|&byte| byte == 7));
 }

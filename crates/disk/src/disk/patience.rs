@@ -29,7 +29,7 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `Io` where one of them takes too long: then changes go on.
     pub(crate) async fn quiesce(&self) -> Result<QuiescedGuard<'_>> {
-        self.quiesce.quiesce(patience()).await.ok_or_else(|| self.overdue("changes"))
+        self.quiesce.quiesce(patience()).await.ok_or_else(|| overdue(self, "changes"))
     }
 
     /// Waits for requests in flight, but not for ever.
@@ -39,18 +39,18 @@ impl<S: Storage> Disk<S> {
     pub(super) async fn patiently<T>(&self, requests: impl Future<Output = T>) -> Result<T> {
         match select(pin!(requests), pin!(patience())).await {
             Either::Left((outcome, _)) => Ok(outcome),
-            Either::Right(_) => Err(self.overdue("requests")),
+            Either::Right(_) => Err(overdue(self, "requests")),
         }
-    }
-
-    fn overdue(&self, requests: &str) -> Error {
-        let cause = self.backing_wait().map_or_else(String::new, |wait| format!(": {wait}"));
-        let what = format!("{requests} in flight have not ended in {PATIENCE:?}{cause}");
-        Error::new(ErrorKind::Io, what).on(self.name()).hint("try again when they have")
     }
 
     /// The read of a backing file that a request in flight waits for, if there is such a request.
     pub fn backing_wait(&self) -> Option<BackingWait> {
-        self.layer().backing_wait()
+        self.image().layer().backing_wait()
     }
+}
+
+fn overdue<S: Storage>(disk: &Disk<S>, requests: &str) -> Error {
+    let cause = disk.backing_wait().map_or_else(String::new, |wait| format!(": {wait}"));
+    let what = format!("{requests} in flight have not ended in {PATIENCE:?}{cause}");
+    Error::new(ErrorKind::Io, what).on(disk.name()).hint("try again when they have")
 }

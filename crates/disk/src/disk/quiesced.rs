@@ -1,21 +1,21 @@
 //! The work on a disk while none of its changes is in flight: observing it, and putting another
-//! image in its place.
+//! image in its place ([`images`](super::images)).
 //!
-//! A [`Disk`] stays what its users hold; the image below it can be replaced. The image that takes
-//! over is a disk of its own, the *successor*. From then on every request of the disk goes to the
-//! successor's image. What was replaced stays in memory and its files stay open until the disk is
-//! dropped, because requests that read from it may still be in flight; it is closed, so that it is
-//! durable and complete, and where that fails requests ([`image_use`](super::image_use)) after
-//! those in flight.
+//! An image that is replaced is closed, which makes it durable. If closing fails later operations
+//! (a lock in Ceph), it is closed after those in flight ([`Image`]'s uses).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, WriteCache};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, Storage, WriteCache};
+use blockhouse_format::Intent;
 
 use super::Disk;
+use super::images::Link;
 use super::quiesce::QuiescedGuard;
+use crate::image::Image;
 use crate::observers::ChangeObserver;
+use crate::options::Access;
 
 /// A disk no change of which is in flight, and none begins, until this is dropped. Reads and
 /// flushes go on.
@@ -33,38 +33,27 @@ impl<S: Storage> Disk<S> {
         Ok(QuiescedDisk { disk: self, guard: self.quiesce().await? })
     }
 
-    /// Has `observer` told of all changes that are made from now on.
-    ///
-    /// # Errors
-    /// As [`quiesced`](Self::quiesced).
-    pub async fn observe(&self, observer: Arc<dyn ChangeObserver>) -> Result<()> {
-        let _guard = self.quiesce().await?;
-        self.observers.attach(observer);
-        Ok(())
-    }
-
-    /// Has it told of no more. Of changes that are in flight it is still told.
-    pub fn stop_observing(&self, observer: &Arc<dyn ChangeObserver>) {
-        self.observers.detach(observer);
-    }
-
-    /// Why another disk cannot take this one's place, if so: it has another size, may not be
-    /// changed, or loses in a crash what this one has told its users that they need not flush.
+    /// Why another image cannot take the place of this disk's, if so: it has another size, was not
+    /// opened to be changed, or loses in a crash what this one has told its users that they need
+    /// not flush.
     ///
     /// # Errors
     /// `InvalidInput`, `ReadOnly` or `Unsupported`.
-    pub fn check_successor(&self, successor: &Self) -> Result<()> {
-        successor.check_access(0)?;
-        if successor.size() != self.size() {
-            let what =
-                format!("has {} bytes, and {} has {}", successor.size(), self.name(), self.size());
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(successor.name()));
+    pub fn check_replacement(&self, image: &Image<S>) -> Result<()> {
+        if image.access() == Access::ReadOnly {
+            let what = "the disk is open for reading only";
+            return Err(Error::new(ErrorKind::ReadOnly, what).on(image.name()));
         }
-        let cache = |disk: &Self| disk.capabilities().write_cache;
-        if cache(self) == WriteCache::None && cache(successor) != WriteCache::None {
+        if image.size() != self.size() {
+            let what =
+                format!("has {} bytes, and {} has {}", image.size(), self.name(), self.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
+        }
+        let cache = |image: &Image<S>| image.capabilities().write_cache;
+        if cache(self.image()) == WriteCache::None && cache(image) != WriteCache::None {
             let what = "has a volatile write cache, but the guest was offered a disk without one";
             return Err(Error::new(ErrorKind::Unsupported, what)
-                .on(successor.name())
+                .on(image.name())
                 .hint("open it with the cache mode writethrough or directsync"));
         }
         Ok(())
@@ -87,26 +76,10 @@ impl<S: Storage> Disk<S> {
             .hint("wait for the end of the job, or cancel it ('job.list' names it)"))
     }
 
-    /// The disks whose images were replaced, this one first; none where it has its own image.
-    pub(crate) fn replaced(&self) -> impl Iterator<Item = &Self> {
-        let has_successor = |disk: &&Self| disk.successor.get().is_some();
-        std::iter::successors(Some(self), |disk| disk.successor.get().map(|next| &**next))
-            .take_while(has_successor)
-    }
-
     /// Whether another image has taken the place of the one that it was opened with. A
     /// [sidecar](QuiescedDisk::record_in) of it is none.
     pub fn is_replaced(&self) -> bool {
-        self.replaced().any(|disk| !disk.is_recorded.load(Ordering::Acquire))
-    }
-
-    /// The disk whose image requests go to.
-    pub(crate) fn current(&self) -> &Self {
-        let mut disk = self;
-        while let Some(successor) = disk.successor.get() {
-            disk = successor;
-        }
-        disk
+        self.images.is_replaced()
     }
 }
 
@@ -116,65 +89,128 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.disk
     }
 
-    /// As [`Disk::observe`], from this moment on.
+    /// As [`DiskJobs::observe`](super::DiskJobs::observe), from this moment on.
     pub fn observe(&self, observer: Arc<dyn ChangeObserver>) {
         self.disk.observers.attach(observer);
     }
 
-    /// Puts the image of `successor` in the place of this disk's: all requests go to it from now
-    /// on, also those that wait for the end of this. `successor` has everything that the disk
-    /// has, durably, or is [over](Disk::over) its image, and nothing else uses it or is going
-    /// to. The disk is no longer quiesced when this returns.
+    /// Puts `image` in the place of this disk's: all requests go to it from now on, also those that
+    /// wait for the end of this. It has everything that the disk has, durably, or is
+    /// [over](Image::over) its image, and nothing else changes it or is going to. The disk is no
+    /// longer quiesced when this returns.
     ///
     /// # Errors
-    /// As [`Disk::check_successor`]; nothing has changed then.
-    pub fn switch_to(self, successor: Arc<Disk<S>>) -> Result<ReplacedImage<'a, S>> {
-        self.switch(successor).map(|(replaced, _guard)| replaced)
+    /// As [`Disk::check_replacement`]; nothing has changed then.
+    pub fn switch_to(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
+        self.switch(image, false).map(|(replaced, _guard)| replaced)
     }
 
     /// As [`switch_to`](Self::switch_to), but the disk stays quiesced as long as the guard.
-    pub(super) fn switch(
+    fn switch(
         self,
-        successor: Arc<Disk<S>>,
+        image: Arc<Image<S>>,
+        is_same_file: bool,
     ) -> Result<(ReplacedImage<'a, S>, QuiescedGuard<'a>)> {
-        self.disk.check_successor(&successor)?;
-        let replaced = self.disk.current();
-        self.disk.pass_bitmap_observer(&successor);
-        // It has none: this is the end of the chain, and no other task can have the disk quiesced.
-        let _ = replaced.successor.set(successor);
-        Ok((ReplacedImage(replaced), self.guard))
+        let disk = self.disk;
+        disk.check_replacement(&image)?;
+        if let Some(observer) = disk.failures.bitmaps.get()
+            && let Ok(bitmaps) = image.format().bitmaps()
+        {
+            bitmaps.observe_losses(Arc::clone(observer));
+        }
+        let link = disk.images.replace(image, is_same_file);
+        Ok((ReplacedImage { disk, link }, self.guard))
     }
 
-    /// As [`switch_to`](Self::switch_to), for a successor over the same file, which records its
+    /// As [`switch_to`](Self::switch_to), for an image over the same file, which records its
     /// changes beside it, or does so no longer: the disk stays where it is.
     ///
     /// # Errors
     /// As there.
-    pub fn record_in(self, successor: Arc<Disk<S>>) -> Result<ReplacedImage<'a, S>> {
-        self.disk.check_successor(&successor)?;
-        self.disk.current().is_recorded.store(true, Ordering::Release);
-        self.switch_to(successor)
+    pub fn record_in(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
+        self.switch(image, true).map(|(replaced, _guard)| replaced)
     }
 
-    /// Refuses all changes from now on, also those that wait: the disk lives on at `successor`, a
+    /// Has the enabled bitmaps of `lower`, the image behind this disk's, say that what this disk's
+    /// image has of its own changes, durably: so it does when the disk goes back.
+    ///
+    /// # Errors
+    /// What a storage answers: bitmaps may say of some of it that it has changed.
+    pub async fn note_own_parts_in(&self, lower: &Image<S>) -> Result<()> {
+        if !lower.format().has_bitmaps() {
+            return Ok(());
+        }
+        let bitmaps = lower.format().bitmaps()?;
+        let mut rest = ByteRange::between(0, self.disk.size());
+        while !rest.is_empty() {
+            let extent = self.disk.format().map(rest, Intent::Read).await?;
+            let part = rest.truncate(extent.guest.length());
+            if extent.state != ExtentState::Backing {
+                bitmaps.record(part).await?;
+            }
+            rest = rest.skip(part.length());
+        }
+        Ok(())
+    }
+
+    /// As [`switch_to`](Self::switch_to), to an image that the replaced one stands on (see
+    /// *Rollback* in README.md of the crate): it is changed only when reads that go through the
+    /// replaced one have ended, unless its storage does not answer for long.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn go_back_to(self, lower: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
+        let disk = self.disk;
+        let (replaced, guard) = self.switch(lower, false)?;
+        let reads = replaced.image().layer().backing_reads_ended();
+        if let Err(error) = disk.patiently(reads).await {
+            tracing::warn!("{error}; they may read what is written from now on");
+        }
+        drop(guard);
+        Ok(replaced)
+    }
+
+    /// Refuses all changes from now on, also those that wait: the disk lives on at `moved_to`, a
     /// name for messages. Reads go on.
-    pub fn retire(self, successor: String) {
-        self.disk.protection.retire(successor);
+    pub fn retire(self, moved_to: String) {
+        self.disk.protection.retire(moved_to);
     }
 }
 
 /// An image that no request goes to.
 #[must_use = "close the image that is replaced"]
-pub struct ReplacedImage<'a, S: Storage>(pub(super) &'a Disk<S>);
+pub struct ReplacedImage<'a, S: Storage> {
+    disk: &'a Disk<S>,
+    link: &'a Link<S, Arc<Disk<S>>>,
+}
 
 impl<S: Storage> ReplacedImage<'_, S> {
+    /// The image.
+    pub(crate) fn image(&self) -> &Arc<Image<S>> {
+        self.link.image()
+    }
+
     /// Waits for what is in flight on it, where its storage gives something back. Makes everything
     /// of it durable, as [`Disk::close`] does.
     ///
     /// # Errors
     /// What the storage answers.
     pub async fn close(self) -> Result<()> {
-        self.0.uses.ended().await;
-        self.0.close_image().await
+        self.image().uses.ended().await;
+        self.disk.close_image(self.link).await
+    }
+
+    /// Makes an image durable that is read on as a layer. Its storage stays open.
+    ///
+    /// # Errors
+    /// What the storage answers: whoever stands on it flushes it on, and fails.
+    pub async fn close_as_layer(&self) -> Result<()> {
+        let image = self.image();
+        image.format().close().await?;
+        if let Some(state) = image.state() {
+            state.close();
+        }
+        image.layer().set_stable();
+        Ok(())
     }
 }

@@ -23,13 +23,14 @@ use blockhouse_core::{
 use blockhouse_format::SpaceMode;
 
 use super::Disk;
-use super::image_use::UseGuard;
+use super::held_changes::KeptChange;
+use super::in_flight::RequestInFlight;
 use super::quiesce::WriteGuard;
 use crate::claims::Claim;
 use crate::durability::RequestSync;
+use crate::image::{Image, UseGuard};
 use crate::observers::{ChangeWait, ObservedChange, private_copy};
 use crate::options::{DetectZeroes, Discard};
-use crate::read_probe::ReadProbe;
 use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
@@ -83,31 +84,34 @@ impl<S: Storage> Disk<S> {
     /// As [`submit`](Self::submit).
     pub async fn submit_from(&self, export: ExportKind, request: Request) -> Result<()> {
         let timer = self.request_stats().begin(export, &request);
-        let operation = timer.operation();
-        if let Some(turn) = self.throttle.admit(|| self.cost(&request)) {
-            self.request_stats().wait(operation, pin!(turn)).await;
+        let in_flight = RequestInFlight { disk: self, operation: timer.operation() };
+        let cost = || {
+            let image = self.image();
+            let zeroes = image.capabilities().write_zeroes;
+            RequestCost::of(&request, image.options.durability, zeroes)
+        };
+        if let Some(turn) = self.throttle.admit(cost) {
+            in_flight.wait(pin!(turn)).await;
         }
         let outcome = match request {
             Request::Read { offset, into } => {
                 self.read_probes.note(offset, into.len() as u64);
                 match self.copies_on_read() {
-                    false => self.submit_read(offset, into).await,
-                    true => Box::pin(self.copy_on_read(offset, into)).await,
+                    false => in_flight.read(offset, into).await,
+                    true => Box::pin(in_flight.copy_on_read(offset, into)).await,
                 }
             }
             request => {
-                let (request, kept) = self.keep_change(request);
-                match (self.carry_out(request, operation).await, kept) {
-                    (Err(error), Some(kept)) => {
-                        Box::pin(self.retry_held(kept, error, operation)).await
-                    }
+                let (request, kept) = KeptChange::of(self, request);
+                match (in_flight.carry_out(request).await, kept) {
+                    (Err(error), Some(kept)) => Box::pin(kept.retry(in_flight, error)).await,
                     (outcome, _) => outcome,
                 }
             }
         };
         timer.end(&outcome);
         if let Err(error) = &outcome {
-            self.report_failure(operation, error);
+            self.report_failure(in_flight.operation, error);
         }
         outcome
     }
@@ -119,49 +123,10 @@ impl<S: Storage> Disk<S> {
     /// As [`submit`](Self::submit).
     pub async fn submit_unlimited(&self, request: Request) -> Result<()> {
         let timer = self.request_stats().begin(ExportKind::Local, &request);
-        let outcome = self.carry_out(request, timer.operation()).await;
+        let in_flight = RequestInFlight { disk: self, operation: timer.operation() };
+        let outcome = in_flight.carry_out(request).await;
         timer.end(&outcome);
         outcome
-    }
-
-    /// Looks for reads of exactly these ranges by the disk's exports: whether another disk is this
-    /// one by another name. One probe at a time: another one takes the place of this.
-    pub fn probe_reads(&self, ranges: Vec<ByteRange>) -> ReadProbe<'_> {
-        self.read_probes.begin(ranges)
-    }
-
-    pub(super) async fn carry_out(&self, request: Request, operation: Operation) -> Result<()> {
-        let (ended, sync) = match request {
-            Request::Read { offset, into } => return self.submit_read(offset, into).await,
-            Request::Write { offset, from, durability } => {
-                let (turn, from) = self.begin_write_turn(operation, offset, from).await?;
-                let sync = self.begin_sync(durability);
-                self.submit_write(offset, from, operation, &sync).await?;
-                (turn.end(), sync)
-            }
-            Request::WriteZeroes { range, unmap, fallback, durability } => {
-                let turn = self.begin_turn(operation, range.offset(), range.length()).await;
-                let sync = self.begin_sync(durability);
-                let how = ZeroOptions { unmap, fallback, writes_small: false };
-                self.submit_zeroes(range, how, operation, &sync).await?;
-                (turn.end(), sync)
-            }
-            Request::Discard { range, durability } => {
-                let turn = self.begin_turn(operation, range.offset(), range.length()).await;
-                let sync = self.begin_sync(durability);
-                self.submit_discard(range, &sync).await?;
-                (turn.end(), sync)
-            }
-            Request::Flush => return self.begin_use().layer().flush(SyncMode::Data).await,
-            Request::Prefetch { range } => {
-                self.check_inside(range)?;
-                if self.copies_on_read() {
-                    Box::pin(self.copy_ahead(range)).await?;
-                }
-                return self.begin_use().layer().prefetch(range).await;
-            }
-        };
-        end_change(sync, ended).await
     }
 
     /// All writes completed so far become durable. As [`Request::Flush`].
@@ -177,22 +142,12 @@ impl<S: Storage> Disk<S> {
     /// As a write; `Unsupported` where the format has no compressed clusters, `InvalidInput` for
     /// anything but one cluster.
     pub async fn write_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
-        let stats = self.request_stats();
-        let timer = stats.begin_operation(ExportKind::Local, Operation::Write, bytes.len() as u64);
-        let outcome = self.execute_compressed(offset, bytes).await;
+        let (stats, operation) = (self.request_stats(), Operation::Write);
+        let timer = stats.begin_operation(ExportKind::Local, operation, bytes.len() as u64);
+        let outcome =
+            RequestInFlight { disk: self, operation }.write_compressed(offset, bytes).await;
         timer.end(&outcome);
         outcome
-    }
-
-    async fn execute_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
-        let turn = self.begin_turn(Operation::Write, offset, bytes.len() as u64).await;
-        self.check_access(offset)?;
-        let range = self.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
-        let cluster_size = self.check_one_cluster(range)?;
-        let sync = self.begin_sync(Durability::None);
-        let result = self.writer().write_compressed(range, cluster_size, bytes, &sync).await?;
-        end_change(sync, turn.end()).await?;
-        Ok(result)
     }
 
     /// Gives `range`, which reads as zeros before and after, space of its own without sending
@@ -202,96 +157,129 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
-        let turn = self.begin_turn(Operation::WriteZeroes, range.offset(), range.length()).await;
+        let in_flight = RequestInFlight { disk: self, operation: Operation::WriteZeroes };
+        let turn = in_flight.begin_turn(range.offset(), range.length()).await;
         self.check_access(range.offset())?;
-        self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
-        let claim = self.begin_claim(Operation::WriteZeroes, range).await;
-        let left = self.writer().take_space(range, mode).await?;
+        let image = self.image();
+        image.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
+        let claim = in_flight.begin_claim(range).await;
+        let left = image.writer().take_space(range, mode).await?;
         drop(claim);
-        let sync = self.begin_sync(Durability::None);
+        let sync = begin_sync(image, Durability::None);
         end_change(sync, turn.end()).await?;
         Ok(left)
     }
+}
 
-    /// The request's share of the disk's limits.
-    fn cost(&self, request: &Request) -> Option<RequestCost> {
-        RequestCost::of(request, self.options().durability, self.capabilities().write_zeroes)
+impl<'a, S: Storage> RequestInFlight<'a, S> {
+    /// The image that it goes to, and once it has its [turn](Turn), that of all of it.
+    fn image(self) -> &'a Image<S> {
+        self.disk.image()
     }
 
-    /// The sync that a request's writes and its end need to be as durable as it asks, and at least
-    /// as durable as the disk's options ask.
-    fn begin_sync(&self, asked: Durability) -> RequestSync<'_, S> {
-        RequestSync::new(self.format(), asked.max(self.options().durability))
+    pub(super) async fn carry_out(self, request: Request) -> Result<()> {
+        let (ended, sync) = match request {
+            Request::Read { offset, into } => return self.read(offset, into).await,
+            Request::Write { offset, from, durability } => {
+                let (turn, from) = self.begin_write_turn(offset, from).await?;
+                let sync = begin_sync(self.image(), durability);
+                self.write(offset, from, &sync).await?;
+                (turn.end(), sync)
+            }
+            Request::WriteZeroes { range, unmap, fallback, durability } => {
+                let turn = self.begin_turn(range.offset(), range.length()).await;
+                let sync = begin_sync(self.image(), durability);
+                let how = ZeroOptions { unmap, fallback, writes_small: false };
+                self.write_zeroes(range, how, &sync).await?;
+                (turn.end(), sync)
+            }
+            Request::Discard { range, durability } => {
+                let turn = self.begin_turn(range.offset(), range.length()).await;
+                let sync = begin_sync(self.image(), durability);
+                self.discard(range, &sync).await?;
+                (turn.end(), sync)
+            }
+            Request::Flush => return self.disk.begin_use().layer().flush(SyncMode::Data).await,
+            Request::Prefetch { range } => {
+                self.image().check_inside(range)?;
+                if self.disk.copies_on_read() {
+                    Box::pin(self.copy_ahead(range)).await?;
+                }
+                return self.disk.begin_use().layer().prefetch(range).await;
+            }
+        };
+        end_change(sync, ended).await
+    }
+
+    async fn write_compressed(self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
+        let turn = self.begin_turn(offset, bytes.len() as u64).await;
+        self.disk.check_access(offset)?;
+        let image = self.image();
+        let range = image.check_end(offset, bytes.len() as u64, ErrorKind::PastEnd)?;
+        let cluster_size = check_one_cluster(image, range)?;
+        let sync = begin_sync(image, Durability::None);
+        let result = image.writer().write_compressed(range, cluster_size, bytes, &sync).await?;
+        end_change(sync, turn.end()).await?;
+        Ok(result)
     }
 
     /// Waits until the image may be changed, for a change of these bytes other than a write.
-    async fn begin_turn(&self, operation: Operation, offset: u64, length: u64) -> Turn<'_> {
-        let guard = self.wait_until_unquiesced(operation).await;
-        self.wait_for_observers(operation, offset, length).await;
-        self.turn(guard, self.observers.begin(offset, length, None))
+    async fn begin_turn(self, offset: u64, length: u64) -> Turn<'a> {
+        let guard = self.wait_until_unquiesced().await;
+        self.wait_for_observers(offset, length).await;
+        self.turn(guard, self.disk.observers.begin(offset, length, None))
     }
 
-    fn turn<'a>(&'a self, guard: WriteGuard<'a>, change: Option<Box<ObservedChange>>) -> Turn<'a> {
-        Turn { change, image: self.current().uses.begin(), _guard: guard }
+    fn turn(self, guard: WriteGuard<'a>, change: Option<Box<ObservedChange>>) -> Turn<'a> {
+        Turn { change, image: self.image().uses.begin(), _guard: guard }
     }
 
     /// Waits until the image may be changed, for a write. The bytes are in memory of its own where
     /// observers are shown them.
-    async fn begin_write_turn(
-        &self,
-        operation: Operation,
-        offset: u64,
-        from: IoVector,
-    ) -> Result<(Turn<'_>, IoVector)> {
-        let guard = self.wait_until_unquiesced(operation).await;
+    async fn begin_write_turn(self, offset: u64, from: IoVector) -> Result<(Turn<'a>, IoVector)> {
+        let guard = self.wait_until_unquiesced().await;
         let length = from.len() as u64;
-        self.wait_for_observers(operation, offset, length).await;
-        if !self.observers.want_bytes(length) {
-            return Ok((self.turn(guard, self.observers.begin(offset, length, None)), from));
+        self.wait_for_observers(offset, length).await;
+        if !self.disk.observers.want_bytes(length) {
+            return Ok((self.turn(guard, self.disk.observers.begin(offset, length, None)), from));
         }
         let from = private_copy(from)?;
-        Ok((self.turn(guard, self.observers.begin(offset, length, Some(&from))), from))
+        Ok((self.turn(guard, self.disk.observers.begin(offset, length, Some(&from))), from))
     }
 
     /// Waits until no observer holds a change of these bytes off.
-    async fn wait_for_observers(&self, operation: Operation, offset: u64, length: u64) {
-        for wait in self.observers.hold_off(offset, length) {
-            self.request_stats().wait(operation, pin!(wait)).await;
+    async fn wait_for_observers(self, offset: u64, length: u64) {
+        for wait in self.disk.observers.hold_off(offset, length) {
+            self.wait(pin!(wait)).await;
         }
     }
 
-    async fn wait_until_unquiesced(&self, operation: Operation) -> WriteGuard<'_> {
-        match self.quiesce.try_begin_write() {
+    async fn wait_until_unquiesced(self) -> WriteGuard<'a> {
+        match self.disk.quiesce.try_begin_write() {
             Some(guard) => guard,
-            None => self.request_stats().wait(operation, pin!(self.quiesce.begin_write())).await,
+            None => self.wait(pin!(self.disk.quiesce.begin_write())).await,
         }
     }
 
     /// Waits until no other change of these blocks is in the way.
-    async fn begin_claim(&self, operation: Operation, range: ByteRange) -> Claim<'_> {
-        self.request_stats().wait(operation, pin!(self.writer().claim(range))).await
+    async fn begin_claim(self, range: ByteRange) -> Claim<'a> {
+        self.wait(pin!(self.image().writer().claim(range))).await
     }
 
-    async fn submit_read(&self, offset: u64, into: IoVector) -> Result<()> {
-        let range = self.check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
+    async fn read(self, offset: u64, into: IoVector) -> Result<()> {
+        let range = self.image().check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
         if range.is_empty() {
             return Ok(());
         }
-        let image = self.begin_use();
+        let image = self.disk.begin_use();
         image.layer().read(range, into).await
     }
 
     // Zero writes and discards are boxed below, so that the future of the common way stays small.
 
-    async fn submit_write(
-        &self,
-        offset: u64,
-        from: IoVector,
-        operation: Operation,
-        sync: &RequestSync<'_, S>,
-    ) -> Result<()> {
-        self.check_access(offset)?;
-        let range = self.check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
+    async fn write(self, offset: u64, from: IoVector, sync: &RequestSync<'_, S>) -> Result<()> {
+        self.disk.check_access(offset)?;
+        let range = self.image().check_end(offset, from.len() as u64, ErrorKind::PastEnd)?;
         if range.is_empty() {
             return Ok(());
         }
@@ -300,16 +288,16 @@ impl<S: Storage> Disk<S> {
             // Zeros in the place of a guest's lost memory are not to be stored.
             from.check_intact()?;
             if is_zero {
-                return Box::pin(self.submit_zeroes(range, how, operation, sync)).await;
+                return Box::pin(self.write_zeroes(range, how, sync)).await;
             }
         }
-        let claim = self.begin_claim(operation, range).await;
-        self.writer().write(range, from, sync, &claim).await
+        let claim = self.begin_claim(range).await;
+        self.image().writer().write(range, from, sync, &claim).await
     }
 
     /// How a write of zeros is made a zero write, if it is to be one.
-    fn zero_options(&self) -> Option<ZeroOptions> {
-        let unmap = match self.options().detect_zeroes {
+    fn zero_options(self) -> Option<ZeroOptions> {
+        let unmap = match self.image().options.detect_zeroes {
             DetectZeroes::Off => return None,
             DetectZeroes::On => Unmap::Forbidden,
             DetectZeroes::Unmap => Unmap::Allowed,
@@ -317,76 +305,65 @@ impl<S: Storage> Disk<S> {
         Some(ZeroOptions { unmap, fallback: Fallback::Allowed, writes_small: false })
     }
 
-    async fn submit_zeroes(
-        &self,
+    async fn write_zeroes(
+        self,
         range: ByteRange,
         mut how: ZeroOptions,
-        operation: Operation,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
-        self.check_access(range.offset())?;
-        self.check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
+        self.disk.check_access(range.offset())?;
+        self.image().check_end(range.offset(), range.length(), ErrorKind::PastEnd)?;
         if range.is_empty() {
             return Ok(());
         }
-        let quick = self.capabilities().write_zeroes;
+        let quick = self.image().capabilities().write_zeroes;
         if how.fallback == Fallback::Forbidden && quick == Offload::Unavailable {
-            return Err(self.writer().fast_zero_error(range.offset()));
+            return Err(self.image().writer().fast_zero_error(range.offset()));
         }
-        if self.options().discard == Discard::Ignore {
+        if self.image().options.discard == Discard::Ignore {
             how.unmap = Unmap::Forbidden;
         }
-        let claim = self.begin_claim(operation, range).await;
-        Box::pin(self.writer().write_zeroes(range, how, sync, &claim)).await
+        let claim = self.begin_claim(range).await;
+        Box::pin(self.image().writer().write_zeroes(range, how, sync, &claim)).await
     }
 
-    async fn submit_discard(&self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
-        self.check_access(range.offset())?;
-        self.check_inside(range)?;
+    async fn discard(self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
+        self.disk.check_access(range.offset())?;
+        self.image().check_inside(range)?;
         // Blocks that the range covers only in part stay as they are, but for the disk's last one.
-        let block = self.layer().block_size();
+        let block = self.image().layer().block_size();
         let start = range.offset().next_multiple_of(block);
-        let is_to_end = range.end() == self.size();
+        let is_to_end = range.end() == self.image().size();
         let end = if is_to_end { range.end() } else { range.end() & !(block - 1) };
-        if start >= end || self.capabilities().discard != Offload::Available {
+        if start >= end || self.image().capabilities().discard != Offload::Available {
             return Ok(());
         }
         let whole = ByteRange::between(start, end);
-        let _claim = self.begin_claim(Operation::Discard, whole).await;
-        Box::pin(self.writer().discard(whole, sync)).await
+        let _claim = self.begin_claim(whole).await;
+        Box::pin(self.image().writer().discard(whole, sync)).await
     }
+}
 
-    pub(crate) fn check_inside(&self, range: ByteRange) -> Result<()> {
-        self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
+/// The size of a cluster, if `range` is exactly one.
+fn check_one_cluster<S: Storage>(image: &Image<S>, range: ByteRange) -> Result<u64> {
+    let refuse = |kind, what: &str| {
+        let error = Error::new(kind, what.to_owned());
+        Err(error.on(image.name()).at(range.offset()))
+    };
+    let (Some(size), Some(_)) = (image.cluster_size(), image.compression()) else {
+        return refuse(ErrorKind::Unsupported, "the format has no compressed clusters");
+    };
+    let wanted = size.min(image.size().saturating_sub(range.offset()));
+    if !range.offset().is_multiple_of(size) || range.length() != wanted || range.is_empty() {
+        return refuse(ErrorKind::InvalidInput, "only whole clusters are compressed");
     }
+    Ok(size)
+}
 
-    /// The range, if all of it is on the disk; otherwise an error of this kind.
-    pub(super) fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
-        let size = self.size();
-        match ByteRange::new(offset, length) {
-            Some(range) if range.end() <= size => Ok(range),
-            _ => {
-                let what = format!("{length} bytes reach past the end of {size} bytes");
-                Err(Error::new(kind, what).on(self.name()).at(offset))
-            }
-        }
-    }
-
-    /// The size of a cluster, if `range` is exactly one.
-    fn check_one_cluster(&self, range: ByteRange) -> Result<u64> {
-        let refuse = |kind, what: &str| {
-            let error = Error::new(kind, what.to_owned());
-            Err(error.on(self.name()).at(range.offset()))
-        };
-        let (Some(size), Some(_)) = (self.cluster_size(), self.compression()) else {
-            return refuse(ErrorKind::Unsupported, "the format has no compressed clusters");
-        };
-        let wanted = size.min(self.size().saturating_sub(range.offset()));
-        if !range.offset().is_multiple_of(size) || range.length() != wanted || range.is_empty() {
-            return refuse(ErrorKind::InvalidInput, "only whole clusters are compressed");
-        }
-        Ok(size)
-    }
+/// The sync that a request's writes and its end need to be as durable as it asks, and at least as
+/// durable as the image's options ask.
+fn begin_sync<S: Storage>(image: &Image<S>, asked: Durability) -> RequestSync<'_, S> {
+    RequestSync::new(image.format(), asked.max(image.options.durability))
 }
 
 /// Makes a change that was carried out as durable as it asks, and waits for what observers have it

@@ -39,15 +39,15 @@ impl<S: Storage> Disk<S> {
     /// disk's sectors; `Io` where requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        let prepared = match self.format().has_bitmaps() {
-            true => self.prepare_ahead(size).await?,
+        let prepared = match self.image().format().has_bitmaps() {
+            true => Resize(self).prepare_ahead(size).await?,
             false => None,
         };
-        let _change = self.begin_resize().await?;
+        let _change = Resize(self).begin().await?;
         // It may have become read-only meanwhile.
         self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
-        let claim = self.patiently(self.layer().claim_end(self.size())).await?;
+        let claim = self.patiently(self.image().layer().claim_end(self.size())).await?;
         let old = self.size();
         if size < old {
             let what = format!("cannot make a disk of {old} bytes shorter: {size}");
@@ -61,23 +61,55 @@ impl<S: Storage> Disk<S> {
         // Since then it was quiesced for this alone.
         let quiesced = self.quiesce.count().wrapping_sub(1);
         if prepared != Some(Prepared { old, quiesced }) {
-            self.prepare(old, ByteRange::between(old, size), &claim).await?;
+            Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
         }
-        self.format().size_change().grow(size).await?;
-        self.format().flush(SyncMode::Full).await
+        self.image().format().size_change().grow(size).await?;
+        self.image().format().flush(SyncMode::Full).await
     }
 
+    /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request
+    /// may be in flight beyond the new end.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
+    /// qcow2 version 2 with snapshots; or what the storage answers.
+    pub async fn shrink(&self, size: u64) -> Result<()> {
+        self.check_access(size)?;
+        let _change = Resize(self).begin().await?;
+        // It may have become read-only meanwhile.
+        self.check_access(size)?;
+        let claim = self.patiently(self.image().layer().claim_end(size)).await?;
+        if size > self.size() {
+            let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
+        }
+        self.image().format().size_change().shrink(size).await?;
+        // A data file ends with the disk.
+        if self.image().data_file().is_none()
+            && let Some(rest) = Resize(self).uncovered(size, self.image().format().end())
+        {
+            let sync = RequestSync::not_required(self.image().format());
+            self.image().writer().write_zeroes(rest, ZERO, &sync, &claim).await?;
+        }
+        self.image().format().flush(SyncMode::Full).await
+    }
+}
+
+/// The steps of a resize.
+struct Resize<'a, S: Storage>(&'a Disk<S>);
+
+impl<'a, S: Storage> Resize<'a, S> {
     /// Prepares the new part of a longer disk beside all changes but those of the whole image.
     /// `None` where it may not count.
     async fn prepare_ahead(&self, size: u64) -> Result<Option<Prepared>> {
-        let (old, quiesced) = (self.size(), self.quiesce.count());
-        self.format().size_change().check(size)?;
+        let (old, quiesced) = (self.0.size(), self.0.quiesce.count());
+        self.0.image().format().size_change().check(size)?;
         let mut rest = ByteRange::between(old.min(size), size);
         while !rest.is_empty() {
-            let _change = self.begin_change().await;
-            self.check_access(size)?;
-            let claim = self.layer().claim_end(old).await;
-            if self.size() != old {
+            let _change = self.0.quiesce.begin_write().await;
+            self.0.check_access(size)?;
+            let claim = self.0.image().layer().claim_end(old).await;
+            if self.0.size() != old {
                 return Ok(None);
             }
             let piece = rest.truncate(PIECE);
@@ -92,68 +124,41 @@ impl<S: Storage> Disk<S> {
         if part.is_empty() {
             return Ok(());
         }
-        self.format().size_change().prepare(part.offset(), part.end()).await?;
+        self.0.image().format().size_change().prepare(part.offset(), part.end()).await?;
         if let Some(uncovered) = self.uncovered(old, part.end()) {
             // Durable with the flush below.
-            let sync = RequestSync::not_required(self.format());
+            let sync = RequestSync::not_required(self.0.image().format());
             let uncovered = uncovered.after(part.offset());
-            self.writer().write_zeroes(uncovered, ZERO, &sync, claim).await?;
+            self.0.image().writer().write_zeroes(uncovered, ZERO, &sync, claim).await?;
         }
-        self.format().flush(SyncMode::Data).await
-    }
-
-    /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request
-    /// may be in flight beyond the new end.
-    ///
-    /// # Errors
-    /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
-    /// qcow2 version 2 with snapshots; or what the storage answers.
-    pub async fn shrink(&self, size: u64) -> Result<()> {
-        self.check_access(size)?;
-        let _change = self.begin_resize().await?;
-        // It may have become read-only meanwhile.
-        self.check_access(size)?;
-        let claim = self.patiently(self.layer().claim_end(size)).await?;
-        if size > self.size() {
-            let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
-        }
-        self.format().size_change().shrink(size).await?;
-        // A data file ends with the disk.
-        if self.data_file().is_none()
-            && let Some(rest) = self.uncovered(size, self.format().end())
-        {
-            let sync = RequestSync::not_required(self.format());
-            self.writer().write_zeroes(rest, ZERO, &sync, &claim).await?;
-        }
-        self.format().flush(SyncMode::Full).await
+        self.0.image().format().flush(SyncMode::Data).await
     }
 
     /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps
     /// change as a whole, so where there are any, no change of the guest's is made beside it
     /// either.
-    async fn begin_resize(&self) -> Result<Either<QuiescedGuard<'_>, WriteGuard<'_>>> {
-        if !self.format().has_bitmaps() {
-            let change = self.begin_change().await;
+    async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
+        if !self.0.image().format().has_bitmaps() {
+            let change = self.0.quiesce.begin_write().await;
             // The first one may have been added while this waited. None is added from here on.
-            if !self.format().has_bitmaps() {
+            if !self.0.image().format().has_bitmaps() {
                 return Ok(Either::Right(change));
             }
         }
-        Ok(Either::Left(self.quiesce().await?))
+        Ok(Either::Left(self.0.quiesce().await?))
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves:
     /// those of the last old cluster, and those that the backing file has; of a raw disk, those
     /// that its file has already. Up to the end of a block: clusters consist of whole ones.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
-        let cluster_end = old.next_multiple_of(self.cluster_size()?);
-        let needed = match self.format().is_fully_allocated() {
-            true => self.format().data().size(),
-            false => cluster_end.max(self.layer().backing_size()),
+        let cluster_end = old.next_multiple_of(self.0.image().cluster_size()?);
+        let needed = match self.0.image().format().is_fully_allocated() {
+            true => self.0.image().format().data().size(),
+            false => cluster_end.max(self.0.image().layer().backing_size()),
         };
         let end = needed.min(new);
-        let end = end.next_multiple_of(self.layer().block_size());
+        let end = end.next_multiple_of(self.0.image().layer().block_size());
         (end > old).then(|| ByteRange::between(old, end))
     }
 }

@@ -23,10 +23,10 @@ impl WriteProtection {
         self.is_on.store(is_on, Ordering::SeqCst);
     }
 
-    /// Refuses changes for ever: the disk lives on at `successor`.
-    pub(super) fn retire(&self, successor: String) {
+    /// Refuses changes for ever: the disk lives on at `moved_to`.
+    pub(super) fn retire(&self, moved_to: String) {
         // Once is enough.
-        let _ = self.retired.set(successor);
+        let _ = self.retired.set(moved_to);
         self.set(true);
     }
 

@@ -2,9 +2,9 @@
 
 use blockhouse_core::Result;
 
-use super::image_disk::ImageDisk;
+use super::image_disk::StoredImage;
 
-impl ImageDisk {
+impl StoredImage {
     /// The space that the image takes on the host in bytes, its data file included, its backing
     /// file not. A block device takes all that it has. `None` where another server has the
     /// image.
@@ -37,11 +37,11 @@ mod tests {
         EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
             let storage = HostFile::open(file.path(), OpenMode::ReadWrite, PageCache::Used);
             let disk = Disk::raw(storage.unwrap().into(), Options::default()).unwrap();
-            assert!(disk.allocated_bytes().unwrap().unwrap() < 1 << 20);
+            assert!(disk.image().allocated_bytes().unwrap().unwrap() < 1 << 20);
             std::fs::write(file.path(), vec![1; 4 << 20]).unwrap();
             let blocks = file.as_file().metadata().unwrap().blocks();
             assert!(blocks > 0);
-            assert_eq!(disk.allocated_bytes().unwrap(), Some(blocks * 512));
+            assert_eq!(disk.image().allocated_bytes().unwrap(), Some(blocks * 512));
         });
     }
 }

@@ -15,7 +15,7 @@ use blockhouse_storage::{
 use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, statx};
 
 use super::durable_rename::{IfExists, rename_durable, sync_folder};
-use super::lock::open_locked;
+use super::lock::lock_for_writing;
 
 /// The end of the name of a file that is going to be an image.
 const PART: &str = ".part";
@@ -94,7 +94,7 @@ async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageSto
             check_new_name(&path)?;
             if how.is_in_place {
                 // A program that uses it would lose what it has.
-                drop(open_locked(&path)?);
+                drop(lock_for_writing(&path)?);
             }
             Ok(HostFile::create_as(&path, size, PageCache::Used, how)?.into())
         }
@@ -112,7 +112,7 @@ async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageSto
 
 /// Opens a device for a new image that needs `size` bytes at least, locked.
 fn open_device(path: &Path, size: u64) -> Result<HostFile> {
-    let device = open_locked(path)?;
+    let device = lock_for_writing(path)?;
     let has = device.size();
     if has >= size {
         return Ok(device);
@@ -142,7 +142,7 @@ pub async fn open_created(name: &Path) -> Result<ImageStorage> {
             let rbd = RbdStorage::open(location, RbdAccess::Write).await?;
             Ok(ImageStorage::Rbd(Box::new(rbd)))
         }
-        Location::File(path) if is_device(&path) => Ok(open_locked(&path)?.into()),
+        Location::File(path) if is_device(&path) => Ok(lock_for_writing(&path)?.into()),
         Location::File(_) | Location::Nbd { .. } => {
             Ok(HostFile::open(name, OpenMode::ReadWrite, PageCache::Used)?.into())
         }

@@ -1,4 +1,4 @@
-//! The disk over the file of one image, locked, and what an earlier process left of it.
+//! The image over one file, locked, and what an earlier process left of it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,19 +7,19 @@ use blockhouse_core::Result;
 use blockhouse_format::ImageFormat;
 use blockhouse_storage::ImageStorage;
 
-use super::image_disk::ImageDisk;
+use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::{Locked, lock};
 use super::partial_block::has_small_clusters;
 use super::probe_check::{check_not_probed, format_by_name};
 use super::restore::Restore;
-use crate::disk::{Disk, EarlierWrites};
+use crate::image::{EarlierWrites, Image};
 use crate::options::Access;
 
 /// How long a server may take to answer a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// The disk over an image's file, and what is to be done when it has its data file and its backing
+/// The image over a file, and what is to be done when it has its data file and its backing
 /// file.
 pub(super) async fn disk_over(
     mut storage: ImageStorage,
@@ -27,7 +27,7 @@ pub(super) async fn disk_over(
     options: &ImageOptions,
     earlier: EarlierWrites,
     snapshot: Option<&str>,
-) -> Result<(ImageDisk, Restore)> {
+) -> Result<(StoredImage, Restore)> {
     let restore = match storage.as_file() {
         Some(file) => {
             let locked = match options.locking {
@@ -59,9 +59,9 @@ pub(super) async fn disk_over(
     }
     let disk = match snapshot {
         None => {
-            Disk::open_with_state(storage, format, disk_options, earlier, restore.found()).await?
+            Image::open_with_state(storage, format, disk_options, earlier, restore.found()).await?
         }
-        Some(name) => Disk::open_snapshot(storage, format, disk_options, name).await?,
+        Some(name) => Image::open_snapshot(storage, format, disk_options, name).await?,
     };
     Ok((disk, restore))
 }

@@ -19,18 +19,20 @@ use blockhouse_format::{Backing, ImageFormat, Intent};
 use blockhouse_storage::ImageStorage;
 
 use super::allowed_paths::AllowedPaths;
-use super::chain::{MAX_FILES, open, open_without_backing};
+use super::chain::MAX_FILES;
 use super::create::{check_new_name, create_qcow2, part_of, remove_created};
 use super::disk_over::disk_over;
 use super::durable_rename::{IfExists, rename_durable};
 use super::fork_bitmaps::{ForkedBitmaps, copy_bitmaps, give_bitmaps};
-use super::image_disk::ImageDisk;
-use super::image_options::{BackingUse, CacheMode, ImageOptions};
+use super::image_disk::{ImageDisk, StoredImage};
+use super::image_options::{BackingUse, CacheMode, ImageOptions, Purpose};
 use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
+use super::open_image::open;
 use super::open_location::identity_of;
 use super::qemu_name::is_address;
-use crate::disk::{EarlierWrites, ReplacedImage};
+use crate::disk::{Disk, ReplacedImage};
+use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
 use crate::tools::set_backing_file;
@@ -84,7 +86,7 @@ impl Forked<'_> {
     pub async fn settle(&self) -> Result<()> {
         let Some(replaced) = &self.replaced else { return Ok(()) };
         replaced.close_as_layer().await?;
-        let format = replaced.layer().format();
+        let format = replaced.image().format();
         for storage in [format.storage(), format.data()] {
             storage.storage().files().into_iter().for_each(become_reader);
         }
@@ -101,7 +103,7 @@ impl Drop for Forked<'_> {
     fn drop(&mut self) {
         if let Some(bitmaps) = &self.bitmaps {
             // It may have been told for the last time already.
-            self.disk.stop_observing(&bitmaps.observer());
+            self.disk.jobs().stop_observing(&bitmaps.observer());
         }
     }
 }
@@ -111,7 +113,7 @@ struct Steps<'a> {
     fork: ForkOf<'a>,
     layer: PathBuf,
     backing: Backing,
-    overlay: Option<Arc<ImageDisk>>,
+    overlay: Option<Arc<StoredImage>>,
     bitmaps: Option<ForkedBitmaps>,
     is_recorded: bool,
     children: Vec<(PathBuf, Option<ImageDisk>)>,
@@ -168,7 +170,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
         // It may have become read-only or longer meanwhile.
         disk.check_access(0)?;
-        disk.check_successor(overlay)?;
+        disk.check_replacement(overlay)?;
     }
     // Nothing of it can fail: it was checked.
     let switched = quiesced.into_iter().zip(&*all).map(|(one, steps)| {
@@ -192,7 +194,7 @@ impl<'a> Steps<'a> {
         for child in &mut fork.children {
             child.path = whole_path(&child.path)?;
         }
-        let format = fork.disk.image_format_name();
+        let format = fork.disk.image().image_format_name();
         let backing = Backing { name: Vec::new(), format: Some(format.to_owned()) };
         let (overlay, bitmaps, children) = (None, None, Vec::new());
         Ok(Self { fork, layer, backing, overlay, bitmaps, is_recorded: false, children })
@@ -225,7 +227,7 @@ impl<'a> Steps<'a> {
         }
         let opened = self.open_over(&path, &self.fork.options).await;
         match opened {
-            Ok(disk) => self.overlay = Some(Arc::new(disk)),
+            Ok(image) => self.overlay = Some(Arc::new(image)),
             Err(error) => {
                 self.remove_overlay(&path).await;
                 return Err(error);
@@ -244,11 +246,11 @@ impl<'a> Steps<'a> {
     /// Has an image that is there name the layer as its backing file, durably.
     async fn give_backing(&self, path: &Path) -> Result<()> {
         let options = overlay_options(&self.fork.options);
-        let image = open_without_backing(path, options).await?;
+        let image = open(path, options.for_purpose(Purpose::Image)).await?;
         let given = async {
             check_unwritten(&image).await?;
             let backing = self.backing_of(path);
-            match image.backing_file() == Some(&backing) {
+            match image.image().backing_file() == Some(&backing) {
                 true => Ok(()),
                 false => set_backing_file(&image, Some(backing)).await,
             }
@@ -291,7 +293,7 @@ impl<'a> Steps<'a> {
     }
 
     /// Opens an overlay that was made, over the image that the disk has now.
-    async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<ImageDisk> {
+    async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<StoredImage> {
         let mut options = overlay_options(options);
         if self.fork.disk.capabilities().write_cache == WriteCache::None {
             // The guest was told that it needs no flush.
@@ -309,10 +311,10 @@ impl<'a> Steps<'a> {
             opened => opened?,
         };
         let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
-        let (disk, restore) = opened?;
-        disk.format().header().check_backing(self.fork.disk.format())?;
-        disk.end_opening(false);
-        restore.finish(disk.over(self.fork.disk)).await
+        let (image, restore) = opened?;
+        image.format().header().check_backing(self.fork.disk.format())?;
+        image.end_opening(false);
+        restore.finish(image.over(self.fork.disk.image())).await
     }
 
     fn record(&mut self) -> Result<()> {
@@ -328,7 +330,8 @@ impl<'a> Steps<'a> {
             rename_durable(&self.children[index].0, &path, IfExists::Fail)?;
             self.children[index].0.clone_from(&path);
             if let Some(options) = opened {
-                self.children[index].1 = Some(self.open_over(&path, &options).await?);
+                let image = self.open_over(&path, &options).await?;
+                self.children[index].1 = Some(Disk::new(image));
             }
         }
         Ok(())
@@ -337,7 +340,7 @@ impl<'a> Steps<'a> {
     /// Leaves the disk as it was. What cannot be removed is reported.
     async fn undo(self) {
         for (path, disk) in self.children {
-            close_unused(disk.as_ref()).await;
+            close_unused(disk.as_ref().map(|disk| &**disk.image())).await;
             drop(disk);
             remove_created(&path).await;
         }
@@ -365,10 +368,17 @@ impl<'a> Steps<'a> {
     }
 }
 
+/// As [`close`](StoredImage::close), of an image that nothing was written to, whatever becomes of
+/// the layers behind it.
+async fn close_alone(image: &StoredImage) -> Result<()> {
+    image.layer().set_stable_behind();
+    image.close().await
+}
+
 /// Closes an overlay that nothing was written to, so that no state of it is left.
-async fn close_unused(disk: Option<&ImageDisk>) {
-    if let Some(disk) = disk
-        && let Err(error) = disk.close_alone().await
+async fn close_unused(image: Option<&StoredImage>) {
+    if let Some(image) = image
+        && let Err(error) = close_alone(image).await
     {
         tracing::warn!("{error}");
     }
@@ -396,7 +406,7 @@ pub async fn fork_image(image: &Path, options: ImageOptions, overlay: &Path) -> 
         return Err(error);
     }
     if let Some(overlay) = steps.overlay.take() {
-        overlay.close_alone().await?;
+        close_alone(&overlay).await?;
     }
     disk.close().await
 }
@@ -408,6 +418,7 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
         access: Access::ReadWrite,
         copy_on_read: false,
         allowed_paths: AllowedPaths::default(),
+        snapshot: None,
         backing_use: BackingUse::default(),
         side_file: None,
         ..options.clone()
@@ -421,7 +432,7 @@ async fn check_unwritten(image: &ImageDisk) -> Result<()> {
         let extent = image.format().map(rest, Intent::Read).await?;
         if !matches!(extent.state, ExtentState::Hole | ExtentState::Backing) {
             let what = "was written to, and a disk that goes on in it would read that";
-            let error = Error::new(ErrorKind::InvalidInput, what).on(image.image_name());
+            let error = Error::new(ErrorKind::InvalidInput, what).on(image.image().image_name());
             return Err(error.at(extent.guest.offset()).hint("name an image without data"));
         }
         rest = rest.skip(extent.guest.length());
@@ -433,11 +444,11 @@ async fn check_unwritten(image: &ImageDisk) -> Result<()> {
 fn check_goes_on(disk: &ImageDisk) -> Result<()> {
     let refuse = |what: &str, hint: &'static str| {
         let error = Error::new(ErrorKind::Unsupported, what.to_owned());
-        Err(error.on(disk.image_name()).hint(hint))
+        Err(error.on(disk.image().image_name()).hint(hint))
     };
     disk.check_access(0)?;
     disk.check_stays()?;
-    if disk.data_file().is_some() && !disk.has_sidecar() {
+    if disk.image().data_file().is_some() && !disk.image().has_sidecar() {
         let what = "keeps its data in another file, and is not forked";
         return refuse(what, "mirror the disk to an image that stands alone");
     }
@@ -445,7 +456,7 @@ fn check_goes_on(disk: &ImageDisk) -> Result<()> {
         let what = "copies on read, which its overlay would not";
         return refuse(what, "stream it first ('blockhouse ctl SOCKET stream')");
     }
-    if disk.base().is_some() {
+    if disk.jobs().base().is_some() {
         let what = "its backing file is open for writing since a commit that did not complete";
         return refuse(what, "commit it again and complete that");
     }
@@ -454,33 +465,34 @@ fn check_goes_on(disk: &ImageDisk) -> Result<()> {
 
 /// The canonical path of the image of a disk over which others can be. `goes_on`: so does the disk.
 fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
-    let name = disk.image_name().to_owned();
+    let image = disk.image();
+    let name = image.image_name().to_owned();
     let refuse = |kind, what: &str, hint: &'static str| {
         Err(Error::new(kind, what.to_owned()).on(&name).hint(hint))
     };
-    if !goes_on && disk.opened_access() == Access::ReadWrite {
+    if !goes_on && image.access() == Access::ReadWrite {
         let what = "is open for writing, and would change what others are over";
         return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
     }
     // Of a raw image with a sidecar the one that has the data.
-    let file = match disk.has_sidecar() {
-        true => disk.format().data().storage().as_file(),
-        false => disk.file(),
+    let file = match image.has_sidecar() {
+        true => image.format().data().storage().as_file(),
+        false => image.file(),
     };
     let Some(file) = file else {
         let what = "is no file or device of this host, and is not forked";
         return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");
     };
-    if disk.has_encrypted_layer() {
+    if image.has_encrypted_layer() {
         let what = "is encrypted, and an overlay of it would not be";
         return refuse(ErrorKind::Unsupported, what, "take an internal snapshot (qcow2)");
     }
-    if disk.backing_file().is_some() && disk.layer_at(1).is_none() {
+    if image.backing_file().is_some() && image.layer_at(1).is_none() {
         let what =
             "is open without the backing file that it names, which would be read behind an overlay";
         return refuse(ErrorKind::Unsupported, what, "rebase it to none first");
     }
-    if disk.layers().count() >= MAX_FILES - 1 {
+    if image.layers().count() >= MAX_FILES - 1 {
         let what = format!("its chain has {} files, and none may have more", MAX_FILES - 1);
         return refuse(ErrorKind::InvalidInput, &what, "shorten it (commit or stream)");
     }
@@ -566,7 +578,7 @@ mod tests {
                 let child = forked[0].children.remove(0).1.unwrap();
                 write(&disk, 65536, 2).await;
                 write(&child, 65536, 3).await;
-                assert!(disk.has_unstable_layer() && child.has_unstable_layer());
+                assert!(disk.image().has_unstable_layer() && child.image().has_unstable_layer());
                 // As a process that is killed leaves them: neither the layer nor the overlays are
                 // closed.
                 drop(forked);
@@ -596,15 +608,18 @@ mod tests {
                 let child = forked[0].children[0].1.as_ref().unwrap();
                 // Both count what the layer, which they share, is asked for.
                 write(&disk, 0, 2).await;
-                let before = disk.stats().flushes_issued;
+                let before = disk.stats().counters().flushes_issued;
                 child.flush().await.unwrap();
-                assert!(disk.stats().flushes_issued > before, "a child's flush covers the layer");
+                assert!(
+                    disk.stats().counters().flushes_issued > before,
+                    "a child's flush covers the layer"
+                );
                 forked[0].settle().await.unwrap();
-                assert!(!disk.has_unstable_layer());
-                let settled = child.stats().flushes_issued;
+                assert!(!disk.image().has_unstable_layer());
+                let settled = child.stats().counters().flushes_issued;
                 write(&disk, 4096, 2).await;
                 disk.flush().await.unwrap();
-                assert_eq!(child.stats().flushes_issued, settled);
+                assert_eq!(child.stats().counters().flushes_issued, settled);
             }
         });
     }

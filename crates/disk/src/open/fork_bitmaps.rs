@@ -13,7 +13,7 @@ use blockhouse_core::{ByteRange, IoVector, Result, SyncMode};
 use blockhouse_format::{Bitmap, InheritedBits};
 use blockhouse_storage::ImageStorage;
 
-use super::image_disk::ImageDisk;
+use super::image_disk::{ImageDisk, StoredImage};
 use crate::dirty_map::DirtyMap;
 use crate::disk::ReplacedImage;
 use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
@@ -52,7 +52,7 @@ pub(super) struct ForkedBitmaps {
 /// The host's.
 pub(super) async fn give_bitmaps(
     disk: &ImageDisk,
-    overlay: &ImageDisk,
+    overlay: &StoredImage,
 ) -> Result<Option<ForkedBitmaps>> {
     let (enabled, disabled) = usable_bitmaps(disk).await?;
     if enabled.is_empty() && disabled.is_empty() {
@@ -76,7 +76,7 @@ pub(super) async fn give_bitmaps(
 ///
 /// # Errors
 /// As there.
-pub(super) async fn copy_bitmaps(disk: &ImageDisk, overlay: &ImageDisk) -> Result<()> {
+pub(super) async fn copy_bitmaps(disk: &ImageDisk, overlay: &StoredImage) -> Result<()> {
     let (mut all, disabled) = usable_bitmaps(disk).await?;
     all.extend(disabled);
     if all.is_empty() {
@@ -122,8 +122,8 @@ impl ForkedBitmaps {
         // The less is left to the pause.
         disk.format().flush(SyncMode::Data).await?;
         let _quiesced = disk.quiesce().await?;
-        disk.stop_observing(&self.observer());
-        let theirs = layer.layer().format().bitmaps()?;
+        disk.jobs().stop_observing(&self.observer());
+        let theirs = layer.image().format().bitmaps()?;
         let next = |from| self.changes.0.next(from, u64::MAX);
         let bits = InheritedBits::Exact(&next);
         disk.format().bitmaps()?.inherit(&theirs, &self.names, bits).await

@@ -3,8 +3,8 @@
 //!
 //! Guarantees: until [`HandedOverDisk::take_over`] nothing of the image is changed, nor of what
 //! outlives its process, and its locks stay with the other process, whatever becomes of this one.
-//! The other process must execute no request from [`Disk::settle`] on, until it goes on itself or
-//! is over.
+//! The other process must execute no request from [`StoredImage::settle`] on, until it goes on
+//! itself or is over.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -16,10 +16,11 @@ use blockhouse_engine::{HostFile, OpenFiles};
 use blockhouse_storage::{ImageStorage, Location};
 
 use super::allowed_paths::Folder;
-use super::image_disk::ImageDisk;
+use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::{ImageOptions, StateUse};
 use super::qemu_name::plain_backing;
 use super::restore::FutureState;
+use crate::disk::Disk;
 use crate::layer::Layer;
 use crate::options::Access;
 
@@ -46,13 +47,13 @@ pub(super) enum Files {
 pub struct SharedLayer(Arc<Layer<ImageStorage>>);
 
 impl SharedLayer {
-    /// A disk whose image is new here, over this image.
+    /// An image that is new here, over this one.
     ///
     /// # Errors
-    /// `InvalidInput` where its image does not fit this one.
-    pub(super) fn put_behind(&self, disk: ImageDisk) -> Result<ImageDisk> {
-        disk.format().header().check_backing(self.0.format())?;
-        Ok(disk.over_layer(&self.0))
+    /// `InvalidInput` where it does not fit this one.
+    pub(super) fn put_behind(&self, image: StoredImage) -> Result<StoredImage> {
+        image.format().header().check_backing(self.0.format())?;
+        Ok(image.over_layer(&self.0))
     }
 }
 
@@ -126,9 +127,9 @@ impl Files {
     }
 }
 
-impl ImageDisk {
+impl StoredImage {
     /// The files that it has open, in the order in which
-    /// [`open_handed_over`](super::open_handed_over) wants them, and the paths that it finds in
+    /// [`HandedOverDisk::open`] wants them, and the paths that it finds in
     /// the images: of each image of the chain, from the top, the image and its data file, or the
     /// files that hold its data. A layer that a fork has left was opened by another path,
     /// mostly.
@@ -187,7 +188,7 @@ impl ImageDisk {
     /// # Errors
     /// What the storage answers; a failure to write metadata that is remembered.
     pub async fn settle(&self) -> Result<()> {
-        match self.opened_access() {
+        match self.access() {
             Access::ReadWrite => self.format().settle().await,
             Access::ReadOnly => Ok(()),
         }
@@ -198,7 +199,7 @@ impl ImageDisk {
     /// # Errors
     /// As there.
     pub async fn settle_ahead(&self) -> Result<()> {
-        match self.opened_access() {
+        match self.access() {
             Access::ReadWrite => self.format().settle_ahead().await,
             Access::ReadOnly => Ok(()),
         }
@@ -231,30 +232,31 @@ fn not_handed_over(name: &str) -> Error {
 
 /// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a
 /// failure is reported. Nothing may be in flight on the disk, which is
-/// [settled](ImageDisk::settle), and keeps no state yet. `path` is its image's.
+/// [settled](StoredImage::settle), and keeps no state yet. `path` is its image's.
 pub fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
-    if let Some(state) = FutureState::of(disk, path, uses) {
-        state.take(disk, disk.flush_failures());
+    let image = disk.image();
+    if let Some(state) = FutureState::of(image, path, uses) {
+        state.take(image, image.flush_failures());
     }
 }
 
 /// An image that another process still owns.
 pub struct HandedOverDisk {
-    disk: ImageDisk,
+    image: StoredImage,
     /// The state file that is going to be made.
     state: Option<FutureState>,
 }
 
 impl HandedOverDisk {
-    pub(super) fn new(disk: ImageDisk, path: &Path, uses: &StateUse) -> Self {
-        let state = FutureState::of(&disk, path, uses);
-        Self { disk, state }
+    pub(super) fn new(image: StoredImage, path: &Path, uses: &StateUse) -> Self {
+        let state = FutureState::of(&image, path, uses);
+        Self { image, state }
     }
 
     /// The image `depth` steps behind the disk's own (0: that), for other disks that stand on it.
     pub fn layer_at(&self, depth: usize) -> Option<SharedLayer> {
-        let own = [self.disk.shared_layer()];
-        let mut layers = own.into_iter().chain(self.disk.layer().layers_behind());
+        let own = self.image.layer();
+        let mut layers = [own].into_iter().chain(own.layers_behind());
         layers.nth(depth).cloned().map(SharedLayer)
     }
 
@@ -263,9 +265,9 @@ impl HandedOverDisk {
     /// those that the other process remembers: they stay in force. The state file is this
     /// process's, too. There is no way back: what goes wrong is logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
-        let Self { disk, state } = self;
-        disk.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
-        let format = disk.format();
+        let Self { image, state } = self;
+        image.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
+        let format = image.format();
         for (storage, errno) in [format.storage(), format.data()].into_iter().zip(failures) {
             storage.note_earlier_writes();
             if let Some(errno) = errno {
@@ -278,9 +280,9 @@ impl HandedOverDisk {
             }
         }
         if let Some(state) = state {
-            state.take(&disk, failures);
+            state.take(&image, failures);
         }
-        disk
+        Disk::new(image)
     }
 }
 
@@ -293,7 +295,7 @@ mod tests {
     use blockhouse_engine::{EngineChoice, EventLoop, lock_byte_shared};
 
     use super::*;
-    use crate::open::{create, open, open_handed_over};
+    use crate::open::{create, open};
     use crate::{ImageFormat, ImageOptions};
 
     fn files_of(disk: &ImageDisk) -> Vec<HandedFile> {
@@ -304,7 +306,7 @@ mod tests {
                 OpenFiles { file: copy(open), tail: tail.map(copy), flushed: flushed.map(copy) };
             HandedFile { path: path.display().to_string(), files }
         };
-        disk.chain_files().unwrap().into_iter().map(hand).collect()
+        disk.image().chain_files().unwrap().into_iter().map(hand).collect()
     }
 
     #[test]
@@ -321,25 +323,30 @@ mod tests {
                 let (offset, durability) = (8192, Durability::None);
                 let write = Request::Write { offset, from: buffer.lend(), durability };
                 disk.submit(write).await.unwrap();
-                disk.settle().await.unwrap();
+                disk.image().settle().await.unwrap();
                 // It never owned the locks, so it can be dropped.
                 let opened =
-                    open_handed_over(&path, options.clone(), None, files_of(&disk), None).await;
+                    HandedOverDisk::open(&path, options.clone(), files_of(&disk), None).await;
                 drop(opened.unwrap());
                 let other =
-                    open_handed_over(&path, options.clone(), None, files_of(&disk), None).await;
+                    HandedOverDisk::open(&path, options.clone(), files_of(&disk), None).await;
                 let other = other.unwrap().take_over([None, None]).await;
-                let before = other.stats().flushes_issued;
+                let before = other.stats().counters().flushes_issued;
                 assert_eq!(before, 0, "what was settled is stable");
                 other.flush().await.unwrap();
-                assert_eq!(other.stats().flushes_issued, before + 1, "{}", format.as_str());
+                assert_eq!(
+                    other.stats().counters().flushes_issued,
+                    before + 1,
+                    "{}",
+                    format.as_str()
+                );
                 buffer.bytes_mut().fill(0);
                 other.submit(Request::Read { offset, into: buffer.lend() }).await.unwrap();
                 assert_eq!(buffer.bytes(), [7; 4096]);
                 let third =
-                    open_handed_over(&path, options, None, files_of(&other), None).await.unwrap();
+                    HandedOverDisk::open(&path, options, files_of(&other), None).await.unwrap();
                 let third = third.take_over([Some(5), None]).await;
-                assert_eq!(third.flush_failures()[0], Some(5));
+                assert_eq!(third.image().flush_failures()[0], Some(5));
                 assert_eq!(third.flush().await.unwrap_err().errno(), 5);
             }
         });
@@ -355,24 +362,24 @@ mod tests {
             create(&path, 1 << 20, ImageFormat::Qcow2).await.unwrap();
             let options = ImageOptions::default();
             let disk = open(&path, options.clone()).await.unwrap();
-            let has_session_bit =
-                |disk: &ImageDisk| disk.format().redo().is_some_and(|redo| redo.has_session_bit());
-            let words = disk.redo_log_words();
+            let has_session_bit = |image: &StoredImage| {
+                image.format().redo().is_some_and(|redo| redo.has_session_bit())
+            };
+            let words = disk.image().redo_log_words();
             let log: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
-            disk.attach_redo_log(Arc::new(log) as Arc<dyn StateMemory>);
+            disk.image().attach_redo_log(Arc::new(log) as Arc<dyn StateMemory>);
             let write = async |offset| {
                 let from = Buffer::new(4096).lend();
                 let durability = Durability::None;
                 disk.submit(Request::Write { offset, from, durability }).await.unwrap();
             };
             write(0).await;
-            disk.settle().await.unwrap();
-            let other =
-                open_handed_over(&path, options, None, files_of(&disk), None).await.unwrap();
-            assert!(has_session_bit(&other.disk), "a replay would refuse what follows");
+            disk.image().settle().await.unwrap();
+            let other = HandedOverDisk::open(&path, options, files_of(&disk), None).await.unwrap();
+            assert!(has_session_bit(&other.image), "a replay would refuse what follows");
             drop(other);
             write(1 << 19).await;
-            assert!(has_session_bit(&disk));
+            assert!(has_session_bit(disk.image()));
             disk.close().await.unwrap();
         });
     }
@@ -391,7 +398,7 @@ mod tests {
                 lock_byte_shared(other.as_fd(), byte).unwrap();
             }
             let options = ImageOptions::default();
-            open_handed_over(&path, options, None, files_of(&disk), None).await.unwrap();
+            HandedOverDisk::open(&path, options, files_of(&disk), None).await.unwrap();
         });
     }
 
@@ -416,7 +423,7 @@ mod tests {
                 files[0].path.clone_from(&name);
                 let options =
                     ImageOptions { format: Some(ImageFormat::Raw), ..ImageOptions::default() };
-                let opened = open_handed_over(Path::new(&name), options, None, files, None).await;
+                let opened = HandedOverDisk::open(Path::new(&name), options, files, None).await;
                 let why = opened.err().expect("no file").to_string();
                 assert!(why.contains("cannot be handed over"), "{why}");
             }
@@ -434,8 +441,7 @@ mod tests {
             }
             let disk = open(&one, ImageOptions::default()).await.unwrap();
             let refused = async |path: &Path, files| {
-                let opened =
-                    open_handed_over(path, ImageOptions::default(), None, files, None).await;
+                let opened = HandedOverDisk::open(path, ImageOptions::default(), files, None).await;
                 opened.err().expect("another file").to_string()
             };
             let other = refused(&two, files_of(&disk)).await;

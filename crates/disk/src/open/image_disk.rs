@@ -1,15 +1,19 @@
-//! Disks over what a person's path or URI leads to.
+//! Disks and images over what a person's path or URI leads to.
 
 use blockhouse_core::Result;
 use blockhouse_engine::HostFile;
 use blockhouse_storage::ImageStorage;
 
-use crate::disk::Disk;
+use crate::disk::{Disk, DiskJobs};
+use crate::image::Image;
 
 /// A disk whose image is a file, or an export of another server.
 pub type ImageDisk = Disk<ImageStorage>;
 
-impl ImageDisk {
+/// An image that is a file, or an export of another server.
+pub type StoredImage = Image<ImageStorage>;
+
+impl StoredImage {
     /// The image's file; `None` where another server has it.
     pub fn file(&self) -> Option<&HostFile> {
         self.format().storage().storage().as_file()
@@ -39,26 +43,29 @@ impl ImageDisk {
         }
     }
 
-    /// Waits until no read is in flight at a backing file that was
-    /// [detached](Self::detach_backing).
-    pub async fn detached_reads_ended(&self) {
-        self.layer().backing_reads_ended().await;
-    }
-
-    /// The disk, without its backing files, is open: requests of guests and tools wait for its
+    /// The image, without its backing files, is open: requests of guests and tools wait for its
     /// server as long as it takes. Commands that only look at it have a limit.
     pub(super) fn end_opening(&self, is_look: bool) {
         if !is_look {
-            self.own_layer().format().storage().storage().set_answer_time(None);
+            self.format().storage().storage().set_answer_time(None);
         }
+    }
+}
+
+impl DiskJobs<'_, ImageStorage> {
+    /// Waits until no read is in flight at a backing file that was
+    /// [detached](Self::detach_backing).
+    pub async fn detached_reads_ended(self) {
+        self.disk().image().layer().backing_reads_ended().await;
     }
 
     /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks,
     /// and connections to other servers. No read may be in flight there.
-    pub fn release_detached(&self) {
+    pub fn release_detached(self) {
         self.unlock_former();
-        let layers = self.layer().opened_layers().skip(1).take_while(|layer| layer.stands() <= 1);
-        for layer in layers.take_while(|_| self.layer().is_detached()) {
+        let layer = self.disk().image().layer();
+        let layers = layer.opened_layers().skip(1).take_while(|layer| layer.stands() <= 1);
+        for layer in layers.take_while(|_| layer.is_detached()) {
             layer.format().storage().storage().disconnect();
         }
     }
@@ -66,8 +73,8 @@ impl ImageDisk {
     /// Gives the locks back that are held on images that were
     /// [replaced](crate::QuiescedDisk::switch_to) or [detached](Self::detach_backing): other
     /// programs may use them again.
-    pub fn unlock_former(&self) {
-        let files = self.left_layers().flat_map(|layer| {
+    pub fn unlock_former(self) {
+        let files = self.disk().images().left_layers().flat_map(|layer| {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())
         });

@@ -161,10 +161,30 @@ pub struct ImageOptions {
     pub secrets: Secrets,
     /// The part of its file that the image is in, which is only read then.
     pub part: Option<FilePart>,
+    /// What it is opened for.
+    pub purpose: Purpose,
+    /// The snapshot whose disk is opened, by its name or id: for reading only.
+    pub snapshot: Option<String>,
     /// Whether its backing file is read.
     pub backing_use: BackingUse,
     /// Where the bitmaps of a raw image are, if not beside it.
     pub side_file: Option<SideFile>,
+}
+
+/// What an image is opened for: which of its files that needs, and which keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Purpose {
+    /// To read and write its disk: with all of its files.
+    #[default]
+    Disk,
+    /// To find out what is in its chain: of encrypted images without a key no data can be read.
+    Chain,
+    /// To work on the image itself: with its data file, without its backing files. What it leaves
+    /// to those cannot be read, nor data without a key.
+    Image,
+    /// To ask what it is, for reading only: with the files that hold its metadata. No guest data of
+    /// an image with a data file can be read.
+    Metadata,
 }
 
 /// The treatment of the backing file that an image names.
@@ -218,6 +238,23 @@ impl ImageOptions {
         Self { part, cache, ..self }
     }
 
+    /// The same for another purpose.
+    #[must_use]
+    pub fn for_purpose(self, purpose: Purpose) -> Self {
+        Self { purpose, ..self }
+    }
+
+    /// The same for the disk as it was when a snapshot was taken, if one is named.
+    #[must_use]
+    pub fn at_snapshot(self, snapshot: Option<&str>) -> Self {
+        match snapshot {
+            Some(name) => {
+                Self { access: Access::ReadOnly, snapshot: Some(name.to_owned()), ..self }
+            }
+            None => self,
+        }
+    }
+
     /// The options that are the disk's concern.
     pub(super) fn of_disk(&self) -> Options {
         Options {
@@ -260,6 +297,8 @@ impl Default for ImageOptions {
             remote_backing: RemoteBacking::Refused,
             secrets: Secrets::default(),
             part: None,
+            purpose: Purpose::Disk,
+            snapshot: None,
             backing_use: BackingUse::Followed,
             side_file: None,
         }

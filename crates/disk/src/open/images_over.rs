@@ -12,9 +12,6 @@ use rustix::fs::OFlags;
 
 use super::qemu_name::plain_backing;
 
-/// The longest name of a backing file that the format has.
-const MAX_NAME: u32 = 1023;
-
 /// The qcow2 files of these folders whose backing file is `layer`, but for copies that were not
 /// completed.
 ///
@@ -58,13 +55,9 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
     let mut file: File = fs::OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     let mut header = [0; 20];
     file.read_exact(&mut header).ok()?;
-    let (offset, length) = (header[8..16].try_into().ok()?, header[16..20].try_into().ok()?);
-    let (offset, length) = (u64::from_be_bytes(offset), u32::from_be_bytes(length));
-    if probe::name_of(&header) != Some("qcow2") || offset == 0 || length > MAX_NAME {
-        return None;
-    }
-    let mut name = vec![0; length as usize];
-    file.read_exact_at(&mut name, offset).ok()?;
+    let place = probe::qcow2_backing_name(&header)?;
+    let mut name = vec![0; place.length() as usize];
+    file.read_exact_at(&mut name, place.offset()).ok()?;
     let backing = Backing { name, format: None };
     let (plain, _) = plain_backing(&backing, &path.to_string_lossy()).ok()?;
     Some(std::ffi::OsString::from_vec(plain.into_owned().name).into())

@@ -51,7 +51,7 @@ pub async fn change_key_slots(
 ) -> Result<()> {
     let refuse = |what: String| Error::new(ErrorKind::InvalidInput, what).on(disk.name());
     disk.check_access(0)?;
-    let Some(encryption) = disk.read_encryption().await? else {
+    let Some(encryption) = disk.image().read_encryption().await? else {
         return Err(refuse("is not encrypted, so it has no key slots".into()));
     };
     let storage = disk.format().storage();

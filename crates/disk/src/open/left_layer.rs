@@ -16,7 +16,7 @@ use super::image_options::{ImageOptions, StateUse};
 use super::lock::is_being_written;
 use super::moved_record::{end_rollback, forked_to};
 use super::restore::find_state;
-use crate::disk::EarlierWrites;
+use crate::image::EarlierWrites;
 use crate::options::Access;
 
 /// Brings to a layer what its server left, and makes it durable. Nothing becomes of other backing

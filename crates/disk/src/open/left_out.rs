@@ -6,21 +6,20 @@
 
 use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::sync::Arc;
 
 use blockhouse_core::{Error, Result};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 
-use super::image_disk::ImageDisk;
-use crate::disk::Disk;
+use super::image_disk::StoredImage;
+use crate::image::Image;
 use crate::options::{Access, Options};
 
 /// The same disk over a disk of no bytes in the place of its backing file.
 ///
 /// # Errors
 /// The host's: no memory.
-pub(super) async fn without_backing(disk: ImageDisk) -> Result<ImageDisk> {
+pub(super) async fn without_backing(disk: StoredImage) -> Result<StoredImage> {
     if disk.backing_file().is_none() {
         return Ok(disk);
     }
@@ -32,8 +31,8 @@ pub(super) async fn without_backing(disk: ImageDisk) -> Result<ImageDisk> {
     let path = format!("/proc/self/fd/{}", memory.as_raw_fd());
     let file = HostFile::open(Path::new(&path), OpenMode::ReadOnly, PageCache::Used)?;
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-    let nothing = Disk::open(file.into(), ImageFormat::Raw, read_only).await?;
-    let disk = disk.with_backing(Arc::new(nothing));
+    let nothing = Image::open(file.into(), ImageFormat::Raw, read_only).await?;
+    let disk = disk.with_backing(&nothing);
     // Not past its end, where nothing would have to be stored for zeros.
     disk.format().set_backing_size(u64::MAX);
     Ok(disk)

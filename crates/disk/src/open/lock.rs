@@ -160,7 +160,7 @@ pub(super) fn is_being_written(file: &HostFile) -> bool {
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] when another program does; and those of opening a file.
-pub fn open_locked(path: &Path) -> Result<HostFile> {
+pub fn lock_for_writing(path: &Path) -> Result<HostFile> {
     let file = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
     lock(&file, Access::ReadWrite)?;
     Ok(file)

@@ -128,7 +128,7 @@ pub async fn remove_unused_sidecar(
     image: &Path,
     options: &ImageOptions,
 ) -> Result<()> {
-    match disk.file().filter(|_| disk.has_sidecar()) {
+    match disk.image().file().filter(|_| disk.image().has_sidecar()) {
         Some(file) if disk.bitmaps().list().await?.is_empty() => {
             remove_sidecar(&place_of(image, options), file)
         }

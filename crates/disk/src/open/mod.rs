@@ -1,4 +1,4 @@
-//! Images on the host: opening one with its backing files and locks, and new ones.
+//! Images on the host: opening one with its backing files and locks (`open_image`), and new ones.
 //!
 //! A format is never guessed from an image's content: a guest writes what it likes to the start of
 //! a raw disk. The file's name decides unless the caller does, and an image that is opened as raw
@@ -23,6 +23,7 @@ mod left_out;
 mod lock;
 mod make_sidecar;
 mod moved_record;
+mod open_image;
 mod open_location;
 mod partial_block;
 mod probe_check;
@@ -41,10 +42,6 @@ mod volume;
 mod vouching;
 
 pub use allowed_paths::{AllowedPaths, note_data_file};
-pub use chain::{
-    CommitChain, open, open_base, open_for_commit, open_for_repair, open_handed_over,
-    open_metadata, open_snapshot, open_storage, open_to_look, open_without_backing,
-};
 pub use changed_since::changed_since;
 pub use create::{
     behind_links, check_new_name, create, create_as, create_qcow2, exists, format_for_new,
@@ -53,14 +50,16 @@ pub use create::{
 pub use durable_rename::{IfExists, rename_durable};
 pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};
 pub use handed_over::{HandedFile, HandedOverDisk, SharedLayer, keep_state};
-pub use image_disk::ImageDisk;
+pub use image_disk::{ImageDisk, StoredImage};
 pub use image_options::{
-    BackingUse, CacheMode, FilePart, ImageOptions, Locking, RemoteBacking, SideFile, StateUse,
+    BackingUse, CacheMode, FilePart, ImageOptions, Locking, Purpose, RemoteBacking, SideFile,
+    StateUse,
 };
 pub use key_slots::{KeySlotChange, LastKey, change_key_slots};
-pub use lock::open_locked;
+pub use lock::lock_for_writing;
 pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, is_forked, record_committed, record_forked, record_moved};
+pub use open_image::{CommitChain, open, open_base, open_storage};
 pub use open_location::is_foreign_address;
 pub use probe_check::{check_raw_backing, format_by_name, probe_nameless};
 pub use qemu_name::{QemuName, SpaceOptions, escape as escape_uri, is_address, plain_backing};

@@ -40,9 +40,9 @@ enum Found {
     Foreign,
     /// One of a rollback that was carried out: it says nothing.
     Void,
-    /// The successor's name, and what became of the disk.
+    /// The moved_to's name, and what became of the disk.
     Record {
-        successor: String,
+        moved_to: String,
         stage: Stage,
     },
 }
@@ -93,9 +93,9 @@ fn find(record: &Path) -> io::Result<Found> {
             let forked = text.strip_suffix(FORK);
             let back = forked.and_then(|forked| forked.strip_suffix(ROLLBACK));
             let committed = forked.and_then(|forked| forked.strip_suffix(COMMIT));
-            let successor = back.or(committed).or(forked).unwrap_or(text);
+            let moved_to = back.or(committed).or(forked).unwrap_or(text);
             // It is removed in the one step that makes this image the disk again.
-            let is_gone = || match symlink_metadata(successor) {
+            let is_gone = || match symlink_metadata(moved_to) {
                 Ok(_) => Ok(false),
                 Err(error) if error.kind() == IoErrorKind::NotFound => Ok(true),
                 Err(error) => Err(error),
@@ -103,14 +103,14 @@ fn find(record: &Path) -> io::Result<Found> {
             if back.is_some() && is_gone()? {
                 return Ok(Found::Void);
             }
-            let successor = successor.to_owned();
+            let moved_to = moved_to.to_owned();
             let stage = match (forked, back, committed) {
                 (None, ..) => Stage::Moved,
                 (_, Some(_), _) => Stage::Rollback,
                 (_, _, Some(_)) => Stage::Commit,
                 _ => Stage::Forked,
             };
-            Found::Record { successor, stage }
+            Found::Record { moved_to, stage }
         }
         None => Found::Foreign,
     })
@@ -121,12 +121,12 @@ fn found_beside(image: &Path) -> Result<Found> {
     find(&record).map_err(|error| Error::host("cannot read", error).on(&record.to_string_lossy()))
 }
 
-/// Notes durably that the disk of an image is moved to `successor`, its name for people.
+/// Notes durably that the disk of an image is moved to `moved_to`, its name for people.
 ///
 /// # Errors
 /// One that names the record: the host refuses; `InvalidInput` where another file has its name.
-pub fn record_moved(image: &Path, successor: &str) -> Result<()> {
-    write_record(image, successor)
+pub fn record_moved(image: &Path, moved_to: &str) -> Result<()> {
+    write_record(image, moved_to)
 }
 
 /// Notes durably that the disk of an image goes on in `overlay`, which reads from this image what
@@ -181,8 +181,8 @@ pub(super) fn check_not_committed(image: &Path) -> Result<()> {
 pub(super) fn end_rollback(image: &Path) -> Result<()> {
     let found = found_beside(image)?;
     match found {
-        Found::Record { successor, stage: Stage::Rollback } => {
-            write_record(image, &format!("{successor}{FORK}"))
+        Found::Record { moved_to, stage: Stage::Rollback } => {
+            write_record(image, &format!("{moved_to}{FORK}"))
         }
         Found::Nothing | Found::Foreign | Found::Void | Found::Record { .. } => Ok(()),
     }
@@ -201,12 +201,12 @@ pub(super) fn forked_to(image: &Path) -> Result<Option<String>> {
     let found = found_beside(image)?;
     Ok(match found {
         Found::Record { stage: Stage::Moved, .. } => None,
-        Found::Record { successor, .. } => Some(successor),
+        Found::Record { moved_to, .. } => Some(moved_to),
         _ => None,
     })
 }
 
-fn write_record(image: &Path, successor: &str) -> Result<()> {
+fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let record = record_of(image);
     let failed = |error| Error::host("cannot write", error).on(&record.to_string_lossy());
     let if_exists = match find(&record).map_err(failed)? {
@@ -225,7 +225,7 @@ fn write_record(image: &Path, successor: &str) -> Result<()> {
     let write = || {
         let mut options = OpenOptions::new();
         let mut file = options.write(true).create_new(true).mode(0o600).open(&part)?;
-        file.write_all(&[MAGIC, successor.as_bytes(), b"\n"].concat())?;
+        file.write_all(&[MAGIC, moved_to.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
     let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
@@ -279,18 +279,18 @@ pub(super) fn check_not_moved(image: &Path) -> Result<()> {
             .on(&record.to_string_lossy())
             .hint("it may say that the image's disk was moved: let this user read it")
     })?;
-    let Found::Record { successor, stage } = found else { return Ok(()) };
-    let (record, successor) = (record.display(), successor.escape_debug());
+    let Found::Record { moved_to, stage } = found else { return Ok(()) };
+    let (record, moved_to) = (record.display(), moved_to.escape_debug());
     if stage != Stage::Moved {
-        let what = format!("its disk was forked and goes on in '{successor}'");
+        let what = format!("its disk was forked and goes on in '{moved_to}'");
         let error = Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy());
         return Err(error.hint(format!(
-            "use '{successor}'; only where neither that nor another image over this one is needed, remove {record} and use this image"
+            "use '{moved_to}'; only where neither that nor another image over this one is needed, remove {record} and use this image"
         )));
     }
-    let what = format!("its disk was moved to '{successor}', or a server ended while it was");
+    let what = format!("its disk was moved to '{moved_to}', or a server ended while it was");
     Err(Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy()).hint(format!(
-        "use '{successor}' if it opens; if it says that it is not complete, remove {record} and use this image"
+        "use '{moved_to}' if it opens; if it says that it is not complete, remove {record} and use this image"
     )))
 }
 

@@ -36,6 +36,6 @@ pub(super) async fn has_small_clusters(
     let reader = HostFile::open(path, OpenMode::ReadOnly, options.cache.page_cache())?;
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let disk = Disk::open(reader, ImageFormat::Qcow2, read_only).await?;
-    let is_small = disk.cluster_size().is_some_and(|size| size < u64::from(block));
-    Ok(is_small && disk.features().is_none_or(|features| features.truncation.is_none()))
+    let is_small = disk.image().cluster_size().is_some_and(|size| size < u64::from(block));
+    Ok(is_small && disk.image().features().is_none_or(|features| features.truncation.is_none()))
 }

@@ -89,9 +89,9 @@ pub fn probe_nameless(path: &Path) -> Result<Option<ImageFormat>> {
     look_of(path)
 }
 
-/// The format that the name of a regular file says before other suffixes (`disk.qcow2.1.bak`), where
-/// the file looks like that: both the owner's word and the content count. A suffix of raw disks
-/// says raw.
+/// The format that the name of a regular file says before other suffixes (`disk.qcow2.1.bak`),
+/// where the file looks like that: both the owner's word and the content count. A suffix of raw
+/// disks says raw.
 fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
     const OF_RAW: [&str; 4] = ["raw", "img", "bin", "iso"];
     let mut name = Path::new(path.file_name()?);

@@ -12,7 +12,7 @@ use crate::options::Access;
 
 /// The files of the layer that is read.
 fn readers(disk: &ImageDisk) -> Vec<&HostFile> {
-    let Some(behind) = disk.layer().backing_layer() else { return Vec::new() };
+    let Some(behind) = disk.image().layer().backing_layer() else { return Vec::new() };
     let (image, data) = (behind.format().storage(), behind.data());
     let mut files = image.storage().files();
     if !std::ptr::eq(image, data) {

@@ -41,7 +41,7 @@ use blockhouse_core::{Result, Storage};
 use blockhouse_engine::HostFile;
 use blockhouse_format::Replay;
 
-use super::image_disk::ImageDisk;
+use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, StateUse};
 use super::lock::Locked;
 use crate::options::Access;
@@ -136,7 +136,7 @@ impl Restore {
     ///
     /// # Errors
     /// What the storage or the host answers: the state file is still there.
-    pub(super) async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
+    pub(super) async fn finish(self, disk: StoredImage) -> Result<StoredImage> {
         match self {
             Self::Reader(uses) => check_nothing_pending(&disk, &uses)?,
             Self::Without(uses @ StateUse::Replay(None)) => refuse_lost_session(&disk, &uses)?,
@@ -151,7 +151,7 @@ impl Restore {
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
-    pub(super) fn finish_backing(&self, disk: &ImageDisk, above: Access) -> Result<()> {
+    pub(super) fn finish_backing(&self, disk: &StoredImage, above: Access) -> Result<()> {
         let Self::Reader(uses) = self else { return Ok(()) };
         if above == Access::ReadWrite {
             refuse_pending(disk, uses.directory())?;
@@ -192,7 +192,7 @@ impl Writer {
         Ok(Self { uses, dir, owner, found, modification })
     }
 
-    async fn finish(self, disk: ImageDisk) -> Result<ImageDisk> {
+    async fn finish(self, disk: StoredImage) -> Result<StoredImage> {
         let Some(found) = &self.found else {
             return match self.uses {
                 StateUse::Off | StateUse::Look(_) | StateUse::Replay(_) => {
@@ -222,7 +222,7 @@ impl Writer {
     }
 
     /// Replays the redo log. Says why where it no longer fits the image.
-    async fn replay(&self, disk: &ImageDisk, found: &StateFile) -> Result<Option<String>> {
+    async fn replay(&self, disk: &StoredImage, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
         let has_session = disk.format().redo().is_some_and(|redo| redo.has_session_bit());
         if let Some(modification) = self.modification
@@ -253,7 +253,7 @@ impl Writer {
     }
 
     /// Makes the new state file, in the place of the old one.
-    fn keep(self, disk: ImageDisk, failures: [Option<i32>; 2]) -> Result<ImageDisk> {
+    fn keep(self, disk: StoredImage, failures: [Option<i32>; 2]) -> Result<StoredImage> {
         let vouched = self.found.as_ref().map_or(0, |found| found.page().last_data_write());
         let vouched = Duration::from_nanos(vouched);
         match make_state(&disk, &self.dir, &self.owner, failures, vouched) {

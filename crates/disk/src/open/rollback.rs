@@ -15,14 +15,14 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenMode, PageCache, sleep};
 use blockhouse_storage::ImageStorage;
 
-use super::chain::open_layer_again;
 use super::durable_rename::sync_folder;
-use super::image_disk::ImageDisk;
+use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::ImageOptions;
 use super::images_over::images_over;
 use super::moved_record::{
     check_not_committed, end_rollback, forget_moved, forked_to, record_rollback,
 };
+use super::open_image::open_layer_again;
 use super::open_location::identity_of;
 use super::reader_locks::{lock_readers, take_from_readers};
 use crate::disk::ReplacedImage;
@@ -60,8 +60,8 @@ impl From<Error> for Failed {
     }
 }
 
-impl ImageDisk {
-    /// Whether an image behind this disk's is the one that is next behind that of `other`.
+impl StoredImage {
+    /// Whether an image behind this one is the one that is next behind `other`.
     pub fn stands_on_layer_of(&self, other: &Self) -> bool {
         let Some(wanted) = other.layers().nth(1).and_then(identity_of_layer) else { return false };
         self.layers().skip(1).filter_map(identity_of_layer).any(|one| one == wanted)
@@ -102,17 +102,18 @@ pub async fn roll_back(disk: &ImageDisk, options: &ImageOptions) -> Result<Rolle
 
 /// The canonical paths of the layer and of the overlay.
 fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
-    let name = disk.image_name().to_owned();
+    let name = disk.image().image_name().to_owned();
     let refuse = |what: String, hint: &'static str| {
         Err(Error::new(ErrorKind::InvalidInput, what).on(&name).hint(hint))
     };
     disk.check_access(0)?;
     disk.check_stays()?;
-    if disk.base().is_some() {
+    if disk.jobs().base().is_some() {
         let what = "its backing file is open for writing since a commit that did not complete";
         return refuse(what.into(), "commit it again and complete that");
     }
-    let (Some(file), Some(behind)) = (disk.file(), disk.layer().backing_layer()) else {
+    let (Some(file), Some(behind)) = (disk.image().file(), disk.image().layer().backing_layer())
+    else {
         return refuse("stands on no layer".into(), "only a fork leaves one");
     };
     let canonical = |name: &str| {
@@ -148,8 +149,8 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
 }
 
 /// Opens the layer of a disk for writing, in the place of the one that is read.
-async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<ImageDisk> {
-    let behind = disk.layers().nth(1);
+async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<StoredImage> {
+    let behind = disk.image().layers().nth(1);
     let format = behind.map(|layer| match layer.format().side_file().is_some() {
         true => Ok(crate::ImageFormat::Raw),
         false => layer.format().name().parse(),
@@ -157,8 +158,8 @@ async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> R
     let format = format.and_then(std::result::Result::ok);
     let options =
         ImageOptions { format, access: Access::ReadWrite, copy_on_read: false, ..options.clone() };
-    let take_locks = |file: &HostFile| take_from_readers(disk, file, &options);
-    let opened = open_layer_again(layer, &options, take_locks).await;
+    let opened =
+        open_layer_again(layer, &options, |file| take_from_readers(disk, file, &options)).await;
     if opened.is_err() {
         lock_readers(disk, &options)?;
     }
@@ -167,18 +168,18 @@ async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> R
 
 async fn go_back(
     disk: &ImageDisk,
-    lower: &Arc<ImageDisk>,
+    lower: &Arc<StoredImage>,
     layer: &Path,
     overlay: &Path,
 ) -> Result<Pause, Failed> {
-    disk.check_successor(lower)?;
+    disk.check_replacement(lower)?;
     record_rollback(layer, overlay)?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
     // It may have become read-only or longer meanwhile.
     disk.check_access(0)?;
-    disk.check_successor(lower)?;
-    disk.note_own_parts_in(lower).await?;
+    disk.check_replacement(lower)?;
+    quiesced.note_own_parts_in(lower).await?;
     let failed = |error| Error::host("cannot remove", error).on(&overlay.to_string_lossy());
     remove_file(overlay).map_err(failed)?;
     if let Err(error) = sync_folder(overlay) {
@@ -187,9 +188,10 @@ async fn go_back(
     }
     let replaced = quiesced.go_back_to(Arc::clone(lower)).await?;
     let pause = Pause { length: began.elapsed() };
-    let forgotten = forget_moved(layer).and(replaced.forget_state());
+    let forgotten =
+        forget_moved(layer).and(replaced.image().state().map_or(Ok(()), |state| state.remove()));
     forgotten.unwrap_or_else(|error| tracing::warn!("{error}"));
-    disk.unlock_former();
+    disk.jobs().unlock_former();
     give_back_space(disk, &replaced).await;
     Ok(pause)
 }
@@ -199,14 +201,17 @@ async fn go_back(
 /// disk.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
     let began = Instant::now();
-    while disk.metrics().counters().in_flight > 0 {
+    while disk.stats().counters().in_flight > 0 {
         if began.elapsed() > MAX_WAIT {
-            tracing::info!("{}: its space is free when the disk is closed", overlay.layer().name());
+            tracing::info!(
+                "{}: its space is free when the disk is closed",
+                overlay.image().layer().name()
+            );
             return;
         }
         sleep(LOOK).await;
     }
-    for file in overlay.layer().format().storage().storage().files() {
+    for file in overlay.image().layer().format().storage().storage().files() {
         if let Err(error) = rustix::fs::ftruncate(file.descriptor(), 0) {
             tracing::warn!("{}: cannot give its space back: {error}", file.name());
         }

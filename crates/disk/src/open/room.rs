@@ -1,10 +1,12 @@
 //! How much room there is left for what a disk's guest writes.
 
 use blockhouse_core::{Result, Storage};
-use blockhouse_engine::FileKind;
-use blockhouse_format::Format;
+use blockhouse_engine::{FileKind, HostFile};
+use blockhouse_format::{Format, Qcow2};
+use blockhouse_storage::ImageStorage;
 
-use super::image_disk::ImageDisk;
+use super::image_disk::{ImageDisk, StoredImage};
+use crate::durability::FlushTracker;
 
 /// Room, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,18 +25,16 @@ impl ImageDisk {
     /// The host's.
     pub async fn room_left(&self) -> Result<Option<Room>> {
         let image = self.begin_use();
-        let format = image.format();
-        let Some(file) = format.data().storage().as_file() else { return Ok(None) };
-        match (file.kind(), format) {
-            (FileKind::Regular, _) => {
-                file.query_file_system().await.map(|(left, total)| Some(Room { left, total }))
+        Ok(match limit_of(&image) {
+            None => None,
+            Some((file, None)) => {
+                let (left, total) = file.query_file_system().await?;
+                Some(Room { left, total })
             }
-            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.facts().data_file.is_none() => {
-                let left = qcow2.room_left().await?;
-                Ok(Some(Room { left, total: file.size() }))
+            Some((device, Some(qcow2))) => {
+                Some(Room { left: qcow2.room_left().await?, total: device.size() })
             }
-            (FileKind::BlockDevice, _) => Ok(None),
-        }
+        })
     }
 
     /// Up to which byte of its storage a qcow2 image is used. `None` of other images, and of one
@@ -56,14 +56,24 @@ impl ImageDisk {
     /// looked up.
     pub fn room_left_now(&self) -> Option<u64> {
         let image = self.begin_use();
-        let format = image.format();
-        let file = format.data().storage().as_file()?;
-        match (file.kind(), format) {
-            (FileKind::Regular, _) => file.file_system_room().ok().map(|(left, _)| left),
-            (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.facts().data_file.is_none() => {
-                qcow2.room_left_in_memory()
-            }
-            (FileKind::BlockDevice, _) => None,
+        match limit_of(&image)? {
+            (file, None) => file.file_system_room().ok().map(|(left, _)| left),
+            (_, Some(qcow2)) => qcow2.room_left_in_memory(),
         }
+    }
+}
+
+/// The limit of an image's space: its file's file system, or the device that a qcow2 image is on.
+fn limit_of(
+    image: &StoredImage,
+) -> Option<(&HostFile, Option<&Qcow2<FlushTracker<ImageStorage>>>)> {
+    let format = image.format();
+    let file = format.data().storage().as_file()?;
+    match (file.kind(), format) {
+        (FileKind::Regular, _) => Some((file, None)),
+        (FileKind::BlockDevice, Format::Qcow2(qcow2)) if qcow2.facts().data_file.is_none() => {
+            Some((file, Some(qcow2)))
+        }
+        (FileKind::BlockDevice, _) => None,
     }
 }

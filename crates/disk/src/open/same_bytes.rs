@@ -247,7 +247,7 @@ fn check_above(name: &str, places: &Places) -> Result<()> {
 /// # Errors
 /// `InvalidInput`, with both names; the host's.
 pub fn check_apart(target: &ImageDisk, source: &ImageDisk) -> Result<()> {
-    let mut read = source.layers().flat_map(files_of_layer);
+    let mut read = source.image().layers().flat_map(files_of_layer);
     read.try_for_each(|file| check_apart_from(target, file.descriptor(), file.name()))
 }
 
@@ -263,7 +263,7 @@ pub(super) fn files_of_layer(layer: &Layer<ImageStorage>) -> impl Iterator<Item 
 /// As [`check_apart`].
 pub fn check_apart_from(target: &ImageDisk, source: BorrowedFd<'_>, name: &str) -> Result<()> {
     let read = Places::of_read(source, name).map_err(failed(name))?;
-    for file in files_of_layer(target.layer()) {
+    for file in files_of_layer(target.image().layer()) {
         let places =
             Places::of_written(file.descriptor(), file.name()).map_err(failed(file.name()))?;
         if places.overlaps(&read) {

@@ -46,7 +46,7 @@ use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 
 use super::handed_over::Files;
-use super::image_disk::ImageDisk;
+use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::is_being_written;
 use super::open_location::{Identity, identity_of as file_identity, open_location};
@@ -333,7 +333,7 @@ impl<'a> Route<'a> {
     /// # Errors
     /// `InvalidInput` where a sidecar is opened for writing by its own name: nothing has found out
     /// whether it belongs to its image.
-    pub(super) fn raw_image(&self, disk: &ImageDisk) -> Result<Option<RawImage>> {
+    pub(super) fn raw_image(&self, disk: &StoredImage) -> Result<Option<RawImage>> {
         match &self.through {
             Through::Sidecar { image, .. } => Ok(image.lock().take()),
             Through::HandedOver(name) => {
@@ -359,7 +359,7 @@ impl<'a> Route<'a> {
     /// # Errors
     /// `InvalidInput` where another program has changed or replaced the image meanwhile. The
     /// host's.
-    pub(super) async fn confirm(&self, disk: &ImageDisk) -> Result<()> {
+    pub(super) async fn confirm(&self, disk: &StoredImage) -> Result<()> {
         let Through::Sidecar { seen, .. } = &self.through else { return Ok(()) };
         let refuse = |what: &str| {
             let error = Error::new(ErrorKind::InvalidInput, what.to_owned());

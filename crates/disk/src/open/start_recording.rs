@@ -22,13 +22,13 @@ use blockhouse_format::ImageFormat;
 
 use super::create::remove_created;
 use super::disk_over::disk_over;
-use super::image_disk::ImageDisk;
+use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::{ImageOptions, Locking};
 use super::make_sidecar::{make_sidecar, remove_sidecar};
 use super::restore::Restore;
 use super::sidecar::{open_found, place_of};
 use super::volume::identity;
-use crate::disk::EarlierWrites;
+use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
 
@@ -36,16 +36,16 @@ use crate::snapshots::Pause;
 /// their files stay open.
 const MAX_REPLACED: usize = 32;
 
-impl ImageDisk {
+impl StoredImage {
     /// Whether it is a raw file, open for writing, whose changes are not recorded:
     /// [`start_recording`] begins that.
     pub fn lacks_sidecar(&self) -> bool {
         let is_file = self.file().is_some_and(|file| file.kind() == FileKind::Regular);
-        is_file && self.format().is_raw() && self.opened_access() == Access::ReadWrite
+        is_file && self.format().is_raw() && self.access() == Access::ReadWrite
     }
 }
 
-/// Makes a sidecar for a disk that is used and [lacks one](ImageDisk::lacks_sidecar), and has its
+/// Makes a sidecar for a disk that is used and [lacks one](StoredImage::lacks_sidecar), and has its
 /// changes go through it from now on. They are held off for a few flushes. `image` is the path by
 /// which the disk was opened, `options` are those that it was opened with. Needs the loop of the
 /// current thread.
@@ -62,7 +62,7 @@ pub async fn start_recording(
     let refuse = |what: &str| {
         Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(&image.display().to_string()))
     };
-    let Some(served) = disk.file() else { return refuse("is no file, and has no bitmaps") };
+    let Some(served) = disk.image().file() else { return refuse("is no file, and has no bitmaps") };
     if identity_at(image)? != identity(served)? {
         return refuse("is another file than the one that is in use, which had its path");
     }
@@ -93,9 +93,9 @@ async fn record_beside(
     // The sidecar notes when the image was changed for the last time: by the disk's own changes, up
     // to here.
     recording.settle().await?;
-    disk.check_successor(&recording)?;
+    disk.check_replacement(&recording)?;
     let recording = restore.finish(recording).await?;
-    recording.begin_vouching(options.cache);
+    recording.begin_vouching(options);
     if let Some(data) = recording.format().data().storage().as_file() {
         served.move_locks_to(data);
     }
@@ -116,16 +116,17 @@ async fn record_beside(
 /// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with
 /// its sidecar then.
 pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptions) -> Result<()> {
-    let before = disk.format();
-    let (Some(sidecar), Some(served)) = (disk.file(), before.data().storage().as_file()) else {
+    let (image_used, before) = (disk.image(), disk.format());
+    let (Some(sidecar), Some(served)) = (image_used.file(), before.data().storage().as_file())
+    else {
         return Ok(());
     };
-    if !disk.has_sidecar() || !disk.bitmaps().list().await?.is_empty() {
+    if !disk.image().has_sidecar() || !disk.bitmaps().list().await?.is_empty() {
         return Ok(());
     }
-    if disk.replaced().count() >= MAX_REPLACED {
+    if disk.images().count_replaced() >= MAX_REPLACED {
         let what = "was replaced too often to give up its sidecar";
-        let error = Error::new(ErrorKind::Unsupported, what).on(disk.image_name());
+        let error = Error::new(ErrorKind::Unsupported, what).on(disk.image().image_name());
         return Err(error.hint("it has no bitmap: remove it when the disk is closed"));
     }
     let itself = served.share(image, options.open_mode())?;
@@ -135,7 +136,7 @@ pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptio
     let quiesced = disk.quiesced().await?;
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
-    disk.check_successor(&itself)?;
+    disk.check_replacement(&itself)?;
     let itself = restore.finish(itself).await?;
     if let Some(file) = itself.file() {
         served.move_locks_to(file);
@@ -157,7 +158,7 @@ async fn open_beside(
     served: &HostFile,
     image: &Path,
     options: &ImageOptions,
-) -> Result<(ImageDisk, Restore)> {
+) -> Result<(StoredImage, Restore)> {
     let path = place_of(image, options);
     let is_beside = options.side_file.is_none();
     let options = ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() };
@@ -175,7 +176,7 @@ async fn open_beside(
     if mark.identity != identity(served)? || opened.size() != disk.size() {
         return refuse("belongs to another disk", "remove that file");
     }
-    if opened.bitmaps().list().await?.iter().any(|bitmap| bitmap.is_enabled) {
+    if opened.format().bitmaps()?.list().await?.iter().any(|bitmap| bitmap.is_enabled) {
         return refuse(
             "has bitmaps that lack the changes of the server which has the image",
             "remove that file, and make a full backup",

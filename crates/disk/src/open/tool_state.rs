@@ -8,8 +8,8 @@ use std::path::Path;
 use blockhouse_core::{ErrorKind, Result};
 use blockhouse_storage::Location;
 
-use super::chain::{open_metadata, open_storage, open_without_backing};
-use super::image_options::{ImageOptions, Locking, StateUse};
+use super::image_options::{ImageOptions, Locking, Purpose, StateUse};
+use super::open_image::{open, open_storage};
 use super::restore::{find_state, refuse_lost_session, set_state_aside};
 
 /// The treatment of answered changes that cannot be brought to an image because it contradicts
@@ -36,19 +36,22 @@ pub async fn replay_state(path: &Path, options: ImageOptions, if_corrupt: IfCorr
         return Ok(());
     }
     // Locked: a server that has the image open has a state file, too.
-    let file = open_storage(path, options.clone())?;
-    let Some(found) = find_state(&file, options.state.directory())? else {
+    let storage = open_storage(path, options.clone()).await?;
+    let dir = options.state.directory();
+    let found = storage.as_file().map_or(Ok(None), |file| find_state(file, dir))?;
+    drop(storage);
+    let Some(found) = found else {
         return check_lost_session(path, options).await;
     };
-    drop(file);
     if found.is_empty() {
         return Ok(());
     }
-    match open_without_backing(path, options.clone()).await {
+    match open(path, options.clone().for_purpose(Purpose::Image)).await {
         Ok(disk) => disk.close().await,
         Err(error) if error.kind() == ErrorKind::Corrupt && if_corrupt == IfCorrupt::SetAside => {
-            let file = open_storage(path, options.clone())?;
-            set_state_aside(&file, options.state.directory(), "the image is corrupt")
+            let storage = open_storage(path, options.clone()).await?;
+            let aside = |file| set_state_aside(file, dir, "the image is corrupt");
+            storage.as_file().map_or(Ok(()), aside)
         }
         Err(error) => Err(error),
     }
@@ -57,10 +60,9 @@ pub async fn replay_state(path: &Path, options: ImageOptions, if_corrupt: IfCorr
 /// Fails for an image whose state may be elsewhere. What is wrong with one that cannot be opened,
 /// the work says.
 async fn check_lost_session(path: &Path, options: ImageOptions) -> Result<()> {
-    let state = StateUse::Off;
-    let quick = ImageOptions { locking: Locking::None, state, ..options.clone() };
-    match open_metadata(path, quick).await {
-        Ok(disk) => refuse_lost_session(&disk, &options.state),
+    let (locking, state, purpose) = (Locking::None, StateUse::Off, Purpose::Metadata);
+    match open(path, ImageOptions { locking, state, purpose, ..options.clone() }).await {
+        Ok(disk) => refuse_lost_session(disk.image(), &options.state),
         Err(_) => Ok(()),
     }
 }

@@ -11,7 +11,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_crypt::{Secret, create_header, unlock};
 use futures_channel::oneshot;
 
-use super::image_disk::ImageDisk;
+use super::image_disk::StoredImage;
 
 /// The secrets for encrypted images: each is tried on each encrypted image of a chain.
 #[derive(Clone, Debug, Default)]
@@ -96,10 +96,10 @@ pub(super) enum WithoutKey {
 /// # Errors
 /// One that names the image: no secret opens it, its header is damaged, or asks for too much.
 pub(super) async fn unlocked(
-    disk: ImageDisk,
+    disk: StoredImage,
     secrets: &Secrets,
     without: WithoutKey,
-) -> Result<ImageDisk> {
+) -> Result<StoredImage> {
     if !disk.is_encrypted() || secrets.is_empty() && without == WithoutKey::StayLocked {
         return Ok(disk);
     }

@@ -20,8 +20,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_format::qcow2::Voucher;
 
-use super::image_disk::ImageDisk;
-use super::image_options::CacheMode;
+use super::image_disk::StoredImage;
+use super::image_options::{CacheMode, ImageOptions, Locking, Purpose};
 use crate::options::Access;
 use crate::state::BootId;
 
@@ -34,15 +34,17 @@ const TERM: Duration = Duration::from_secs(15);
 /// not tell.
 static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
 
-impl ImageDisk {
-    /// Has the changes of a raw image be vouched for that are recorded in its sidecar. Of a disk
-    /// whose files are locked. Nothing becomes of other disks. Needs
+impl StoredImage {
+    /// Has the changes of a raw image be vouched for that are recorded in its sidecar, where its
+    /// files are locked for a disk. No effect on other images. Needs
     /// [`renew_voucher`](Self::renew_voucher) each [`RENEWAL`].
-    pub(super) fn begin_vouching(&self, cache: CacheMode) {
+    pub(super) fn begin_vouching(&self, options: &ImageOptions) {
+        let is_alone = options.purpose == Purpose::Disk && options.locking == Locking::Held;
         // Without flushes a bitmap may lack changes after a death of the host.
-        let is_durable = cache != CacheMode::Unsafe;
-        if is_durable
-            && self.opened_access() == Access::ReadWrite
+        let is_durable = options.cache != CacheMode::Unsafe;
+        if is_alone
+            && is_durable
+            && self.access() == Access::ReadWrite
             && this_boot().is_some()
             && let Some(side_file) = self.format().side_file()
         {
@@ -126,17 +128,17 @@ mod tests {
                 let (name, granularity) = (cache.as_str().to_owned(), None);
                 let new = NewBitmap { name, granularity, is_enabled: true };
                 disk.bitmaps().add(&new).await.unwrap();
-                disk.renew_voucher().await;
+                disk.image().renew_voucher().await;
                 assert_eq!(found().await, None, "nothing is recorded yet");
                 let (from, durability) = (Buffer::new(4096).lend(), Durability::None);
                 disk.submit(Request::Write { offset: 0, from, durability }).await.unwrap();
                 let first = found().await;
                 assert_eq!(first.map(|voucher| voucher.boot), this_boot().filter(|_| vouches));
-                disk.renew_voucher().await;
+                disk.image().renew_voucher().await;
                 let second = found().await;
                 assert_eq!(second.map(|it| it.until) > first.map(|it| it.until), vouches);
                 disk.close().await.unwrap();
-                disk.renew_voucher().await;
+                disk.image().renew_voucher().await;
                 assert_eq!(found().await, None, "the session has ended");
             }
         });

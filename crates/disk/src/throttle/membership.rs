@@ -92,9 +92,9 @@ struct State {
     lifts: usize,
 }
 
-/// The limits of a disk.
+/// The limits of a disk: its part in the group whose limits it shares, or that it has alone.
 #[derive(Default)]
-pub(crate) struct Throttle {
+pub struct Throttle {
     /// Whether requests have to ask. Where it changes meanwhile, either is right.
     is_active: AtomicBool,
     state: RwLock<State>,
@@ -138,8 +138,9 @@ impl Throttle {
         }
     }
 
-    /// Joins a group in place of the one that the disk is in, or leaves that.
-    pub(crate) fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
+    /// Has the disk share the limits of a group from now on, in place of those of the one that it
+    /// is in; `None`: it has no limits. Requests that wait under former limits wait under these.
+    pub fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
         let mut state = self.state.write();
         let membership = group.map(Membership::new);
         if let Some(Membership { group, key }) = &membership
@@ -154,13 +155,16 @@ impl Throttle {
         drop(former);
     }
 
-    pub(crate) fn group(&self) -> Option<Arc<ThrottleGroup>> {
+    /// The group whose limits the disk shares, if it has limits.
+    pub fn group(&self) -> Option<Arc<ThrottleGroup>> {
         let state = self.state.read();
         state.membership.as_ref().map(|membership| Arc::clone(&membership.group))
     }
 
-    /// Changes the limits of the disk's group; a disk without a group gets one of its own.
-    pub(crate) fn set_limits(&self, limits: RateLimits) {
+    /// Limits the disk, while requests are in flight or wait, or not. Where it shares the limits of
+    /// a group, these are the new limits of the group. Otherwise the disk gets limits of its own;
+    /// its requests are to be submitted on event loops then.
+    pub fn set_limits(&self, limits: RateLimits) {
         match self.group() {
             Some(group) => group.set_limits(limits),
             None => self.set_group(Some(ThrottleGroup::new(limits))),
@@ -180,13 +184,16 @@ impl Throttle {
         }
     }
 
-    pub(crate) fn lift(&self) {
+    /// Lifts the limits until the guard is dropped: requests that wait are let go at once, and
+    /// count nowhere. For an orderly end, which waits for the requests in flight.
+    pub fn lift(self: &Arc<Self>) -> LiftGuard {
         let mut state = self.state.write();
         state.lifts += 1;
         if let (1, Some(Membership { group, key })) = (state.lifts, &state.membership) {
             group.lift(*key);
         }
         self.update(&state);
+        LiftGuard(Arc::clone(self))
     }
 
     fn restore(&self) {
@@ -207,13 +214,6 @@ impl Throttle {
 /// The limits of a disk are lifted until this is dropped.
 #[must_use = "the limits are in force again when it is dropped"]
 pub struct LiftGuard(Arc<Throttle>);
-
-impl LiftGuard {
-    pub(crate) fn new(throttle: &Arc<Throttle>) -> Self {
-        throttle.lift();
-        Self(Arc::clone(throttle))
-    }
-}
 
 impl Drop for LiftGuard {
     fn drop(&mut self) {

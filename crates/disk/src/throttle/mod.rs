@@ -36,5 +36,5 @@ mod tests;
 pub use clock::{ThrottleClock, ThrottleSleep};
 pub use group::ThrottleGroup;
 pub use limits::{Burst, MAX_RATE, RateLimits};
-pub use membership::{LiftGuard, ThrottleStats};
-pub(crate) use membership::{RequestCost, Throttle};
+pub(crate) use membership::RequestCost;
+pub use membership::{LiftGuard, Throttle, ThrottleStats};

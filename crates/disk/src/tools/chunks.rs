@@ -17,9 +17,9 @@ use crate::layer::{HostRuns, Layer};
 /// The most bytes that are moved at once.
 const CHUNK_SIZE: u64 = 1 << 20;
 /// How many chunks are in flight together.
-const MAX_IN_FLIGHT: usize = 8;
+const MAX_CHUNKS: usize = 8;
 /// Holes of the host file that are shorter are read and written as data is, in bytes.
-const MIN_HOLE: u64 = 64 << 10;
+const MIN_HOST_HOLE: u64 = 64 << 10;
 
 /// Where the bytes of a chunk come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     let has_failed = &Cell::new(false);
     let chunks = chunks.take_while(|_| ready(!has_failed.get()));
     let done = chunks.map(|chunk| async move { work(chunk?).await });
-    run_bounded(MAX_IN_FLIGHT, &WorkBudget::new(), has_failed, done).await
+    run_bounded(MAX_CHUNKS, &WorkBudget::new(), has_failed, done).await
 }
 
 /// Hands the disk to `work`, chunk by chunk, several at a time. Ends with the first error, once all
@@ -56,7 +56,7 @@ pub(super) async fn for_each_chunk<S: Storage, F: Future<Output = Result<()>>>(
         if rest.is_empty() {
             return None;
         }
-        Some(match next_chunk(disk.layer(), rest, &mut runs).await {
+        Some(match next_chunk(disk.image().layer(), rest, &mut runs).await {
             Ok((chunk, source)) => (Ok((chunk, source)), (rest.skip(chunk.length()), runs)),
             Err(error) => (Err(error), (rest.skip(rest.length()), runs)),
         })
@@ -92,7 +92,7 @@ async fn next_mapped<S: Storage>(
         let rest = ByteRange::between(host + data, host + guest.length());
         let (status, length) = layer.host_status(runs, rest).await?;
         let is_all = length == guest.length();
-        if status == Allocation::Hole && (length >= MIN_HOLE || is_all) {
+        if status == Allocation::Hole && (length >= MIN_HOST_HOLE || is_all) {
             if data == 0 {
                 return Ok((guest.truncate(length), Source::Zero));
             }

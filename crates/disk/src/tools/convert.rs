@@ -6,7 +6,6 @@
 //! them touch the same cluster of the target. Any number of threads can work on one copy, each on
 //! its own event loop. Nothing is durable before the target is closed.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -15,18 +14,17 @@ use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Stor
 use futures_util::future::join_all;
 use futures_util::lock::Mutex;
 
-use super::copy_writer::{CopyWriter, lend};
 use super::new_image::NewImage;
+use super::range_writer::RangeWriter;
 use super::scan::{Chunk, StatusScan};
-use super::zeros::{is_zero, runs};
+use super::zeros::lend;
 use crate::disk::Disk;
+use crate::parts::MAX_IN_FLIGHT;
 
 /// The least bytes of a chunk, and the bytes of one where clusters are smaller.
 const CHUNK_SIZE: u64 = 1 << 20;
 /// The least bytes that are lost together where a part cannot be read.
 const SECTOR: u64 = 512;
-/// How many requests of one chunk are in flight together.
-const MAX_IN_FLIGHT: usize = 16;
 
 /// The target's content before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +66,7 @@ pub struct CopyJob<S: Storage> {
     total: u64,
     /// `None`: a new image that is no disk yet.
     target: Option<Arc<Disk<S>>>,
-    writer: CopyWriter<S>,
+    writer: RangeWriter<Arc<Disk<S>>, S>,
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
     chunk: u64,
@@ -153,8 +151,8 @@ impl<S: Storage> CopyJob<S> {
         target: Arc<Disk<S>>,
         options: CopyOptions,
     ) -> Result<Self> {
-        let cluster = target.cluster_size().unwrap_or(1);
-        let writer = CopyWriter::new(Arc::clone(&target), options.compress)?;
+        let cluster = target.image().cluster_size().unwrap_or(1);
+        let writer = RangeWriter::new(Arc::clone(&target), options.compress)?;
         Self::with(parts, Some(Arc::clone(&target)), writer, options, cluster)?
             .checked(target.size(), target.name())
     }
@@ -172,7 +170,7 @@ impl<S: Storage> CopyJob<S> {
         let max_in_flight = if image.stream_unit().is_some() { 1 } else { max_in_flight };
         let options =
             CopyOptions { target_content: TargetContent::Zero, compress: false, max_in_flight };
-        let writer = CopyWriter::to_new(Arc::clone(image));
+        let writer = RangeWriter::to_new(Arc::clone(image));
         Self::with(parts, None, writer, options, 1)?.checked(image.size(), image.name())
     }
 
@@ -180,7 +178,7 @@ impl<S: Storage> CopyJob<S> {
     fn with(
         parts: Vec<(Arc<Disk<S>>, ByteRange)>,
         target: Option<Arc<Disk<S>>>,
-        writer: CopyWriter<S>,
+        writer: RangeWriter<Arc<Disk<S>>, S>,
         options: CopyOptions,
         cluster: u64,
     ) -> Result<Self> {
@@ -365,14 +363,7 @@ impl<S: Storage> CopyJob<S> {
         let Some(target) = &self.target else { return self.copy(chunk, buffer).await };
         let into = old.lend_range(0, length);
         target.submit(Request::Read { offset, into }).await?;
-        let (new, old) = (buffer.bytes(), old.bytes());
-        let differs = |unit: Range<usize>| new[unit.clone()] != old[unit];
-        let (unit, is_empty) =
-            (self.writer.unit(), |unit: &Range<usize>| is_zero(&new[unit.clone()]));
-        let data = runs(length, offset, unit, |unit| !is_empty(&unit) && differs(unit));
-        let holes = runs(length, offset, unit, |unit| is_empty(&unit) && differs(unit));
-        self.writer.make_holes(offset, holes).await?;
-        self.writer.store(offset, data, buffer).await
+        self.writer.update(offset, length, buffer, old).await
     }
 }
 
@@ -407,7 +398,7 @@ fn scan_of<S: Storage>(
 
 /// As [`read_from`], piece by piece: what cannot be read is zeros. How many bytes those are.
 async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer) -> u64 {
-    let unit = u64::from(part.source.alignment().offset).max(SECTOR);
+    let unit = u64::from(part.source.image().alignment().offset).max(SECTOR);
     let start = chunk.range.offset();
     buffer.bytes_mut()[..chunk.range.length() as usize].fill(0);
     let within = |range: &ByteRange| (range.offset(), range.end().min(part.end()));

@@ -40,7 +40,7 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
 /// # Errors
 /// `Corrupt`, with what to do; what looking the sector up answers.
 pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
-    let (layer, format) = (disk.layer(), disk.format());
+    let (layer, format) = (disk.image().layer(), disk.format());
     let end = MARK_BYTES.max(layer.block_size()).min(format.end());
     if end < MARK_BYTES {
         return Ok(());

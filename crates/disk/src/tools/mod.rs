@@ -1,17 +1,17 @@
 //! Work on whole disks: copying, comparing, committing an overlay, rebasing it.
 //!
 //! [`scan`] finds what has to be read at all; [`chunks`] cuts one image into chunks by where they
-//! come from.
+//! come from; [`range_writer`] writes what was read.
 
 mod amend;
 mod chunks;
 mod commit_overlay;
 mod compare;
 mod convert;
-mod copy_writer;
 mod incomplete_mark;
 mod new_image;
 mod range_copy;
+mod range_writer;
 mod rebase;
 mod scan;
 mod stream_copy;

@@ -11,7 +11,7 @@ use blockhouse_core::{Buffer, Durability, Result, Storage, SyncMode};
 use blockhouse_format::NewForeign;
 use parking_lot::Mutex;
 
-use super::copy_writer::lend;
+use super::zeros::lend;
 use super::zeros::units;
 
 /// How many requests of one chunk are in flight together.

@@ -7,32 +7,24 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blockhouse_core::sync::run_all;
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, ExtentState, Fallback, IoVector, Request, Result, Storage,
-    Unmap, WorkBudget,
+    Buffer, ByteRange, Durability, ExtentState, IoVector, Request, Result, Storage, WorkBudget,
 };
 use blockhouse_format::Intent;
 
-use super::copy_writer::lend;
+use super::range_writer::RangeWriter;
 use super::scan::StatusScan;
 use super::zeros::{is_zero, runs};
 use crate::dirty_map::DirtyMap;
 use crate::disk::Disk;
 
-/// Zeros shorter than this are not worth a hole, in bytes.
-const MIN_HOLE: u64 = 4096;
-/// How many requests of one copy are in flight together.
-const MAX_IN_FLIGHT: usize = 16;
-
 /// Copies parts of one disk to the same places of another. See the module's page.
 pub struct RangeCopy<S: Storage> {
     source: Arc<Disk<S>>,
     target: Arc<Disk<S>>,
+    writer: RangeWriter<Arc<Disk<S>>, S>,
     /// Where the target may hold something else than zeros.
     written: DirtyMap,
-    /// Bytes that are looked at together for zeros.
-    unit: u64,
 }
 
 impl<S: Storage> RangeCopy<S> {
@@ -51,8 +43,8 @@ impl<S: Storage> RangeCopy<S> {
         if !is_zero {
             written.mark(ByteRange::between(0, source.size()));
         }
-        let unit = target.allocation_unit().max(MIN_HOLE);
-        Ok(Self { source, target, written, unit })
+        let writer = RangeWriter::new(Arc::clone(&target), false)?.unlimited();
+        Ok(Self { source, target, writer, written })
     }
 
     /// Makes dirty what has to be copied to make the target equal: where the source has data, or
@@ -108,26 +100,22 @@ impl<S: Storage> RangeCopy<S> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let (offset, into) = (range.offset(), buffer.lend());
         self.source.submit_unlimited(Request::Read { offset, into }).await?;
-        let (bytes, unit) = (buffer.bytes(), self.unit as usize);
+        let bytes = buffer.bytes();
         let at = |part: &Range<usize>| {
             ByteRange::between(offset + part.start as u64, offset + part.end as u64)
         };
-        let is_empty = |part: &Range<usize>| is_zero(&bytes[part.clone()]);
-        let data = runs(bytes.len(), 0, unit, |part| !is_empty(&part));
-        let holes =
-            runs(bytes.len(), 0, unit, |part| is_empty(&part) && self.written.is_dirty(at(&part)));
-        self.store_zeroes(holes.iter().map(at)).await?;
+        let data = self.writer.data_of(offset, bytes);
+        let holes = runs(bytes.len(), offset, self.writer.unit(), |part| {
+            is_zero(&bytes[part.clone()]) && self.written.is_dirty(at(&part))
+        });
+        self.writer.make_holes(offset, holes).await?;
         // Before anything is written: a write that fails may have been done.
         data.iter().for_each(|part| {
             self.written.mark(at(part));
         });
-        let parts = lend(&mut buffer, &data).into_iter().zip(&data);
-        let writes = parts.map(|(from, part)| {
-            let (offset, durability) = (at(part).offset(), Durability::None);
-            self.target.submit_unlimited(Request::Write { offset, from, durability })
-        });
-        run_all(MAX_IN_FLIGHT, writes).await?;
-        Ok(data.iter().map(|part| part.len() as u64).sum())
+        let sum = data.iter().map(|part| part.len() as u64).sum();
+        self.writer.store(offset, data, &mut buffer).await?;
+        Ok(sum)
     }
 
     /// Whether `range` of the target reads as it does in the source. Both are in memory meanwhile.
@@ -154,7 +142,7 @@ impl<S: Storage> RangeCopy<S> {
         let range = ByteRange::between(offset, offset + from.len() as u64);
         if from.is_zero() {
             return match self.written.is_dirty(range) {
-                true => self.store_zeroes(std::iter::once(range)).await,
+                true => self.writer.make_holes(offset, std::iter::once(0..from.len())).await,
                 false => Ok(()),
             };
         }
@@ -162,15 +150,6 @@ impl<S: Storage> RangeCopy<S> {
         self.written.mark(range);
         let durability = Durability::None;
         self.target.submit_unlimited(Request::Write { offset, from, durability }).await
-    }
-
-    async fn store_zeroes(&self, holes: impl Iterator<Item = ByteRange>) -> Result<()> {
-        let (unmap, fallback, durability) = (Unmap::Allowed, Fallback::Allowed, Durability::None);
-        let zero = |range| {
-            let request = Request::WriteZeroes { range, unmap, fallback, durability };
-            self.target.submit_unlimited(request)
-        };
-        run_all(MAX_IN_FLIGHT, holes.map(zero)).await
     }
 
     /// As [`copy`](Self::copy), of a range at the start of the disk, durable when it returns.

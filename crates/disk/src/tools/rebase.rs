@@ -5,18 +5,16 @@
 //! that leaves an overlay of the old file that has more clusters of its own than it needs. What
 //! block status shows as zeros in the backing files, before and after, is not read.
 
-use blockhouse_core::{Buffer, Durability, ExtentState, Request, Result, Storage, ToolProgress};
+use blockhouse_core::{Buffer, ExtentState, Result, Storage, ToolProgress};
 use blockhouse_format::{Backing, Intent};
 use futures_util::stream;
 
-use super::chunks::{for_each_in_flight, make_zeros};
+use super::chunks::for_each_in_flight;
 use super::convert::read;
+use super::range_writer::RangeWriter;
 use super::scan::{Chunk, StatusScan};
 use crate::disk::Disk;
-use crate::write::CompressResult;
 
-/// Bytes that are compared and copied as a whole where clusters are smaller.
-const MIN_UNIT: u64 = 64 << 10;
 /// Bytes of a chunk of the scan where clusters are smaller.
 const MIN_CHUNK: u64 = 1 << 20;
 
@@ -45,7 +43,7 @@ pub async fn prepare_rebase<S: Storage>(
     progress.begin(disk.size());
     // Zeros past the end of the backing file have to be stored as well: the new one may be longer.
     disk.format().set_backing_size(u64::MAX);
-    let chunk_size = disk.cluster_size().unwrap_or(MIN_CHUNK).max(MIN_CHUNK);
+    let chunk_size = disk.image().cluster_size().unwrap_or(MIN_CHUNK).max(MIN_CHUNK);
     let scan = StatusScan::new([disk].into_iter().chain(new), chunk_size, disk.size());
     let chunks = stream::unfold(Some(scan), |scan| async move {
         let mut scan = scan?;
@@ -107,38 +105,7 @@ async fn keep_part<S: Storage>(
         Some(new) => read(new, part, &mut other).await?,
         None => other.bytes_mut().fill(0),
     }
-    let cluster = disk.cluster_size().unwrap_or(MIN_UNIT);
-    let unit = match compress {
-        Compress::Nothing => cluster.max(MIN_UNIT),
-        Compress::Clusters => cluster,
-    };
-    let mut rest = part.range;
-    while !rest.is_empty() {
-        let range = rest.truncate(unit - rest.offset() % unit);
-        rest = rest.skip(range.length());
-        let start = (range.offset() - part.range.offset()) as usize;
-        let bytes = start..start + range.length() as usize;
-        let wanted = &old.bytes()[bytes.clone()];
-        if *wanted == other.bytes()[bytes] {
-            continue;
-        }
-        if wanted.iter().all(|&byte| byte == 0) {
-            make_zeros(disk, range).await?;
-            continue;
-        }
-        let is_whole = range.offset().is_multiple_of(cluster)
-            && (range.length() == cluster || range.end() == disk.size());
-        if compress == Compress::Clusters
-            && is_whole
-            && disk.write_compressed(range.offset(), wanted).await?
-                != CompressResult::Incompressible
-        {
-            continue;
-        }
-        let mut copy = Buffer::new(wanted.len());
-        copy.bytes_mut().copy_from_slice(wanted);
-        let (offset, from) = (range.offset(), copy.lend());
-        disk.submit(Request::Write { offset, from, durability: Durability::None }).await?;
-    }
-    Ok(())
+    let (offset, length) = (part.range.offset(), part.range.length() as usize);
+    let writer = RangeWriter::new(disk, compress == Compress::Clusters)?;
+    writer.update(offset, length, &mut old, &other).await
 }

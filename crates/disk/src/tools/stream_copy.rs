@@ -12,7 +12,7 @@ use futures_util::stream::{self, Stream, StreamExt};
 
 use super::chunks::for_each_in_flight;
 use super::convert::TargetContent;
-use super::copy_writer::CopyWriter;
+use super::range_writer::RangeWriter;
 use super::zeros::{is_zero, runs};
 use crate::disk::Disk;
 
@@ -49,7 +49,7 @@ pub async fn copy_stream<S: Storage>(
     options: StreamOptions,
     progress: &ToolProgress,
 ) -> Result<u64> {
-    let writer = &CopyWriter::new(Arc::clone(target), options.compress)?;
+    let writer = &RangeWriter::new(Arc::clone(target), options.compress)?;
     let mut length = 0;
     let placed = stream::unfold((pieces, &mut length), |(mut pieces, length)| async move {
         let piece = match pieces.next().await? {

@@ -48,7 +48,7 @@ pub async fn take_space<S: Storage>(
         let sent = match mode {
             // A part that is no whole cluster of the disk: its first bytes or its last ones.
             SpaceMode::Falloc => {
-                let unit = disk.cluster_size().unwrap_or(WRITE_SIZE);
+                let unit = disk.image().cluster_size().unwrap_or(WRITE_SIZE);
                 left.truncate(unit - left.offset() % unit)
             }
             SpaceMode::Full => rest,

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use blockhouse_core::{Buffer, IoVector};
+
 /// The length of one comparison: cheap to stop at, long enough to be compared quickly.
 const STEP: usize = 4096;
 static ZEROS: [u8; STEP] = [0; STEP];
@@ -46,6 +48,20 @@ pub(super) fn runs(
         }
     }
     runs
+}
+
+/// The memory of parts of a buffer, which are in ascending order.
+pub(super) fn lend(buffer: &mut Buffer, parts: &[Range<usize>]) -> Vec<IoVector> {
+    let mut rest = buffer.lend();
+    let mut start = 0;
+    let mut lent = Vec::with_capacity(parts.len());
+    for part in parts {
+        rest.advance(part.start - start);
+        let after = rest.split_off(part.len());
+        lent.push(std::mem::replace(&mut rest, after));
+        start = part.end;
+    }
+    lent
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ use window::Window;
 /// The least size of a window in bytes, a multiple of every alignment.
 const MIN_WINDOW: u64 = 1 << 20;
 /// How many writes are in flight together.
-const MAX_IN_FLIGHT: usize = 8;
+const MAX_WRITES: usize = 8;
 /// How many windows are being filled: more than one only where the stream jumps.
 const MAX_OPEN: usize = 4;
 
@@ -73,7 +73,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         let states = disk.format().vm_states()?;
         disk.format().snapshots()?.check_possible()?;
         if let Some(kind) = compression
-            && let Some(own) = disk.compression()
+            && let Some(own) = disk.image().compression()
             && kind != own
         {
             let what = format!("its compressed clusters are {own:?}, not {kind:?}");
@@ -226,7 +226,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 
     fn cluster_size(&self) -> u64 {
         // Formats without clusters have no such states.
-        self.disk.cluster_size().unwrap_or(self.window_size)
+        self.disk.image().cluster_size().unwrap_or(self.window_size)
     }
 
     fn buffer(&mut self) -> Buffer {
@@ -292,7 +292,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         storing: LocalBoxFuture<'a, WriteResult>,
         windows: &[u64],
     ) -> Result<()> {
-        while self.in_flight.len() >= MAX_IN_FLIGHT {
+        while self.in_flight.len() >= MAX_WRITES {
             self.reap_one().await?;
         }
         self.in_flight_windows.extend(windows);

@@ -4,7 +4,7 @@ use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{FuturesOrdered, StreamExt};
 
-use super::{MAX_IN_FLIGHT, MIN_WINDOW};
+use super::{MAX_WRITES, MIN_WINDOW};
 use crate::disk::Disk;
 use crate::layer::Reader;
 
@@ -55,7 +55,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     /// # Errors
     /// What reading answers.
     pub async fn next(&mut self) -> Result<Option<Buffer>> {
-        while self.read_ahead.len() < MAX_IN_FLIGHT && self.requested < self.size {
+        while self.read_ahead.len() < MAX_WRITES && self.requested < self.size {
             let length = self.chunk_size.min(self.size - self.requested);
             let range = ByteRange::between(
                 self.start + self.requested,
@@ -70,7 +70,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
 
     /// Takes a buffer back whose bytes are used.
     pub fn recycle(&mut self, buffer: Buffer) {
-        if self.spare.len() < MAX_IN_FLIGHT {
+        if self.spare.len() < MAX_WRITES {
             self.spare.push(buffer);
         }
     }
@@ -82,9 +82,9 @@ async fn read_chunk<S: Storage>(
     mut buffer: Buffer,
 ) -> Result<Buffer> {
     // Whole clusters, which suit every storage.
-    let whole = range.align_outward(disk.cluster_size().unwrap_or(1));
+    let whole = range.align_outward(disk.image().cluster_size().unwrap_or(1));
     buffer.set_len(whole.length() as usize);
-    disk.layer().read_aligned(whole, buffer.lend(), Reader::Read).await?;
+    disk.image().layer().read_aligned(whole, buffer.lend(), Reader::Read).await?;
     buffer.set_len(range.length() as usize);
     Ok(buffer)
 }

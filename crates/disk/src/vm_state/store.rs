@@ -39,7 +39,7 @@ pub(super) async fn store_plain<S: Storage>(
     let outcome = async {
         let parts = place_all(disk, &plain, &mut taken).await?;
         write_parts(disk, &parts, &mut buffer).await?;
-        let cluster_size = disk.cluster_size().unwrap_or(1);
+        let cluster_size = disk.image().cluster_size().unwrap_or(1);
         let placed = |part: &Part| {
             let (start, host) = (part.clusters.start, part.host);
             part.clusters.clone().map(move |number| {
@@ -92,7 +92,7 @@ async fn write_parts<S: Storage>(
     parts: &[Part],
     buffer: &mut Buffer,
 ) -> Result<()> {
-    let cluster_size = disk.cluster_size().unwrap_or(1);
+    let cluster_size = disk.image().cluster_size().unwrap_or(1);
     let mut vector = buffer.lend();
     let mut at = 0;
     let mut writes = Vec::with_capacity(parts.len());
@@ -102,7 +102,7 @@ async fn write_parts<S: Storage>(
         let rest = vector.split_off((end - start) as usize);
         let part = std::mem::replace(&mut vector, rest);
         at = end;
-        writes.push(disk.layer().write_data(*host, part, Durability::None));
+        writes.push(disk.image().layer().write_data(*host, part, Durability::None));
     }
     drop(vector);
     join_all(writes).await.into_iter().collect()
@@ -151,7 +151,7 @@ async fn write_clusters<S: Storage>(
         }
         memory[at..].fill(0);
         let from = buffer.lend_range(0, length);
-        disk.layer().data().write_data(place.offset(), from, Durability::None).await?;
+        disk.image().layer().data().write_data(place.offset(), from, Durability::None).await?;
     }
     Ok(placed)
 }
@@ -162,7 +162,7 @@ pub(super) async fn read_back<S: Storage>(
     stored: &[Option<VmStateCluster>],
     mut buffer: Buffer,
 ) -> Result<Buffer> {
-    let cluster_size = disk.cluster_size().unwrap_or(1) as usize;
+    let cluster_size = disk.image().cluster_size().unwrap_or(1) as usize;
     for (number, place) in stored.iter().enumerate() {
         let start = number * cluster_size;
         match *place {
@@ -171,12 +171,12 @@ pub(super) async fn read_back<S: Storage>(
             }
             Some(VmStateCluster::Data(host)) => {
                 let into = buffer.lend_range(start, cluster_size);
-                disk.layer().read_data(host, into).await?;
+                disk.image().layer().read_data(host, into).await?;
             }
             Some(VmStateCluster::Compressed(place)) => {
-                let outer = place.align_outward(disk.layer().block_size());
+                let outer = place.align_outward(disk.image().layer().block_size());
                 let mut compressed = Buffer::new(outer.length() as usize);
-                disk.layer().data().read_data(outer.offset(), compressed.lend()).await?;
+                disk.image().layer().data().read_data(outer.offset(), compressed.lend()).await?;
                 let skipped = (place.offset() - outer.offset()) as usize;
                 let compressed = &compressed.bytes()[skipped..skipped + place.length() as usize];
                 let into = &mut buffer.bytes_mut()[start..start + cluster_size];

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use blockhouse_core::{
     Alignment, Buffer, Durability, Fallback, Fua, Request, Result, ToolProgress, Unmap,
 };
-use blockhouse_disk::{Access, AfterCommit, Disk, ImageFormat, Options, commit_overlay};
+use blockhouse_disk::{Access, AfterCommit, Disk, Image, ImageFormat, Options, commit_overlay};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Switch};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -71,17 +71,17 @@ impl Chain {
 
     /// The disk of the first `count` images; the upper ones as `access` says, from the last one on.
     async fn disk(&self, count: usize, access: &[Access]) -> Result<Arc<Disk<SimDisk>>> {
-        let mut disk: Option<Arc<Disk<SimDisk>>> = None;
+        let mut top: Option<Image<SimDisk>> = None;
         for (at, (storage, format)) in self.files[..count].iter().enumerate() {
             let access = access.get(count - 1 - at).copied().unwrap_or(Access::ReadOnly);
             let options = Options { access, ..Options::default() };
-            let image = Disk::open(storage.clone(), *format, options).await?;
-            disk = Some(Arc::new(match disk {
-                Some(below) => image.with_backing(below),
+            let image = Image::open(storage.clone(), *format, options).await?;
+            top = Some(match top {
+                Some(below) => image.with_backing(&below),
                 None => image,
-            }));
+            });
         }
-        Ok(disk.expect("a chain of one image at least"))
+        Ok(Arc::new(Disk::new(top.expect("a chain of one image at least"))))
     }
 
     /// The disk, to be changed.
@@ -187,8 +187,8 @@ async fn attach_base(sim: Sim, mut random: Rng) -> Result<()> {
     let disk = chain.open().await?;
     check_some(&disk, &chain.content, &mut random).await?;
     let base = chain.disk(longest, &[READ_WRITE]).await?;
-    disk.attach_base(Arc::clone(&base)).await?;
-    disk.settle_base().await?;
+    disk.jobs().attach_base(Arc::clone(&base)).await?;
+    disk.jobs().settle_base().await?;
     for _ in 0..10 {
         check_some(&disk, &chain.content, &mut random).await?;
         let changed = range(chain.content.len(), &mut random);
@@ -215,8 +215,8 @@ async fn commit(sim: Sim, mut random: Rng) -> Result<()> {
     chain.fill(&mut random).await?;
     let base = chain.disk(count, &[READ_WRITE]).await?;
     let (storage, format) = chain.files[count].clone();
-    let disk = Disk::open(storage, format, Options::default()).await?;
-    let disk = disk.with_backing(Arc::clone(&base));
+    let image = Image::open(storage, format, Options::default()).await?;
+    let disk = Disk::new(image.with_backing(base.image()));
     for _ in 0..2 {
         check_some(&disk, &chain.content, &mut random).await?;
         check(&disk, &chain.content, 0..chain.content.len()).await?;
@@ -273,16 +273,16 @@ async fn tall(
             disk.submit(Request::Write { offset, from: buffer.lend(), durability }).await?;
         }
         disk.close().await?;
-        let disk = Disk::open(storage, ImageFormat::Qcow2, read_only).await?;
-        let below = disks.last().map(Arc::clone).expect("the raw image");
-        disks.push(Arc::new(disk.with_backing(below)));
+        let image = Image::open(storage, ImageFormat::Qcow2, read_only).await?;
+        let below = disks.last().expect("the raw image").image();
+        disks.push(Arc::new(Disk::new(image.with_backing(below))));
     }
     Ok(disks)
 }
 
 /// Look-ups in the tables of all images together.
 fn look_ups(disks: &[Arc<Disk<SimDisk>>]) -> u64 {
-    let counts = disks.iter().filter_map(|disk| disk.metadata_cache());
+    let counts = disks.iter().filter_map(|disk| disk.stats().metadata_cache());
     counts.map(|counts| counts.hits + counts.misses).sum()
 }
 

@@ -2,14 +2,12 @@
 //! overlay reads as before, over whatever backing file its header names, and has the old options or
 //! the new ones.
 
-use std::sync::Arc;
-
 use blockhouse_core::ByteRange;
 use blockhouse_core::{
     Alignment, Buffer, Durability, ErrorKind, Fallback, Fua, Request, Result, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    Access, AfterCommit, Amendments, Backing, Compress, Disk, ImageFormat, Options, amend,
+    Access, AfterCommit, Amendments, Backing, Compress, Disk, Image, ImageFormat, Options, amend,
     commit_overlay, prepare_rebase, set_backing_file,
 };
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
@@ -95,8 +93,8 @@ fn case(block: u32, random: &mut Rng) -> Result<Case> {
     let mut random = random.fork();
     let content = sim.block_on(async move {
         qcow2::create(&target, &options).await?;
-        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
-        let disk = disk.with_backing(Arc::new(Disk::raw(behind, READ_ONLY)?));
+        let image = Image::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        let disk = Disk::new(image.with_backing(&Image::raw(behind, READ_ONLY)?));
         fill(&disk, &mut random).await?;
         let content = read(&disk).await?;
         disk.close().await?;
@@ -113,13 +111,13 @@ fn recover(overlay: Vec<u8>, old: &[u8], new: &[u8]) -> Result<Vec<u8>, String> 
     let recovered = sim.block_on(async move {
         let image = Qcow2::open(storage.clone(), qcow2::OpenOptions::default()).await?;
         let report = qcow2::check(&image).await?;
-        let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await?;
-        let disk = match disk.backing_file().map(|backing| backing.name[0]) {
-            Some(b'a') => disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?)),
-            Some(_) => disk.with_backing(Arc::new(Disk::raw(new, READ_ONLY)?)),
-            None => disk,
+        let image = Image::open(storage, ImageFormat::Qcow2, Options::default()).await?;
+        let image = match image.backing_file().map(|backing| backing.name[0]) {
+            Some(b'a') => image.with_backing(&Image::raw(old, READ_ONLY)?),
+            Some(_) => image.with_backing(&Image::raw(new, READ_ONLY)?),
+            None => image,
         };
-        Ok::<_, blockhouse_core::Error>((report, read(&disk).await?))
+        Ok::<_, blockhouse_core::Error>((report, read(&Disk::new(image)).await?))
     });
     match recovered.map_err(|error| error.to_string())? {
         (report, _) if report.corruptions > 0 => Err(format!("corrupt: {:?}", report.problems)),
@@ -152,10 +150,9 @@ fn commit(seed: u64) -> Result<Report, String> {
     let base = SimDisk::new(&sim, plain(), case.old);
     let (target, behind) = (overlay.clone(), base.clone());
     let work = async move {
-        let base = Arc::new(Disk::raw(behind, Options::default())?);
-        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default())
-            .await?
-            .with_backing(Arc::clone(&base));
+        let base = Disk::raw(behind, Options::default())?;
+        let image = Image::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        let disk = Disk::new(image.with_backing(base.image()));
         commit_overlay(&disk, &base, AfterCommit::Empty, &ToolProgress::default()).await?;
         disk.close().await
     };
@@ -195,8 +192,8 @@ fn rebase(seed: u64) -> Result<Report, String> {
     let backing = (random.u8(..4) > 0).then(|| named(b'b', random.usize(1..300)));
     let idle = old.clone();
     let work = async move {
-        let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await?;
-        let disk = disk.with_backing(Arc::new(Disk::raw(old, READ_ONLY)?));
+        let image = Image::open(target, ImageFormat::Qcow2, Options::default()).await?;
+        let disk = Disk::new(image.with_backing(&Image::raw(old, READ_ONLY)?));
         let new = Disk::raw(new, READ_ONLY)?;
         prepare_rebase(
             &disk,
@@ -276,10 +273,11 @@ fn change_options(seed: u64) -> Result<Report, String> {
             // All of the header is in one sector, and the name of the backing file may take the
             // rest of it.
             Err(error)
-                if error.kind() == ErrorKind::InvalidInput && disk.cluster_size() == Some(512) => {}
+                if error.kind() == ErrorKind::InvalidInput
+                    && disk.image().cluster_size() == Some(512) => {}
             outcome => {
                 outcome?;
-                let features = disk.features().expect("it has a header");
+                let features = disk.image().features().expect("it has a header");
                 assert_eq!((features.version, features.lazy_refcounts), wanted);
             }
         }

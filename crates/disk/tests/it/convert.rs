@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Request, Result, ToolProgress};
 use blockhouse_disk::{
-    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, Disk, ImageFormat, Options,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, Disk, Image, ImageFormat, Options,
     TargetContent, commit_overlay, prepare_rebase,
 };
 use blockhouse_format::qcow2::{
@@ -20,7 +20,7 @@ const EIO: i32 = 5;
 /// Some pieces and a bit.
 const MAX_SIZE: u64 = 5 << 20;
 
-type Image = Arc<Disk<SimDisk>>;
+type Opened = Arc<Disk<SimDisk>>;
 
 /// Stretches of one byte, of noise and of zeros.
 fn content(random: &mut Rng) -> Vec<u8> {
@@ -79,13 +79,24 @@ async fn create(storage: &SimDisk, kind: Option<&CreateOptions>) -> Disk<SimDisk
     open(storage.clone(), kind).await.expect("the new image")
 }
 
+/// A new image over another one.
+async fn create_over(
+    storage: &SimDisk,
+    options: &CreateOptions,
+    base: &Image<SimDisk>,
+) -> Disk<SimDisk> {
+    qcow2::create(storage, options).await.expect("a new image");
+    let image = Image::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await;
+    Disk::new(image.expect("the new image").with_backing(base))
+}
+
 fn storage(sim: &Sim, config: Config, kind: Option<&CreateOptions>, size: u64) -> SimDisk {
     let length = if kind.is_some() { 0 } else { size };
     SimDisk::new(sim, config, vec![0; length as usize])
 }
 
 /// A disk with that content: raw, qcow2, or qcow2 over raw.
-async fn source(sim: &Sim, bytes: &[u8], random: &mut Rng) -> Image {
+async fn source(sim: &Sim, bytes: &[u8], random: &mut Rng) -> Opened {
     let size = bytes.len() as u64;
     let raw =
         || Disk::raw(SimDisk::new(sim, Config::default(), bytes.to_vec()), Options::default());
@@ -105,9 +116,7 @@ async fn source(sim: &Sim, bytes: &[u8], random: &mut Rng) -> Image {
             let backing = Backing { name: b"base".to_vec(), format: Some("raw".into()) };
             let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(size) };
             let top = storage(sim, Config::default(), Some(&options), 0);
-            Arc::new(
-                create(&top, Some(&options)).await.with_backing(Arc::new(raw().expect("a disk"))),
-            )
+            Arc::new(create_over(&top, &options, raw().expect("a disk").image()).await)
         }
     }
 }
@@ -124,8 +133,8 @@ fn options(
 /// Copies with as many workers as there may be threads.
 async fn copy(
     sim: &Sim,
-    from: &Image,
-    to: &Image,
+    from: &Opened,
+    to: &Opened,
     how: CopyOptions,
     workers: usize,
 ) -> Result<u64> {
@@ -144,7 +153,7 @@ async fn copy(
     Ok(progress.written)
 }
 
-async fn difference(one: &Image, other: &Image) -> Option<u64> {
+async fn difference(one: &Opened, other: &Opened) -> Option<u64> {
     let comparing = CompareJob::new(Arc::clone(one), Arc::clone(other), 3);
     comparing.work().await.expect("nothing fails here");
     comparing.difference()
@@ -179,7 +188,7 @@ fn a_copy_is_durable_and_equal_and_a_changed_byte_is_found() {
         drop(to);
         let left = SimDisk::new(&sim, Config::default(), file.crash(&mut random));
         let again = Arc::new(open(left, kind.as_ref()).await.expect("what was closed"));
-        if let Some(report) = again.check().await.expect("a check") {
+        if let Some(report) = again.image().check().await.expect("a check") {
             assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?} {kind:?} {how:?}");
         }
         assert_eq!(difference(&from, &again).await, None, "{kind:?} {how:?}");
@@ -242,7 +251,7 @@ fn parts_of_several_disks_follow_each_other() {
         let file = storage(&sim, any_blocks(&mut random), kind.as_ref(), size);
         let to = Arc::new(create(&file, kind.as_ref()).await);
         let content = [TargetContent::Zero, TargetContent::Unknown][random.usize(..2)];
-        let compress = to.compression().is_some() && random.bool();
+        let compress = to.image().compression().is_some() && random.bool();
         let how = CopyOptions { target_content: content, compress, max_in_flight: 3 };
         let copying = CopyJob::of_parts(parts, Arc::clone(&to), how).expect("it has room");
         copying.work().await.expect("nothing fails here");
@@ -278,7 +287,7 @@ fn a_copy_that_failed_is_gone_on_with() {
         let is_complete = outcome.is_ok() && closed.is_ok();
         let left = SimDisk::new(&sim, config, file.content());
         let again = Arc::new(open(left, kind.as_ref()).await.expect("a part of a copy"));
-        let report = again.check().await.expect("a check");
+        let report = again.image().check().await.expect("a check");
         assert!(report.is_none_or(|report| report.corruptions == 0), "{kind:?} {how:?}");
         let how = CopyOptions { target_content: TargetContent::Unknown, ..how };
         let written = copy(&sim, &from, &again, how, 2).await.expect("nothing fails any more");
@@ -307,7 +316,7 @@ fn a_crash_in_the_middle_corrupts_nothing() {
             }
             let left = SimDisk::new(&sim, Config::default(), file.crash(&mut random));
             let again = Arc::new(open(left, kind.as_ref()).await.expect("a part of a copy"));
-            let report = again.check().await.expect("a check").expect("a qcow2 image");
+            let report = again.image().check().await.expect("a check").expect("a qcow2 image");
             assert_eq!(report.corruptions, 0, "{report:?} {kind:?} {how:?}");
             if random.u8(..4) == 0 {
                 let how = CopyOptions { target_content: TargetContent::Unknown, ..how };
@@ -354,7 +363,7 @@ fn what_maps_show_as_zeros_is_neither_read_nor_written() {
 const PREALLOCATED: u64 = 32 << 20;
 
 /// A disk whose clusters all have a place; only the one at 9 MiB was written to.
-async fn preallocated(sim: &Sim) -> (SimDisk, Image) {
+async fn preallocated(sim: &Sim) -> (SimDisk, Opened) {
     let preallocation = Preallocation::Metadata;
     let options = CreateOptions { preallocation, ..CreateOptions::new(PREALLOCATED) };
     let file = SimDisk::new(sim, Config::default(), Vec::new());
@@ -369,11 +378,11 @@ async fn preallocated(sim: &Sim) -> (SimDisk, Image) {
 }
 
 /// An overlay with nothing of its own.
-async fn overlay(sim: &Sim, base: &Image) -> Disk<SimDisk> {
+async fn overlay(sim: &Sim, base: &Opened) -> Disk<SimDisk> {
     let backing = Backing { name: b"base".to_vec(), format: Some("qcow2".into()) };
     let options = CreateOptions { backing: Some(backing), ..CreateOptions::new(PREALLOCATED) };
     let file = SimDisk::new(sim, Config::default(), Vec::new());
-    create(&file, Some(&options)).await.with_backing(Arc::clone(base))
+    create_over(&file, &options, base.image()).await
 }
 
 /// The bytes of data that were read, without tables, and how often the host was asked for holes.

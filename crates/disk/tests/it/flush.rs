@@ -36,7 +36,7 @@ fn flushes_at_the_same_time_share_one() {
     rig.sim.run();
     assert!(flushes.iter().all(|flush| flush.output().unwrap().is_ok()));
     assert_eq!(rig.log(), [Flush(DataSync)]);
-    assert_eq!(rig.disk.stats().flushes_shared, 9);
+    assert_eq!(rig.disk.stats().counters().flushes_shared, 9);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use blockhouse_core::{
     Alignment, Buffer, Durability, Fallback, Fua, Request, Result, Storage, SyncMode, Unmap,
     WriteCache,
 };
-use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Backing, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -34,7 +34,7 @@ pub(crate) async fn overlay(
     storage: &SimDisk,
     format: ImageFormat,
     cluster_size: u64,
-) -> Result<Disk<SimDisk>> {
+) -> Result<Image<SimDisk>> {
     let backing = Backing { name: BACKING.to_vec(), format: Some(format.as_str().to_owned()) };
     let made =
         CreateOptions { backing: Some(backing), cluster_size, ..CreateOptions::new(SIZE as u64) };
@@ -46,7 +46,7 @@ pub(crate) async fn overlay(
         WriteCache::Volatile => Durability::None,
     };
     let options = Options { durability, ..Options::default() };
-    Disk::open(storage.clone(), ImageFormat::Qcow2, options).await
+    Image::open(storage.clone(), ImageFormat::Qcow2, options).await
 }
 
 pub(crate) async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
@@ -213,7 +213,7 @@ async fn use_disk(
     let disk = Arc::new(lowest);
     let ours = &promises[0];
     go_on(&disk, ours, &mut random).await?;
-    let over = Arc::new(overlay(first, files.format, files.cluster_size).await?.over(&disk));
+    let over = Arc::new(overlay(first, files.format, files.cluster_size).await?.over(disk.image()));
     progress.borrow_mut().recorded = 1;
     go_on(&disk, ours, &mut random).await?;
     let replaced = disk.quiesced().await?.switch_to(over)?;
@@ -223,9 +223,10 @@ async fn use_disk(
     }
     go_on(&disk, ours, &mut random).await?;
     let of_qcow2 = ImageFormat::Qcow2;
-    let over = Arc::new(overlay(second, of_qcow2, files.cluster_size).await?.over(&disk));
+    let over = Arc::new(overlay(second, of_qcow2, files.cluster_size).await?.over(disk.image()));
     progress.borrow_mut().recorded = 2;
-    let other = Arc::new(overlay(child, of_qcow2, files.cluster_size).await?.over(&disk));
+    let other = overlay(child, of_qcow2, files.cluster_size).await?.over(disk.image());
+    let other = Arc::new(Disk::new(other));
     let second_layer = disk.quiesced().await?.switch_to(over)?;
     promises[1].replace(ours.borrow().clone());
     progress.borrow_mut().has_child = true;
@@ -250,15 +251,15 @@ pub(crate) fn recover(images: Vec<(Vec<u8>, ImageFormat)>) -> Result<Vec<u8>, St
         .map(|(image, format)| (SimDisk::new(&sim, plain(), image), format))
         .collect();
     let read = sim.block_on(async move {
-        let mut disk: Option<Arc<Disk<SimDisk>>> = None;
+        let mut top: Option<Image<SimDisk>> = None;
         for (storage, format) in storages {
-            let image = Disk::open(storage, format, options(Access::ReadOnly)).await?;
-            disk = Some(Arc::new(match disk {
-                Some(below) => image.with_backing(below),
+            let image = Image::open(storage, format, options(Access::ReadOnly)).await?;
+            top = Some(match top {
+                Some(below) => image.with_backing(&below),
                 None => image,
-            }));
+            });
         }
-        read(&disk.expect("an image")).await
+        read(&Disk::new(top.expect("an image"))).await
     });
     read.map_err(|error| error.to_string())
 }

@@ -92,9 +92,9 @@ async fn lengthen(
             let bytes = (1 + random.u64(..32)) * 4096_u64.next_multiple_of(block);
             device.lengthen(&vec![STALE; bytes as usize]);
             longer += bytes;
-            assert!(longer < 64 << 20, "held for ever: {} requests", disk.held_requests());
+            assert!(longer < 64 << 20, "held for ever: {} requests", disk.hold().count());
         }
-        disk.release_held();
+        disk.hold().release();
     }
 }
 
@@ -157,7 +157,7 @@ fn begin(seed: u64) -> Scene {
     let (last, last_models) = (Arc::clone(&disk), models.clone());
     sim.spawn(async move {
         manager.await;
-        assert_eq!(last.held_requests(), 0);
+        assert_eq!(last.hold().count(), 0);
         compare(&last, &last_models, true).await;
         last.close().await.expect("all has its place");
     });
@@ -237,7 +237,7 @@ fn a_held_change_fails_when_holding_ends() {
             let task = ending.spawn(write(at));
             let outcome = loop {
                 let outcome = task.output();
-                if outcome.is_some() || disk.held_requests() > 0 {
+                if outcome.is_some() || disk.hold().count() > 0 {
                     break outcome;
                 }
                 ending.sleep(Duration::from_micros(100)).await;
@@ -248,16 +248,16 @@ fn a_held_change_fails_when_holding_ends() {
             }
             at += 1;
         };
-        assert_eq!((disk.held_requests(), at > 0), (1, true));
+        assert_eq!((disk.hold().count(), at > 0), (1, true));
         // Neither reads, nor writes to mapped clusters, nor what needs the whole image waits for
         // it.
         write(0).await.expect("it is mapped");
         disk.set_access(Access::ReadOnly).await.expect("nothing is in flight");
         disk.set_access(Access::ReadWrite).await.expect("it can be written to");
-        disk.end_holding();
+        disk.hold().end();
         let error = held.join().await.expect_err("there is no room");
         assert_eq!(error.errno(), blockhouse_core::errno::ENOSPC);
-        assert!(write(at).await.is_err() && disk.held_requests() == 0);
+        assert!(write(at).await.is_err() && disk.hold().count() == 0);
         disk.close().await.expect("a flush");
     });
 }

@@ -86,7 +86,7 @@ fn difference(
 
 fn check(rig: &Rig, list: &[Asked]) {
     rig.log();
-    let before = rig.disk.metrics();
+    let before = rig.disk.stats().metrics();
     let mut model: BTreeMap<&'static str, (u64, u64, u64)> = BTreeMap::new();
     for &asked in list {
         let (operation, _, length) = asked;
@@ -95,7 +95,7 @@ fn check(rig: &Rig, list: &[Asked]) {
         let outcome = rig.submit(request(asked));
         *entry = (entry.0 + 1, entry.1 + bytes, entry.2 + u64::from(outcome.is_err()));
     }
-    let after = rig.disk.metrics();
+    let after = rig.disk.stats().metrics();
     assert_eq!(difference(measured(&after), &measured(&before)), logged(&rig.log()));
     let was = |operation| {
         let found = before.requests.iter().find(|one| one.operation == operation);
@@ -137,7 +137,7 @@ fn errors_are_counted_by_errno() {
     }
     rig.submit(Request::Read { offset: SIZE, into: memory(512, 0) }).unwrap_err();
     let errors = |operation| {
-        let metrics = rig.disk.metrics();
+        let metrics = rig.disk.stats().metrics();
         let one = metrics.requests.into_iter().find(|one| one.operation == operation);
         let errors = one.expect("there were some").errors;
         errors.iter().map(|error| (error.errno, error.count)).collect::<Vec<_>>()
@@ -153,7 +153,7 @@ fn a_change_that_waits_for_another_has_waited_in_the_queue() {
     let tasks = [0, 512].map(|offset| rig.start(write(offset, 512, 1, Durability::None)));
     rig.sim.run();
     tasks.into_iter().for_each(|task| task.output().expect("it ran").expect("no failure"));
-    let metrics = rig.disk.metrics();
+    let metrics = rig.disk.stats().metrics();
     let waits: Vec<_> = metrics.stages.iter().filter(|one| one.stage == Stage::Queue).collect();
     assert_eq!(waits.len(), 1);
     assert_eq!((waits[0].operation, waits[0].durations.count()), ("write", 1));
@@ -164,10 +164,10 @@ fn a_request_that_is_dropped_has_started_and_not_ended() {
     let rig = Rig::new(steady(), SIZE as usize, Options::default());
     drop(rig.start(write(0, 512, 1, Durability::None)));
     rig.sim.run();
-    let begun = rig.disk.measure(ExportKind::Nbd, Operation::BlockStatus, 7);
-    assert_eq!(rig.disk.metrics().in_flight, 1);
+    let begun = rig.disk.stats().measure(ExportKind::Nbd, Operation::BlockStatus, 7);
+    assert_eq!(rig.disk.stats().metrics().in_flight, 1);
     drop(begun);
-    let metrics = rig.disk.metrics();
+    let metrics = rig.disk.stats().metrics();
     let one = metrics.requests.iter().find(|one| one.operation == Operation::BlockStatus);
     let one = one.expect("it was begun");
     assert_eq!((one.export, one.started, one.bytes), (ExportKind::Nbd, 1, 7));
@@ -179,10 +179,10 @@ fn clients_are_counted_until_they_leave() {
     let rig = Rig::new(steady(), SIZE as usize, Options::default());
     let clients = || {
         let read = |one: &blockhouse_disk::ClientMetrics| (one.connected, one.connections);
-        rig.disk.metrics().clients.iter().map(read).collect::<Vec<_>>()
+        rig.disk.stats().metrics().clients.iter().map(read).collect::<Vec<_>>()
     };
-    let first = rig.disk.enter_client(ExportKind::Nbd);
-    let second = rig.disk.enter_client(ExportKind::Nbd);
+    let first = rig.disk.stats().enter_client(ExportKind::Nbd);
+    let second = rig.disk.stats().enter_client(ExportKind::Nbd);
     drop(first);
     assert_eq!(clients(), [(1, 2)]);
     drop(second);

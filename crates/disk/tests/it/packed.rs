@@ -41,7 +41,7 @@ fn content(length: usize, random: &mut Rng) -> Vec<u8> {
 
 /// Changes some clusters at the same time, and the model alike. On an error the model may be wrong.
 async fn change<S: Storage>(disk: &Disk<S>, model: &mut [u8], random: &mut Rng) -> Result<()> {
-    let size = disk.cluster_size().expect("qcow2");
+    let size = disk.image().cluster_size().expect("qcow2");
     let mut clusters: Vec<u64> = (0..SIZE.div_ceil(size)).collect();
     random.shuffle(&mut clusters);
     let steps = clusters.into_iter().take(8).map(|cluster| {
@@ -194,7 +194,7 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
                 let again = Disk::open(left, ImageFormat::Qcow2, Options::default())
                     .await
                     .expect("an image");
-                let report = again.check().await.expect("a check").expect("a qcow2 image");
+                let report = again.image().check().await.expect("a check").expect("a qcow2 image");
                 assert_eq!(report.corruptions, 0, "round {round}: {report:?}");
                 if !is_known {
                     let mut buffer = Buffer::new(SIZE as usize);
@@ -207,7 +207,7 @@ fn no_crash_and_no_failure_corrupts_what_was_packed() {
             disk.close().await.expect("nothing fails any more");
             let disk = Disk::open(file, ImageFormat::Qcow2, Options::default()).await;
             let disk = disk.expect("an image");
-            let report = disk.check().await.expect("a check").expect("a qcow2 image");
+            let report = disk.image().check().await.expect("a check").expect("a qcow2 image");
             assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
             let mut buffer = Buffer::new(SIZE as usize);
             let into = buffer.lend();
@@ -270,11 +270,11 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
         let (range, durability) = (ByteRange::between(4096, 8192), Durability::None);
         disk.submit(Request::Discard { range, durability }).await.expect("no failure");
         disk.flush().await.expect("no failure");
-        let before = disk.check().await.expect("a check").expect("qcow2").end;
+        let before = disk.image().check().await.expect("a check").expect("qcow2").end;
         let data: Vec<u8> = (0..4096).map(|i| i as u8).collect();
         write(&disk, 8192, &data).await.expect("room");
         disk.flush().await.expect("no failure");
-        let after = disk.check().await.expect("a check").expect("qcow2").end;
+        let after = disk.image().check().await.expect("a check").expect("qcow2").end;
         assert_eq!(before, after, "the test is about a cluster that is used again");
         assert_eq!(
             disk.write_compressed(12_288, &[4; 4096]).await.unwrap(),
@@ -287,7 +287,8 @@ fn nothing_is_packed_into_a_cluster_that_has_another_owner() {
         assert_eq!(difference(buffer.bytes(), &data), None);
         disk.close().await.expect("no failure");
         let disk = Disk::open(file, ImageFormat::Qcow2, Options::default()).await;
-        let report = disk.expect("an image").check().await.expect("a check").expect("qcow2");
+        let report =
+            disk.expect("an image").image().check().await.expect("a check").expect("qcow2");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
     });
 }

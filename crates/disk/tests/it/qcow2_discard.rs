@@ -6,7 +6,7 @@ use std::rc::Rc;
 use blockhouse_core::{
     Buffer, Durability, ErrorKind, ReadAfterDiscard, Request, Storage, Unmap, errno,
 };
-use blockhouse_disk::{Access, BlockStatusCache, Disk, ImageFormat, MapEntryKind, Options};
+use blockhouse_disk::{Access, BlockStatusCache, Disk, Image, ImageFormat, MapEntryKind, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Version};
 use blockhouse_sim::{Config, Fault, Latency, Operation, OperationKind, Sim, SimDisk, Size};
 
@@ -361,11 +361,9 @@ fn old_over(behind: u64, read_after_discard: ReadAfterDiscard) -> Rig {
     let opened = storage.clone();
     let disk = sim.block_on(async move {
         let reading = Options { access: Access::ReadOnly, ..Options::default() };
-        let base = Disk::raw(base, reading).expect("whole sectors");
-        Disk::open(opened, ImageFormat::Qcow2, Options::default())
-            .await
-            .expect("an image")
-            .with_backing(base.into())
+        let base = Image::raw(base, reading).expect("whole sectors");
+        let image = Image::open(opened, ImageFormat::Qcow2, Options::default()).await;
+        Disk::new(image.expect("an image").with_backing(&base))
     });
     Rig { sim, storage, disk: Rc::new(disk) }
 }

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockhouse_core::{Durability, Fallback, Request, Unmap, errno};
-use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options, Replay};
+use blockhouse_disk::{Disk, Image, ImageFormat, NewBitmap, Options, Replay};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Fault, Operation, OperationKind, Rng, Sim, SimDisk, SimMemory};
 
@@ -135,8 +135,8 @@ fn in_an_overlay_only_zeros_are_mapped_ahead() {
         let backing = Some(Backing { name: b"base".to_vec(), format: Some("raw".into()) });
         let options = CreateOptions { backing, ..CreateOptions::new(SIZE) };
         qcow2::create(&opened, &options).await.unwrap();
-        let disk = Disk::open(opened, ImageFormat::Qcow2, Options::default()).await.unwrap();
-        disk.with_backing(Arc::new(Disk::raw(base, Options::default()).unwrap()))
+        let image = Image::open(opened, ImageFormat::Qcow2, Options::default()).await.unwrap();
+        Disk::new(image.with_backing(&Image::raw(base, Options::default()).unwrap()))
     });
     let rig = Rig { sim, storage, disk: Rc::new(disk) };
     rig.submit(discard(100 * CLUSTER, 100 * CLUSTER)).unwrap();
@@ -167,8 +167,8 @@ fn a_longer_disk_maps_nothing_ahead_beyond_the_end_that_it_has() {
         let version = Version::V2;
         let options = CreateOptions { backing, version, ..CreateOptions::new(SHORT) };
         qcow2::create(&opened, &options).await.unwrap();
-        let disk = Disk::open(opened, ImageFormat::Qcow2, Options::default()).await.unwrap();
-        disk.with_backing(Arc::new(Disk::raw(base, Options::default()).unwrap()))
+        let image = Image::open(opened, ImageFormat::Qcow2, Options::default()).await.unwrap();
+        Disk::new(image.with_backing(&Image::raw(base, Options::default()).unwrap()))
     });
     let rig = Rig { sim, storage, disk: Rc::new(disk) };
     for cluster in 0..8 {
@@ -261,9 +261,9 @@ fn next_process(
     let opened = storage.clone();
     let found = next.block_on(async move {
         let options = Options::default();
-        let disk = Disk::open_before_replay(opened, ImageFormat::Qcow2, options, &memory).await;
-        let disk = disk.map_err(|error| error.to_string())?;
-        let changes = match disk.replay(&memory).await.map_err(|error| error.to_string())? {
+        let disk = Image::open_before_replay(opened, ImageFormat::Qcow2, options, &memory).await;
+        let disk = Disk::new(disk.map_err(|error| error.to_string())?);
+        let changes = match disk.image().replay(&memory).await.map_err(|error| error.to_string())? {
             Replay::Nothing => 0,
             Replay::Applied { changes } => changes,
             Replay::Refused { why } => return Err(why),
@@ -285,8 +285,8 @@ fn next_process(
 }
 
 fn with_log(rig: &Rig) -> Arc<SimMemory> {
-    let memory = Arc::new(SimMemory::new(&rig.sim, rig.disk.redo_log_words()));
-    rig.disk.attach_redo_log(Arc::clone(&memory) as _);
+    let memory = Arc::new(SimMemory::new(&rig.sim, rig.disk.image().redo_log_words()));
+    rig.disk.image().attach_redo_log(Arc::clone(&memory) as _);
     memory
 }
 

@@ -3,12 +3,11 @@
 //! check`, and for `qemu-img compare` it is the array.
 
 use std::rc::Rc;
-use std::sync::Arc;
 
 use blockhouse_core::{
     Alignment, Buffer, Durability, Fallback, Fua, GroupCommit, ReadAfterDiscard, Request, Unmap,
 };
-use blockhouse_disk::{Access, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, ImageState, Sim, SimDisk, Support};
 use proptest::collection::vec;
@@ -270,15 +269,15 @@ fn opened(sim: &Sim, storage: &SimDisk, base: Option<&[u8]>) -> Rc<Disk<SimDisk>
     let storage = storage.clone();
     let behind = base.map(|base| SimDisk::new(sim, Config::default(), base.to_vec()));
     sim.block_on(async move {
-        let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default())
+        let image = Image::open(storage, ImageFormat::Qcow2, Options::default())
             .await
             .expect("a good image");
         let reading = Options { access: Access::ReadOnly, ..Options::default() };
-        let behind = behind.map(|base| Arc::new(Disk::raw(base, reading).expect("whole sectors")));
-        Rc::new(match behind {
-            Some(behind) => disk.with_backing(behind),
-            None => disk,
-        })
+        let behind = behind.map(|base| Image::raw(base, reading).expect("whole sectors"));
+        Rc::new(Disk::new(match behind {
+            Some(behind) => image.with_backing(&behind),
+            None => image,
+        }))
     })
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fua, Request};
-use blockhouse_disk::{Access, Backing, BlockStatusCache, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Backing, BlockStatusCache, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_sim::{Config, Sim, SimDisk};
 
@@ -25,8 +25,8 @@ fn raw(storage: SimDisk, options: Options) -> Arc<Disk<SimDisk>> {
     Arc::new(Disk::raw(storage, options).expect("a raw disk"))
 }
 
-async fn open(storage: SimDisk) -> Disk<SimDisk> {
-    Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.expect("an image")
+async fn open(storage: SimDisk) -> Image<SimDisk> {
+    Image::open(storage, ImageFormat::Qcow2, Options::default()).await.expect("an image")
 }
 
 fn write(offset: u64, length: u64, durability: Durability) -> Request {
@@ -46,22 +46,22 @@ async fn half_of_a_base(
     qcow2::create(&image, &options).await.expect("an image");
     let below = || {
         let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-        raw(base.clone(), read_only)
+        Image::raw(base.clone(), read_only).expect("a raw image")
     };
-    let writer = open(image.clone()).await.with_backing(below());
+    let writer = Disk::new(open(image.clone()).await.with_backing(&below()));
     for offset in (0..SIZE).step_by(2 * CLUSTER as usize) {
         writer.submit(write(offset, CLUSTER, Durability::None)).await.expect("a write");
     }
     writer.close().await.expect("a close");
-    let disk = Arc::new(open(image).await.with_backing(below()));
+    let disk = Arc::new(Disk::new(open(image).await.with_backing(&below())));
     if is_base_attached {
         // As a commit does that is cancelled later.
-        disk.attach_base(raw(base, Options::default())).await.expect("a base");
+        disk.jobs().attach_base(raw(base, Options::default())).await.expect("a base");
     }
     disk
 }
 
-async fn switch(disk: &Disk<SimDisk>, next: Disk<SimDisk>) {
+async fn switch(disk: &Disk<SimDisk>, next: Image<SimDisk>) {
     let replaced = disk
         .quiesced()
         .await
@@ -123,7 +123,7 @@ fn an_image_is_closed_after_what_is_in_flight_on_it_and_its_base() {
                     let used = Arc::clone(&disk);
                     let task = inner.spawn(async move { work.carry_out(&used).await });
                     inner.sleep(Duration::from_micros(step * DATA / 2 + 1)).await;
-                    switch(&disk, Disk::raw(next, Options::default()).expect("a disk")).await;
+                    switch(&disk, Image::raw(next, Options::default()).expect("an image")).await;
                     task.join().await;
                 });
             }
@@ -159,7 +159,7 @@ fn a_durable_write_that_waited_for_a_switch_ends_before_its_image_is_closed() {
                 let replaced = quiesced.switch_to(Arc::new(second)).expect("a successor");
                 replaced.close().await.expect("a close");
                 inner.sleep(Duration::from_micros(step * DATA / 2)).await;
-                switch(&first, Disk::raw(third, Options::default()).expect("a disk")).await;
+                switch(&first, Image::raw(third, Options::default()).expect("an image")).await;
                 for task in tasks {
                     task.join().await.expect("a write");
                 }
@@ -181,7 +181,8 @@ fn a_disk_is_closed_while_its_base_does_not_answer() {
             let options = CreateOptions { backing, ..CreateOptions::new(SIZE) };
             qcow2::create(&image, &options).await.expect("an image");
             let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-            let disk = Arc::new(open(image).await.with_backing(raw(hung, read_only)));
+            let below = Image::raw(hung, read_only).expect("a raw image");
+            let disk = Arc::new(Disk::new(open(image).await.with_backing(&below)));
             let used = Arc::clone(&disk);
             let read = inner.spawn(async move { Work::Read.carry_out(&used).await });
             inner.sleep(Duration::from_millis(1)).await;

@@ -183,13 +183,13 @@ fn requests_are_counted() {
     rig.submit(discard(0, 512)).unwrap();
     let pending = rig.start(read(0, 512));
     rig.wait(1);
-    let stats = rig.disk.stats();
+    let stats = rig.disk.stats().counters();
     assert_eq!((stats.reads, stats.read_bytes), (2, 1512));
     assert_eq!((stats.writes, stats.written_bytes), (1, 512));
     assert_eq!((stats.zero_writes, stats.discards, stats.in_flight), (1, 1, 1));
     rig.sim.run();
     pending.output().unwrap().unwrap();
-    assert_eq!(rig.disk.stats().in_flight, 0);
+    assert_eq!(rig.disk.stats().counters().in_flight, 0);
 }
 
 #[test]

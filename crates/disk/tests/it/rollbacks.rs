@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blockhouse_core::{Durability, Result, Storage, WriteCache};
-use blockhouse_disk::{Disk, ImageFormat, NewBitmap, Options};
+use blockhouse_disk::{Disk, Image, ImageFormat, NewBitmap, Options};
 use blockhouse_sim::{Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::common::crash_points::at_every_operation;
@@ -34,7 +34,7 @@ struct World {
     checkpoint: RefCell<Option<Vec<u8>>>,
 }
 
-async fn open_layer(world: &World) -> Result<Disk<SimDisk>> {
+async fn open_layer(world: &World) -> Result<Image<SimDisk>> {
     let layer = world.files.storages[0].clone();
     // As its overlays are.
     let durability = match layer.capabilities().write_cache {
@@ -43,15 +43,15 @@ async fn open_layer(world: &World) -> Result<Disk<SimDisk>> {
     };
     let options = Options { durability, ..Options::default() };
     match world.files.format {
-        ImageFormat::Raw => Disk::raw(layer, options),
-        format => Disk::open(layer, format, options).await,
+        ImageFormat::Raw => Image::raw(layer, options),
+        format => Image::open(layer, format, options).await,
     }
 }
 
 async fn fork(world: &World, disk: &Disk<SimDisk>, into: usize, top: Top) -> Result<Promise> {
     let storage = &world.files.storages[into];
-    let over =
-        Arc::new(overlay(storage, world.files.format, world.files.cluster_size).await?.over(disk));
+    let over = overlay(storage, world.files.format, world.files.cluster_size).await?;
+    let over = Arc::new(over.over(disk.image()));
     *world.top.borrow_mut() = top;
     let replaced = disk.quiesced().await?.switch_to(over)?;
     let before = world.promise.borrow().clone();
@@ -62,7 +62,7 @@ async fn fork(world: &World, disk: &Disk<SimDisk>, into: usize, top: Top) -> Res
 async fn roll_back(world: &World, disk: &Disk<SimDisk>, before: &Promise) -> Result<()> {
     let lower = Arc::new(open_layer(world).await?);
     let quiesced = disk.quiesced().await?;
-    disk.note_own_parts_in(&lower).await?;
+    quiesced.note_own_parts_in(&lower).await?;
     // The overlay's file is removed. The layer was made durable when it was left.
     *world.top.borrow_mut() = Top::Layer;
     let durable = before.now();
@@ -73,7 +73,7 @@ async fn roll_back(world: &World, disk: &Disk<SimDisk>, before: &Promise) -> Res
 }
 
 async fn use_disk(world: Rc<World>, mut random: Rng) -> Result<()> {
-    let disk = Arc::new(open_layer(&world).await?);
+    let disk = Arc::new(Disk::new(open_layer(&world).await?));
     go_on(&disk, &world.promise, &mut random).await?;
     if world.files.format == ImageFormat::Qcow2 && random.bool() {
         let granularity = Some(SECTOR);

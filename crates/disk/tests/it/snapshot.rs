@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Fua, Request, errno};
-use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, ImageFormat, Options};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -146,14 +146,14 @@ fn snapshots_beside_writes(seed: u64) -> Result<Report, String> {
             return Err(format!("{report:?}"));
         }
         for one in taken {
-            let view = Disk::open_snapshot(
+            let view = Image::open_snapshot(
                 left.clone(),
                 ImageFormat::Qcow2,
                 Options::default(),
                 &one.name,
             )
             .await;
-            judge(&one, &numbers(&view.expect("it is there")).await, &log)?;
+            judge(&one, &numbers(&Disk::new(view.expect("it is there"))).await, &log)?;
         }
         Ok(Report::default())
     })

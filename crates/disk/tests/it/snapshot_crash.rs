@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
-use blockhouse_disk::{Disk, ImageFormat, Options};
+use blockhouse_disk::{Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, ImageState, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -244,8 +244,9 @@ fn recover(image: Vec<u8>, state: ImageState, log: &Log, now: Duration) -> Resul
                 continue;
             }
             let (format, options) = (ImageFormat::Qcow2, Options::default());
-            let view = Disk::open_snapshot(storage.clone(), format, options, &one.name).await;
-            let found = read_all(&view.map_err(|error| format!("{one:?}: {error}"))?).await?;
+            let view = Image::open_snapshot(storage.clone(), format, options, &one.name).await;
+            let view = view.map_err(|error| format!("{one:?}: {error}"))?;
+            let found = read_all(&Disk::new(view)).await?;
             let ended = one.answered.map_or(now, |(answered, _)| answered);
             judge(&found, &log.writes, (one.began, ended), |_| true)
                 .map_err(|why| format!("{one:?}: {why}"))?;

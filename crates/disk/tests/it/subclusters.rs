@@ -1,10 +1,8 @@
 //! Zero writes and discards of parts of clusters in images with subclusters: tables say it, no data
 //! is written, and a cluster without data is given back.
 
-use std::sync::Arc;
-
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
-use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, ImageFormat, Options};
+use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch};
 use blockhouse_sim::{Config, OperationKind, Sim, SimDisk};
 
@@ -49,11 +47,12 @@ fn emptied(how: How, is_backed: bool) -> CheckReport {
     let file = storage.clone();
     sim.block_on(async move {
         qcow2::create(&file, &options).await.unwrap();
-        let disk = Disk::open(file.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap();
-        let disk = match is_backed {
-            true => disk.with_backing(Arc::new(Disk::raw(base, Options::default()).unwrap())),
-            false => disk,
-        };
+        let image =
+            Image::open(file.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap();
+        let disk = Disk::new(match is_backed {
+            true => image.with_backing(&Image::raw(base, Options::default()).unwrap()),
+            false => image,
+        });
         let mut buffer = Buffer::new(2 * CLUSTER as usize);
         buffer.bytes_mut().fill(1);
         let (from, durability) = (buffer.lend(), Durability::None);

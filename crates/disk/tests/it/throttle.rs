@@ -39,7 +39,7 @@ fn iops(rate: u64) -> RateLimits {
 
 /// Limits the rig's disk.
 fn limit(rig: &Rig, limits: RateLimits) {
-    rig.disk.join_throttle_group(&ThrottleGroup::with_clock(limits, Arc::new(StoppedClock)));
+    rig.disk.throttle().set_group(Some(ThrottleGroup::with_clock(limits, Arc::new(StoppedClock))));
 }
 
 /// A write of 4 KiB.
@@ -70,7 +70,7 @@ fn flushes_never_wait() {
     assert!(poll(waiting.as_mut()).is_pending());
     rig.submit(Request::Flush).expect("no failure");
     assert!(poll(waiting.as_mut()).is_pending());
-    let stats = rig.disk.throttle_stats();
+    let stats = rig.disk.stats().throttle();
     assert_eq!((stats.waiting, stats.delayed), (1, 1));
 }
 
@@ -92,8 +92,8 @@ fn lifted_limits_let_all_go_and_are_in_force_again_afterwards() {
     exhaust(&rig);
     let waiting: Vec<_> = (0..50).map(|_| rig.sim.spawn(write(&rig, Durability::None))).collect();
     rig.sim.run();
-    assert_eq!(rig.disk.throttle_stats().waiting, 50);
-    let lifted = rig.disk.lift_limits();
+    assert_eq!(rig.disk.stats().throttle().waiting, 50);
+    let lifted = rig.disk.throttle().lift();
     rig.sim.block_on(async move {
         for task in waiting {
             task.join().await.expect("no failure");
@@ -114,7 +114,7 @@ fn what_moves_no_data_is_an_operation_without_bytes() {
         rig.submit(Request::Discard { range, durability }).expect("no failure");
         rig.submit(Request::WriteZeroes { range, unmap, fallback, durability }).expect("zeros");
     }
-    assert_eq!(rig.disk.throttle_stats().delayed, 0);
+    assert_eq!(rig.disk.stats().throttle().delayed, 0);
     limit(&rig, iops(1));
     rig.submit(Request::Discard { range, durability }).expect("the first is let go");
     let discard = Request::Discard { range, durability };
@@ -127,14 +127,14 @@ fn a_disk_whose_limits_are_taken_away_goes_on() {
     exhaust(&rig);
     let waiting: Vec<_> = (0..50).map(|_| rig.sim.spawn(write(&rig, Durability::None))).collect();
     rig.sim.run();
-    rig.disk.set_limits(RateLimits::default());
+    rig.disk.throttle().set_limits(RateLimits::default());
     rig.sim.block_on(async move {
         for task in waiting {
             task.join().await.expect("no failure");
         }
     });
-    rig.disk.leave_throttle_group();
-    assert!(rig.disk.throttle_group().is_none());
+    rig.disk.throttle().set_group(None);
+    assert!(rig.disk.throttle().group().is_none());
     rig.sim.block_on(write(&rig, Durability::None)).expect("no failure");
 }
 
@@ -150,7 +150,7 @@ fn no_wake_up_is_lost_between_loops() {
     let open = || {
         let file = HostFile::open(file.path(), OpenMode::ReadOnly, PageCache::Used).unwrap();
         let disk = Arc::new(Disk::raw(AnyStorage::HostFile(file), Options::default()).unwrap());
-        disk.join_throttle_group(&group);
+        disk.throttle().set_group(Some(Arc::clone(&group)));
         disk
     };
     let (shared, done) = (open(), Arc::new(AtomicU64::new(0)));
@@ -181,13 +181,13 @@ fn no_wake_up_is_lost_between_loops() {
         }
         group.set_limits(iops([20_000, 500, 50_000, 2_000][round % 4]));
         if round % 16 == 0 {
-            drop(shared.lift_limits());
+            drop(shared.throttle().lift());
         }
         thread::sleep(Duration::from_millis(5));
     }
     loops.into_iter().for_each(|one| one.join().unwrap());
     assert_eq!(done.load(Ordering::Relaxed), 3 * TASKS as u64 * REQUESTS);
-    assert_eq!(shared.throttle_stats().waiting, 0);
+    assert_eq!(shared.stats().throttle().waiting, 0);
 }
 
 /// Reads until this many reads were carried out; one of four is dropped after a while if it still
@@ -227,7 +227,7 @@ fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
     let serve = |tasks: usize, is_held_up: bool| {
         let file = HostFile::open(path, OpenMode::ReadOnly, PageCache::Used).unwrap();
         let disk = Arc::new(Disk::raw(file, Options::default()).unwrap());
-        disk.join_throttle_group(group);
+        disk.throttle().set_group(Some(Arc::clone(group)));
         let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
         let longest = Rc::new(Cell::new(Duration::ZERO));
         let seen = Rc::clone(&longest);

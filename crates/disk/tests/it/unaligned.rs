@@ -115,7 +115,7 @@ fn badly_placed_memory_is_copied_and_nothing_more() {
     let into = buffer.lend_range(7, 4096);
     rig.submit(Request::Read { offset: 0, into }).unwrap();
     assert_eq!(rig.log(), [Read(span(0, 4096))]);
-    assert_eq!(rig.disk.stats().bounced, 2);
+    assert_eq!(rig.disk.stats().counters().bounced, 2);
 }
 
 #[test]

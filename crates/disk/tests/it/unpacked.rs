@@ -50,7 +50,7 @@ fn small_reads_in_a_row_unpack_each_cluster_once() {
                 assert_reads(&reader, offset, 512).await;
             }
         });
-        assert_eq!(disk.stats().decompressed, PACKED);
+        assert_eq!(disk.stats().counters().decompressed, PACKED);
     }
 }
 
@@ -63,8 +63,8 @@ fn reads_of_one_cluster_at_the_same_time_unpack_it_once() {
         drop(sim.spawn(async move { assert_reads(&disk, offset, 512).await }));
     }
     sim.run();
-    assert_eq!(disk.stats().decompressed, 1);
-    assert_eq!(disk.stats().in_flight, 0);
+    assert_eq!(disk.stats().counters().decompressed, 1);
+    assert_eq!(disk.stats().counters().in_flight, 0);
 }
 
 #[test]

@@ -6,7 +6,9 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, errno};
-use blockhouse_disk::{Compression, Disk, ImageFormat, Options, VmStateReader, VmStateWriter};
+use blockhouse_disk::{
+    Compression, Disk, Image, ImageFormat, Options, VmStateReader, VmStateWriter,
+};
 use blockhouse_format::qcow2::{self, Backing, CheckReport, CreateOptions, Qcow2, Switch, Version};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -98,10 +100,10 @@ async fn store_some(
 
 /// The part of the state that is there.
 async fn load(storage: SimDisk) -> Result<Vec<u8>> {
-    let disk =
-        Disk::open_snapshot(storage, ImageFormat::Qcow2, Options::default(), "state").await?;
-    let disk = if disk.backing_file().is_some() { with_base(disk) } else { disk };
-    all_of_state(&disk).await
+    let image =
+        Image::open_snapshot(storage, ImageFormat::Qcow2, Options::default(), "state").await?;
+    let image = if image.backing_file().is_some() { with_base(image) } else { image };
+    all_of_state(&Disk::new(image)).await
 }
 
 async fn all_of_state(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
@@ -115,11 +117,11 @@ async fn all_of_state(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
 }
 
 /// Over a disk that has something everywhere: nothing of it may come to light.
-fn with_base(disk: Disk<SimDisk>) -> Disk<SimDisk> {
+fn with_base(image: Image<SimDisk>) -> Image<SimDisk> {
     let sim = Sim::new(0);
     // Far enough for the state of an image of small clusters.
     let base = SimDisk::new(&sim, plain(), vec![0xbb; 16 << 20]);
-    disk.with_backing(std::sync::Arc::new(Disk::raw(base, Options::default()).expect("a disk")))
+    image.with_backing(&Image::raw(base, Options::default()).expect("an image"))
 }
 
 fn check(content: Vec<u8>) -> (CheckReport, Vec<String>) {
@@ -251,7 +253,7 @@ fn a_crash_leaves_the_whole_state_or_no_snapshot() {
         let (inner, mut run) = (storage.clone(), random.fork());
         let storing = sim.spawn(async move {
             let disk = open(inner).await;
-            if disk.backing_file().is_none() {
+            if disk.image().backing_file().is_none() {
                 let from = Buffer::new(8192).lend();
                 let write = Request::Write { offset: 0, from, durability: Durability::None };
                 disk.submit(write).await.expect("no faults");
@@ -542,10 +544,14 @@ fn grow_a_tree(seed: u64) -> Result<Report, String> {
     }
     let reading = sim.block_on(async move {
         for (name, Kept { disk: wanted, state }) in kept {
-            let view =
-                Disk::open_snapshot(storage.clone(), ImageFormat::Qcow2, Options::default(), &name)
-                    .await;
-            let view = view.expect("it is there");
+            let view = Image::open_snapshot(
+                storage.clone(),
+                ImageFormat::Qcow2,
+                Options::default(),
+                &name,
+            )
+            .await;
+            let view = Disk::new(view.expect("it is there"));
             same(&all_of(&view).await, &wanted)?;
             match state.is_empty() {
                 true => assert!(VmStateReader::new(&view).is_err(), "there is none"),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, Durability, Error, Request, Result};
-use blockhouse_disk::{Access, Disk, ExportKind, ImageFormat, NewBitmap, Options};
+use blockhouse_disk::{Access, Disk, ExportKind, Image, ImageFormat, NewBitmap, Options};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, Switch};
 use blockhouse_sim::{Sim, SimDisk, Task};
 
@@ -37,10 +37,10 @@ impl Lab {
                 ..CreateOptions::new(SIZE)
             };
             qcow2::create(&storage, &image).await?;
-            let disk = Disk::open(storage, ImageFormat::Qcow2, options).await?;
+            let image = Image::open(storage, ImageFormat::Qcow2, options).await?;
             let options = Options { access: Access::ReadOnly, ..Options::default() };
-            let base = Disk::raw(below, options)?;
-            let disk = Arc::new(disk.with_backing(Arc::new(base)));
+            let disk = Disk::new(image.with_backing(&Image::raw(below, options)?));
+            let disk = Arc::new(disk);
             disk.submit(write(0, 8 * CLUSTER as usize, 1, Durability::None)).await?;
             disk.flush().await?;
             Ok::<_, Error>(disk)
@@ -179,9 +179,9 @@ fn a_stream_detaches_beside_a_read_that_waits_and_reads_go_on() {
     lab.settle();
     lab.submit(write(0, SIZE as usize, 5, Durability::None));
     lab.quickly(|disk| async move {
-        let _populating = disk.begin_populating().await?;
-        disk.check_populated().await?;
-        disk.detach_backing().await
+        let _populating = disk.jobs().begin_populating().await?;
+        disk.jobs().check_populated().await?;
+        disk.jobs().detach_backing().await
     });
     assert_eq!(lab.end(read).expect("its bytes are what they were when it began")[0], OLD);
 }
@@ -193,14 +193,14 @@ fn a_base_is_settled_when_the_reads_of_its_older_opening_have_ended() {
     lab.settle();
     let opened = SimDisk::new(&lab.sim, steady(), vec![OLD; SIZE as usize]);
     lab.quickly(|disk| async move {
-        disk.attach_base(Arc::new(Disk::raw(opened, Options::default())?)).await
+        disk.jobs().attach_base(Arc::new(Disk::raw(opened, Options::default())?)).await
     });
     // Later reads go to the new opening, which answers at once.
     lab.quickly(|disk| async move {
         let mut buffer = Buffer::new(CLUSTER as usize);
         disk.submit(Request::Read { offset: 30 * CLUSTER, into: buffer.lend() }).await
     });
-    let settling = lab.start(|disk| async move { disk.settle_base().await });
+    let settling = lab.start(|disk| async move { disk.jobs().settle_base().await });
     lab.settle();
     assert!(settling.output().is_none(), "a read of the older opening is in flight");
     lab.end(settling).expect("no limit outside of event loops");

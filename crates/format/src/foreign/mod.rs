@@ -1,10 +1,10 @@
 //! Formats of other programs: what is stored elsewhere can be served, compared and converted, and
 //! a disk can be stored in a new image for elsewhere.
 //!
-//! Guarantees: nothing is ever written to an image that is there. Every field of a header is checked before
-//! it is used, and metadata is read page by page when it is needed, so an image takes no more
-//! memory than [`tables`] allows, whatever its header states. Guest data that the file does not
-//! have, because it was truncated, is an error and never zeros.
+//! Guarantees: nothing is ever written to an image that is there. Every field of a header is
+//! checked before it is used, and metadata is read page by page when it is needed, so an image
+//! takes no more memory than [`tables`] allows, whatever its header states. Guest data that the
+//! file does not have, because it was truncated, is an error and never zeros.
 //!
 //! - [`image`]: the one type that the rest of the crate knows, [`Foreign`]; it asks the format by
 //!   one `match`.

@@ -52,6 +52,7 @@ pub use header::{Features, ImageFacts, Qcow2Header};
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};
 pub use layout::data_file_mark::{DataFileMark, Voucher};
+pub(crate) use layout::limits::MAX_FILE_NAME;
 pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::OpenOptions;

@@ -118,7 +118,7 @@ impl<S: Storage> FrozenDisk<S> {
     pub fn thaw(&self) {
         // First, so that nothing newer is read.
         self.old.end();
-        self.old.source().stop_observing(&self.observer);
+        self.old.source().jobs().stop_observing(&self.observer);
     }
 }
 

@@ -246,7 +246,7 @@ impl<S: Storage> OldBytes<S> {
     /// Where zeros lie in a hole of the image, the change makes data of their whole clusters: notes
     /// that these are zeros, so that they are holes to readers still.
     async fn save_hole(&self, zeros: ByteRange) -> Result<()> {
-        let Some(cluster) = self.source.cluster_size().filter(|size| *size > BLOCK) else {
+        let Some(cluster) = self.source.image().cluster_size().filter(|size| *size > BLOCK) else {
             return Ok(());
         };
         let start = zeros.offset() - zeros.offset() % cluster;

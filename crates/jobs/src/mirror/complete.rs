@@ -12,6 +12,7 @@
 //! done.
 
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Request, Result, Storage};
@@ -107,7 +108,7 @@ impl<S: Storage> Mirror<S> {
         .await?;
         // Nothing after the write that decides can fail.
         if self.kind != TargetKind::Backup {
-            self.source.check_successor(&self.target).map_err(Stop::Failed)?;
+            self.source.check_replacement(self.target.image()).map_err(Stop::Failed)?;
         }
         if !self.control.commit() {
             return Err(Stop::Cancelled.into());
@@ -174,7 +175,7 @@ impl<S: Storage> Mirror<S> {
         completion: Completion,
     ) -> Result<Option<ReplacedImage<'a, S>>, Stop> {
         match completion {
-            Completion::Switch => Ok(Some(quiesced.switch_to(self.target.clone())?)),
+            Completion::Switch => Ok(Some(quiesced.switch_to(Arc::clone(self.target.image()))?)),
             Completion::HandOver => {
                 quiesced.retire(self.target.name().to_owned());
                 Ok(None)

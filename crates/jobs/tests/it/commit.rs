@@ -111,8 +111,8 @@ impl Case {
             if base.size() < disk.size() {
                 base.resize(disk.size()).await.expect("a longer base");
             }
-            disk.attach_base(Arc::new(base)).await.expect("a base that fits");
-            disk.settle_base().await.expect("no limit");
+            disk.jobs().attach_base(Arc::new(base)).await.expect("a base that fits");
+            disk.jobs().settle_base().await.expect("no limit");
             if plan == Plan::Fail {
                 for kind in CHANGES {
                     storage.fail(Fault::chance(probability, errno::EIO).of(kind));
@@ -256,8 +256,8 @@ fn a_cancelled_commit_is_made_again() {
         if base.size() < disk.size() {
             base.resize(disk.size()).await.expect("a longer base");
         }
-        disk.attach_base(Arc::new(base)).await.expect("a base that fits");
-        disk.settle_base().await.expect("no limit");
+        disk.jobs().attach_base(Arc::new(base)).await.expect("a base that fits");
+        disk.jobs().settle_base().await.expect("no limit");
         let mut ends = Vec::new();
         for is_cancelled in [true, false] {
             let control = Arc::new(JobControl::default());

@@ -59,7 +59,7 @@ impl Case {
     fn start_stream(&self) -> Task<Result<(), String>> {
         let (disk, clock) = (Arc::clone(&self.overlay.disk), clock(&self.sim));
         self.sim.spawn(async move {
-            let guard = disk.begin_populating().await.map_err(|error| error.to_string())?;
+            let guard = disk.jobs().begin_populating().await.map_err(|error| error.to_string())?;
             match Stream::new(disk, guard, Arc::new(JobControl::default()), clock).run().await {
                 JobEnd::Completed { .. } => Ok(()),
                 other => Err(format!("{other:?}")),

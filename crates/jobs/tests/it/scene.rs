@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, WriteCache};
-use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Backing, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions, Version};
 use blockhouse_jobs::{ClockSleep, Completion, JobClock, JobControl, JobStage};
 use blockhouse_sim::{Config, Rng, Sim, SimDisk};
@@ -150,9 +150,9 @@ pub async fn overlay_with(
     let storage = SimDisk::new(sim, config, Vec::new());
     qcow2::create(&storage, &image).await?;
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-    let below = Disk::open(base.clone(), base_format, read_only).await?;
-    let overlay = Disk::open(storage.clone(), ImageFormat::Qcow2, options).await?;
-    let disk = Arc::new(overlay.with_backing(Arc::new(below)));
+    let below = Image::open(base.clone(), base_format, read_only).await?;
+    let overlay = Image::open(storage.clone(), ImageFormat::Qcow2, options).await?;
+    let disk = Arc::new(Disk::new(overlay.with_backing(&below)));
     for sector in own {
         let mut buffer = Buffer::new(512);
         buffer.bytes_mut().copy_from_slice(&content[sector as usize..][..512]);
@@ -203,12 +203,12 @@ fn recover_chain(
     let storage = SimDisk::new(&sim, config.clone(), bytes);
     let base = base.map(|(bytes, format)| (SimDisk::new(&sim, config, bytes), format));
     let read = sim.block_on(async move {
-        let mut disk = Disk::open(storage, format, Options::default()).await?;
+        let mut image = Image::open(storage, format, Options::default()).await?;
         if let Some((storage, format)) = base {
             let options = Options { access: Access::ReadOnly, ..Options::default() };
-            disk = disk.with_backing(Arc::new(Disk::open(storage, format, options).await?));
+            image = image.with_backing(&Image::open(storage, format, options).await?);
         }
-        crate::guests::read(&disk).await
+        crate::guests::read(&Disk::new(image)).await
     });
     read.map_err(|error| error.to_string())
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::errno;
-use blockhouse_disk::{Access, Backing, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, Backing, Disk, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
 use blockhouse_sim::{
@@ -140,7 +140,7 @@ async fn begin(
     control: &Arc<JobControl>,
     clock: &Rc<dyn JobClock>,
 ) -> Stream<SimDisk> {
-    let guard = disk.begin_populating().await.expect("an overlay without snapshots");
+    let guard = disk.jobs().begin_populating().await.expect("an overlay without snapshots");
     Stream::new(Arc::clone(disk), guard, Arc::clone(control), Rc::clone(clock))
 }
 
@@ -215,10 +215,10 @@ async fn overlay_of_nothing(sim: &Sim) -> (Arc<Disk<SimDisk>>, SimDisk) {
     let image = CreateOptions { backing: Some(backing), ..CreateOptions::new(SIZE) };
     let storage = SimDisk::new(sim, Config::default(), Vec::new());
     qcow2::create(&storage, &image).await.expect("an image");
-    let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await;
+    let image = Image::open(storage, ImageFormat::Qcow2, Options::default()).await;
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-    let below = Disk::raw(base.clone(), read_only).expect("a base");
-    (Arc::new(disk.expect("an overlay").with_backing(Arc::new(below))), base)
+    let below = Image::raw(base.clone(), read_only).expect("a base");
+    (Arc::new(Disk::new(image.expect("an overlay").with_backing(&below))), base)
 }
 
 #[test]

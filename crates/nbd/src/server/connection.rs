@@ -79,7 +79,7 @@ impl<S: Storage> Connection<S> {
             let negotiated = set_up(stream, guard, &lookup, limits, pool).await?;
             let Negotiated { options, received, tls } = negotiated;
             let paused = PausedSession { options, received, is_used: false };
-            let enter = Disk::enter_client;
+            let enter = |disk: &Disk<S>, export| disk.stats().enter_client(export);
             let outcome = self.transmit(paused, tls.as_ref(), enter).await;
             tls.inspect(|tls| tls.close(stream));
             outcome
@@ -89,7 +89,8 @@ impl<S: Storage> Connection<S> {
 
     /// Serves a client, which has done its handshake with another process, to its end.
     pub async fn go_on(self, session: PausedSession) {
-        log_end(self.peer, self.transmit(session, None, Disk::enter_client_again).await);
+        let enter = |disk: &Disk<S>, export| disk.stats().enter_client_again(export);
+        log_end(self.peer, self.transmit(session, None, enter).await);
     }
 
     /// The transmission phase: a session from pause to pause.

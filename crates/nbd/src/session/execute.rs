@@ -62,7 +62,7 @@ async fn execute<S: Storage>(
         Command::Read { offset, length } => return read(state, to, offset, length as usize).await,
         Command::BlockStatus { range, req_one } => {
             let (operation, bytes) = (Operation::BlockStatus, range.length());
-            let timer = state.disk.measure(ExportKind::Nbd, operation, bytes);
+            let timer = state.disk.stats().measure(ExportKind::Nbd, operation, bytes);
             let reply = block_status::describe(state, to, range, req_one).await;
             timer.end(&reply);
             return reply;

@@ -126,7 +126,7 @@ impl<S: Storage> Reader<S> {
         let to = ReplyTo { cookie: header.cookie, offset: header.offset };
         let permit = {
             let permit = pin!(self.state.in_flight.acquire(footprint(&command)));
-            self.state.disk.wait_turn(command.operation(), permit).await
+            self.state.disk.stats().wait_turn(command.operation(), permit).await
         };
         let payload = match command {
             Command::Write { length, .. } => match self.state.pool.get(length as usize) {

@@ -83,7 +83,7 @@ fn basic_features() -> u64 {
 
 /// Of changes beside writes, where the disk may ever be changed.
 fn change_features<S: Storage>(disk: &Disk<S>) -> u64 {
-    match (disk.opened_access(), disk.capabilities().discard) {
+    match (disk.image().access(), disk.capabilities().discard) {
         (Access::ReadOnly, _) => 0,
         (_, Offload::Unavailable) => bit(VIRTIO_BLK_F_WRITE_ZEROES),
         (_, Offload::Available) => bit(VIRTIO_BLK_F_WRITE_ZEROES) | bit(VIRTIO_BLK_F_DISCARD),
@@ -123,7 +123,7 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&[exponent, 0]);
     let blocks = |bytes: u64| u32::try_from(bytes / logical).unwrap_or(u32::MAX);
     put(&(blocks(block) as u16).to_le_bytes());
-    put(&disk.cluster_size().map_or(0, blocks).to_le_bytes());
+    put(&disk.image().cluster_size().map_or(0, blocks).to_le_bytes());
     put(&[u8::from(cache == WriteCache::Volatile), 0]);
     put(&queues.to_le_bytes());
     for field in [MAX_SECTORS, MAX_RANGES, sectors(disk.discard_granularity())] {

@@ -25,7 +25,7 @@ pub enum QueueCommand {
     /// stop also those that an earlier server had begun, since the returned base counts them as
     /// popped.
     Stop(StopMode),
-    /// Requests in flight in the queue wait no longer for room on the host (`Disk::held_requests`):
+    /// Requests in flight in the queue wait no longer for room on the host (`Disk::hold`):
     /// they fail.
     EndHolding,
     /// The queue goes on, if it was told to stop in a graceful way and has not ended yet.

@@ -202,5 +202,5 @@ fn a_server_that_goes_on_ends_in_an_orderly_way() {
         Some(_) => assert_eq!(guest.status_byte(), OK),
         None => assert_eq!(guest.status_byte(), UNTOUCHED),
     }
-    assert_eq!(served.disk.stats().in_flight, 0);
+    assert_eq!(served.disk.stats().counters().in_flight, 0);
 }

@@ -399,6 +399,6 @@ fn the_end_of_the_server_answers_what_is_under_way() {
             Some(_) => panic!("another chain"),
             None => assert_eq!(guest.status_byte(), UNTOUCHED),
         }
-        assert_eq!(served.disk.stats().in_flight, 0);
+        assert_eq!(served.disk.stats().counters().in_flight, 0);
     }
 }

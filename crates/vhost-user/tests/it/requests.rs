@@ -241,14 +241,17 @@ fn the_write_cache_is_what_it_says() {
     // Not on a file system in memory: that has no cache to speak of.
     let served = Served::with(1, 1, DiskOptions::default(), env!("CARGO_TARGET_TMPDIR").as_ref());
     let mut guest = served.connect(Options::default());
-    let durable = |served: &Served| served.disk.stats().durable_writes;
+    let durable = |served: &Served| served.disk.stats().counters().durable_writes;
     assert!(guest.driver.writeback().unwrap());
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
-    let flushes = served.disk.stats().flushes;
+    let flushes = served.disk.stats().counters().flushes;
     assert_eq!(durable(&served), 0);
     guest.driver.set_writeback(0).unwrap();
     assert!(!guest.driver.writeback().unwrap());
-    assert!(served.disk.stats().flushes > flushes, "what was written before is durable too");
+    assert!(
+        served.disk.stats().counters().flushes > flushes,
+        "what was written before is durable too"
+    );
     for count in 1..10 {
         assert_eq!(guest.write(0, 8 * count, &[1; 4096]), OK);
         assert_eq!(durable(&served), count);
@@ -269,7 +272,7 @@ fn a_disk_whose_writes_are_all_durable_has_no_cache_to_turn_on() {
     guest.driver.set_writeback(1).unwrap();
     assert!(!guest.driver.writeback().unwrap());
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
-    assert_eq!(served.disk.stats().durable_writes, 1);
+    assert_eq!(served.disk.stats().counters().durable_writes, 1);
 }
 
 #[test]
@@ -278,7 +281,7 @@ fn a_driver_that_knows_no_cache_gets_durable_writes() {
     let without = (1 << 9) | (1 << 11) | (1 << 26);
     let mut guest = served.connect(Options { without, ..Options::default() });
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
-    assert_eq!(served.disk.stats().durable_writes, 1);
+    assert_eq!(served.disk.stats().counters().durable_writes, 1);
 }
 
 #[test]
@@ -289,14 +292,14 @@ fn a_driver_that_cannot_flush_starts_without_a_write_cache() {
     let mut guest = served.connect(Options { without, ..Options::default() });
     assert!(!guest.driver.writeback().unwrap());
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
-    assert_eq!(served.disk.stats().durable_writes, 1);
+    assert_eq!(served.disk.stats().counters().durable_writes, 1);
     // A migration begins: the driver is the same, and what it chose stays.
     guest.driver.set_writeback(1).unwrap();
     let features = guest.driver.features();
     guest.driver.frontend().set_features(features | 1 << 26).unwrap();
     assert!(guest.driver.writeback().unwrap());
     assert_eq!(guest.write(0, 0, &[1; 4096]), OK);
-    assert_eq!(served.disk.stats().durable_writes, 1);
+    assert_eq!(served.disk.stats().counters().durable_writes, 1);
     // A driver that flushes finds the cache that is there.
     guest.driver.frontend().set_features(features | 1 << 9).unwrap();
     assert!(guest.driver.writeback().unwrap());

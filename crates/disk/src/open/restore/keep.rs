@@ -9,7 +9,7 @@ use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
 use super::modification::{Clock, clock_of, modification_time};
-use crate::open::image_disk::ImageDisk;
+use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 use crate::options::Access;
 use crate::state::{Owner, StateDir, StateFile, StatePage, TrackedFile};
@@ -25,7 +25,7 @@ pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Dat
 /// of flushes. `vouched` is when an earlier process has written to the data file for the last time,
 /// as its state file says: what the file itself says may be another program's.
 pub(crate) fn make_state(
-    disk: &ImageDisk,
+    disk: &StoredImage,
     dir: &StateDir,
     owner: &Owner,
     failures: [Option<i32>; 2],
@@ -75,7 +75,7 @@ pub(crate) fn make_state(
 ///
 /// # Errors
 /// The host's.
-pub(crate) fn tells_of_changes(disk: &ImageDisk) -> Result<bool> {
+pub(crate) fn tells_of_changes(disk: &StoredImage) -> Result<bool> {
     let Some(file) = disk.file() else { return Ok(false) };
     let status = status_of(file)?;
     let is_file = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;
@@ -96,9 +96,9 @@ pub(crate) struct FutureState {
 
 impl FutureState {
     /// Of a disk that is opened; `None` where none is kept.
-    pub(crate) fn of(disk: &ImageDisk, path: &Path, uses: &StateUse) -> Option<Self> {
+    pub(crate) fn of(disk: &StoredImage, path: &Path, uses: &StateUse) -> Option<Self> {
         let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
-        if disk.opened_access() == Access::ReadOnly {
+        if disk.access() == Access::ReadOnly {
             return None;
         }
         let owner = owner_of(disk.file()?, path, dir);
@@ -108,7 +108,7 @@ impl FutureState {
     }
 
     /// Makes the file: it takes the name of the other process's.
-    pub(crate) fn take(self, disk: &ImageDisk, failures: [Option<i32>; 2]) {
+    pub(crate) fn take(self, disk: &StoredImage, failures: [Option<i32>; 2]) {
         if let Err(error) = make_state(disk, &self.dir, &self.owner, failures, Duration::ZERO) {
             tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
         }

@@ -13,7 +13,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::examine::status_of;
 use super::modification::modification_time;
-use crate::open::image_disk::ImageDisk;
+use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 
 /// When a session ended that no server closed.
@@ -26,7 +26,7 @@ enum LostSession {
 
 impl LostSession {
     /// Of an image; `None` where it has no session, or is on another host.
-    fn of(disk: &ImageDisk) -> Option<Self> {
+    fn of(disk: &StoredImage) -> Option<Self> {
         // An image of another host has no state here.
         disk.format().redo().filter(|redo| redo.has_session_bit())?;
         let file = disk.file()?;
@@ -59,7 +59,7 @@ fn time_of_boot() -> Duration {
 }
 
 /// Tells of an image that may lack what its last server answered.
-pub(crate) fn warn_of_lost_session(disk: &ImageDisk, uses: &StateUse) {
+pub(crate) fn warn_of_lost_session(disk: &StoredImage, uses: &StateUse) {
     match LostSession::of(disk) {
         None => {}
         Some(LostSession::ThisBoot) => tracing::warn!(
@@ -80,7 +80,7 @@ pub(crate) fn warn_of_lost_session(disk: &ImageDisk, uses: &StateUse) {
 ///
 /// # Errors
 /// `InvalidInput` with a hint.
-pub(crate) fn refuse_lost_session(disk: &ImageDisk, uses: &StateUse) -> Result<()> {
+pub(crate) fn refuse_lost_session(disk: &StoredImage, uses: &StateUse) -> Result<()> {
     let Some(LostSession::ThisBoot) = LostSession::of(disk) else {
         warn_of_lost_session(disk, uses);
         return Ok(());

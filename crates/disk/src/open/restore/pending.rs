@@ -4,7 +4,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 
 use super::examine::find_state;
 use super::lost_session::{refuse_lost_session, warn_of_lost_session};
-use crate::open::image_disk::ImageDisk;
+use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 use crate::open::lock::is_being_written;
 use crate::state::StateDir;
@@ -20,7 +20,7 @@ pub struct PendingChanges {
     pub state_file: String,
 }
 
-impl ImageDisk {
+impl StoredImage {
     /// The changes that a server of this image answered before it died, and that no opening for
     /// writing has brought to the image since; `None` also while a server has the image open.
     /// `dir` is where that server kept its state. The disk is open for reading.
@@ -44,7 +44,7 @@ impl ImageDisk {
 ///
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
-pub(crate) fn check_nothing_pending(disk: &ImageDisk, uses: &StateUse) -> Result<()> {
+pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Result<()> {
     match uses {
         StateUse::Off => {}
         StateUse::Look(_) => warn_of_pending(disk, uses),
@@ -64,7 +64,7 @@ pub(crate) fn check_nothing_pending(disk: &ImageDisk, uses: &StateUse) -> Result
 
 /// Tells of an image that is opened for reading only and lacks what its server answered, or may
 /// lack it.
-pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
+pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
     if matches!(uses, StateUse::Off) {
         return;
     }
@@ -85,14 +85,14 @@ pub(crate) fn warn_of_pending(disk: &ImageDisk, uses: &StateUse) {
 
 /// Of an image of which nothing is known to be missing: tells where its server may have left state
 /// elsewhere.
-fn warn_of_possible(disk: &ImageDisk, uses: &StateUse) {
+fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
     if may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);
     }
 }
 
 /// Whether an image has no server, and no state where it is looked for.
-fn may_lack_changes(disk: &ImageDisk, uses: &StateUse) -> bool {
+fn may_lack_changes(disk: &StoredImage, uses: &StateUse) -> bool {
     let Some(file) = disk.file() else { return false };
     let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
     !has_state && !is_being_written(file)
@@ -102,7 +102,7 @@ fn may_lack_changes(disk: &ImageDisk, uses: &StateUse) -> bool {
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.
-pub(crate) fn refuse_pending(disk: &ImageDisk, dir: Option<&StateDir>) -> Result<()> {
+pub(crate) fn refuse_pending(disk: &StoredImage, dir: Option<&StateDir>) -> Result<()> {
     let found = dir.map_or(Ok(None), |dir| disk.pending_changes(dir))?;
     let Some(PendingChanges { changes, process, state_file }) = found else { return Ok(()) };
     let what = format!(

@@ -8,11 +8,10 @@ pub mod jury;
 
 use std::cell::RefCell;
 use std::future::Future;
-use std::sync::Arc;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage, ToolProgress};
 use blockhouse_crypt::SectorCipher;
-use blockhouse_disk::{Access, BitmapActivity, Disk, ImageFormat, Options};
+use blockhouse_disk::{Access, BitmapActivity, Disk, Image, ImageFormat, Options};
 use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{
     self, Backing, CreateOptions, DataFile, Qcow2, Sidecar, Switch, Version,
@@ -96,20 +95,20 @@ pub async fn open<S: Storage>(
     data: Option<S>,
     options: Options,
 ) -> Result<Disk<S>> {
-    let disk = Disk::open(storage, ImageFormat::Qcow2, options).await?;
-    let disk = match disk.read_encryption().await? {
-        Some(encryption) => disk.with_cipher(encryption, cipher())?,
-        None => disk,
+    let image = Image::open(storage, ImageFormat::Qcow2, options).await?;
+    let image = match image.read_encryption().await? {
+        Some(encryption) => image.with_cipher(encryption, cipher())?,
+        None => image,
     };
-    let disk = match data {
-        Some(data) => disk.with_data(data)?,
-        None => disk,
+    let image = match data {
+        Some(data) => image.with_data(data)?,
+        None => image,
     };
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-    Ok(match base {
-        Some(base) => disk.with_backing(Arc::new(Disk::raw(base, read_only)?)),
-        None => disk,
-    })
+    Ok(Disk::new(match base {
+        Some(base) => image.with_backing(&Image::raw(base, read_only)?),
+        None => image,
+    }))
 }
 
 /// The cipher of encrypted images, whose key slots are never opened.

@@ -1,12 +1,13 @@
 //! Images of every layout, with a guest's bytes in them.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use blockhouse_core::{
     Alignment, Buffer, Durability, Fua, Request, Result, StateMemory, Storage, ToolProgress,
 };
-use blockhouse_disk::{Access, CompressResult, DetectZeroes, Discard, Disk, ImageFormat, Options};
+use blockhouse_disk::{
+    Access, CompressResult, DetectZeroes, Discard, Disk, Image, ImageFormat, Options,
+};
 use blockhouse_format::qcow2::{self, Backing, CreateOptions, DataFile, Switch, Version};
 use blockhouse_sim::{Config, Devices, Growth, Rng, Sim, SimDisk, Workload};
 
@@ -248,9 +249,9 @@ impl Layout {
         let below = SimDisk::new(&sim, plain_config(), raw.clone());
         sim.block_on(async move {
             qcow2::create(&target, &options).await.expect("a new image");
-            let disk = Disk::open(target, ImageFormat::Qcow2, Options::default()).await;
-            let below = Disk::raw(below, READ_ONLY).expect("whole sectors");
-            let disk = disk.expect("the new image").with_backing(Arc::new(below));
+            let image = Image::open(target, ImageFormat::Qcow2, Options::default()).await;
+            let below = Image::raw(below, READ_ONLY).expect("whole sectors");
+            let disk = Disk::new(image.expect("the new image").with_backing(&below));
             write(&disk, middle as u64, &upper).await.expect("room");
             disk.close().await.expect("no failure");
         });
@@ -260,7 +261,7 @@ impl Layout {
     /// Makes the disk read as `content`, with snapshots on the way.
     async fn fill(&self, disk: &Disk<SimDisk>, content: &[u8], random: &mut Rng) -> Result<()> {
         let found = read_all(disk).await?;
-        let unit = disk.cluster_size().expect("qcow2") as usize;
+        let unit = disk.image().cluster_size().expect("qcow2") as usize;
         for (index, bytes) in content.chunks(unit).enumerate() {
             let start = index * unit;
             if found[start..start + bytes.len()] == *bytes && random.u8(..4) > 0 {
@@ -310,21 +311,21 @@ impl Layout {
             return Disk::raw(wrap(storage), self.options);
         }
         let (format, storage) = (ImageFormat::Qcow2, wrap(storage));
-        let disk = Disk::open_before_replay(storage, format, self.options, log).await?;
-        let disk = match data {
-            Some(data) => disk.with_data(wrap(data))?,
-            None => disk,
+        let image = Image::open_before_replay(storage, format, self.options, log).await?;
+        let image = match data {
+            Some(data) => image.with_data(wrap(data))?,
+            None => image,
         };
         let below = |content: &Vec<u8>| wrap(SimDisk::new(sim, plain_config(), content.clone()));
-        let raw = backing.raw.as_ref().map(|raw| Disk::raw(below(raw), READ_ONLY)).transpose()?;
-        let Some(raw) = raw else { return Ok(disk) };
+        let raw = backing.raw.as_ref().map(|raw| Image::raw(below(raw), READ_ONLY)).transpose()?;
+        let Some(raw) = raw else { return Ok(Disk::new(image)) };
         let base = match &backing.qcow2 {
-            Some(qcow2) => Disk::open(below(qcow2), ImageFormat::Qcow2, READ_ONLY)
-                .await?
-                .with_backing(Arc::new(raw)),
+            Some(qcow2) => {
+                Image::open(below(qcow2), ImageFormat::Qcow2, READ_ONLY).await?.with_backing(&raw)
+            }
             None => raw,
         };
-        Ok(disk.with_backing(Arc::new(base)))
+        Ok(Disk::new(image.with_backing(&base)))
     }
 }
 

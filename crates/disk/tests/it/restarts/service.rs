@@ -105,12 +105,12 @@ impl<H: Hardware> Service for Server<H> {
             let disk =
                 layout.open_before_replay(&host.sim, files, &backing, wrap, &*memory).await?;
             if memory.words() > 0 {
-                match disk.replay(&*memory).await? {
+                match disk.image().replay(&*memory).await? {
                     Replay::Nothing => {}
                     Replay::Applied { changes } => replayed.set(replayed.get() + changes),
                     Replay::Refused { why } => return Err(Error::new(ErrorKind::Corrupt, why)),
                 }
-                disk.attach_redo_log(memory);
+                disk.image().attach_redo_log(memory);
             }
             let expected = snapshots.borrow().clone();
             check_snapshots(&disk, &expected).await?;
@@ -168,7 +168,7 @@ impl<S: Storage + 'static> SystemUnderTest for Served<S> {
         let Request::Write { offset, from, durability } = request else {
             return self.disk.submit(request).await;
         };
-        let cluster = self.disk.cluster_size().unwrap_or(u64::MAX);
+        let cluster = self.disk.image().cluster_size().unwrap_or(u64::MAX);
         let is_cluster = offset.is_multiple_of(cluster) && from.len() as u64 == cluster;
         if !self.layout.compresses || !is_cluster || self.random.borrow_mut().bool() {
             return self.disk.submit(Request::Write { offset, from, durability }).await;

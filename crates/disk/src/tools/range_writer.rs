@@ -1,59 +1,59 @@
-//! The writing half of a copy: what was read and is worth it is written, in plain or in compressed
-//! clusters.
+//! The writing half of copies, streams, mirrors and rebases: parts of a buffer that are worth it
+//! become a range of a disk, in plain or in compressed clusters, and zeros become holes.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{
-    Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Request, Result, Storage,
-    Unmap,
+    Buffer, ByteRange, Durability, Error, ErrorKind, Fallback, Request, Result, Storage, Unmap,
 };
 
 use super::new_image::NewImage;
-use super::zeros::{is_zero, runs, units};
+use super::zeros::{is_zero, lend, runs, units};
 use crate::disk::Disk;
+use crate::parts::MAX_IN_FLIGHT;
 use crate::write::CompressResult;
 
 /// Zeros shorter than this are not worth a hole, in bytes.
 const MIN_HOLE: u64 = 4096;
 
-/// How many requests of one chunk are in flight together.
-const MAX_IN_FLIGHT: usize = 16;
-
 /// The target of a copy.
-enum Target<S: Storage> {
-    Disk(Arc<Disk<S>>),
+enum Target<D, S: Storage> {
+    Disk(D),
     /// All of it is zeros at first.
     New(Arc<NewImage<S>>),
 }
 
 /// The writes to the target of a copy.
-pub(super) struct CopyWriter<S: Storage> {
-    target: Target<S>,
+pub(super) struct RangeWriter<D, S: Storage> {
+    target: Target<D, S>,
     compress: bool,
     /// Bytes that are looked at together for zeros.
     unit: usize,
     /// Whether zeros are written as data is.
     is_dense: bool,
+    /// Whether writes have a turn among the requests that share the target's limits.
+    is_limited: bool,
     written: AtomicU64,
 }
 
-impl<S: Storage> CopyWriter<S> {
+impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
     /// Writes to `target`, in compressed clusters where that saves something and `compress` says
     /// so.
     ///
     /// # Errors
     /// `InvalidInput` where the target's format has no compressed clusters.
-    pub(super) fn new(target: Arc<Disk<S>>, compress: bool) -> Result<Self> {
-        if compress && target.compression().is_none() {
-            let what = format!("{} has no compressed clusters", target.format_name());
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(target.name()));
+    pub(super) fn new(target: D, compress: bool) -> Result<Self> {
+        let image = target.image();
+        if compress && image.compression().is_none() {
+            let what = format!("{} has no compressed clusters", image.format_name());
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
         }
         let unit = match compress {
-            false => target.allocation_unit().max(MIN_HOLE),
-            true => target.cluster_size().unwrap_or(1),
+            false => image.allocation_unit().max(MIN_HOLE),
+            true => image.cluster_size().unwrap_or(1),
         };
         Ok(Self::with(Target::Disk(target), unit, compress))
     }
@@ -64,14 +64,19 @@ impl<S: Storage> CopyWriter<S> {
         Self::with(Target::New(image), unit, false)
     }
 
-    fn with(target: Target<S>, unit: u64, compress: bool) -> Self {
+    fn with(target: Target<D, S>, unit: u64, compress: bool) -> Self {
         let (unit, written) = (unit as usize, AtomicU64::new(0));
-        Self { target, compress, unit, is_dense: false, written }
+        Self { target, compress, unit, is_dense: false, is_limited: true, written }
     }
 
     /// Zeros are written as data is.
     pub(super) fn write_zeros(&mut self) {
         self.is_dense = true;
+    }
+
+    /// For a job, which has limits of its own.
+    pub(super) fn unlimited(self) -> Self {
+        Self { is_limited: false, ..self }
     }
 
     /// Bytes that are looked at together for zeros.
@@ -84,21 +89,50 @@ impl<S: Storage> CopyWriter<S> {
         self.written.load(Ordering::Relaxed)
     }
 
+    async fn submit(&self, target: &D, request: Request) -> Result<()> {
+        match self.is_limited {
+            true => target.submit(request).await,
+            false => target.submit_unlimited(request).await,
+        }
+    }
+
     /// The parts that are not zeros of a buffer with the disk's bytes from `offset` on.
     pub(super) fn data_of(&self, offset: u64, bytes: &[u8]) -> Vec<Range<usize>> {
         runs(bytes.len(), offset, self.unit, |unit| self.is_dense || !is_zero(&bytes[unit]))
     }
 
     /// Makes parts of the target zeros: `holes` counts from `offset` on.
-    pub(super) async fn make_holes(&self, offset: u64, holes: Vec<Range<usize>>) -> Result<()> {
+    pub(super) async fn make_holes(
+        &self,
+        offset: u64,
+        holes: impl IntoIterator<Item = Range<usize>>,
+    ) -> Result<()> {
         let Target::Disk(target) = &self.target else { return Ok(()) };
         let make = holes.into_iter().map(|hole| {
             let range = ByteRange::between(offset + hole.start as u64, offset + hole.end as u64);
             let (unmap, fallback, durability) =
                 (Unmap::Allowed, Fallback::Allowed, Durability::None);
-            target.submit(Request::WriteZeroes { range, unmap, fallback, durability })
+            self.submit(target, Request::WriteZeroes { range, unmap, fallback, durability })
         });
         run_all(MAX_IN_FLIGHT, make).await
+    }
+
+    /// Makes the first `length` bytes of the target from `offset` on those of `new`, where they
+    /// differ from those of `old`, which the target has.
+    pub(super) async fn update(
+        &self,
+        offset: u64,
+        length: usize,
+        new: &mut Buffer,
+        old: &Buffer,
+    ) -> Result<()> {
+        let (bytes, old) = (new.bytes(), old.bytes());
+        let differs = |unit: Range<usize>| bytes[unit.clone()] != old[unit];
+        let is_empty = |unit: &Range<usize>| is_zero(&bytes[unit.clone()]);
+        let data = runs(length, offset, self.unit, |unit| !is_empty(&unit) && differs(unit));
+        let holes = runs(length, offset, self.unit, |unit| is_empty(&unit) && differs(unit));
+        self.make_holes(offset, holes).await?;
+        self.store(offset, data, new).await
     }
 
     /// Writes parts of the buffer, which holds the disk's bytes from `offset` on.
@@ -111,7 +145,7 @@ impl<S: Storage> CopyWriter<S> {
         let sum: usize = data.iter().map(ExactSizeIterator::len).sum();
         match (&self.target, self.compress) {
             (Target::New(image), _) => image.store(offset, data, buffer).await?,
-            (Target::Disk(target), false) => write(target, offset, data, buffer).await?,
+            (Target::Disk(target), false) => self.write(target, offset, data, buffer).await?,
             (Target::Disk(target), true) => {
                 let unit = self.unit;
                 for cluster in data.into_iter().flat_map(|run| units(run, offset, unit)) {
@@ -126,7 +160,7 @@ impl<S: Storage> CopyWriter<S> {
     /// Writes a cluster, or a part of one, compressed if that can be.
     async fn store_cluster(
         &self,
-        target: &Disk<S>,
+        target: &D,
         offset: u64,
         cluster: Range<usize>,
         buffer: &mut Buffer,
@@ -137,37 +171,24 @@ impl<S: Storage> CopyWriter<S> {
             || at.is_multiple_of(self.unit as u64) && at + bytes.len() as u64 == target.size();
         let is_stored =
             is_whole && target.write_compressed(at, bytes).await? != CompressResult::Incompressible;
-        if is_stored { Ok(()) } else { write(target, offset, vec![cluster], buffer).await }
+        if is_stored { Ok(()) } else { self.write(target, offset, vec![cluster], buffer).await }
     }
-}
 
-async fn write<S: Storage>(
-    target: &Disk<S>,
-    offset: u64,
-    data: Vec<Range<usize>>,
-    buffer: &mut Buffer,
-) -> Result<()> {
-    let parts = lend(buffer, &data);
-    run_all(
-        MAX_IN_FLIGHT,
-        parts.into_iter().zip(&data).map(|(from, part)| {
-            let offset = offset + part.start as u64;
-            target.submit(Request::Write { offset, from, durability: Durability::None })
-        }),
-    )
-    .await
-}
-
-/// The memory of parts of a buffer, which are in ascending order.
-pub(super) fn lend(buffer: &mut Buffer, parts: &[Range<usize>]) -> Vec<IoVector> {
-    let mut rest = buffer.lend();
-    let mut start = 0;
-    let mut lent = Vec::with_capacity(parts.len());
-    for part in parts {
-        rest.advance(part.start - start);
-        let after = rest.split_off(part.len());
-        lent.push(std::mem::replace(&mut rest, after));
-        start = part.end;
+    async fn write(
+        &self,
+        target: &D,
+        offset: u64,
+        data: Vec<Range<usize>>,
+        buffer: &mut Buffer,
+    ) -> Result<()> {
+        let parts = lend(buffer, &data);
+        run_all(
+            MAX_IN_FLIGHT,
+            parts.into_iter().zip(&data).map(|(from, part)| {
+                let offset = offset + part.start as u64;
+                self.submit(target, Request::Write { offset, from, durability: Durability::None })
+            }),
+        )
+        .await
     }
-    lent
 }

@@ -6,25 +6,22 @@
 //! then on; so it is closed after those in flight, and every request that goes to such a storage
 //! keeps a guard. Others cost nothing here: they stay open.
 
-use std::iter::successors;
-use std::sync::Arc;
-
 use blockhouse_core::Storage;
 use blockhouse_core::sync::{EpochGuard, Epochs};
 
 use crate::layer::Layer;
 
 /// See the module's page.
-pub(super) struct ImageUses(Option<Box<Epochs>>);
+pub(crate) struct ImageUses(Option<Box<Epochs>>);
 
 /// Keeps what was in use open.
-pub(super) type UseGuard<'a> = Option<EpochGuard<'a>>;
+pub(crate) type UseGuard<'a> = Option<EpochGuard<'a>>;
 
 impl ImageUses {
     /// Of an image that nothing uses yet, with the backing files that it has now. One that takes
     /// the place of such a backing file later is on the same storage.
     pub(super) fn new<S: Storage>(layer: &Layer<S>) -> Self {
-        let mut layers = successors(Some(layer), |layer| layer.backing_layer().map(Arc::as_ref));
+        let mut layers = (0..).map_while(|depth| layer.at_depth(depth));
         let needs_close = layers.any(|layer| {
             let format = layer.format();
             format.storage().needs_close() || format.data().needs_close()
@@ -34,12 +31,12 @@ impl ImageUses {
 
     /// Keeps the image and what is behind it open until the guard is dropped. `None`: all of it
     /// stays open anyway.
-    pub(super) fn begin(&self) -> UseGuard<'_> {
+    pub(crate) fn begin(&self) -> UseGuard<'_> {
         self.0.as_ref().map(|epochs| epochs.enter())
     }
 
     /// Waits until what is in flight now has ended.
-    pub(super) async fn ended(&self) {
+    pub(crate) async fn ended(&self) {
         if let Some(epochs) = &self.0 {
             epochs.synchronize().await;
         }

@@ -1,6 +1,6 @@
 //! The memory that a process that dies leaves to the next one: the format's redo log.
 //!
-//! A disk with such memory keeps every answered request, also what no flush has covered: see
+//! An image with such memory keeps every answered request, also what no flush has covered: see
 //! [`StateMemory`]. Without it, or after a loss of power, it keeps what was answered as durable.
 
 use std::sync::Arc;
@@ -8,9 +8,9 @@ use std::sync::Arc;
 use blockhouse_core::{Result, StateMemory, Storage};
 use blockhouse_format::Replay;
 
-use super::Disk;
+use super::Image;
 
-impl<S: Storage> Disk<S> {
+impl<S: Storage> Image<S> {
     /// Words of memory for the redo log; 0 where none is needed, because no answered change is in
     /// this process alone. Less memory than this is enough for a log with fewer changes.
     pub fn redo_log_words(&self) -> usize {
@@ -19,8 +19,8 @@ impl<S: Storage> Disk<S> {
 
     /// Brings to the image what a process had answered that died with it open. `log` is the memory
     /// that this process had [attached](Self::attach_redo_log), on the same boot of the host.
-    /// To be called when the disk has its data file and its backing file, and before anything
-    /// is changed, of a disk that was [opened for it](Self::open_before_replay).
+    /// To be called when the image has its data file and its backing file, and before anything
+    /// is changed, of one that was [opened for it](Self::open_before_replay).
     ///
     /// # Errors
     /// What the storage answers, or `Corrupt`: the log is still good.

@@ -1,0 +1,131 @@
+//! The images that a disk has had: requests go to the last one.
+//!
+//! A [`Disk`](super::Disk) stays what its users hold; another image can take the place of the one
+//! below it. What was replaced stays in memory and its files stay open until the disk is dropped,
+//! because requests that read from it may still be in flight.
+
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
+use blockhouse_core::Storage;
+
+use crate::image::{Image, UseGuard};
+use crate::layer::Layer;
+
+/// All images of a disk, the first one first, each with its base (`B`) if it has one. The list only
+/// becomes longer.
+pub(crate) struct Images<S: Storage, B>(Link<S, B>);
+
+/// An image of a disk, and the one that has taken its place.
+pub(super) struct Link<S: Storage, B> {
+    image: Arc<Image<S>>,
+    /// Whether it is over the same file as the one before, whose changes it records beside that, or
+    /// does so no longer.
+    is_same_file: bool,
+    /// The disk of its backing file, once that is open for writing.
+    pub(super) base: OnceLock<B>,
+    next: OnceLock<Box<Self>>,
+}
+
+impl<S: Storage, B> Link<S, B> {
+    fn new(image: Arc<Image<S>>, is_same_file: bool) -> Self {
+        Self { image, is_same_file, base: OnceLock::new(), next: OnceLock::new() }
+    }
+
+    pub(super) fn image(&self) -> &Arc<Image<S>> {
+        &self.image
+    }
+}
+
+impl<S: Storage, B> Images<S, B> {
+    pub(super) fn new(image: Arc<Image<S>>) -> Self {
+        Self(Link::new(image, false))
+    }
+
+    /// The image that the disk was opened with, whose layer counts its requests.
+    pub(super) fn first(&self) -> &Image<S> {
+        &self.0.image
+    }
+
+    /// The image that requests go to.
+    pub(super) fn last(&self) -> &Link<S, B> {
+        let mut link = &self.0;
+        while let Some(next) = link.next.get() {
+            link = next;
+        }
+        link
+    }
+
+    /// Has requests go to another image from now on; the one that it replaces. No change of the
+    /// disk may be in flight, and no other task replaces its image.
+    pub(super) fn replace(&self, image: Arc<Image<S>>, is_same_file: bool) -> &Link<S, B> {
+        let replaced = self.last();
+        // It is the last one.
+        let _ = replaced.next.set(Box::new(Link::new(image, is_same_file)));
+        replaced
+    }
+
+    fn links(&self) -> impl Iterator<Item = &Link<S, B>> {
+        std::iter::successors(Some(&self.0), |link| link.next.get().map(|next| &**next))
+    }
+
+    /// How many images were replaced.
+    pub(crate) fn count_replaced(&self) -> usize {
+        self.links().count() - 1
+    }
+
+    /// Whether another image has taken the place of the first one.
+    pub(super) fn is_replaced(&self) -> bool {
+        self.links().skip(1).any(|link| !link.is_same_file)
+    }
+
+    /// The layers of all images, the last one included.
+    pub(super) fn layers(&self) -> impl Iterator<Item = &Layer<S>> {
+        self.links().map(|link| &**link.image.layer())
+    }
+
+    /// Whether it is one of them.
+    pub(super) fn contains(&self, image: &Arc<Image<S>>) -> bool {
+        self.links().any(|link| Arc::ptr_eq(&link.image, image))
+    }
+
+    /// The layers that the disk has left: those of images that were replaced, and backing files
+    /// that were detached. Without those that it uses now.
+    pub(super) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
+        let now = self.last().image.layer();
+        let is_used = |layer: &Layer<S>| layers_of(now).any(|one| std::ptr::eq(one, layer));
+        self.layers().flat_map(Layer::opened_layers).filter(move |layer| !is_used(layer))
+    }
+
+    /// As [`former_layers`](Self::former_layers), without those that another disk stands on.
+    pub(crate) fn left_layers(&self) -> impl Iterator<Item = &Layer<S>> {
+        let is_shared = |layer: &Layer<S>| {
+            // An overlay needs all that is behind it.
+            self.layers().any(|top| {
+                let mut behind = top.opened_layers().skip_while(|one| one.stands() <= 1);
+                behind.any(|one| std::ptr::eq(one, layer))
+            })
+        };
+        self.former_layers().filter(move |layer| !is_shared(layer))
+    }
+}
+
+/// A layer and those of its backing files.
+pub(super) fn layers_of<S: Storage>(top: &Layer<S>) -> impl Iterator<Item = &Layer<S>> {
+    (0..).map_while(|depth| top.at_depth(depth))
+}
+
+/// The image that a disk's requests go to, or went to when this was made: it stays open until this
+/// is dropped.
+pub(crate) struct ImageUse<'a, S: Storage> {
+    pub(super) image: &'a Image<S>,
+    pub(super) _guard: UseGuard<'a>,
+}
+
+impl<S: Storage> Deref for ImageUse<'_, S> {
+    type Target = Image<S>;
+
+    fn deref(&self) -> &Image<S> {
+        self.image
+    }
+}

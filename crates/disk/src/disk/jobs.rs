@@ -1,0 +1,61 @@
+//! The disk's side of jobs: a mirror, a commit, a stream, a backup. They see its changes, copy what
+//! they need, and have another image take the place of its own, or need no backing file.
+
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, Result, Storage};
+
+use super::Disk;
+use crate::observers::ChangeObserver;
+use crate::read_probe::ReadProbe;
+
+/// What jobs do with a disk that is in use: its [base](Self::base), what it leaves to its backing
+/// file ([`populate`](Self::populate)), and who is told of its changes. See also [`QuiescedDisk`].
+///
+/// [`QuiescedDisk`]: super::QuiescedDisk
+pub struct DiskJobs<'a, S: Storage> {
+    pub(super) disk: &'a Disk<S>,
+}
+
+impl<S: Storage> Clone for DiskJobs<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Storage> Copy for DiskJobs<'_, S> {}
+
+impl<S: Storage> Disk<S> {
+    /// What jobs do with it.
+    pub fn jobs(&self) -> DiskJobs<'_, S> {
+        DiskJobs { disk: self }
+    }
+}
+
+impl<'a, S: Storage> DiskJobs<'a, S> {
+    /// The disk.
+    pub(crate) fn disk(self) -> &'a Disk<S> {
+        self.disk
+    }
+
+    /// Has `observer` told of all changes that are made from now on.
+    ///
+    /// # Errors
+    /// As [`Disk::quiesced`].
+    pub async fn observe(self, observer: Arc<dyn ChangeObserver>) -> Result<()> {
+        let _guard = self.disk.quiesce().await?;
+        self.disk.observers.attach(observer);
+        Ok(())
+    }
+
+    /// Has it told of no more. Of changes that are in flight it is still told.
+    pub fn stop_observing(self, observer: &Arc<dyn ChangeObserver>) {
+        self.disk.observers.detach(observer);
+    }
+
+    /// Looks for reads of exactly these ranges by the disk's exports: whether another disk is this
+    /// one by another name. One probe at a time: another one takes the place of this.
+    pub fn probe_reads(self, ranges: Vec<ByteRange>) -> ReadProbe<'a> {
+        self.disk.read_probes.begin(ranges)
+    }
+}

@@ -1,0 +1,130 @@
+//! The counters of a disk, from when it was first opened: also before another process handed it
+//! over, and with the images that it has left. So no counter goes backwards.
+
+use std::pin::Pin;
+
+use blockhouse_core::Storage;
+use blockhouse_format::CacheCounts;
+
+use super::Disk;
+use super::earlier_counts::EarlierCounts;
+use super::images::layers_of;
+use crate::stats::{
+    self, ClientGuard, Counters, DiskMetrics, ExportKind, ExportLoad, HostStats, Operation,
+    RequestTimer, Stats,
+};
+use crate::throttle::ThrottleStats;
+
+/// The counters of a disk. See the module's page.
+pub struct DiskStats<'a, S: Storage> {
+    disk: &'a Disk<S>,
+}
+
+impl<S: Storage> Clone for DiskStats<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Storage> Copy for DiskStats<'_, S> {}
+
+impl<S: Storage> Disk<S> {
+    /// What it is measured by.
+    pub fn stats(&self) -> DiskStats<'_, S> {
+        DiskStats { disk: self }
+    }
+
+    /// The requests of the disk's users, whatever the image was.
+    pub(super) fn request_stats(&self) -> &Stats {
+        self.images.first().layer().stats()
+    }
+}
+
+impl<'a, S: Storage> DiskStats<'a, S> {
+    /// The counters.
+    pub fn counters(self) -> Counters {
+        self.metrics().counters()
+    }
+
+    /// All that it is measured by. For people who ask now and then: it reads the blocks of all
+    /// threads.
+    pub fn metrics(self) -> DiskMetrics {
+        let images = &self.disk.images;
+        let used = layers_of(images.last().image().layer());
+        let storages = used.chain(images.former_layers()).flat_map(|layer| {
+            let (image, data) = (layer.format().storage(), layer.format().data());
+            let data = (!std::ptr::eq(image, data)).then(|| data.stats());
+            std::iter::once(image.stats()).chain(data)
+        });
+        let storages: Vec<&HostStats> = storages.collect();
+        let earlier = self.disk.earlier.get().map(|earlier| &earlier.metrics);
+        stats::gather(self.disk.request_stats(), &storages, earlier)
+    }
+
+    /// How many reads and writes of its exports have ended, and how long they took: cheaper than
+    /// [`metrics`](Self::metrics).
+    pub fn export_load(self) -> ExportLoad {
+        self.disk.request_stats().export_load()
+    }
+
+    /// Look-ups of the image's metadata; `None` where the format has none.
+    pub fn metadata_cache(self) -> Option<CacheCounts> {
+        let layers = self.disk.images.layers();
+        let counted = layers.filter_map(|layer| layer.format().cache_counts());
+        let earlier = self.disk.earlier.get().map(|earlier| earlier.cache);
+        let earlier = earlier.filter(|cache| cache.hits + cache.misses > 0);
+        counted.chain(earlier).reduce(|sum, one| CacheCounts {
+            hits: sum.hits + one.hits,
+            misses: sum.misses + one.misses,
+        })
+    }
+
+    /// The waits of requests for their limits.
+    pub fn throttle(self) -> ThrottleStats {
+        let stats = self.disk.throttle.stats();
+        let Some(earlier) = self.disk.earlier.get() else { return stats };
+        ThrottleStats {
+            waiting: stats.waiting,
+            delayed: stats.delayed + earlier.limits.delayed,
+            delayed_time: stats.delayed_time + earlier.limits.delayed_time,
+        }
+    }
+
+    /// All that was counted so far, for the process that goes on with the disk.
+    pub fn earlier_counts(self) -> EarlierCounts {
+        EarlierCounts {
+            metrics: self.metrics(),
+            cache: self.metadata_cache().unwrap_or_default(),
+            limits: self.throttle(),
+        }
+    }
+
+    /// Counts on from what another process has counted. Before the disk is used, and once.
+    pub fn count_from(self, earlier: EarlierCounts) {
+        // It counts on from the first one.
+        let _ = self.disk.earlier.set(Box::new(earlier));
+    }
+
+    /// Counts a client that uses the disk by this kind of export, until the guard is dropped.
+    pub fn enter_client(self, export: ExportKind) -> ClientGuard {
+        self.disk.request_stats().clients().enter(export)
+    }
+
+    /// As [`enter_client`](Self::enter_client), for a client that another process has handed over:
+    /// it is among those that were [counted](Self::count_from) there.
+    pub fn enter_client_again(self, export: ExportKind) -> ClientGuard {
+        self.disk.request_stats().clients().enter_again(export)
+    }
+
+    /// Waits for a request's turn in an export, and counts the time as one in the
+    /// [queue](crate::Stage::Queue).
+    pub async fn wait_turn<F: Future>(self, operation: Operation, turn: Pin<&mut F>) -> F::Output {
+        self.disk.request_stats().wait(operation, turn).await
+    }
+
+    /// Counts a request that an export carries out by other calls than [`submit`](Self::submit), as
+    /// one for block status.
+    pub fn measure(self, export: ExportKind, operation: Operation, bytes: u64) -> RequestTimer<'a> {
+        self.disk.request_stats().begin_operation(export, operation, bytes)
+    }
+}

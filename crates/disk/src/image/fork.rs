@@ -1,0 +1,63 @@
+//! An image that stands on the one that a disk is using: see *Forks* in README.md of the crate.
+//!
+//! Guarantees: what stands on an image is read only from the moment on from which that image is
+//! changed no more, which is the caller's to keep. A flush covers what the image had answered
+//! before.
+
+use std::sync::Arc;
+
+use blockhouse_core::Storage;
+
+use super::Image;
+use super::uses::ImageUses;
+use crate::layer::Layer;
+use crate::options::Access;
+
+impl<S: Storage> Image<S> {
+    /// The same image, which is new, over `lower`, the image of a disk. Where that may be changed,
+    /// nothing reads this image, and nothing is written to it, before
+    /// [`switch_to`](crate::QuiescedDisk::switch_to) has put an image over the same one in the
+    /// place of that.
+    #[must_use]
+    pub fn over(mut self, lower: &Self) -> Self {
+        if lower.access() == Access::ReadWrite {
+            lower.layer().set_unstable();
+            self.layer().set_unstable_behind();
+        }
+        self.layer().set_backing(Arc::clone(lower.layer()), Access::ReadOnly);
+        self.sector_size = self.sector_size.max(lower.sector_size);
+        self.uses = ImageUses::new(self.layer());
+        self
+    }
+
+    /// As [`over`](Self::over), over an image that is open for reading only, with all that is
+    /// behind that.
+    #[must_use]
+    pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
+        self.layer().set_backing(Arc::clone(layer), Access::ReadOnly);
+        let sizes = layer
+            .layers_behind()
+            .chain([layer])
+            .map(|one| one.format().header().logical_block_size());
+        self.sector_size = sizes.fold(self.sector_size, u64::max);
+        self.uses = ImageUses::new(self.layer());
+        self
+    }
+
+    /// Whether a layer behind the image has writes of this process that are not known to be
+    /// durable.
+    pub fn has_unstable_layer(&self) -> bool {
+        self.layer().has_unstable_behind()
+    }
+
+    /// Where the first image behind this one is that `other` reads as well: how many steps behind
+    /// this image, and how many behind `other`.
+    pub fn shared_with(&self, other: &Self) -> Option<(usize, usize)> {
+        let theirs: Vec<_> =
+            [other.layer()].into_iter().chain(other.layer().layers_behind()).collect();
+        (1..).zip(self.layer().layers_behind()).find_map(|(depth, layer)| {
+            let is_it = |one: &&Arc<Layer<S>>| Arc::ptr_eq(one, layer);
+            Some((depth, theirs.iter().position(is_it)?))
+        })
+    }
+}

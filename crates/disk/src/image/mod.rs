@@ -1,0 +1,301 @@
+//! One image, as a disk uses it: how it was opened, the layer that reads it, the writer that
+//! changes it, and what outlives its process.
+//!
+//! - [`Image`]: what it is made of, and what it says of itself.
+//! - `open`: from a storage to a complete image, with its data file and its backing file.
+//! - `fork`: an image over one that a disk is using.
+//! - `redo_log`: what a process that dies leaves to the next one.
+//! - [`ImageUses`]: the requests in flight on it.
+//!
+//! A [`Disk`](crate::Disk) orders the requests to an image, and may get another one in its place.
+
+mod fork;
+mod open;
+mod redo_log;
+mod uses;
+
+use std::sync::{Arc, OnceLock};
+
+use blockhouse_core::{
+    Alignment, ByteRange, Capabilities, Error, ErrorKind, Offload, Result, Storage, SyncMode,
+    ToolProgress, WriteCache,
+};
+use blockhouse_format::{
+    Backing, CheckReport, Compression, DataFile, Encryption, Features, Format, ImageFormat,
+    VmdkFacts,
+};
+
+use crate::durability::FlushTracker;
+use crate::layer::Layer;
+use crate::options::{Access, Discard, Options};
+use crate::state::{StateFile, TrackedFile};
+use crate::write::Writer;
+pub(crate) use open::EarlierWrites;
+use uses::ImageUses;
+pub(crate) use uses::UseGuard;
+
+/// One image: a format over a storage, with its data file and its backing files. See the module's
+/// page.
+pub struct Image<S: Storage> {
+    writer: Writer<S>,
+    /// The requests in flight on it.
+    pub(crate) uses: ImageUses,
+    /// How it was opened.
+    pub(crate) options: Options,
+    /// Bytes of a sector as the images of the chain have it, when they were opened.
+    pub(crate) sector_size: u64,
+    /// The state that outlives the process, if any does.
+    state: OnceLock<StateFile>,
+}
+
+impl<S: Storage> Image<S> {
+    /// The writer of the image.
+    pub(crate) fn writer(&self) -> &Writer<S> {
+        &self.writer
+    }
+
+    /// The image and what reading it takes.
+    pub(crate) fn layer(&self) -> &Arc<Layer<S>> {
+        self.writer.layer()
+    }
+
+    pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
+        self.layer().format()
+    }
+
+    /// The state that outlives the process, if any does.
+    pub(crate) fn state(&self) -> Option<&StateFile> {
+        self.state.get()
+    }
+
+    /// Keeps a state file, which flushes are recorded in from now on. Once only.
+    pub(crate) fn keep_state(&self, state: StateFile) {
+        let (image, data) = (self.format().storage(), self.format().data());
+        image.keep_record(state.page(), TrackedFile::Image);
+        if !std::ptr::eq(image, data) {
+            data.keep_record(state.page(), TrackedFile::Data);
+        }
+        // There is none before: it is made when an image is opened, or taken over.
+        let _ = self.state.set(state);
+    }
+
+    /// Puts failures of flushes in force that the state file has of an earlier process.
+    pub(crate) fn restore_failures(&self) {
+        let (image, data) = (self.format().storage(), self.format().data());
+        for tracker in [image, data] {
+            tracker.restore_failure();
+        }
+    }
+
+    /// Whether it was opened to be changed.
+    pub fn access(&self) -> Access {
+        self.options.access
+    }
+
+    /// Whether the guest's data is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.format().is_encrypted()
+    }
+
+    /// Whether the guest's data is encrypted in the image or one that is behind it.
+    pub fn has_encrypted_layer(&self) -> bool {
+        let mut layers = (0..).map_while(|depth| self.layer().at_depth(depth));
+        layers.any(|layer| layer.format().is_encrypted())
+    }
+
+    /// How the guest's data is encrypted; `None` where it is not.
+    ///
+    /// # Errors
+    /// As [`ImageHeader::read_encryption`](blockhouse_format::ImageHeader::read_encryption).
+    pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
+        self.format().header().read_encryption().await
+    }
+
+    /// The descriptor of a VMDK image; `None` for other formats.
+    pub fn vmdk_facts(&self) -> Option<VmdkFacts> {
+        self.format().header().vmdk_facts()
+    }
+
+    /// The names of the files that together hold the disk's data, relative to the image's folder;
+    /// empty where the image holds it itself, or in a [`data_file`](Self::data_file).
+    pub fn extent_files(&self) -> &[Vec<u8>] {
+        self.format().header().extent_files()
+    }
+
+    /// The backing file that the image names.
+    pub fn backing_file(&self) -> Option<&Backing> {
+        self.format().header().backing_file().filter(|_| !self.layer().is_detached())
+    }
+
+    /// The file that the image names as the one with the guest's data, if that is another one.
+    pub fn data_file(&self) -> Option<&DataFile> {
+        self.format().header().data_file()
+    }
+
+    /// The name of the image's format, as on the command line.
+    pub fn format_name(&self) -> &'static str {
+        self.format().name()
+    }
+
+    /// As [`format_name`](Self::format_name), but raw for a raw image with a sidecar.
+    pub fn image_format_name(&self) -> &'static str {
+        match self.format().side_file().is_some() {
+            true => ImageFormat::Raw.as_str(),
+            false => self.format_name(),
+        }
+    }
+
+    /// Bytes of a cluster; `None` where the format has none.
+    pub fn cluster_size(&self) -> Option<u64> {
+        self.format().cluster_size()
+    }
+
+    /// The properties that the image's header states; `None` where the format has no header.
+    pub fn features(&self) -> Option<Features> {
+        self.format().header().features()
+    }
+
+    /// How clusters are compressed; `None` where the format has no compressed clusters.
+    pub fn compression(&self) -> Option<Compression> {
+        self.format().header().compression()
+    }
+
+    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as
+    /// many.
+    pub fn allocation_unit(&self) -> u64 {
+        self.format().allocation_unit()
+    }
+
+    /// How people call it: its path, mostly.
+    pub fn name(&self) -> &str {
+        self.layer().name()
+    }
+
+    /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
+    pub fn image_name(&self) -> &str {
+        self.layer().image_name()
+    }
+
+    /// The size in bytes, a multiple of 512.
+    pub fn size(&self) -> u64 {
+        self.layer().size()
+    }
+
+    /// The alignment of requests that go down as they are. Others are served too.
+    pub fn alignment(&self) -> Alignment {
+        self.layer().alignment()
+    }
+
+    /// The capabilities that an export may advertise: the storage's, as changed by the options.
+    /// Zero writes always work; the capability says whether they are quick.
+    pub fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.layer().data_capabilities();
+        if self.format().has_metadata() {
+            // Metadata is written when a flush asks for it, and clusters can always be given back.
+            capabilities.write_cache = WriteCache::Volatile;
+            capabilities.discard = Offload::Available;
+        }
+        if self.options.durability.sync().is_some() {
+            capabilities.write_cache = WriteCache::None;
+        }
+        if self.options.discard == Discard::Ignore {
+            capabilities.discard = Offload::Unavailable;
+        }
+        capabilities
+    }
+
+    /// The image at a [`depth`](crate::MapEntry::depth) of the chain: its data file's name, and its
+    /// properties.
+    pub fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
+        let layer = self.layer().at_depth(depth)?;
+        Some(LayerInfo {
+            name: layer.name(),
+            data_name: layer.data().name(),
+            format_name: layer.format().name(),
+            size: layer.size(),
+            is_encrypted: layer.format().is_encrypted(),
+            features: layer.format().header().features(),
+        })
+    }
+
+    /// Looks for errors in the image, whose changes are flushed and which must not change
+    /// meanwhile; `None` where the format has nothing to check.
+    ///
+    /// # Errors
+    /// Only what the storage answers: what is wrong with the image is in the report.
+    pub async fn check(&self) -> Result<Option<CheckReport>> {
+        self.check_with(&ToolProgress::default()).await
+    }
+
+    /// As [`check`](Self::check); `progress` tells of tables that were read.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn check_with(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
+        self.format().check(progress).await
+    }
+
+    /// Refuses a range that reaches past the end.
+    ///
+    /// # Errors
+    /// `InvalidInput`.
+    pub(crate) fn check_inside(&self, range: ByteRange) -> Result<()> {
+        self.check_end(range.offset(), range.length(), ErrorKind::InvalidInput).map(|_| ())
+    }
+
+    /// The range, if all of it is on the disk; otherwise an error of this kind.
+    pub(crate) fn check_end(&self, offset: u64, length: u64, kind: ErrorKind) -> Result<ByteRange> {
+        let size = self.size();
+        match ByteRange::new(offset, length) {
+            Some(range) if range.end() <= size => Ok(range),
+            _ => {
+                let what = format!("{length} bytes reach past the end of {size} bytes");
+                Err(Error::new(kind, what).on(self.name()).at(offset))
+            }
+        }
+    }
+
+    /// Makes everything durable, and gives back what the image's storage holds on another host,
+    /// before it is dropped. The image is not used afterwards.
+    ///
+    /// The state file, if there is one, is removed, unless it has answered changes that could not
+    /// be brought to the image. An image that is dropped without being closed leaves it, as a
+    /// process that is killed does.
+    ///
+    /// # Errors
+    /// What the storage answers.
+    pub async fn close(&self) -> Result<()> {
+        let format = self.format();
+        let (image, data) = (format.storage(), format.data());
+        let layers = self.layer().flush_behind(SyncMode::Data).await;
+        image.begin_close();
+        data.begin_close();
+        let closed = format.close().await;
+        if let Some(state) = self.state() {
+            state.close();
+        }
+        let image_closed = image.close().await;
+        let data_closed = match std::ptr::eq(image, data) {
+            true => Ok(()),
+            false => data.close().await,
+        };
+        closed.and(image_closed).and(data_closed).and(layers)
+    }
+}
+
+/// The description of one image of a chain, for people.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerInfo<'a> {
+    /// The path of the image, mostly.
+    pub name: &'a str,
+    /// The path of the file with the guest's data, which may be the image.
+    pub data_name: &'a str,
+    /// The name of the image's format, as `--format` takes it.
+    pub format_name: &'static str,
+    /// Bytes of the guest's disk that the image describes.
+    pub size: u64,
+    /// Whether the guest's data is encrypted in it.
+    pub is_encrypted: bool,
+    /// The properties that the image's header states, where the format has one.
+    pub features: Option<Features>,
+}

@@ -1,0 +1,395 @@
+//! Opening images: the ways in, each by a [`Chain`].
+//!
+//! [`open`] opens an image for what [`ImageOptions::purpose`] says; [`HandedOverDisk::open`] by the
+//! files that another process has open, [`CommitChain::open`] together with a backing file that is
+//! to be written to, and [`open_base`] that backing file while the disk is used. [`open_storage`]
+//! opens the file alone.
+
+use std::borrow::Cow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_engine::{FileKind, HostFile};
+use blockhouse_format::ImageFormat;
+use blockhouse_storage::{ImageStorage, Location};
+
+use super::allowed_paths::NameUse;
+use super::chain::{BACKING_FILE, Chain, Named, warn_of_disguise};
+use super::disk_over::disk_over;
+use super::handed_over::{Files, HandedFile, HandedOverDisk, SharedLayer};
+use super::image_disk::{ImageDisk, StoredImage};
+use super::image_options::{BackingUse, ImageOptions, Locking, Purpose, StateUse};
+use super::left_out::without_backing;
+use super::lock::{lock, lock_in_place_of};
+use super::moved_record::{check_not_moved, check_not_moved_but_to};
+use super::open_location::{identity_of, open_location};
+use super::probe_check::format_by_name;
+use super::qemu_name::whole_backing;
+use super::reader_locks::{lock_readers, take_from_readers};
+use super::restore::Restore;
+use super::same_bytes::{check_apart_from, files_of_layer};
+use super::sidecar::{Route, is_file, place_of, route};
+use super::unlock::{WithoutKey, unlocked};
+use crate::disk::Disk;
+use crate::image::EarlierWrites;
+use crate::options::Access;
+use crate::tools::check_not_marked;
+
+/// Opens an image, as far as its [purpose](ImageOptions::purpose) needs, and locks its files. Needs
+/// the loop of the current thread.
+///
+/// # Errors
+/// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
+/// another format, is a mirror that was not completed, or the host refuses; for a backing file also
+/// the chain that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one
+/// of a raw image.
+pub async fn open(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
+    let is_view = at_snapshot(path, &options)?.1.is_some();
+    let disk = Disk::new(match options.purpose {
+        Purpose::Metadata => open_metadata(path, options.clone()).await?,
+        _ => open_image(path, &options, Files::Host).await?,
+    });
+    if options.purpose == Purpose::Disk && !is_view {
+        check_not_marked(&disk).await?;
+    }
+    Ok(disk)
+}
+
+impl HandedOverDisk {
+    /// As [`open`], by the files that another process has open
+    /// ([`chain_files`](StoredImage::chain_files)). Changes nothing, and leaves the state file to
+    /// that process, before [`take_over`](Self::take_over). `behind` is read behind the last of
+    /// these files.
+    ///
+    /// # Errors
+    /// As [`open`]; `InvalidInput` where the chain consists of other files.
+    pub async fn open(
+        path: &Path,
+        mut options: ImageOptions,
+        files: Vec<HandedFile>,
+        behind: Option<SharedLayer>,
+    ) -> Result<Self> {
+        // The process that hands over still has the state file.
+        let state = std::mem::take(&mut options.state);
+        let image = open_image(path, &options, Files::HandedOver(files.into(), behind)).await?;
+        Ok(Self::new(image, path, &state))
+    }
+}
+
+async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Result<StoredImage> {
+    let (path, snapshot) = at_snapshot(path, options)?;
+    let route = match options.purpose {
+        Purpose::Chain => Route::itself(&path, options),
+        _ => route(&files, &path, options).await?,
+    };
+    let options = &*route.options;
+    let (storage, identity) = route.open(&mut files).await?;
+    // A process that hands an image over has looked at it.
+    let is_anew = matches!(files, Files::Host);
+    let is_changed = options.purpose == Purpose::Disk && options.access == Access::ReadWrite;
+    if is_anew && is_changed && identity.is_some() {
+        check_not_moved(&path)?;
+    }
+    let mut chain = Chain::from_image(&route.path, identity, files)?;
+    if options.purpose != Purpose::Disk {
+        chain.without_key = WithoutKey::StayLocked;
+    }
+    let image = open_from(chain, storage, &route, snapshot).await?;
+    if options.purpose != Purpose::Chain {
+        image.end_opening(options.state.is_look());
+    }
+    Ok(image)
+}
+
+/// The location to open for a snapshot, and its name where the format has it: a raw image in Ceph
+/// has snapshots of its own, which are locations.
+fn at_snapshot<'a>(
+    path: &'a Path,
+    options: &'a ImageOptions,
+) -> Result<(Cow<'a, Path>, Option<&'a str>)> {
+    let snapshot = options.snapshot.as_deref();
+    let format = options.format.unwrap_or_else(|| format_by_name(path));
+    Ok(match (Location::of(path)?, snapshot, format) {
+        (Location::Rbd(location), Some(name), ImageFormat::Raw) => {
+            (PathBuf::from(location.at_snapshot(name).to_string()).into(), None)
+        }
+        _ => (path.into(), snapshot),
+    })
+}
+
+/// The last image of a chain, whose file is open, with all that is behind it.
+async fn open_from(
+    mut chain: Chain,
+    storage: ImageStorage,
+    route: &Route<'_>,
+    snapshot: Option<&str>,
+) -> Result<StoredImage> {
+    let options = &*route.options;
+    let is_handed_over = matches!(chain.source, Files::HandedOver(..));
+    let path = chain.last_path().to_owned();
+    let earlier = match is_handed_over {
+        true => EarlierWrites::Stable,
+        false => EarlierWrites::Unknown,
+    };
+    let (image, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
+    chain.sidecars_image = route.raw_image(&image)?;
+    let image = chain.with_data(image, options).await?;
+    let mut image = unlocked(image, &options.secrets, chain.without_key).await?;
+    if options.purpose != Purpose::Image {
+        image = over_backing(image, &mut chain, options).await?;
+    }
+    // Before anything tells later processes that the image is as it was.
+    route.confirm(&image).await?;
+    if !is_handed_over {
+        end_resize(&image, &restore).await?;
+    }
+    image.begin_vouching(options);
+    match is_handed_over {
+        false => restore.finish(image).await,
+        // The process that hands over still owns its state.
+        true => Ok(image),
+    }
+}
+
+/// The last image of a chain over its backing files, as the options say.
+async fn over_backing(
+    mut image: StoredImage,
+    chain: &mut Chain,
+    options: &ImageOptions,
+) -> Result<StoredImage> {
+    let mut above = Vec::new();
+    if options.backing_use == BackingUse::LeftOut {
+        image = without_backing(image).await?;
+    }
+    while let Some(backing) =
+        image.backing_file().filter(|_| options.backing_use == BackingUse::Followed)
+    {
+        if let Some(shared) = chain.source.take_shared() {
+            image = shared.put_behind(image)?;
+            break;
+        }
+        let next = chain.open_behind(backing, options).await?;
+        image.format().header().check_backing(next.format())?;
+        above.push(std::mem::replace(&mut image, next));
+    }
+    chain.source.check_complete(image.name())?;
+    Ok(above.into_iter().rfold(image, |behind, image| image.with_backing(&behind)))
+}
+
+/// Ends what a process that died has begun: a raw image with a sidecar is as long as its image.
+async fn end_resize(image: &StoredImage, restore: &Restore) -> Result<()> {
+    // A device has its length from elsewhere.
+    let is_file = image.format().data().storage().as_file();
+    let is_file = is_file.is_some_and(|file| file.kind() == FileKind::Regular);
+    let side_file = image.format().side_file().filter(|side_file| side_file.is_shorter_than_data());
+    let Some(side_file) = side_file.filter(|_| is_file) else { return Ok(()) };
+    if image.access() == Access::ReadOnly {
+        return Ok(());
+    }
+    // No other program's change, if this process dies as well.
+    restore.stamp_data_change();
+    side_file.cut_data().await?;
+    restore.stamp_data_change();
+    Ok(())
+}
+
+/// Opens only the files that hold the image's metadata.
+async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage> {
+    let options = ImageOptions { access: Access::ReadOnly, ..options };
+    let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
+    let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
+    // Names that are not followed can be told all the same.
+    let image = match image.extent_files().is_empty() || options.allowed_paths.is_none() {
+        true => image,
+        false => {
+            let mut chain = Chain::from_image(path, identity, Files::Host)?;
+            chain.with_extents(image, &options).await?
+        }
+    };
+    restore.finish(image).await
+}
+
+/// An image that is open for a commit.
+pub struct CommitChain {
+    /// The image, open for writing.
+    pub overlay: ImageDisk,
+    /// The backing file that gets its content, open for writing.
+    pub base: Arc<ImageDisk>,
+    /// The images between the two, from the upper one down.
+    pub between: Vec<String>,
+}
+
+impl CommitChain {
+    /// Opens an image and one of its backing files, both for writing, with all other backing files:
+    /// the first whose path `is_base`. Needs the loop of the current thread.
+    ///
+    /// # Errors
+    /// As [`open`]; `InvalidInput` when the image has no such backing file.
+    pub async fn open(
+        path: &Path,
+        options: ImageOptions,
+        is_base: impl Fn(&Path) -> bool,
+    ) -> Result<Self> {
+        let options = ImageOptions { access: Access::ReadWrite, ..options };
+        let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
+        let mut chain = Chain::from_image(path, identity, Files::Host)?;
+        let (disk, restore) =
+            disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
+        let disk = chain.with_data(disk, &options).await?;
+        let mut disk = unlocked(disk, &options.secrets, WithoutKey::Refuse).await?;
+        disk.end_opening(options.state.is_look());
+        let mut above = Vec::new();
+        let backing = loop {
+            let Some(backing) = disk.backing_file() else {
+                let what = match above.is_empty() {
+                    true => "has no backing file".to_owned(),
+                    false => format!("no backing file of this name is behind it: {chain}"),
+                };
+                let error =
+                    Error::new(ErrorKind::InvalidInput, what).on(&path.display().to_string());
+                return Err(
+                    error.hint("name an overlay: 'blockhouse info IMAGE' tells what is behind one")
+                );
+            };
+            let plain = whole_backing(backing, chain.last())?;
+            if is_base(&chain.folder.join(&plain.name)) {
+                break plain.into_owned();
+            }
+            let next = chain.open_behind(backing, &options).await?;
+            above.push(std::mem::replace(&mut disk, next));
+        };
+        let behind = ImageOptions { format: Some(chain.next(&backing, &options)?), ..options };
+        let named = chain.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
+        let named = named.map_err(|error| chain.failed(error))?;
+        let below = Chain::from_named(named.path, named.identity, named.folder);
+        let base =
+            open_from(below, named.storage, &Route::itself(Path::new(""), &behind), None).await;
+        let base = base.map_err(|error| chain.failed(error.into()))?;
+        warn_of_disguise(&base).await?;
+        base.end_opening(behind.state.is_look());
+        let mut overlay = disk.with_backing(&base);
+        let mut between = Vec::new();
+        while let Some(upper) = above.pop() {
+            between.insert(0, overlay.name().to_owned());
+            overlay = upper.with_backing(&overlay);
+        }
+        let (base, overlay) = (Disk::new(base), restore.finish(overlay).await?);
+        let above = overlay.layers().take(between.len() + 1);
+        above
+            .flat_map(files_of_layer)
+            .try_for_each(|file| check_apart_from(&base, file.descriptor(), file.name()))?;
+        Ok(Self { overlay: Disk::new(overlay), base: Arc::new(base), between })
+    }
+}
+
+/// Opens the backing file of a disk for writing while the disk is used, with all further backing
+/// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the image's, `options`
+/// those that it was opened with. Other programs are kept from the backing file from now on, also
+/// from reading it. Nothing that is answered outlives the process before
+/// [`keep_state`](super::keep_state). Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`]; `InvalidInput` where there is no backing file, another file has its name now, or
+/// its disk was moved; `Locked` where others use it; `Unsupported` for one with a data file.
+pub async fn open_base(
+    disk: &ImageDisk,
+    path: &Path,
+    options: ImageOptions,
+) -> Result<Arc<ImageDisk>> {
+    let refuse = |kind, what: &str, name: &str| Err(Error::new(kind, what.to_owned()).on(name));
+    let image = disk.image();
+    let (Some(backing), Some(layer)) = (image.backing_file(), image.layer().backing_layer()) else {
+        return refuse(ErrorKind::InvalidInput, "has no backing file", disk.name());
+    };
+    if layer.format().header().data_file().is_some() && layer.format().side_file().is_none() {
+        return refuse(
+            ErrorKind::Unsupported,
+            "keeps its data in another file, and cannot be written to as a backing file that is used",
+            layer.name(),
+        );
+    }
+    if layer.stands() > 1 {
+        let what = "is the layer of other disks of this server as well, which it would spoil";
+        return refuse(ErrorKind::Unsupported, what, layer.name());
+    }
+    let identity = image.file().map(identity_of).transpose()?;
+    let mut chain = Chain::from_image(path, identity, Files::Host)?;
+    let backing = &*whole_backing(backing, chain.last())?;
+    let format = Some(chain.next(backing, &options)?);
+    let (access, state) = (Access::ReadWrite, StateUse::Off);
+    let behind = ImageOptions { format, access, state, ..options };
+    let named = chain.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
+    let Named { path, storage, identity, folder } = named.map_err(|error| chain.failed(error))?;
+    let reader = layer.data().storage().as_file();
+    if reader.map(identity_of).transpose()? != identity {
+        let what = "is another file than the backing file that is in use, which had its name";
+        return refuse(ErrorKind::InvalidInput, what, &path.to_string_lossy());
+    }
+    if let (Some(file), Some(reader)) = (storage.as_file(), reader) {
+        check_not_moved_but_to(&path, chain.last_path())?;
+        if format == Some(ImageFormat::Raw) && is_file(&place_of(&path, &behind)) {
+            return open_with_sidecar(disk, &path, &behind).await;
+        }
+        if behind.locking == Locking::Held {
+            lock_in_place_of(file, reader)?;
+        }
+    }
+    let below = Chain::from_named(path, identity, folder);
+    let opened = open_from(below, storage, &Route::itself(Path::new(""), &behind), None).await;
+    if opened.is_err()
+        && let Some(reader) = reader.filter(|_| behind.locking == Locking::Held)
+    {
+        lock(reader, Access::ReadOnly)?;
+    }
+    let opened = opened?;
+    opened.end_opening(behind.state.is_look());
+    Ok(Arc::new(Disk::new(opened)))
+}
+
+/// As [`open_base`], of a raw backing file: by the file of its bitmaps, if that belongs to it.
+async fn open_with_sidecar(
+    disk: &ImageDisk,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<Arc<ImageDisk>> {
+    let opened = open_layer_again(path, options, |file| take_from_readers(disk, file, options));
+    let opened = opened.await;
+    if opened.is_err() {
+        lock_readers(disk, options)?;
+    }
+    Ok(Arc::new(Disk::new(opened?)))
+}
+
+/// Opens an image for writing that this process has open for reading already, as the layer of a
+/// disk, and which a record refuses to open so: the disk is to go back to it. `take_locks` gets its
+/// file, before it is locked. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open`], and those of `take_locks`.
+pub(super) async fn open_layer_again(
+    path: &Path,
+    options: &ImageOptions,
+    take_locks: impl FnOnce(&HostFile) -> Result<()>,
+) -> Result<StoredImage> {
+    let route = route(&Files::Host, path, options).await?;
+    let (storage, identity) = route.open(&mut Files::Host).await?;
+    storage.as_file().map_or(Ok(()), take_locks)?;
+    let chain = Chain::from_image(&route.path, identity, Files::Host)?;
+    let disk = open_from(chain, storage, &route, None).await?;
+    disk.end_opening(route.options.state.is_look());
+    Ok(disk)
+}
+
+/// Opens what the image is in, whatever that is, for work on it alone, and locks it if that is
+/// asked for. Needs the loop of the current thread.
+///
+/// # Errors
+/// One that names the image: it is missing or locked, or the host, server or cluster refuses.
+pub async fn open_storage(path: &Path, options: ImageOptions) -> Result<ImageStorage> {
+    let storage = open_location(&mut Files::Host, path, &options).await?.0;
+    if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {
+        lock(file, options.access)?;
+    }
+    Ok(storage)
+}
