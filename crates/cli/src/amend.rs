@@ -12,7 +12,8 @@ use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, Purpose, ame
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Preallocation, Switch};
 
-use crate::create_options::{self, Setting};
+use crate::create_options;
+use crate::create_setting::Setting;
 use key_slots::KeySlotOption;
 
 mod key_slots;

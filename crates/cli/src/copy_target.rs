@@ -25,7 +25,8 @@ use crate::called_as;
 use crate::create::{
     create_luks, create_qcow2, create_raw, format_of_new, key_time, luks_header, wrong_usage,
 };
-use crate::create_options::{self, Setting};
+use crate::create_options;
+use crate::create_setting::Setting;
 use crate::formatting;
 use crate::image_args::resolve_relative;
 use crate::open_args::OpenArgs;

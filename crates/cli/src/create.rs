@@ -23,9 +23,10 @@ use blockhouse_format::{SpaceMode, preallocate, probe, qcow2};
 use blockhouse_storage::ImageStorage;
 
 use crate::called_as;
-use crate::create_options::{self, Setting, Settings};
+use crate::create_options::{self, Settings};
+use crate::create_setting::Setting;
+use crate::foreign_create;
 use crate::foreign_options;
-use crate::foreign_target;
 use crate::formatting;
 use crate::image_args::{resolve_relative, tell_if_not_free};
 use crate::open_args::{AllowPathArgs, KeyArgs, read_only};
@@ -153,13 +154,13 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
                 let allowed = AllowedPaths::new(&arguments.allow.allow_path)?;
                 let parent = event_loop.block_on(open_backing(&image, &backing, allowed))?;
                 options.size = size.unwrap_or_else(|| parent.size());
-                options.parent = Some(foreign_target::parent(&parent, &backing)?);
+                options.parent = Some(foreign_create::parent(&parent, &backing)?);
             } else if size.is_none() {
                 wrong_usage(SIZE_IS_MISSING);
             }
             let said = if size.is_none() { options.size } else { said };
             formatting::print(&named, format, said, &settings)?;
-            event_loop.block_on(foreign_target::create(&image, kind, options, file))
+            event_loop.block_on(foreign_create::create(&image, kind, options, file))
         }
     }
 }

@@ -11,7 +11,7 @@ use blockhouse_format::qcow2::Preallocation;
 use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
 
 use crate::called_as;
-use crate::create_options::{Setting, word_of};
+use crate::create_setting::{Setting, word_of};
 
 /// Names, each with the formats that have it.
 const OPTIONS: &[(&str, &[ForeignKind])] = &[

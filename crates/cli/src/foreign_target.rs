@@ -1,54 +1,21 @@
-//! New images of other programs' formats: empty ones, and copies of disks.
+//! Copies of disks that become images of other programs' formats.
 //!
 //! Guarantees: those of [`copy_target`](crate::copy_target), but that a copy which fails leaves
 //! nothing: a part of it could not be resumed.
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{
-    CopyJob, ImageDisk, ImageFormat, NewImage, create_as, exists, is_device, open_created, part_of,
-    remove_created,
-};
+use blockhouse_disk::{CopyJob, ImageDisk, exists, is_device, part_of, remove_created};
 use blockhouse_engine::{EventLoop, NewFile};
-use blockhouse_format::{Backing, ForeignKind, NewForeign, NewForeignOptions, NewParent};
-use blockhouse_storage::{ImageStorage, Location};
+use blockhouse_format::{ForeignKind, NewForeignOptions};
+use blockhouse_storage::Location;
 
 use crate::copy_target::{Existing, Finish, How, IfThere, copy_to, existing};
+use crate::foreign_create::begin;
 use crate::progress::Progress;
-
-/// Makes an empty image.
-///
-/// # Errors
-/// One that names the file; none is left then.
-pub async fn create(
-    path: &Path,
-    kind: ForeignKind,
-    options: NewForeignOptions,
-    file: NewFile,
-) -> Result<()> {
-    let image = begin(path, path, kind, options, file).await?;
-    let made = image.finish(true).await;
-    if made.is_err() {
-        remove_created(path).await;
-    }
-    Ok(made?)
-}
-
-/// What a new image says of its parent.
-///
-/// # Errors
-/// It is no VMDK image.
-pub fn parent(disk: &ImageDisk, named: &Backing) -> Result<NewParent> {
-    let Some(facts) = disk.image().vmdk_facts() else {
-        bail!("{}: is no VMDK image, and the parent of one has to be", disk.name());
-    };
-    let name = String::from_utf8_lossy(&named.name).into_owned();
-    Ok(NewParent { cid: facts.cid, name })
-}
 
 /// A copy that is to become an image at `path`.
 pub struct ForeignTarget<'a> {
@@ -116,32 +83,4 @@ impl ForeignTarget<'_> {
             finish.end(Ok(())).await
         })
     }
-}
-
-/// The image without data, in a new file at `place` that is going to be at `path`.
-async fn begin(
-    place: &Path,
-    path: &Path,
-    kind: ForeignKind,
-    options: NewForeignOptions,
-    file: NewFile,
-) -> Result<NewImage<ImageStorage>> {
-    let size = options.size;
-    let options = with_identity(options, path)?;
-    // Before anything is made.
-    let image = NewForeign::new(kind, &options);
-    let image = image.map_err(|error| error.on(&path.display().to_string()))?;
-    create_as(place, 0, ImageFormat::Raw, file).await?;
-    let storage = open_created(place).await?;
-    Ok(NewImage::new(storage, image, size))
-}
-
-fn with_identity(options: NewForeignOptions, path: &Path) -> Result<NewForeignOptions> {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let mut seed = [0; 16];
-    let random = std::fs::File::open("/dev/urandom")
-        .and_then(|mut random| std::io::Read::read_exact(&mut random, &mut seed));
-    random.context("/dev/urandom")?;
-    Ok(NewForeignOptions { now, file_name, seed, ..options })
 }

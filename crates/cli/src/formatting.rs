@@ -6,7 +6,7 @@ use std::path::Path;
 use blockhouse_disk::ImageFormat;
 use blockhouse_format::ForeignKind;
 
-use crate::create_options::{Setting, word_of};
+use crate::create_setting::{Setting, word_of};
 use crate::{called_as, output};
 
 /// Prints it under the name qemu-img, unless `--quiet` forbids it.

@@ -20,7 +20,8 @@ use serde_json::json;
 
 use crate::convert::parse_snapshot;
 use crate::create::{key_time, wrong_usage};
-use crate::create_options::{self, Setting, Settings};
+use crate::create_options::{self, Settings};
+use crate::create_setting::Setting;
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::json_text;

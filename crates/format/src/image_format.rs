@@ -32,7 +32,7 @@ impl FromStr for ImageFormat {
             _ => ForeignKind::by_name(name).map(Self::Foreign).ok_or_else(|| {
                 let foreign = ForeignKind::ALL.map(ForeignKind::as_str).join(", ");
                 format!(
-                    "there is no format '{name}': images are raw, qcow2 or luks, and for reading {foreign} \
+                    "there is no format '{name}': images are raw, qcow2 or luks, or of other programs: {foreign} \
                      (qemu-img convert makes qcow2 of some others)"
                 )
             }),

@@ -267,7 +267,7 @@ fn bad_requests_are_refused_in_one_line_and_leave_nothing() {
     for (words, code, said) in [
         (&[&to_raw[..], &["-c", raw, target_name]].concat()[..], 2, "compressed"),
         (&[&to_raw[..], &["-o", "compat=1.1", raw, target_name]].concat(), 2, "-o"),
-        (&["convert", "-O", "vmdk", raw, target_name], 2, "vmdk"),
+        (&["convert", "-O", "parallels", raw, target_name], 2, "parallels"),
         (
             &["convert", "-O", "qcow2", "-o", "backing_file=a,backing_fmt=raw", raw, target_name],
             1,

@@ -110,9 +110,9 @@ fn sizes_that_cannot_be_are_refused() {
 #[test]
 fn formats_that_are_not_there_are_refused() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.vmdk");
-    let outcome = command(&["create", "--format", "vmdk", str(&image), "1M"]);
-    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("vmdk"));
+    let image = scratch.path("disk.hdd");
+    let outcome = command(&["create", "--format", "parallels", str(&image), "1M"]);
+    assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("parallels"));
     assert!(!image.exists());
 }
 
@@ -120,7 +120,7 @@ fn formats_that_are_not_there_are_refused() {
 fn a_raw_image_does_not_get_the_name_of_another_format_silently() {
     let scratch = Scratch::in_memory();
     let source = scratch.image("source.img", 1 << 20);
-    for name in ["a.vmdk", "a.VDI", "a.qcow"] {
+    for name in ["a.qcow", "a.QCOW"] {
         let path = scratch.path(name);
         for words in [&["create", str(&path), "1M"], &["convert", source.str(), str(&path)]] {
             let outcome = command(words);
@@ -135,6 +135,9 @@ fn a_raw_image_does_not_get_the_name_of_another_format_silently() {
     let upper = scratch.path("a.QCOW2");
     command(&["create", str(&upper), "1M"]).success();
     assert_eq!(std::fs::read(&upper).expect("an image")[..4], *b"QFI\xfb");
+    let other = scratch.path("a.VMDK");
+    command(&["create", str(&other), "1M"]).success();
+    assert_eq!(std::fs::read(&other).expect("an image")[..4], *b"KDMV");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use blockhouse_disk::{ImageDisk, KeySlotChange, LastKey, change_key_slots};
 
 use super::Change;
 use crate::called_as;
-use crate::create_options::Setting;
+use crate::create_setting::Setting;
 use crate::open_args::KeyArgs;
 
 /// An option of key slots.

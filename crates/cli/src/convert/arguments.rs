@@ -14,7 +14,8 @@ use blockhouse_disk::{
 use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
 use crate::create::wrong_usage;
-use crate::create_options::{self, Setting, Settings};
+use crate::create_options::{self, Settings};
+use crate::create_setting::Setting;
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::{OpenArgs, SourceCacheArgs};
 use crate::progress::ProgressArgs;

@@ -19,7 +19,7 @@ use rustix::fs::{FileType, SeekFrom, fstat, seek};
 use super::arguments::{Arguments, settings};
 use crate::copy_target::{IfThere, Target};
 use crate::create::wrong_usage;
-use crate::create_options::Setting;
+use crate::create_setting::Setting;
 use crate::output;
 use crate::pipe::{Chunks, read_standard_input};
 use crate::progress::Progress;

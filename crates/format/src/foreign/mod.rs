@@ -9,13 +9,14 @@
 //! - [`image`]: the one type that the rest of the crate knows, [`Foreign`]; it asks the format by
 //!   one `match`.
 //! - A folder for each format: its header, and where the bytes of the disk are ([`piece`]).
-//! - [`new_image`]: images that are made, each by the `create` of its format.
+//! - [`new_parts`], [`new_image`]: images that are made, each by the `create` of its format.
 //! - [`tables`]: pages of metadata in memory, as [`patches`] of a log that was not replayed change
 //!   them. [`overlap`]: which blocks a check finds twice.
 
 mod fields;
 mod image;
 mod new_image;
+mod new_parts;
 mod overlap;
 mod patches;
 mod piece;
@@ -28,6 +29,7 @@ mod vpc;
 
 pub(crate) use image::refuse_writing;
 pub use image::{Foreign, ForeignKind};
-pub use new_image::{FilePiece, FilePieces, NewForeign, NewForeignOptions, NewParent, Subformat};
+pub use new_image::NewForeign;
+pub use new_parts::{FilePiece, FilePieces, NewForeignOptions, NewParent, Subformat};
 pub(crate) use vmdk::descriptor::is_descriptor as is_vmdk_descriptor;
 pub use vmdk::{VmdkExtent, VmdkFacts};

@@ -5,7 +5,7 @@ use blockhouse_core::Result;
 use super::UNALLOCATED;
 use super::header::{DYNAMIC, MAX_BLOCKS, SIGNATURE, STATIC, VERSION_1_1};
 use crate::foreign::fields::{SECTOR, le32_bytes, padded};
-use crate::foreign::new_image::{FilePieces, NewBlocks, NewForeignOptions, Subformat, refuse};
+use crate::foreign::new_parts::{FilePieces, NewBlocks, NewForeignOptions, Subformat, refuse};
 
 const BLOCK: u64 = 1 << 20;
 /// Offset of the table.

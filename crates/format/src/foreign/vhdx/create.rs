@@ -6,7 +6,7 @@ use super::bat::{self, BITMAP_SECTORS, ENTRY_SIZE};
 use super::guid::{Guid, MIB, NIL};
 use super::{header, metadata, regions};
 use crate::foreign::fields::{le32_bytes, padded, put};
-use crate::foreign::new_image::{FilePieces, NewBlocks, NewForeignOptions, Subformat, refuse};
+use crate::foreign::new_parts::{FilePieces, NewBlocks, NewForeignOptions, Subformat, refuse};
 
 const LOG: u64 = MIB;
 /// Offset of the checksum in headers and region tables.

@@ -8,7 +8,7 @@ use super::sparse_header::{
     COMPRESSED, DEFLATE, LENGTH, MAGIC, MARKERS, NEWLINE_TEST, NEWLINES, ZERO_GRAINS,
 };
 use crate::foreign::fields::{SECTOR, le32_bytes, padded};
-use crate::foreign::new_image::{
+use crate::foreign::new_parts::{
     FilePiece, FilePieces, NewBlocks, NewForeignOptions, NewParent, geometry, refuse,
 };
 

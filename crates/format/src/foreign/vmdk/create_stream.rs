@@ -12,7 +12,7 @@ use super::create::{
 };
 use super::sparse_header::{AT_END, FOOTER_MARKER};
 use crate::foreign::fields::{SECTOR, le32_bytes, padded};
-use crate::foreign::new_image::{FilePiece, FilePieces, NewForeignOptions, refuse};
+use crate::foreign::new_parts::{FilePiece, FilePieces, NewForeignOptions, refuse};
 
 /// Kinds of markers: the end, a grain table and the grain directory.
 const END_MARKER: u32 = 0;

@@ -10,7 +10,7 @@ use blockhouse_core::Result;
 use super::footer::{COOKIE, DYNAMIC, FIXED, MAX_SIZE, VERSION, checksum};
 use super::sparse;
 use crate::foreign::fields::{SECTOR, padded, put};
-use crate::foreign::new_image::{
+use crate::foreign::new_parts::{
     FilePieces, NewBlocks, NewForeignOptions, Subformat, geometry, refuse,
 };
 

@@ -1,0 +1,86 @@
+//! One option of a new image, whatever its format.
+
+use blockhouse_format::qcow2::{Compression, Preallocation, Switch, Version};
+
+use crate::qemu_refusals::Refusal;
+
+/// One option.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Setting {
+    /// Bytes of a cluster.
+    ClusterSize(u64),
+    /// The revision of the format.
+    Compat(Version),
+    /// Bits of a refcount.
+    RefcountBits(u32),
+    /// Whether refcounts may be written late.
+    LazyRefcounts(Switch),
+    /// Whether there are subclusters.
+    ExtendedL2(Switch),
+    /// How clusters will be compressed.
+    CompressionType(Compression),
+    /// The space that is allocated at once.
+    Preallocation(Preallocation),
+    /// The name of the file behind the image.
+    BackingFile(String),
+    /// Its format.
+    BackingFormat(String),
+    /// The name of the file that holds the guest's data.
+    DataFile(String),
+    /// Whether that reads as the guest's disk.
+    RawDataFile(Switch),
+    /// That the guest's data is encrypted by LUKS.
+    EncryptLuks,
+    /// How long it takes to derive the key, in milliseconds.
+    EncryptIterTime(u32),
+    /// The name of the secret that opens the image.
+    KeySecret(String),
+    /// An algorithm of LUKS that every new image has.
+    UsualLuks,
+    /// Whether writes change the file in place on file systems that copy otherwise.
+    NoCopyOnWrite(Switch),
+    /// In how many bytes at a time the file system is to give the file space.
+    ExtentSize(u32),
+    /// Bytes of the disk.
+    Size(u64),
+    /// An option of a format of another program, with a sound value.
+    Foreign(&'static str, String),
+    /// A value that qemu-img refuses when it makes the image, under its name.
+    Refused(Refusal),
+}
+
+/// An option as it is typed.
+pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
+    let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
+    Some(match setting {
+        Setting::ClusterSize(size) => ("cluster_size", size.to_string()),
+        Setting::Compat(version) => {
+            ("compat", if *version == Version::V2 { "0.10" } else { "1.1" }.to_owned())
+        }
+        Setting::RefcountBits(bits) => ("refcount_bits", bits.to_string()),
+        Setting::LazyRefcounts(on) => ("lazy_refcounts", switch(on)),
+        Setting::ExtendedL2(on) => ("extended_l2", switch(on)),
+        Setting::CompressionType(Compression::Zlib) => ("compression_type", "zlib".to_owned()),
+        Setting::CompressionType(Compression::Zstd) => ("compression_type", "zstd".to_owned()),
+        Setting::Preallocation(mode) => {
+            let mode = match mode {
+                Preallocation::Off => "off",
+                Preallocation::Metadata => "metadata",
+                Preallocation::Falloc => "falloc",
+                Preallocation::Full => "full",
+            };
+            ("preallocation", mode.to_owned())
+        }
+        Setting::BackingFile(name) => ("backing_file", name.clone()),
+        Setting::BackingFormat(format) => ("backing_fmt", format.clone()),
+        Setting::DataFile(name) => ("data_file", name.clone()),
+        Setting::RawDataFile(on) => ("data_file_raw", switch(on)),
+        Setting::EncryptIterTime(time) => ("iter-time", time.to_string()),
+        Setting::KeySecret(name) => ("key-secret", name.clone()),
+        Setting::NoCopyOnWrite(on) => ("nocow", switch(on)),
+        Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
+        Setting::Foreign(name, value) => (*name, value.clone()),
+        Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
+        Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
+    })
+}

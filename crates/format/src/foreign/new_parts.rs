@@ -1,0 +1,208 @@
+//! The properties of new images of other programs' formats, and what their files are made of.
+//!
+//! Guarantees: a block keeps the number that it got first; the numbers are four bytes for each
+//! block of the disk.
+
+use std::io;
+use std::time::Duration;
+
+use blockhouse_core::{Error, ErrorKind, Result};
+
+use super::fields::SECTOR;
+
+/// How the disk is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Subformat {
+    /// A block takes space when it has data.
+    #[default]
+    Sparse,
+    /// All blocks have their place, in the order of the disk.
+    Fixed,
+    /// Compressed grains one after the other, as a stream (VMDK only).
+    Stream,
+}
+
+/// The image behind a new one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewParent {
+    /// Its identifier, which changes with its content.
+    pub cid: u32,
+    /// The name of its file, from the new image's folder.
+    pub name: String,
+}
+
+/// The properties of a new image.
+#[derive(Clone, Debug)]
+pub struct NewForeignOptions {
+    /// Bytes of the disk, a multiple of 512.
+    pub size: u64,
+    /// How the disk is stored.
+    pub subformat: Subformat,
+    /// Bytes of a block (VHDX only); `None` by the size of the disk.
+    pub block_size: Option<u64>,
+    /// Bytes of the log (VHDX only), a multiple of 1 MiB.
+    pub log_size: u64,
+    /// Bytes of a sector of the guest; 4096 is possible in VHDX only.
+    pub sector_size: u32,
+    /// The last part of the path that the file is going to have (VMDK).
+    pub file_name: String,
+    /// The word for the disk's controller (VMDK).
+    pub adapter: String,
+    /// The version of VMware's hardware (VMDK).
+    pub hardware_version: String,
+    /// Whether programs may name grains of zeros, without a place for them (VMDK).
+    pub has_zero_grains: bool,
+    /// The image that has what this one has not (VMDK).
+    pub parent: Option<NewParent>,
+    /// Random bytes, for the identifiers of the image.
+    pub seed: [u8; 16],
+    /// The time since the Unix epoch.
+    pub now: Duration,
+}
+
+impl NewForeignOptions {
+    /// Of a disk of `size` bytes.
+    pub fn new(size: u64) -> Self {
+        Self {
+            size,
+            subformat: Subformat::Sparse,
+            block_size: None,
+            log_size: 1 << 20,
+            sector_size: SECTOR as u32,
+            file_name: String::new(),
+            adapter: "ide".to_owned(),
+            hardware_version: "4".to_owned(),
+            has_zero_grains: false,
+            parent: None,
+            seed: [0; 16],
+            now: Duration::ZERO,
+        }
+    }
+
+    /// An identifier of the image; `index` tells those of one image apart.
+    pub(super) fn guid(&self, index: u8) -> [u8; 16] {
+        let mut guid = self.seed;
+        guid[15] = guid[15].wrapping_add(index);
+        // Version 4 of RFC 4122: random.
+        guid[6] = (guid[6] & 0x0f) | 0x40;
+        guid[8] = (guid[8] & 0x3f) | 0x80;
+        guid
+    }
+}
+
+/// Bytes, and their place in the file.
+pub type FilePiece = (u64, Vec<u8>);
+
+/// The pieces of a file that are written at its end.
+pub type FilePieces = Box<dyn Iterator<Item = FilePiece>>;
+
+/// The error for an image that cannot be made.
+pub(super) fn refuse(what: impl Into<std::borrow::Cow<'static, str>>) -> Error {
+    Error::new(ErrorKind::InvalidInput, what)
+}
+
+/// The blocks of a disk in the order in which they were written to first.
+pub(super) struct NewBlocks {
+    /// The number of each; [`NONE`] for one without data.
+    numbers: Vec<u32>,
+    used: u32,
+    block_size: u64,
+}
+
+const NONE: u32 = u32::MAX;
+
+impl NewBlocks {
+    /// The blocks of a disk of `size` bytes, all without data, or all in the order of the disk.
+    ///
+    /// # Errors
+    /// `InvalidInput` for more of them than can be counted, or be in memory.
+    pub(super) fn new(size: u64, block_size: u64, is_full: bool) -> Result<Self> {
+        let count = u32::try_from(size.div_ceil(block_size)).ok().filter(|&count| count < NONE);
+        let count = count.ok_or_else(|| refuse("the disk is longer than the format allows"))?;
+        let mut numbers = Vec::new();
+        let reserved = numbers.try_reserve_exact(count as usize);
+        let full = |_| Error::host("no memory for its tables", io::ErrorKind::OutOfMemory.into());
+        reserved.map_err(full)?;
+        match is_full {
+            true => numbers.extend(0..count),
+            false => numbers.resize(count as usize, NONE),
+        }
+        Ok(Self { numbers, used: if is_full { count } else { 0 }, block_size })
+    }
+
+    /// The number of the block with the disk's byte `at`, which gets one, and how far the byte is
+    /// inside.
+    pub(super) fn place(&mut self, at: u64) -> (u64, u64) {
+        let number = &mut self.numbers[(at / self.block_size) as usize];
+        if *number == NONE {
+            *number = self.used;
+            self.used += 1;
+        }
+        (u64::from(*number), at % self.block_size)
+    }
+
+    /// Blocks of the disk.
+    pub(super) fn count(&self) -> u64 {
+        self.numbers.len() as u64
+    }
+
+    /// Blocks with data.
+    pub(super) fn used(&self) -> u64 {
+        self.used.into()
+    }
+
+    /// The number of a block; `None` for one without data.
+    pub(super) fn number(&self, index: usize) -> Option<u64> {
+        Some(self.numbers[index]).filter(|&number| number != NONE).map(u64::from)
+    }
+
+    /// The numbers in the order of the disk.
+    pub(super) fn iter(&self) -> impl Iterator<Item = Option<u64>> {
+        (0..self.numbers.len()).map(|index| self.number(index))
+    }
+}
+
+/// Cylinders, heads and sectors of a track of a disk, by the rule of the VHD specification.
+pub(super) fn geometry(size: u64) -> (u16, u8, u8) {
+    let sectors = (size / SECTOR).min(65_535 * 16 * 255);
+    let (mut heads, mut track) = (16, 255);
+    let mut tracks = sectors / track;
+    if sectors < 65_535 * 16 * 63 {
+        track = 17;
+        tracks = sectors / track;
+        heads = tracks.div_ceil(1024).max(4);
+        if tracks >= heads * 1024 || heads > 16 {
+            (heads, track) = (16, 31);
+            tracks = sectors / track;
+        }
+        if tracks >= heads * 1024 {
+            (heads, track) = (16, 63);
+            tracks = sectors / track;
+        }
+    }
+    ((tracks / heads) as u16, heads as u8, track as u8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_keeps_the_number_that_it_got_first() {
+        let mut blocks = NewBlocks::new(10 << 20, 1 << 20, false).unwrap();
+        assert_eq!(blocks.place(5 << 20), (0, 0));
+        assert_eq!(blocks.place((2 << 20) + 7), (1, 7));
+        assert_eq!(blocks.place((5 << 20) + 512), (0, 512));
+        assert_eq!((blocks.count(), blocks.used()), (10, 2));
+        assert_eq!((blocks.number(5), blocks.number(4)), (Some(0), None));
+        let full = NewBlocks::new((10 << 20) + 512, 1 << 20, true).unwrap();
+        assert_eq!((full.used(), full.number(10)), (11, Some(10)));
+    }
+
+    #[test]
+    fn geometries_are_those_of_the_specification() {
+        assert_eq!(geometry(64 << 20), (963, 8, 17));
+        assert_eq!(geometry(1 << 20), (30, 4, 17));
+        assert_eq!(geometry(2 << 40), (65_535, 16, 255));
+    }
+}
