@@ -97,6 +97,10 @@ const FAILURES: &[Line] = &[
     ("vmstate load a.qcow2 none", ["a.qcow2", "has no snapshot 'none'", "'snapshot list'"]),
     ("bench fua --file none/x", ["none", "no place for a new file", "name a folder with --file"]),
     ("bench fua --html none/x.html", ["none/x.html", "there is no such folder", "make it first"]),
+    (
+        "dd if=a.qcow2 of=x.vmdk",
+        ["vmdk", "are made by 'create' and 'convert' alone", "qcow2 and raw"],
+    ),
 ];
 
 /// Wrong usage: exit status 2.
@@ -116,10 +120,6 @@ const WRONG_USAGE: &[Line] = &[
     ("serve a.qcow2 --limit clients=0", ["--limit", "clients=0", "a number from 1"]),
     ("serve x.img --create 20GB", ["20GB", "a power of 1000", "write G or GiB"]),
     ("serve a.qcow2 --user nosuchuser", ["--user", "no user \"nosuchuser\"", "'getent passwd'"]),
-    (
-        "dd if=a.qcow2 of=x.vmdk",
-        ["vmdk", "are made by 'create' and 'convert' alone", "qcow2 and raw"],
-    ),
     ("create -b a.qcow2 x.qcow2", ["a.qcow2", "is not guessed", "-F raw or -F qcow2"]),
     (
         "create -o cluster_size=3K x.qcow2 1M",
