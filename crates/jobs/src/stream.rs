@@ -84,7 +84,8 @@ enum Turn {
 }
 
 impl<S: Storage> Stream<S> {
-    /// A job that fills `disk`, on which it was [begun](Disk::begin_populating).
+    /// A job that fills `disk`, on which it was
+    /// [begun](blockhouse_disk::DiskJobs::begin_populating).
     pub fn new(
         disk: Arc<Disk<S>>,
         guard: PopulatingGuard,

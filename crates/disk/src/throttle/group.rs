@@ -14,9 +14,8 @@ use super::clock::{LoopClock, ThrottleClock};
 use super::limits::RateLimits;
 use super::queue::{Class, MemberKey, PartyKey, Poll, Queue, Ticket, WaitCounts, Wakers};
 
-/// Disks that share limits, as a throttle group of QEMU:
-/// [`Disk::join_throttle_group`](crate::Disk::join_throttle_group). The disks may be served by any
-/// event loops.
+/// Disks that share limits, as a throttle group of QEMU: see
+/// [`Throttle::set_group`](crate::Throttle::set_group). Any event loops may serve them.
 pub struct ThrottleGroup {
     is_unlimited: AtomicBool,
     queue: Mutex<Queue>,
