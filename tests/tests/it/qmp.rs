@@ -734,7 +734,7 @@ fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
     let listed = qmp.get("query-named-block-nodes", json!({}));
     let names: Vec<_> =
         listed.as_array().expect("a list").iter().map(|node| &node["node-name"]).collect();
-    assert_eq!(names, ["first", "first-file", "f"]);
+    assert_eq!(names, ["f", "first", "first-file"]);
     qmp.get("blockdev-del", json!({ "node-name": "f" }));
     assert_eq!(second.bytes(0, 512), [7; 512]);
     server.stop();

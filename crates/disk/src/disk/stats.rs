@@ -122,8 +122,8 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.disk.request_stats().wait(operation, turn).await
     }
 
-    /// Counts a request that an export carries out by other calls than [`submit`](crate::Disk::submit),
-    /// as one for block status.
+    /// Counts a request that an export carries out by other calls than
+    /// [`submit`](crate::Disk::submit), as one for block status.
     pub fn measure(self, export: ExportKind, operation: Operation, bytes: u64) -> RequestTimer<'a> {
         self.disk.request_stats().begin_operation(export, operation, bytes)
     }
