@@ -51,7 +51,8 @@ async fn look_at(storage: SparseFile) {
     };
     assert!(disk.size() <= storage.size(), "a disk longer than its file");
     read_extents(&disk, LIMITS).await;
-    let encryption = disk.image().read_encryption().await.expect("it was read").expect("it is encrypted");
+    let encryption =
+        disk.image().read_encryption().await.expect("it was read").expect("it is encrypted");
     let areas = encryption.read_areas(&storage).await.expect("areas inside the file");
     for (slot, area) in encryption.header().slots.iter().zip(&areas) {
         if let Ok(key) = &slot.key {

@@ -1,13 +1,7 @@
 //! Any bytes as an image file: it is opened, checked and read, or refused with an error that names
 //! the place; for reading, and for writing, which repairs what it must.
 #![no_main]
-#![allow(
-    clippy::arc_with_non_send_sync,
-    reason = "a disk stands behind another in an Arc; here all is one thread"
-)]
 #![forbid(unsafe_code)]
-
-use std::sync::Arc;
 
 use blockhouse_core::Fua;
 use blockhouse_disk::{Access, Disk, Image, ImageFormat, Options};

@@ -164,12 +164,13 @@ fn zsh_completes_commands_and_options() {
     require!(need::tools(&["zsh"]));
     let scratch = Scratch::new();
     let folder = generated(&scratch).join("completions");
-    // The completion of zsh needs a terminal: a shell of its own, to which the line is typed.
+    // The completion of zsh needs a terminal: a shell of its own, to which the line is typed. It
+    // takes keys as such from its prompt on.
     let code = format!(
         "zmodload zsh/zpty; zpty shell zsh -f -i; \
          typed() {{ zpty -w shell \"$1\"; }}; \
-         typed 'PROMPT=; fpath=({0} $fpath); autoload -U compinit; compinit -u -d {0}/dump; print ready-{1}'; \
-         zpty -r shell out '*ready-{1}*ready-{1}*'; \
+         typed 'PROMPT=at-its-prompt; fpath=({0} $fpath); autoload -U compinit; compinit -u -d {0}/dump; print ready-{1}'; \
+         zpty -r shell out '*ready-{1}*ready-{1}*at-its-prompt*'; \
          zpty -n -w shell $'blockhouse serve --detec\\t'; \
          zpty -r shell out '*--detect-zeroes*' && print found",
         str(&folder),
