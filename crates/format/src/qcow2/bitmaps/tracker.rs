@@ -228,14 +228,17 @@ impl LiveBitmap {
                 Next::Abandoned => return Err(self.abandoned()),
                 Next::Load(page) => self.load(metadata, page).await?,
                 Next::Write(pages) => {
-                    let writes = pages
-                        .into_iter()
-                        .map(|(page, version)| self.make_durable(metadata, page, version));
+                    let are_all = AtomicBool::new(true);
+                    let writes = pages.into_iter().map(async |(page, version)| {
+                        let is_durable = self.make_durable(metadata, page, version).await?;
+                        are_all.fetch_and(is_durable, Ordering::Relaxed);
+                        Ok(())
+                    });
                     run_all(MAX_IN_FLIGHT, writes).await?;
                     self.have_some_rest(metadata).await;
-                    // Otherwise a write may not have begun.
-                    let is_open = self.state.lock().phase == Phase::Open;
-                    return Ok(is_open);
+                    if are_all.into_inner() {
+                        return Ok(self.state.lock().phase == Phase::Open);
+                    }
                 }
             }
         }
@@ -330,16 +333,18 @@ impl LiveBitmap {
         Ok(())
     }
 
+    /// Writes a page durably. Whether it is durable up to the version: no page is written while
+    /// another bitmap is about to take the place of this one, which may be given up again.
     async fn make_durable<S: Storage>(
         &self,
         metadata: &Metadata<S>,
         page: u64,
         version: u64,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         while let Some(write) = self.begin_write(page, |page| !page.is_durable(version)).await {
             write.run(metadata, Durability::Data).await?;
         }
-        Ok(())
+        Ok(self.state.lock().pages.get(&page).is_none_or(|page| page.is_durable(version)))
     }
 
     /// Begins a write of a page, once no other one is in flight, if it `is_needed` then.
