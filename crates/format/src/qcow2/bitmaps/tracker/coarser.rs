@@ -38,12 +38,15 @@ pub(in crate::qcow2::bitmaps) struct Coarser {
 }
 
 impl LiveBitmap {
-    /// Whether there is no cluster for bits of a range.
+    /// Whether there is no cluster for bits of a range, and none that the table on disk may name:
+    /// that would be left over.
     pub(in crate::qcow2::bitmaps) fn lacks_room(&self, range: ByteRange) -> bool {
         let (bits, in_cluster) = (self.bits_of(range), self.geometry.cluster_size() * 8);
         let mut clusters = bits.start / in_cluster..bits.end.div_ceil(in_cluster);
         let state = self.state.lock();
-        clusters.any(|cluster| state.table.get(cluster as usize) == Some(&BitsCluster::Zeros))
+        let is_zeros =
+            |cluster: u64| state.table.get(cluster as usize) == Some(&BitsCluster::Zeros);
+        !state.is_table_write_unknown && clusters.any(is_zeros)
     }
 
     /// Has who records changes wait for another bitmap, and waits until no write of this one is in
