@@ -38,7 +38,7 @@ pub fn pictures() -> Option<PathBuf> {
 }
 
 /// A function that asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3)
-/// and its size, and returns the worst of all, and how wide the page is.
+/// and its size, and returns the worst of all, how wide the page is, and what is beyond the screen.
 const EXAMINE: &str = r#"
 const channels = colour => colour.match(/[\d.]+/g).map(Number);
 const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)
@@ -63,6 +63,9 @@ function examine() {
         return crosses(box(text), { left: left - .1, right: right + .1, top: top - .1, bottom: bottom + .1 });
       })).map(text => text.textContent));
   const cut = [...document.querySelectorAll('.table')].filter(table => table.scrollWidth > table.clientWidth).length;
+  const beyond = [...document.body.querySelectorAll('*')].filter(one =>
+    box(one).right > innerWidth && !one.parentElement.closest('.table, svg')).map(one =>
+    `${one.localName} to ${box(one).right}: ${one.textContent.slice(0, 60)}`);
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode, element = node.parentElement, words = node.data.trim();
@@ -77,7 +80,7 @@ function examine() {
     texts++;
   }
   return {
-    texts, worst, smallest, cut, crossed: crossed.slice(0, 5), width: document.documentElement.scrollWidth, screen: innerWidth,
+    texts, worst, smallest, cut, crossed: crossed.slice(0, 5), beyond, width: document.documentElement.scrollWidth, screen: innerWidth,
     dark: matchMedia('(prefers-color-scheme: dark)').matches,
     ground: luminance(ground(document.body)), plots: document.querySelectorAll('svg').length,
   };
