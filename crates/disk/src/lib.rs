@@ -80,8 +80,8 @@ pub use blockhouse_format::{
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
-    Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, Hold, HoldChange,
-    HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
+    Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, FurtherBase, Hold,
+    HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
 };
 pub use image::{Image, LayerInfo};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
@@ -92,13 +92,13 @@ pub use open::{
     Locking, NOT_KEPT, NewChild, PendingChanges, Purpose, QemuName, RemoteBacking, RolledBack,
     Room, Secrets, SharedLayer, SideFile, SpaceOptions, StateUse, StoredImage, VOUCHER_RENEWAL,
     behind_links, change_key_slots, changed_since, check_apart, check_apart_from, check_new_name,
-    check_raw_backing, create, create_as, create_qcow2, escape_uri, exists, forget_moved, fork,
-    fork_image, format_by_name, format_for_new, is_address, is_device, is_foreign_address,
-    is_forked, keep_state, keeps_its_place, lock_for_writing, make_missing_sidecar, make_sidecar,
-    note_data_file, open, open_base, open_created, open_storage, part_of, plain_backing,
-    probe_nameless, record_committed, record_forked, record_moved, remove_created,
-    remove_unused_sidecar, rename_durable, rename_finished, replay_state, roll_back,
-    start_recording, stop_recording,
+    check_raw_backing, create, create_as, create_qcow2, escape_uri, exists, find_further_base,
+    forget_moved, fork, fork_image, format_by_name, format_for_new, is_address, is_device,
+    is_foreign_address, is_forked, keep_state, keeps_its_place, lock_for_writing,
+    make_missing_sidecar, make_sidecar, note_data_file, note_passed_over, open, open_base,
+    open_created, open_storage, part_of, plain_backing, probe_nameless, record_committed,
+    record_forked, record_moved, remove_created, remove_unused_sidecar, rename_durable,
+    rename_finished, replay_state, roll_back, start_recording, stop_recording,
 };
 pub use options::{
     Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, OnFull, Options,

@@ -1,5 +1,6 @@
 //! A stream: a disk gets what its image leaves to its backing file while its guest goes on, and
-//! then the backing file is detached (`block-stream` of QEMU).
+//! then the backing file is detached (`block-stream` of QEMU). Down to a further base it gets what
+//! the images before that have, and that base takes their place.
 //!
 //! 1. From the start to the end of the disk, what the image leaves to its backing file is made its
 //!    own ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)), a few parts at a time, at
@@ -24,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Error, Result, Storage};
-use blockhouse_disk::{BackedRange, BlockStatusCache, Disk, PopulatingGuard};
+use blockhouse_disk::{BackedRange, BlockStatusCache, Disk, FurtherBase, PopulatingGuard};
 use futures_util::future::{Either, select};
 use futures_util::stream::FuturesUnordered;
 
@@ -58,6 +59,8 @@ pub struct Stream<S: Storage> {
     schedule: Schedule,
     /// Of parts that could not be filled; `None`: the job fails.
     retry: Option<Retry>,
+    /// Where it ends; `None`: at no backing file.
+    base: Option<FurtherBase>,
     _guard: PopulatingGuard,
 }
 
@@ -93,8 +96,20 @@ impl<S: Storage> Stream<S> {
         clock: Rc<dyn JobClock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.stats().export_load()));
-        let (meter, cursor, pass, schedule, retry) = Default::default();
-        Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, _guard: guard }
+        let (meter, cursor, pass, schedule, retry, base) = Default::default();
+        Self {
+            disk,
+            control,
+            clock,
+            pace,
+            meter,
+            cursor,
+            pass,
+            schedule,
+            retry,
+            base,
+            _guard: guard,
+        }
     }
 
     /// Tries again what cannot be filled, until it is cancelled: for a job that nobody looks after,
@@ -103,6 +118,13 @@ impl<S: Storage> Stream<S> {
     #[must_use]
     pub fn try_again(mut self) -> Self {
         self.retry = Some(Retry::default());
+        self
+    }
+
+    /// Fills the disk with what the images before `base` have, and keeps that.
+    #[must_use]
+    pub fn down_to(mut self, base: FurtherBase) -> Self {
+        self.base = Some(base);
         self
     }
 
@@ -125,13 +147,13 @@ impl<S: Storage> Stream<S> {
             return Ok(None);
         }
         self.control.set_progress(self.meter.borrow().progress(0));
-        self.disk.jobs().check_populated().await?;
+        self.disk.jobs().check_populated(self.base.as_ref()).await?;
         if !self.control.commit() {
             return Ok(None);
         }
         self.control.set_stage(JobStage::Completing);
         let began = self.clock.now();
-        self.disk.jobs().detach_backing().await?;
+        self.disk.jobs().detach_backing(self.base.as_ref()).await?;
         Ok(Some(self.clock.now().saturating_sub(began)))
     }
 
@@ -183,7 +205,8 @@ impl<S: Storage> Stream<S> {
         cache: &mut BlockStatusCache,
         parts: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
     ) -> Result<Option<BackedRange>> {
-        let mut found = pin!(self.disk.jobs().next_backed(self.cursor.get(), cache));
+        let mut found =
+            pin!(self.disk.jobs().next_backed(self.cursor.get(), self.base.as_ref(), cache));
         loop {
             let part = pin!(next_event(parts, pending(), None));
             match select(found.as_mut(), part).await {

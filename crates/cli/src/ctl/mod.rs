@@ -308,6 +308,10 @@ struct Commit {
 struct Stream {
     /// The disk's name.
     disk: String,
+    /// Keep this backing file, further down the chain: copy only what the images before it have,
+    /// and leave these out of the chain.
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
     #[command(flatten)]
     background: Background,
 }
@@ -463,7 +467,7 @@ impl Action {
             Self::Jobs => ("job.list", json!({})),
             Self::Mirror(mirror) => ("job.start", mirror.params()?),
             Self::Commit(commit) => ("job.start", commit.params()),
-            Self::Stream(stream) => ("job.start", stream.params()),
+            Self::Stream(stream) => ("job.start", stream.params()?),
             Self::Job { name, action } => action.request(&name),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
             Self::Reload => ("server.reload", json!({})),
@@ -544,10 +548,12 @@ impl Commit {
 }
 
 impl Stream {
-    fn params(self) -> Value {
+    fn params(self) -> Result<Value> {
+        let base = self.base.as_deref().map(absolute_image).transpose()?;
         let mut params = json!({ "kind": "stream", "disk": self.disk });
+        add_given(&mut params, [("base", base.map(|base| json!(base)))]);
         self.background.add_to(&mut params);
-        params
+        Ok(params)
     }
 }
 

@@ -25,7 +25,8 @@ pub enum JobKind {
     /// Copies what the disk's image has into its backing file while the guest goes on.
     Commit,
     /// Copies what the disk's image leaves to its backing file into the image while the guest goes
-    /// on, and detaches the backing file.
+    /// on, and detaches the backing file; or the backing files before `base`, which takes their
+    /// place.
     Stream,
 }
 
@@ -56,6 +57,9 @@ pub struct JobStartParams {
     /// not encrypted.
     #[serde(default)]
     pub decrypt: bool,
+    /// Of a stream, the backing file further down the chain that the image keeps: an absolute path,
+    /// or the name that the chain has for it. Left out: none.
+    pub base: Option<PathBuf>,
     /// Of a mirror or a commit, whether the guest's writes wait for their copy: auto, background
     /// or write-blocking. Left out: auto.
     #[serde(default)]

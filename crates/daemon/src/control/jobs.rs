@@ -85,12 +85,15 @@ pub(crate) fn listed(running: &Running) -> Vec<JobInfo> {
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
     let JobStartParams { kind, disk, target, target_disk, job: name, .. } = given;
-    let JobStartParams { format, overwrite, decrypt, mode, speed, .. } = given;
+    let JobStartParams { format, overwrite, decrypt, base, mode, speed, .. } = given;
     if kind == JobKind::Stream && mode != CopyMode::Auto {
         return Err(invalid("writes never wait for a stream: leave mode out".into()));
     }
     if kind != JobKind::Commit && decrypt {
         return Err(invalid("only a commit may decrypt: leave decrypt out".into()));
+    }
+    if kind != JobKind::Stream && base.is_some() {
+        return Err(invalid("only a stream keeps a base: leave base out".into()));
     }
     let setup = JobSetup { name, disk, mode, speed: speed.and_then(NonZeroU64::new) };
     let job = match (kind, target) {
@@ -114,7 +117,7 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
             start_commit(running, setup, decrypt).await?
         }
         (JobKind::Stream, None) if format.is_none() && !overwrite => {
-            start_stream(running, setup, OnFailure::Fail).await?
+            start_stream(running, setup, base.as_deref(), OnFailure::Fail).await?
         }
         (JobKind::Commit | JobKind::Stream, _) => {
             let what = "only a mirror has another image as its target: leave target, format and overwrite out";

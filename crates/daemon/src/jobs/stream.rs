@@ -1,15 +1,16 @@
 //! Streams of served disks: an overlay gets what it leaves to its backing file, which is detached
-//! then.
+//! then, or what those before a further one have, which takes their place.
 //!
 //! After a kill: the overlay is the disk at any moment. As long as its header names the backing
 //! file it needs that, and another stream goes on where this one was.
 
 use std::num::NonZeroU64;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::ImageDisk;
+use blockhouse_disk::{ImageDisk, find_further_base, note_passed_over};
 use blockhouse_engine::{spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 
@@ -38,19 +39,20 @@ pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
         mode: CopyMode::Auto,
         speed: NonZeroU64::new(speed),
     };
-    if let Err(error) = start_stream(running, setup, OnFailure::TryAgain).await {
+    if let Err(error) = start_stream(running, setup, None, OnFailure::TryAgain).await {
         tracing::error!("{}: cannot be filled from its backing file: {error:#}", disk.name());
     }
 }
 
-/// Starts a stream.
+/// Starts a stream; down to `base`, a backing file further down the chain, which is kept.
 ///
 /// # Errors
-/// There is no such disk, it is read-only or has a job, or its image has no backing file, or
-/// snapshots.
+/// There is no such disk, it is read-only or has a job, or its image has no backing file, or not
+/// this base, or snapshots.
 pub(crate) async fn start_stream(
     running: &Running,
     setup: JobSetup,
+    base: Option<&Path>,
     on_failure: OnFailure,
 ) -> Result<Arc<RunningJob>> {
     let claimed = running.claim_disk(&setup.disk).await?;
@@ -67,6 +69,7 @@ pub(crate) async fn start_stream(
             setup.disk
         );
     }
+    let base = base.map(|base| find_further_base(&disk, base)).transpose()?;
     let guard = disk.jobs().begin_populating().await?;
     let target = disk.name().to_owned();
     let (job, handle) = running.jobs().register(
@@ -83,8 +86,15 @@ pub(crate) async fn start_stream(
             OnFailure::Fail => stream,
             OnFailure::TryAgain => stream.try_again(),
         };
+        let stream = match base {
+            Some(base) => stream.down_to(base),
+            None => stream,
+        };
         let end = stream.run().await;
         if matches!(end, JobEnd::Completed { .. }) {
+            if let Err(error) = note_passed_over(&disk) {
+                tracing::warn!("{}: {error}", disk.name());
+            }
             release_detached(disk).await;
         }
         end

@@ -1,16 +1,18 @@
-//! Making a disk independent of its backing file while it is used.
+//! Making a disk independent of its backing file while it is used, or of those before a further one.
 //!
 //! Guarantees: what the disk reads never changes by this. A crash leaves each cluster to the
-//! backing file, or with its data. The backing file is detached by one write of the header, when
-//! the image leaves nothing to it and that is durable. No snapshot is taken meanwhile, which would
+//! backing file, or with its data. The backing file is detached, or the further one named in its
+//! place, by one write of the header, when the image needs nothing of what is left out and that is
+//! durable. No snapshot is taken meanwhile, which would
 //! need the backing file as well.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_format::Backing;
 
-use super::DiskJobs;
+use super::{Disk, DiskJobs};
 use crate::layer::BlockStatusCache;
 use crate::write::BackedRange;
 
@@ -21,6 +23,44 @@ pub struct PopulatingGuard(Arc<AtomicUsize>);
 impl Drop for PopulatingGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A backing file further down the chain of a disk, with which the disk can do when it has what the
+/// images before that have.
+#[derive(Clone, Debug)]
+pub struct FurtherBase {
+    /// How many steps below the disk's image.
+    depth: usize,
+    /// As the image is to name it.
+    name: Backing,
+}
+
+impl FurtherBase {
+    /// The image at this depth of the chain of `disk`, at least 2, which its image is to name
+    /// `name`.
+    ///
+    /// # Errors
+    /// `InvalidInput`: it is the backing file already, or there is none so deep; it is longer than
+    /// an image before it, which hides its end.
+    pub fn new<S: Storage>(disk: &Disk<S>, depth: usize, name: Backing) -> Result<Self> {
+        let image = disk.image();
+        let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
+        let Some(base) = image.layer().at_depth(depth).filter(|_| depth > 0) else {
+            return refuse("its chain of backing files is shorter".into());
+        };
+        if depth == 1 {
+            return refuse(format!("{} is its backing file already", base.image_name()));
+        }
+        let mut between = (1..depth).filter_map(|depth| image.layer().at_depth(depth));
+        if let Some(shorter) = between.find(|layer| layer.size() < base.size()) {
+            return refuse(format!(
+                "{} is longer than {}, which hides its end",
+                base.image_name(),
+                shorter.image_name()
+            ));
+        }
+        Ok(Self { depth, name })
     }
 }
 
@@ -43,22 +83,24 @@ impl<S: Storage> DiskJobs<'_, S> {
     }
 
     /// The first part of the disk from `offset` on that the image leaves to its backing file: what
-    /// [`populate`](Self::populate) takes at once. `None`: there is none. `cache` is for this disk
-    /// alone, and may be kept until the backing file is [detached](Self::detach_backing).
+    /// [`populate`](Self::populate) takes at once; with a `base`, of what those before it have.
+    /// `None`: there is none. `cache` is for this disk alone, and may be kept until the backing
+    /// file is [detached](Self::detach_backing).
     ///
     /// # Errors
     /// What looking it up answers.
     pub async fn next_backed(
         self,
         offset: u64,
+        base: Option<&FurtherBase>,
         cache: &mut BlockStatusCache,
     ) -> Result<Option<BackedRange>> {
-        match self.disk.size() {
-            end if offset >= end => Ok(None),
-            end => {
-                self.disk.image().writer().next_backed(ByteRange::between(offset, end), cache).await
-            }
+        let (end, base) = (self.disk.size(), base.map(|base| base.depth));
+        if offset >= end {
+            return Ok(None);
         }
+        let rest = ByteRange::between(offset, end);
+        self.disk.image().writer().next_backed(rest, base, cache).await
     }
 
     /// Makes this part the image's own, as far as it is not; how many bytes. Not durable before the
@@ -85,10 +127,10 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// [detached](Self::detach_backing).
     ///
     /// # Errors
-    /// `InvalidInput` where the image leaves something to its backing file; what the storage
-    /// answers.
-    pub async fn check_populated(self) -> Result<()> {
-        if let Some(part) = self.next_backed(0, &mut BlockStatusCache::default()).await? {
+    /// `InvalidInput` where the image leaves something to its backing file, or to those before
+    /// `base`; what the storage answers.
+    pub async fn check_populated(self, base: Option<&FurtherBase>) -> Result<()> {
+        if let Some(part) = self.next_backed(0, base, &mut BlockStatusCache::default()).await? {
             let what = "is still left to the backing file";
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(self.disk.name()).at(part.range.offset()));
@@ -97,25 +139,34 @@ impl<S: Storage> DiskJobs<'_, S> {
     }
 
     /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its
-    /// backing file: its header names none any more, and none is read again. The files of the
-    /// chain stay open until the disk is dropped. No change of the disk leaves anything to the
+    /// backing file: its header names none, and none is read again. With a `base` it leaves nothing
+    /// to the images before that, which takes their place. The files of the chain stay open until
+    /// the disk is dropped. No change of the disk leaves anything to the
     /// backing file that the image had, so nothing is looked at again.
     ///
     /// # Errors
     /// `Unsupported` where it has snapshots; `Io` where changes in flight take too long; what the
     /// storage answers. The image names its backing file still then, or, where the last write
     /// failed, perhaps not: what it reads is the same.
-    pub async fn detach_backing(self) -> Result<()> {
+    pub async fn detach_backing(self, base: Option<&FurtherBase>) -> Result<()> {
         {
             let _guard = self.disk.quiesce().await?;
             self.disk.check_access(0)?;
             self.check_detachable().await?;
-            self.disk.image().format().header().set_backing(None).await?;
+            self.disk
+                .image()
+                .format()
+                .header()
+                .set_backing(base.map(|base| base.name.clone()))
+                .await?;
             self.disk.image().layer().set_claims_all(false);
         }
         // They may have looked up before that what lies past the end of the backing file.
         self.disk.image().format().reads_ended().await;
-        self.disk.image().layer().detach_backing();
+        match base {
+            Some(base) => self.disk.image().layer().pass_over(base.depth, base.name.clone()),
+            None => self.disk.image().layer().detach_backing(),
+        }
         Ok(())
     }
 

@@ -54,7 +54,7 @@ use crate::observers::Observers;
 use crate::options::Options;
 use crate::read_probe::ReadProbes;
 use crate::throttle::Throttle;
-pub use detach::PopulatingGuard;
+pub use detach::{FurtherBase, PopulatingGuard};
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
 pub use held_changes::PartyHold;

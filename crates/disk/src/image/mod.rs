@@ -124,7 +124,7 @@ impl<S: Storage> Image<S> {
 
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&Backing> {
-        self.format().header().backing_file().filter(|_| !self.layer().is_detached())
+        self.layer().backing_file()
     }
 
     /// The file that the image names as the one with the guest's data, if that is another one.

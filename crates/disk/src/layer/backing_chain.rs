@@ -52,12 +52,12 @@ impl<S: Storage> BackingChain<S> {
     fn of(image: &Layer<S>) -> Option<Self> {
         let mut layers: Vec<Arc<Layer<S>>> = Vec::new();
         let mut layer = image;
-        while let Some(backing) = layer.backing.get().filter(|_| !layer.is_detached()) {
-            if backing.access != Access::ReadOnly {
+        while let Some((backing, access)) = layer.backing_as_opened() {
+            if access != Access::ReadOnly {
                 return None;
             }
-            layers.push(Arc::clone(&backing.layer));
-            layer = &backing.layer;
+            layers.push(Arc::clone(backing));
+            layer = backing;
         }
         if layers.len() < 2 {
             return None;

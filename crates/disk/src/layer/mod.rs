@@ -4,6 +4,7 @@
 //!   a guest's bytes: `write` does.
 //! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned
 //!   (`unaligned`); compressed clusters by way of a cache (`compressed`).
+//! - `behind`: which layer has what the image leaves to its backing file, now and before.
 //! - `backing_reads`: which reads of backing files are in flight; `waits` tells of them.
 //! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what
 //!   is remembered of that.
@@ -14,6 +15,7 @@
 
 mod backing_chain;
 mod backing_reads;
+mod behind;
 mod block_status;
 mod compressed;
 mod data_cipher;
@@ -34,11 +36,11 @@ use blockhouse_format::Format;
 use crate::buffers::{BounceBuffers, ClusterBuffers, DecompressedCache};
 use crate::claims::{Claim, Tracker};
 use crate::durability::FlushTracker;
-use crate::options::Access;
 use crate::stats::Stats;
 
 use backing_chain::BackingChain;
 use backing_reads::BackingReads;
+use behind::Behind;
 
 pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
@@ -56,11 +58,9 @@ pub(crate) struct Layer<S: Storage> {
     /// The demands of the data's storage and of its encryption.
     alignment: Alignment,
     /// Where the image's unallocated clusters are read from.
-    backing: OnceLock<Backing<S>>,
+    behind: Behind<S>,
     /// Another opening of the same image, which takes this one's place behind others.
     successor: OnceLock<Arc<Layer<S>>>,
-    /// Whether the image leaves nothing to its backing file, for ever.
-    is_detached: AtomicBool,
     /// Whether all changes claim their range.
     claims_all: AtomicBool,
     /// Whether nothing that was written to it here may be lost, if others stand on it.
@@ -81,25 +81,6 @@ pub(crate) struct Layer<S: Storage> {
     cluster_buffers: ClusterBuffers,
     decompressed: DecompressedCache,
     stats: Stats,
-}
-
-/// The layer of a backing file, and whether anybody may change it.
-struct Backing<S: Storage> {
-    layer: Arc<Layer<S>>,
-    access: Access,
-}
-
-impl<S: Storage> Backing<S> {
-    fn new(layer: Arc<Layer<S>>, access: Access) -> Self {
-        layer.stands.fetch_add(1, Ordering::SeqCst);
-        Self { layer, access }
-    }
-}
-
-impl<S: Storage> Drop for Backing<S> {
-    fn drop(&mut self) {
-        self.layer.stands.fetch_sub(1, Ordering::SeqCst);
-    }
 }
 
 impl<S: Storage> Layer<S> {
@@ -123,9 +104,8 @@ impl<S: Storage> Layer<S> {
             format,
             encryption,
             alignment,
-            backing: OnceLock::new(),
+            behind: Behind::default(),
             successor: OnceLock::new(),
-            is_detached: AtomicBool::new(false),
             claims_all: AtomicBool::new(false),
             is_stable: AtomicBool::new(true),
             is_behind_stable: AtomicBool::new(true),
@@ -155,39 +135,6 @@ impl<S: Storage> Layer<S> {
         ranges: &[ByteRange],
     ) -> Result<Self> {
         Ok(Self::new(self.format.with_extents(data, ranges).await?))
-    }
-
-    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
-    /// backing file, from now on. Once only.
-    pub(crate) fn set_backing(&self, layer: Arc<Self>, access: Access) {
-        self.format.set_backing_size(layer.size());
-        // Its chain is a part of this one's.
-        layer.remembers_chain.store(false, Ordering::Release);
-        // A second one would change what was read already.
-        let _ = self.backing.set(Backing::new(layer, access));
-    }
-
-    /// Reads what the image leaves to its backing file through `backing` from now on, another
-    /// opening of the same file, which may change it. Reads that are in flight may use the
-    /// older one.
-    pub(crate) fn replace_backing(&self, backing: Arc<Self>) {
-        // A read that begins when those in flight have ended sees it. The base remembers its own
-        // chain.
-        self.remembers_chain.store(false, Ordering::Release);
-        match self.backing_layer() {
-            // The last one of its line has none.
-            Some(older) => drop(older.successor.set(backing)),
-            None => self.set_backing(backing, Access::ReadWrite),
-        }
-    }
-
-    /// The layer behind this one, by the last opening of its file.
-    pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
-        if self.is_detached.load(Ordering::Acquire) {
-            return None;
-        }
-        let layer = Self::last(&self.backing.get()?.layer);
-        Some(layer)
     }
 
     pub(crate) fn format(&self) -> &Format<FlushTracker<S>> {
@@ -229,17 +176,6 @@ impl<S: Storage> Layer<S> {
     /// The whole blocks that `range` touches, up to the end of the disk.
     pub(crate) fn blocks_of(&self, range: ByteRange) -> ByteRange {
         range.align_outward(self.block_size()).before(self.format.end())
-    }
-
-    /// Has nothing behind this layer. No read may be in flight that looked something up before it
-    /// was the image's own.
-    pub(crate) fn detach_backing(&self) {
-        self.is_detached.store(true, Ordering::Release);
-    }
-
-    /// Whether the backing file that the image had when it was opened was detached.
-    pub(crate) fn is_detached(&self) -> bool {
-        self.is_detached.load(Ordering::Acquire)
     }
 
     /// Whether all changes claim their range from now on, also where blocks are never changed in
@@ -284,50 +220,6 @@ impl<S: Storage> Layer<S> {
     /// Forgets what was decompressed of a range that is about to change.
     pub(crate) fn invalidate(&self, range: ByteRange) {
         self.decompressed.invalidate(range);
-    }
-
-    /// The layer that stands in for unallocated clusters, which the image has.
-    fn backing(&self) -> Result<&Arc<Self>> {
-        self.backing_layer().ok_or_else(|| {
-            let what = "the image needs its backing file, which was not opened with it";
-            Error::new(ErrorKind::Unsupported, what).on(self.name())
-        })
-    }
-
-    /// This layer and all that were opened behind it, those included that were
-    /// [detached](Self::detach_backing).
-    pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
-        std::iter::successors(Some(self), |layer| {
-            layer.backing.get().map(|behind| &**Self::last(&behind.layer))
-        })
-    }
-
-    /// The last opening of a layer's file.
-    fn last(opened: &Arc<Self>) -> &Arc<Self> {
-        let mut layer = opened;
-        while let Some(successor) = layer.successor.get() {
-            layer = successor;
-        }
-        layer
-    }
-
-    /// The layer `depth` steps down the chain: 0 is this one.
-    pub(crate) fn at_depth(&self, depth: usize) -> Option<&Self> {
-        let mut layer = self;
-        for _ in 0..depth {
-            layer = layer.backing_layer()?;
-        }
-        Some(layer)
-    }
-
-    /// The layers behind this one, the nearest first.
-    pub(crate) fn layers_behind(&self) -> impl Iterator<Item = &Arc<Self>> {
-        std::iter::successors(self.backing_layer(), |layer| layer.backing_layer())
-    }
-
-    /// Bytes of the backing disk; 0 without one.
-    pub(crate) fn backing_size(&self) -> u64 {
-        self.backing_layer().map_or(0, |backing| backing.size())
     }
 
     /// The error for an extent whose state makes no sense for what is to be done.

@@ -7,7 +7,6 @@
 //! and nothing is left of it.
 
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,13 +23,13 @@ use super::create::{check_new_name, create_qcow2, part_of, remove_created};
 use super::disk_over::disk_over;
 use super::durable_rename::{IfExists, rename_durable};
 use super::fork_bitmaps::{ForkedBitmaps, copy_bitmaps, give_bitmaps};
+use super::further_base::name_from;
 use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::{BackingUse, CacheMode, ImageOptions, Purpose};
 use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
 use super::open_location::identity_of;
-use super::qemu_name::is_address;
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -202,15 +201,7 @@ impl<'a> Steps<'a> {
 
     /// The layer, as an image at this path names it.
     fn backing_of(&self, path: &Path) -> Backing {
-        let is_beside = path.parent() == self.layer.parent();
-        let name = self.layer.file_name().filter(|_| is_beside);
-        let name = name.unwrap_or(self.layer.as_os_str()).as_bytes().to_vec();
-        // A name with a colon would be taken for an address.
-        let name = match is_beside && is_address(&name) {
-            true => [b"./", &name[..]].concat(),
-            false => name,
-        };
-        Backing { name, ..self.backing.clone() }
+        Backing { name: name_from(&self.layer, path), ..self.backing.clone() }
     }
 
     async fn make_overlay(&mut self) -> Result<()> {

@@ -169,8 +169,7 @@ impl StoredImage {
                 }
             }
             let behind = layer.backing_layer().map(|behind| PathBuf::from(behind.image_name()));
-            let named = layer.format().header().backing_file();
-            let named = named.and_then(|named| plain_backing(named, name).ok());
+            let named = layer.backing_file().and_then(|named| plain_backing(named, name).ok());
             path = match (named, behind) {
                 (Some((named, _)), Some(_)) if !Location::is_remote(&named.name) => {
                     folder.join(&named.name)

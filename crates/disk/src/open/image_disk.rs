@@ -64,8 +64,7 @@ impl DiskJobs<'_, ImageStorage> {
     pub fn release_detached(self) {
         self.unlock_former();
         let layer = self.disk().image().layer();
-        let layers = layer.opened_layers().skip(1).take_while(|layer| layer.stands() <= 1);
-        for layer in layers.take_while(|_| layer.is_detached()) {
+        for layer in layer.passed_layers().take_while(|layer| layer.stands() <= 1) {
             layer.format().storage().storage().disconnect();
         }
     }

@@ -13,6 +13,7 @@ mod disk_over;
 mod durable_rename;
 mod fork;
 mod fork_bitmaps;
+mod further_base;
 mod handed_over;
 mod image_disk;
 mod image_options;
@@ -49,6 +50,7 @@ pub use create::{
 };
 pub use durable_rename::{IfExists, rename_durable};
 pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};
+pub use further_base::{find_further_base, note_passed_over};
 pub use handed_over::{HandedFile, HandedOverDisk, SharedLayer, keep_state};
 pub use image_disk::{ImageDisk, StoredImage};
 pub use image_options::{

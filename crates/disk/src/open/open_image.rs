@@ -309,7 +309,7 @@ pub async fn open_base(
             layer.name(),
         );
     }
-    if layer.stands() > 1 {
+    if image.layer().shares_backing() {
         let what = "is the layer of other disks of this server as well, which it would spoil";
         return refuse(ErrorKind::Unsupported, what, layer.name());
     }

@@ -137,7 +137,7 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     let folders = [folder(&layer), folder(&overlay)];
     let mut others = images_over(&layer, &[&folders[0], &folders[1]])?;
     others.retain(|other| *other != overlay);
-    if behind.stands() > 1 || !others.is_empty() {
+    if disk.image().layer().shares_backing() || !others.is_empty() {
         let mut names: Vec<_> = others.iter().map(|other| other.display().to_string()).collect();
         if names.is_empty() {
             names.push("other disks of this server".into());

@@ -67,7 +67,7 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         let mut cache = BlockStatusCache::default();
         let mut rest = piece;
-        while let Some(part) = self.next_backed(rest, &mut cache).await? {
+        while let Some(part) = self.next_backed(rest, None, &mut cache).await? {
             self.populate(part, begin_change).await?;
             rest = rest.after(part.range.end());
         }

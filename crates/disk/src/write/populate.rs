@@ -32,15 +32,21 @@ pub struct BackedRange {
 }
 
 impl<S: Storage> Writer<S> {
-    /// The first part of `range` that the image leaves to its backing file, as far as that reaches.
+    /// The first part of `range` that the image leaves to its backing file, and that one of the
+    /// layers before `base` has, as far as that reaches; `None`: any layer.
     /// `cache` is that of questions about this disk, and may be old: what is behind the image
     /// never changes.
     pub(crate) async fn next_backed(
         &self,
         range: ByteRange,
+        base: Option<usize>,
         cache: &mut BlockStatusCache,
     ) -> Result<Option<BackedRange>> {
-        let Some(found) = self.find_backed(range).await? else { return Ok(None) };
+        let found = match base {
+            Some(base) => self.find_above(range, base).await?,
+            None => self.find_backed(range).await?,
+        };
+        let Some(found) = found else { return Ok(None) };
         let (status, length) = self.layer.backing_status(found, cache).await?;
         let unit = self.populate_unit();
         let zeros = found.truncate(length.min(MAX_ZEROS));
@@ -64,6 +70,23 @@ impl<S: Storage> Writer<S> {
                 return Ok(Some(extent.guest));
             }
             rest = rest.skip(extent.guest.length());
+            budget.spend(WorkBudget::LOOK_UP).await;
+        }
+        Ok(None)
+    }
+
+    /// As [`find_backed`](Self::find_backed), of what a layer before the one at the depth `base`
+    /// has.
+    async fn find_above(&self, range: ByteRange, base: usize) -> Result<Option<ByteRange>> {
+        let budget = WorkBudget::new();
+        let mut rest = range;
+        while let Some(found) = self.find_backed(rest).await? {
+            let (place, length) = self.layer.allocation_depth(found).await?;
+            // This layer is the first one.
+            if (1..=base).contains(&(place as usize)) {
+                return Ok(Some(found.truncate(length)));
+            }
+            rest = range.after(found.truncate(length).end());
             budget.spend(WorkBudget::LOOK_UP).await;
         }
         Ok(None)

@@ -180,8 +180,8 @@ fn a_stream_detaches_beside_a_read_that_waits_and_reads_go_on() {
     lab.submit(write(0, SIZE as usize, 5, Durability::None));
     lab.quickly(|disk| async move {
         let _populating = disk.jobs().begin_populating().await?;
-        disk.jobs().check_populated().await?;
-        disk.jobs().detach_backing().await
+        disk.jobs().check_populated(None).await?;
+        disk.jobs().detach_backing(None).await
     });
     assert_eq!(lab.end(read).expect("its bytes are what they were when it began")[0], OLD);
 }

@@ -138,9 +138,28 @@ pub async fn overlay_with(
         disk.snapshots().create("older").await?;
     }
     disk.close().await?;
+    let below = Image::open(base.clone(), base_format, read_only()).await?;
+    let storage = new_overlay(sim, random, size, named("base", base_format)).await?;
+    let overlay = Image::open(storage.clone(), ImageFormat::Qcow2, options).await?;
+    let disk = Arc::new(Disk::new(overlay.with_backing(&below)));
+    write_sectors(&disk, own, content).await?;
+    disk.flush().await?;
+    Ok(Overlay { storage, disk, base, base_format })
+}
+
+fn read_only() -> Options {
+    Options { access: Access::ReadOnly, ..Options::default() }
+}
+
+/// The name of a backing file of this format.
+pub fn named(name: &str, format: ImageFormat) -> Backing {
+    Backing { name: name.into(), format: Some(format.as_str().into()) }
+}
+
+/// A qcow2 image without data over `backing`, of any kind.
+async fn new_overlay(sim: &Sim, random: &mut Rng, size: u64, backing: Backing) -> Result<SimDisk> {
     let config = Config { write_cache: WriteCache::Volatile, ..Config::random(random) };
     let block = u64::from(config.alignment.offset).max(512);
-    let backing = Backing { name: b"base".to_vec(), format: Some(base_format.as_str().into()) };
     let image = CreateOptions {
         cluster_size: cluster_size(random, block),
         version: [Version::V2, Version::V3][random.usize(..2)],
@@ -149,23 +168,109 @@ pub async fn overlay_with(
     };
     let storage = SimDisk::new(sim, config, Vec::new());
     qcow2::create(&storage, &image).await?;
-    let read_only = Options { access: Access::ReadOnly, ..Options::default() };
-    let below = Image::open(base.clone(), base_format, read_only).await?;
-    let overlay = Image::open(storage.clone(), ImageFormat::Qcow2, options).await?;
-    let disk = Arc::new(Disk::new(overlay.with_backing(&below)));
-    for sector in own {
+    Ok(storage)
+}
+
+/// Writes these sectors of `content`.
+async fn write_sectors(disk: &Disk<SimDisk>, sectors: Vec<u64>, content: &[u8]) -> Result<()> {
+    for sector in sectors {
         let mut buffer = Buffer::new(512);
         buffer.bytes_mut().copy_from_slice(&content[sector as usize..][..512]);
         let (from, durability) = (buffer.lend(), Durability::None);
         disk.submit(Request::Write { offset: sector, from, durability }).await?;
     }
+    Ok(())
+}
+
+/// A disk over two backing files, and the storages below.
+pub struct Chain {
+    pub storage: SimDisk,
+    pub disk: Arc<Disk<SimDisk>>,
+    pub between: SimDisk,
+    pub base: SimDisk,
+    pub base_format: ImageFormat,
+}
+
+/// A disk with these bytes over an image over a base of any kind. Each has some of the bytes, and
+/// others where one above it has them. Those below may be shorter.
+pub async fn chain(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Chain> {
+    let size = content.len() as u64;
+    let mut shorter = |size: u64| [size, (random.u64(1..=size) & !511).max(512)][random.usize(..2)];
+    let between_size = shorter(size);
+    let base_size = shorter(between_size);
+    let mut below = content[..base_size as usize].to_vec();
+    let mut middle = content[..between_size as usize].to_vec();
+    let (mut own, mut of_middle) = (Vec::new(), Vec::new());
+    for sector in (0..size).step_by(512) {
+        let (is_of_middle, is_of_base) = (sector < between_size, sector < base_size);
+        let at = sector as usize..sector as usize + 512;
+        match random.u8(..4) {
+            0 if is_of_base => {}
+            1 if is_of_middle => {
+                of_middle.push(sector);
+                if is_of_base {
+                    below[at].fill(0xbb);
+                }
+            }
+            _ => {
+                own.push(sector);
+                if is_of_base {
+                    below[at.clone()].fill(0xbb);
+                }
+                if is_of_middle && random.bool() {
+                    middle[at].fill(0xcc);
+                    of_middle.push(sector);
+                }
+            }
+        }
+    }
+    let Scene { storage: base, disk, format: base_format } = disk(sim, random, &below).await?;
+    disk.close().await?;
+    let between = new_overlay(sim, random, between_size, named("base", base_format)).await?;
+    let open = async |options: Options| {
+        let below = Image::open(base.clone(), base_format, read_only()).await?;
+        let image = Image::open(between.clone(), ImageFormat::Qcow2, options).await?;
+        Ok::<_, blockhouse_core::Error>(image.with_backing(&below))
+    };
+    let disk = Disk::new(open(Options::default()).await?);
+    write_sectors(&disk, of_middle, &middle).await?;
+    disk.close().await?;
+    let storage = new_overlay(sim, random, size, named("between", ImageFormat::Qcow2)).await?;
+    let image = Image::open(storage.clone(), ImageFormat::Qcow2, Options::default()).await?;
+    let disk = Arc::new(Disk::new(image.with_backing(&open(read_only()).await?)));
+    write_sectors(&disk, own, content).await?;
     disk.flush().await?;
-    Ok(Overlay { storage, disk, base, base_format })
+    Ok(Chain { storage, disk, between, base, base_format })
+}
+
+impl Chain {
+    /// The content of the disk that a crash left in these bytes: over the backing files that the
+    /// header leads to. These are never written to.
+    pub fn recover(&self, left: Vec<u8>) -> std::result::Result<Vec<u8>, String> {
+        let base = (self.base.content(), self.base_format);
+        match backing_name(&left) {
+            b"base" => recover_chain(left, ImageFormat::Qcow2, vec![base]),
+            b"between" => {
+                let between = (self.between.content(), ImageFormat::Qcow2);
+                recover_chain(left, ImageFormat::Qcow2, vec![base, between])
+            }
+            other => Err(format!("it names {other:?}")),
+        }
+    }
+}
+
+/// The name of the backing file in the header of a qcow2 image.
+pub fn backing_name(image: &[u8]) -> &[u8] {
+    let number = |at: usize, length: usize| {
+        image[at..at + length].iter().fold(0, |sum, byte| sum << 8 | usize::from(*byte))
+    };
+    let (start, length) = (number(8, 8), number(16, 4));
+    &image[start..start + length]
 }
 
 /// The content of a disk of this format that was left in these bytes.
 pub fn recover(bytes: Vec<u8>, format: ImageFormat) -> std::result::Result<Vec<u8>, String> {
-    recover_chain(bytes, format, None)
+    recover_chain(bytes, format, Vec::new())
 }
 
 impl Overlay {
@@ -190,23 +295,34 @@ pub fn recover_overlay(
     base: Vec<u8>,
     format: ImageFormat,
 ) -> std::result::Result<Vec<u8>, String> {
-    recover_chain(bytes, ImageFormat::Qcow2, Some((base, format)))
+    recover_chain(bytes, ImageFormat::Qcow2, vec![(base, format)])
 }
 
+/// The content of an image over these, the last one the nearest.
 fn recover_chain(
     bytes: Vec<u8>,
     format: ImageFormat,
-    base: Option<(Vec<u8>, ImageFormat)>,
+    below: Vec<(Vec<u8>, ImageFormat)>,
 ) -> std::result::Result<Vec<u8>, String> {
     let sim = Sim::new(0);
     let config = Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() };
     let storage = SimDisk::new(&sim, config.clone(), bytes);
-    let base = base.map(|(bytes, format)| (SimDisk::new(&sim, config, bytes), format));
+    let below = below
+        .into_iter()
+        .map(|(bytes, format)| (SimDisk::new(&sim, config.clone(), bytes), format));
+    let below: Vec<_> = below.collect();
     let read = sim.block_on(async move {
+        let mut behind: Option<Image<SimDisk>> = None;
+        for (storage, format) in below {
+            let image = Image::open(storage, format, read_only()).await?;
+            behind = Some(match behind {
+                Some(behind) => image.with_backing(&behind),
+                None => image,
+            });
+        }
         let mut image = Image::open(storage, format, Options::default()).await?;
-        if let Some((storage, format)) = base {
-            let options = Options { access: Access::ReadOnly, ..Options::default() };
-            image = image.with_backing(&Image::open(storage, format, options).await?);
+        if let Some(behind) = behind {
+            image = image.with_backing(&behind);
         }
         crate::guests::read(&Disk::new(image)).await
     });

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::errno;
-use blockhouse_disk::{Access, Backing, Disk, Image, ImageFormat, Options};
+use blockhouse_disk::{Access, Backing, Disk, FurtherBase, Image, ImageFormat, Options};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
 use blockhouse_sim::{
@@ -15,7 +15,7 @@ use blockhouse_sim::{
 };
 
 use crate::guests::{self, Model};
-use crate::scene::{self, Overlay, clock, names_base, recover};
+use crate::scene::{self, Overlay, backing_name, clock, named, names_base, recover};
 
 /// No stream takes as many steps of the simulation.
 const MAX_STEPS: u64 = 2_000_000;
@@ -248,4 +248,82 @@ fn parts_that_cannot_be_read_hold_up_no_others() {
         assert!(matches!(end, JobEnd::Completed { .. }), "{end:?}");
         assert_eq!(guests::read(&disk).await.expect("the disk")[..3], [7; 3]);
     });
+}
+
+/// A disk over two backing files becomes one over the lower one, while guests change it and jobs
+/// are cancelled: what a crash leaves is the disk, over what its header names.
+fn stream_to_base(seed: u64) -> Result<Report, String> {
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_prng();
+    let (model, content) = Model::new(random.u64(9..600), &mut random);
+    let (mut making, own) = (random.fork(), sim.clone());
+    let made = async move { scene::chain(&own, &mut making, &content).await };
+    let chain = sim.block_on(made).map_err(|error| error.to_string())?;
+    let base = FurtherBase::new(&chain.disk, 2, named("base", chain.base_format));
+    let base = base.map_err(|error| error.to_string())?;
+    let guests = guests::start_durable(&sim, &chain.disk, &model, 60);
+    let (disk, own, clock) = (Arc::clone(&chain.disk), sim.clone(), clock(&sim));
+    let cancelled_after = random.bool().then(|| Duration::from_micros(random.u64(..60_000)));
+    let job = sim.spawn(async move {
+        if let Some(wait) = cancelled_after {
+            let control = Arc::new(JobControl::default());
+            let stream = begin(&disk, &control, &clock).await.down_to(base.clone());
+            let cancel = async {
+                own.sleep(wait).await;
+                control.cancel();
+            };
+            let (end, ()) = futures_util::future::join(stream.run(), cancel).await;
+            if matches!(end, JobEnd::Completed { .. }) {
+                return end;
+            }
+        }
+        begin(&disk, &Arc::default(), &clock).await.down_to(base).run().await
+    });
+    let (mut crashes, mut steps, mut last) = (0, 0_u64, None);
+    let (mut end, mut outcomes) = (None, vec![None; guests.len()]);
+    loop {
+        end = end.or_else(|| job.output());
+        for (guest, outcome) in guests.iter().zip(&mut outcomes) {
+            let told = || guest.output().map(|end| end.map_err(|error| error.to_string()));
+            *outcome = outcome.take().or_else(told);
+        }
+        if end.is_some() && outcomes.iter().all(Option::is_some) {
+            break;
+        }
+        steps += 1;
+        if !sim.step() || steps > MAX_STEPS {
+            return Err("it waits for ever".into());
+        }
+        let is_looked_at = is_looked_at(&mut random, 6);
+        let now = chain.storage.counts();
+        if last.replace(now) != Some(now) && is_looked_at {
+            crashes += 1;
+            let left = chain.recover(chain.storage.crash(&mut random))?;
+            model.check(&model.answered(), &left).map_err(|why| format!("a crash: {why}"))?;
+        }
+    }
+    outcomes.into_iter().flatten().collect::<Result<(), _>>()?;
+    if !matches!(end, Some(JobEnd::Completed { .. })) {
+        return Err(format!("{end:?}"));
+    }
+    let disk = Arc::clone(&chain.disk);
+    let read = sim.block_on(async move {
+        let read = guests::read(&disk).await;
+        disk.close().await.and(read)
+    });
+    let read = read.map_err(|error| error.to_string())?;
+    let left = chain.storage.content();
+    if backing_name(&left) != b"base" {
+        return Err(format!("it names {:?}", backing_name(&left)));
+    }
+    model.check(&model.answered(), &read)?;
+    model.check(&model.answered(), &chain.recover(left)?)?;
+    Ok(Report { crashes, ..Report::default() })
+}
+
+#[test]
+fn crash_at_every_point_of_a_stream_to_a_base() {
+    let test = "stream::crash_at_every_point_of_a_stream_to_a_base";
+    let report = for_seeds(env!("CARGO_PKG_NAME"), test, 40, stream_to_base);
+    eprintln!("{report:?}");
 }

@@ -1,0 +1,194 @@
+//! The layer behind an image: the one that was opened with it, and those that took its place.
+//!
+//! Guarantees: what is read through any of them in turn is the same. Each stays open until the image
+//! is dropped, because reads that began before may still use it.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+
+use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_format::Backing as BackingName;
+
+use super::Layer;
+use crate::options::Access;
+
+/// The layers that have been behind an image, the first one first.
+pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
+
+/// The layer of a backing file, and whether anybody may change it.
+struct Backing<S: Storage> {
+    layer: Arc<Layer<S>>,
+    access: Access,
+    /// The name of its file in the image's header, where that is another one than the image was
+    /// opened with.
+    name: Option<BackingName>,
+    /// Whether the layer counts the image among those that stand on it.
+    is_counted: bool,
+    /// What has taken its place: `None` inside, nothing.
+    next: OnceLock<Option<Box<Self>>>,
+}
+
+impl<S: Storage> Default for Behind<S> {
+    fn default() -> Self {
+        Self(OnceLock::new())
+    }
+}
+
+impl<S: Storage> Behind<S> {
+    /// The last one; `None` where there is none any more, or was none.
+    fn now(&self) -> Option<&Backing<S>> {
+        let mut backing = self.0.get()?;
+        while let Some(next) = backing.next.get() {
+            backing = next.as_deref()?;
+        }
+        Some(backing)
+    }
+
+    /// Has `next` take the place of the last one.
+    fn leave(&self, next: Option<Backing<S>>) {
+        if let Some(backing) = self.now() {
+            // It is the last one.
+            let _ = backing.next.set(next.map(Box::new));
+        }
+    }
+}
+
+impl<S: Storage> Drop for Backing<S> {
+    fn drop(&mut self) {
+        if self.is_counted {
+            self.layer.stands.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+impl<S: Storage> Layer<S> {
+    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
+    /// backing file, from now on. Once only.
+    pub(crate) fn set_backing(&self, layer: Arc<Self>, access: Access) {
+        self.format.set_backing_size(layer.size());
+        // Its chain is a part of this one's.
+        layer.remembers_chain.store(false, Ordering::Release);
+        layer.stands.fetch_add(1, Ordering::SeqCst);
+        let next = OnceLock::new();
+        // A second one would change what was read already.
+        let _ = self.behind.0.set(Backing { layer, access, name: None, is_counted: true, next });
+    }
+
+    /// Reads what the image leaves to its backing file through `backing` from now on, another
+    /// opening of the same file, which may change it. Reads that are in flight may use the
+    /// older one.
+    pub(crate) fn replace_backing(&self, backing: Arc<Self>) {
+        // A read that begins when those in flight have ended sees it. The base remembers its own
+        // chain.
+        self.remembers_chain.store(false, Ordering::Release);
+        match self.backing_layer() {
+            // The last one of its line has none.
+            Some(older) => drop(older.successor.set(backing)),
+            None => self.set_backing(backing, Access::ReadWrite),
+        }
+    }
+
+    /// Passes over the layers before `depth`, of which the image needs nothing: the one there is
+    /// its backing file from now on, by this name. No read may be in flight that looked something
+    /// up before it was the image's own.
+    pub(crate) fn pass_over(&self, depth: usize, name: BackingName) {
+        let mut above = self;
+        for _ in 1..depth {
+            let Some(layer) = above.backing_layer() else { return };
+            above = layer;
+        }
+        let Some(backing) = above.behind.now() else { return };
+        let (layer, access) = (Arc::clone(&backing.layer), backing.access);
+        self.format.set_backing_size(layer.size());
+        self.remembers_chain.store(false, Ordering::Release);
+        layer.remembers_chain.store(true, Ordering::Release);
+        // The layer above counts there, and stays open as long as this one.
+        let is_counted = false;
+        let next = OnceLock::new();
+        self.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
+    }
+
+    /// Has nothing behind this layer. No read may be in flight that looked something up before it
+    /// was the image's own.
+    pub(crate) fn detach_backing(&self) {
+        self.behind.leave(None);
+    }
+
+    /// The name of the backing file in the image's header.
+    pub(crate) fn backing_file(&self) -> Option<&BackingName> {
+        let named = self.format.header().backing_file();
+        match self.behind.0.get() {
+            // It was not opened with the image.
+            None => named,
+            Some(_) => self.behind.now().and_then(|backing| backing.name.as_ref().or(named)),
+        }
+    }
+
+    /// The layer behind this one, by the last opening of its file.
+    pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
+        self.behind.now().map(|backing| Self::last(&backing.layer))
+    }
+
+    /// The layer behind this one as it was opened with it, and how.
+    pub(super) fn backing_as_opened(&self) -> Option<(&Arc<Self>, Access)> {
+        self.behind.now().map(|backing| (&backing.layer, backing.access))
+    }
+
+    /// The layer that stands in for unallocated clusters, which the image has.
+    pub(super) fn backing(&self) -> Result<&Arc<Self>> {
+        self.backing_layer().ok_or_else(|| {
+            let what = "the image needs its backing file, which was not opened with it";
+            Error::new(ErrorKind::Unsupported, what).on(self.name())
+        })
+    }
+
+    /// This layer and all that were opened behind it, those included that it has left.
+    pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(Some(self), |layer| {
+            layer.behind.0.get().map(|behind| &**Self::last(&behind.layer))
+        })
+    }
+
+    /// The layers that were opened behind this one and that it has left.
+    pub(crate) fn passed_layers(&self) -> impl Iterator<Item = &Self> {
+        let now = self.backing_layer().map(Arc::as_ptr);
+        self.opened_layers()
+            .skip(1)
+            .take_while(move |layer| now != Some(std::ptr::from_ref(*layer)))
+    }
+
+    /// Whether others stand on the layer behind this one, or on one that this one has left and
+    /// that needs it.
+    pub(crate) fn shares_backing(&self) -> bool {
+        let behind = self.backing_layer().map(|layer| &**layer);
+        self.passed_layers().chain(behind).any(|layer| layer.stands() > 1)
+    }
+
+    /// The layer `depth` steps down the chain: 0 is this one.
+    pub(crate) fn at_depth(&self, depth: usize) -> Option<&Self> {
+        let mut layer = self;
+        for _ in 0..depth {
+            layer = layer.backing_layer()?;
+        }
+        Some(layer)
+    }
+
+    /// The layers behind this one, the nearest first.
+    pub(crate) fn layers_behind(&self) -> impl Iterator<Item = &Arc<Self>> {
+        std::iter::successors(self.backing_layer(), |layer| layer.backing_layer())
+    }
+
+    /// Bytes of the backing disk; 0 without one.
+    pub(crate) fn backing_size(&self) -> u64 {
+        self.backing_layer().map_or(0, |backing| backing.size())
+    }
+
+    /// The last opening of a layer's file.
+    fn last(opened: &Arc<Self>) -> &Arc<Self> {
+        let mut layer = opened;
+        while let Some(successor) = layer.successor.get() {
+            layer = successor;
+        }
+        layer
+    }
+}
