@@ -502,10 +502,16 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     ),
     (
         "ctl stream",
-        &[example(
-            "All of it into the overlay",
-            "blockhouse ctl control stream overlay.qcow2 --speed 50M",
-        )],
+        &[
+            example(
+                "All of it into the overlay",
+                "blockhouse ctl control stream overlay.qcow2 --speed 50M",
+            ),
+            example(
+                "What is between the overlay and a base that is kept",
+                "blockhouse ctl control stream overlay.qcow2 --base base.qcow2",
+            ),
+        ],
     ),
     (
         "ctl job",

@@ -14,6 +14,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::commits::Chain;
+use crate::fork::{bytes_of, image, written};
 use crate::jobs::{BLOCK, FAILED, LONG, SIZE, Writer, beside, content, ctl, serve, wait_for};
 
 /// A client of a server of the overlay, which has some clusters then and leaves most to its base.
@@ -186,4 +187,68 @@ fn an_overlay_with_snapshots_is_refused() {
     control.refused("job.start", invalid, -32602, &["leave target"]);
     drop(control);
     server.stop();
+}
+
+#[test]
+fn what_is_between_an_overlay_and_its_base_is_left_out() {
+    for (name, is_read_by_another) in [("disk.img", false), ("disk.qcow2", true)] {
+        let scratch = Scratch::new();
+        let base = image(&scratch, name);
+        let (server, mut control, mut writer) = written(&scratch, &base, seeded());
+        let [between, over, child] = ["between.qcow2", "over.qcow2", "child.qcow2"];
+        let [at_base, at_between] = [between, over].map(|overlay| {
+            beside(&mut writer, || ());
+            ctl(&scratch, &["fork", name, "--overlay", str(&scratch.path(overlay))]).success();
+            writer.blocks()
+        });
+        if is_read_by_another {
+            let child = scratch.path(child);
+            let options = ["-f", "qcow2", "-F", "qcow2", "-b", between];
+            qemu_img(&[&["create"][..], &options, &[str(&child)]].concat()).success();
+        }
+        let stream =
+            |base: &Path| ctl(&scratch, &["stream", name, "--job", "s", "--base", str(base)]);
+        stream(&scratch.path(between)).failure("is its backing file already");
+        stream(&scratch.path("other")).failure("is none of its backing files");
+        beside(&mut writer, || {
+            stream(&base).success();
+            ctl(&scratch, &["job", "s", "complete"]).success();
+            wait_for(&mut control, "s", "completed");
+        });
+        let info = qemu_img(&["info", "-U", "--output=json", str(&scratch.path(over))]);
+        assert_eq!(json(&info.success())["backing-filename"], name);
+        assert_holds(&base, &at_base);
+        if is_read_by_another {
+            let said = ctl(&scratch, &["rollback", name, "--force"]);
+            said.failure("between.qcow2");
+            assert_holds(&scratch.path(child), &at_between);
+            fs::remove_file(scratch.path(child)).expect("a child");
+        }
+        for gone in [between, "between.qcow2.moved"] {
+            fs::remove_file(scratch.path(gone)).expect("nothing needs it");
+        }
+        writer.check();
+        // The chain goes on as any: handed over, committed into the base.
+        let servers = Servers(&scratch);
+        drop(control);
+        beside(&mut writer, || upgrade(&scratch.socket("control"), &[]).success());
+        ctl(&scratch, &["commit", name, "--job", "c"]).success();
+        beside(&mut writer, || ctl(&scratch, &["job", "c", "complete"]).success());
+        writer.check();
+        let blocks = writer.blocks();
+        drop(writer);
+        servers.stop();
+        drop(server);
+        assert_holds(&base, &blocks);
+    }
+}
+
+/// Whether an image is these blocks, as QEMU reads it.
+#[track_caller]
+fn assert_holds(image: &Path, blocks: &[u64]) {
+    let expected = image.with_extension("expected");
+    fs::write(&expected, bytes_of(blocks)).expect("a raw image");
+    let format = if image.extension().is_some_and(|end| end == "img") { "raw" } else { "qcow2" };
+    let words = ["compare", "-U", "-f", format, "-F", "raw", str(image), str(&expected)];
+    qemu_img(&words).success();
 }
