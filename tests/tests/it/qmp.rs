@@ -539,6 +539,47 @@ fn add(node: &str) -> String {
 }
 
 #[test]
+fn a_stream_ends_at_a_base() {
+    let mut both = require!(Both::start());
+    for folder in &both.folders {
+        for (over, below) in [("mid", "o"), ("top", "mid")] {
+            let path = Path::new(folder).join(over);
+            let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below, str(&path)];
+            qemu_img(&words).success();
+        }
+    }
+    both.ask_same(&add("o"));
+    for (over, below) in [("mid", "o"), ("top", "mid")] {
+        both.ask_same(&add(over).replace("'file':", &format!("'backing':'{below}','file':")));
+    }
+    let stream = |base: &str| {
+        format!("{{'execute':'block-stream','arguments':{{'job-id':'j','device':'top',{base}}}}}")
+    };
+    for base in ["'base-node':'zz'", "'base-node':'o','base':'DIR/o'", "'base':1"] {
+        both.ask_same(&stream(base));
+    }
+    both.ask_same(&stream("'base-node':'o'"));
+    // QEMU counts what it looks at, and this program what it copies: nothing here.
+    let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
+        events.retain(is_sure);
+        events
+            .iter()
+            .map(|event| (event["event"].clone(), event["data"]["status"].clone()))
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(ours, theirs);
+    let named = |both: &mut Both| {
+        both.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
+            let nodes = answer["return"].as_array().cloned().unwrap_or_default();
+            let top = nodes.into_iter().find(|node| node["node-name"] == "top").expect("a node");
+            [top["backing_file"].clone(), top["backing_file_depth"].clone()]
+        })
+    };
+    let [ours, theirs] = named(&mut both);
+    assert_eq!((&ours[0], &ours), (&json!("DIR/o"), &theirs));
+}
+
+#[test]
 fn jobs_have_the_statuses_and_events_of_qemu() {
     let mut both = require!(Both::start());
     ["o", "p", "c"].iter().for_each(|node| _ = both.ask_same(&add(node)));

@@ -10,13 +10,45 @@ use super::errors::{QmpError, Returned};
 use super::job_list::find;
 use super::state::JobTraits;
 
-/// `block-stream`: of the whole backing chain.
+/// `block-stream`: of the whole backing chain, or of what is before a base.
 pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let why = "a stream copies the whole backing chain";
-    ["base", "base-node", "bottom", "backing-file", "snapshot-file"]
+    let why = "a stream keeps the base of 'base' or 'base-node', by its own name";
+    ["bottom", "backing-file", "snapshot-file"]
         .iter()
         .try_for_each(|name| given.only(name, &[], why))?;
-    start(context, given, "stream").await
+    let (base, base_node) = (given.some_text("base")?, given.some_text("base-node")?);
+    let base = match (base, base_node) {
+        (Some(_), Some(_)) => {
+            let why = "'base' and 'base-node' cannot be specified at the same time";
+            return Err(QmpError::generic(why));
+        }
+        (None, Some(node)) => {
+            let device = given.text("device")?;
+            given.put_back("device", &device);
+            Some(base_of(context, &device, &node)?)
+        }
+        (base, None) => base,
+    };
+    start(context, given, ("stream", base)).await
+}
+
+/// The name of the image of a node that is behind that of a device.
+fn base_of(context: &Context, device: &str, node: &str) -> Result<String, QmpError> {
+    let disk = context.disk(device)?;
+    let nodes = context.state.borrow().nodes_of(&disk);
+    let place = nodes.iter().position(|own| own.name == node);
+    let Some(depth) = place.filter(|depth| *depth > 0) else {
+        return Err(match context.has_node(node) {
+            true => {
+                QmpError::generic(format!("Node '{node}' is not a backing image of '{device}'"))
+            }
+            false => QmpError::no_node("", node),
+        });
+    };
+    let running = context.running.disks().find(&disk);
+    let layer = running.as_ref().and_then(|running| running.layer_at(depth));
+    let name = layer.map(|layer| layer.name.to_owned());
+    name.ok_or_else(|| QmpError::generic(format!("Node '{node}' has no file name")))
 }
 
 /// `block-commit`: of the image of the disk into its backing file.
@@ -47,7 +79,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
         return Err(QmpError::generic(why));
     }
     given.put_back("device", &device);
-    start(context, given, "commit").await
+    start(context, given, ("commit", None)).await
 }
 
 /// `blockdev-mirror`: to the disk of another node.
@@ -94,15 +126,25 @@ pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(
     }
 }
 
-/// Starts a job of one node.
-async fn start(context: &Rc<Context>, mut given: Arguments, kind: &str) -> Returned {
+/// Starts a job of one node, down to a base.
+async fn start(
+    context: &Rc<Context>,
+    mut given: Arguments,
+    (kind, base): (&str, Option<String>),
+) -> Returned {
     let device = given.text("device")?;
     given.flag("backing-mask-protocol", false)?;
     let job = JobArguments::take(&mut given)?;
     given.end()?;
     let disk = context.disk(&device)?;
     job.check(context).await?;
-    let params = json!({ "kind": kind, "disk": disk, "job": job.name, "speed": job.speed });
+    let params = json!({
+        "kind": kind,
+        "disk": disk,
+        "job": job.name,
+        "base": base,
+        "speed": job.speed,
+    });
     start_all(context, std::slice::from_ref(&job), ("job.start", params)).await
 }
 

@@ -228,10 +228,11 @@ impl State {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
-    /// A disk has no image behind its own.
-    pub(super) fn detach(&mut self, disk: &str) {
+    /// A disk has so many images behind its own, the last ones of those that it had.
+    pub(super) fn detach(&mut self, disk: &str, behind: usize) {
         if let Some(nodes) = self.chains.get_mut(disk) {
-            nodes.truncate(1);
+            let passed = nodes.len().saturating_sub(behind).max(1);
+            nodes.drain(1..passed);
         }
     }
 
