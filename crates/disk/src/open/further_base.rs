@@ -5,11 +5,13 @@ use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_format::Backing;
+use blockhouse_storage::ImageStorage;
 
 use super::image_disk::ImageDisk;
 use super::moved_record::{forked_to, record_forked};
 use super::qemu_name::is_address;
 use crate::disk::FurtherBase;
+use crate::layer::Layer;
 
 /// The backing file of `disk` that is the file, or has the name, `wanted`: at least two steps down.
 ///
@@ -18,13 +20,15 @@ use crate::disk::FurtherBase;
 /// [`FurtherBase::new`].
 pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase> {
     let image = disk.image();
-    let canonical = wanted.canonicalize().ok();
+    let canonical_wanted = wanted.canonicalize().ok();
     let is_it = |name: &str| {
         Path::new(name) == wanted
-            || canonical.is_some() && Path::new(name).canonicalize().ok() == canonical
+            || canonical_wanted.is_some() && Path::new(name).canonicalize().ok() == canonical_wanted
     };
-    let names: Vec<&str> = image.layers().skip(1).map(|layer| layer.image_name()).collect();
-    let Some(depth) = names.iter().position(|name| is_it(name)).map(|index| index + 1) else {
+    let layers: Vec<_> = image.layers().collect();
+    let found = layers.windows(2).position(|pair| is_it(pair[1].image_name()));
+    let Some(above) = found else {
+        let names: Vec<_> = layers.iter().skip(1).map(|layer| layer.image_name()).collect();
         let what = match names.is_empty() {
             true => "has no backing file".to_owned(),
             false => {
@@ -33,21 +37,42 @@ pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase>
         };
         return Err(Error::new(ErrorKind::InvalidInput, what).on(image.image_name()));
     };
-    let [above, base] = [depth - 1, depth].map(|depth| image.layer().at_depth(depth));
-    let (Some(above), Some(base)) = (above, base) else {
-        return FurtherBase::new(disk, depth, Backing { name: Vec::new(), format: None });
+    let name = name_below(disk, layers[above], layers[above + 1])?;
+    FurtherBase::new(disk, above + 1, name)
+}
+
+/// The name of `base`, which is the backing file of `above`, in the image of `disk`.
+fn name_below(
+    disk: &ImageDisk,
+    above: &Layer<ImageStorage>,
+    base: &Layer<ImageStorage>,
+) -> Result<Backing> {
+    let canonical = |name: &str| {
+        Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
     };
     let named = above.backing_file().cloned();
-    let format = named.as_ref().and_then(|named| named.format.clone());
-    let format = format.or_else(|| Some(base.format().name().to_owned()));
-    let paths = [base.image_name(), image.image_name()].map(|name| Path::new(name).canonicalize());
-    let name = match (paths, named) {
-        // An image on the host may lie in another folder than the one that names it now.
-        ([Ok(base), Ok(image)], _) => Backing { name: name_from(&base, &image), format },
-        (_, Some(named)) => named,
-        (_, None) => Backing { name: base.image_name().into(), format },
-    };
-    FurtherBase::new(disk, depth, name)
+    let named = named.unwrap_or_else(|| Backing {
+        name: base.image_name().into(),
+        format: Some(base.format().name().to_owned()),
+    });
+    if base.format().storage().storage().as_file().is_none() {
+        return Ok(named);
+    }
+    let image = canonical(disk.image().image_name())?;
+    if !is_address(&named.name) {
+        return Ok(Backing { name: name_from(&canonical(base.image_name())?, &image), ..named });
+    }
+    // More than a path, such as a part of a file, relative to the folder of the one above.
+    let above = canonical(above.image_name())?;
+    if above.parent() == image.parent() {
+        return Ok(named);
+    }
+    let what = format!(
+        "is in another folder than {}, whose name for its backing file is no plain path: {}",
+        above.display(),
+        String::from_utf8_lossy(&named.name)
+    );
+    Err(Error::new(ErrorKind::Unsupported, what).on(disk.name()))
 }
 
 /// Has the record of a fork say that its disk goes on in the image of `disk`, which stands on the
