@@ -36,9 +36,10 @@ fn build() -> PathBuf {
 fn output_folder() -> PathBuf {
     let program = std::env::current_exe().expect("a program knows its own file");
     let folder = program.parent().expect("a file is in a folder");
-    match folder.ends_with("deps") {
-        true => folder.parent().expect("cargo runs tests from PROFILE/deps").into(),
-        false => folder.into(),
+    if folder.ends_with("deps") {
+        folder.parent().expect("cargo runs tests from PROFILE/deps").into()
+    } else {
+        folder.into()
     }
 }
 

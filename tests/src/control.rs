@@ -20,7 +20,7 @@ impl Control {
     /// Connects to a server.
     ///
     /// # Panics
-    /// When there is none.
+    /// When no server listens there.
     #[track_caller]
     pub fn connect(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).expect("the server listens");

@@ -1,4 +1,4 @@
-//! Waiting, but not for ever.
+//! Waits with a limit of time.
 
 use std::io::Write;
 use std::process::{Child, ExitStatus};

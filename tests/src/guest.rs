@@ -25,7 +25,7 @@ impl Guest {
     /// Connects to a device.
     ///
     /// # Panics
-    /// When there is none.
+    /// When no device listens there.
     #[track_caller]
     pub fn connect(socket: &Path, options: Options) -> Self {
         Self { driver: TestDriver::connect(socket, options).expect("the device is there") }

@@ -1,9 +1,9 @@
 //! The shared parts of the black-box tests: starting the binary, running foreign tools, and hostile
 //! clients.
 //!
-//! Promises: every process that is started here is ended here, also when a test panics; nothing
-//! waits for ever; what a test cannot show on this machine is skipped with a reason on standard
-//! error. Of Blockhouse's own crates only a guest's driver is used: the tests see what users see.
+//! Guarantees: every process that is started here is ended here, also when a test panics; every
+//! wait ends; what a test cannot show on this machine is skipped with a reason on standard error.
+//! Of Blockhouse's own crates only a guest's driver is used: the tests see what users see.
 #![forbid(unsafe_code)]
 
 mod binary;

@@ -39,7 +39,7 @@ impl LoopDevice {
     }
 
     /// Makes the device longer by `bytes`, as a volume manager does: its `file` gets them, then the
-    /// kernel is told.
+    /// kernel looks at the size again.
     ///
     /// # Panics
     /// When the kernel does not take it.

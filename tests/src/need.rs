@@ -46,9 +46,10 @@ pub fn qemu_driver(name: &str) -> Result<(), String> {
     tools(&["qemu-img"])?;
     // Which options are missing, only the driver knows.
     let outcome = run(tool("qemu-img").args(["info", "--image-opts", &format!("driver={name}")]));
-    match outcome.stderr.contains("Unknown driver") {
-        true => Err(format!("QEMU has no driver {name}: install qemu-block-extra of its version")),
-        false => Ok(()),
+    if outcome.stderr.contains("Unknown driver") {
+        Err(format!("QEMU has no driver {name}: install qemu-block-extra of its version"))
+    } else {
+        Ok(())
     }
 }
 

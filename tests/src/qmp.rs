@@ -23,7 +23,7 @@ impl Qmp {
     /// Connects to a server, and negotiates no capabilities yet.
     ///
     /// # Panics
-    /// When there is none.
+    /// When no server listens there.
     #[track_caller]
     pub fn greet(socket: &Path) -> Self {
         Self::greet_over(UnixStream::connect(socket).expect("the server listens"))
@@ -52,7 +52,7 @@ impl Qmp {
     /// Connects to a server.
     ///
     /// # Panics
-    /// When there is none.
+    /// When no server listens there.
     #[track_caller]
     pub fn connect(socket: &Path) -> Self {
         let mut qmp = Self::greet(socket);
@@ -106,7 +106,7 @@ impl Qmp {
     /// The answer to a message. Events before it are kept.
     ///
     /// # Panics
-    /// When there is none.
+    /// When no answer comes.
     #[track_caller]
     pub fn ask(&mut self, message: &str) -> Value {
         self.send(message.as_bytes()).expect("the server listens");

@@ -15,7 +15,7 @@ impl<'a> Schema<'a> {
     /// The part of `root` at a JSON pointer.
     ///
     /// # Panics
-    /// When there is none.
+    /// When the pointer leads nowhere.
     pub fn of(root: &'a Value, pointer: &str) -> Self {
         let at = root.pointer(pointer).unwrap_or_else(|| panic!("{pointer}: not in the schema"));
         Self { root, at }.resolved()

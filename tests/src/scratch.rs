@@ -90,7 +90,7 @@ pub(crate) fn remove_state(device: u64, inode: u64) {
         PathBuf::from(own).join("blockhouse"),
     ];
     for folder in folders {
-        // There is none, mostly.
+        // Mostly there is no such file.
         let _ = std::fs::remove_file(folder.join(format!("{device:x}-{inode:x}")));
     }
 }

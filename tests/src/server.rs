@@ -310,7 +310,7 @@ impl Server {
         assert!(memory < MEMORY_LIMIT, "{memory} bytes in use");
     }
 
-    /// Leaves it with so many descriptors that it may still open.
+    /// Limits it to this number of descriptors that it may still open.
     pub fn limit_descriptors(&self, free: usize) {
         let folder = format!("/proc/{}/fd", self.child.id());
         let is_free = |number: &u64| !Path::new(&folder).join(number.to_string()).is_symlink();
@@ -331,7 +331,7 @@ impl Server {
         (0..20).map(read).min().expect("there are readings")
     }
 
-    /// Sets a limit of the running server; `None` is none.
+    /// Sets a limit of the running server; `None`: unlimited.
     ///
     /// # Panics
     /// When this user may not.
@@ -381,7 +381,7 @@ impl Drop for Server {
     }
 }
 
-/// The lines of a pipe that somebody else can wait for; it never fills up.
+/// The lines of a pipe, for another thread to wait for; it never fills up.
 fn lines(stdout: ChildStdout) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {

@@ -1,5 +1,5 @@
-//! A client of TLS 1.2 by a pre-shared key (RFC 5246, RFC 4279, RFC 5288), which sends whatever
-//! records it is told to: libraries keep the rules.
+//! A client of TLS 1.2 by a pre-shared key (RFC 5246, RFC 4279, RFC 5288), which sends any records:
+//! libraries keep the rules.
 
 use std::io::{self, Read, Write};
 

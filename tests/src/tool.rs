@@ -78,7 +78,7 @@ pub fn run(command: &mut Command) -> Outcome {
 #[track_caller]
 pub fn run_within(limit: Duration, command: &mut Command) -> Outcome {
     let line = line(command);
-    // Files instead of pipes: nobody needs to empty them while the program runs.
+    // Files instead of pipes: they need not be emptied while the program runs.
     let [mut stdout, mut stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a scratch file"));
     let copy = |file: &File| Stdio::from(file.try_clone().expect("a second descriptor"));
     command.stdout(copy(&stdout)).stderr(copy(&stderr)).stdin(Stdio::null());

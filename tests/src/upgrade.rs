@@ -113,9 +113,10 @@ pub fn verify(mut client: Client, start: u64, mut random: Rng, load: &Load) -> S
         assert_eq!(reply.error, 0, "a request failed");
         let slot = slots.iter_mut().find(|slot| slot.cookie == cookie).expect("a known cookie");
         slot.check(&reply.data);
-        match load.is_stopped() {
-            true => in_flight -= 1,
-            false => slot.send(&mut client, &mut random, &mut generation),
+        if load.is_stopped() {
+            in_flight -= 1
+        } else {
+            slot.send(&mut client, &mut random, &mut generation)
         }
     }
     client.disconnect();
@@ -166,13 +167,12 @@ impl Slot {
         let is_read = self.choose(random, generation);
         let (offset, length) = (self.offset(), BLOCK);
         let request = |command| Request { command, flags: 0, offset, length };
-        let sent = match is_read {
-            true => client.send(request(command::READ)),
-            false => {
-                let mut block = vec![0; BLOCK as usize];
-                pattern::fill(&mut block, offset, *generation);
-                client.send_with(request(command::WRITE), &block)
-            }
+        let sent = if is_read {
+            client.send(request(command::READ))
+        } else {
+            let mut block = vec![0; BLOCK as usize];
+            pattern::fill(&mut block, offset, *generation);
+            client.send_with(request(command::WRITE), &block)
         };
         self.cookie = sent.expect("no end of file is seen");
     }
@@ -203,10 +203,10 @@ pub fn upgrade_under_load(control: &Path) -> f64 {
     told_gap(&outcome.success())
 }
 
-/// The gap that an upgrade tells of, in milliseconds.
+/// The gap that an upgrade reports, in milliseconds.
 ///
 /// # Panics
-/// When it tells of none.
+/// When it reports none.
 fn told_gap(outcome: &Outcome) -> f64 {
     let words: Vec<_> = outcome.stdout.split_whitespace().collect();
     let gap = words.iter().rev().nth(1).and_then(|word| word.parse().ok());

@@ -1,7 +1,7 @@
 //! `cargo xtask deny`: what our dependencies may be, by `deny.toml` and cargo-deny.
 //!
 //! cargo-deny is installed into `target/tools` where it is missing. Advisories need their database
-//! from the network; where it cannot be reached they are skipped, and that is said.
+//! from the network; where it cannot be reached they are skipped, with a message.
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::path::Path;

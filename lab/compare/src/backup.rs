@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow};
 use blockhouse_figures::{Spread, median_interval};
 use lab_nbd::{Client, Framing, handshake};
 use lab_tools::process::stdout_of;
@@ -22,9 +22,9 @@ use crate::config::{Config, Options};
 use crate::growth::layouts;
 use crate::light::{self, Load, Operation};
 use crate::measurement::Measurement;
-use crate::report::{Environment, terminal};
+use crate::report::{Environment, cell, spread, terminal};
 use crate::rows::{LIGHT, Row};
-use crate::servers::{EXPORT, Format, Image, Kind, Server, Start};
+use crate::servers::{EXPORT, Format, Image, Kind, Server, Start, uri};
 use crate::storage::{self, Storage};
 
 /// The name of the checkpoint, and of the bitmap.
@@ -58,15 +58,9 @@ struct Figures {
 
 /// Measures, as `options` say.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    let is_printed = options.markdown.is_none() && options.json.is_none();
-    ensure!(
-        is_printed,
-        "--backup prints its figures, and writes no file: leave --markdown and --json out"
-    );
-    let mut config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
-    ensure!(config.servers == [Kind::Blockhouse], "--backup measures the server blockhouse alone");
+    let mut config = Config::of_blockhouse(workspace, options, "--backup")?;
     let control = config.folder.path().join("control");
-    config.programs.serve_args.extend(["--control".to_owned(), text(&control)?]);
+    config.programs.serve_args.extend(["--control".to_owned(), control.display().to_string()]);
     terminal::environment(&Environment::find(&config)?);
     let size = options.bytes()?;
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
@@ -83,21 +77,15 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn text(path: &Path) -> Result<String> {
-    Ok(path.to_str().context("a path that is no text")?.to_owned())
-}
-
 fn print(figures: &[Figures]) {
-    let spread = |values: &[f64]| Spread::of(values.iter().copied());
     for ((_, name), one) in WAYS.iter().zip(figures) {
         let ratio = Spread::of_ratios(&one.rates, &figures[0].rates);
         let interval = median_interval(one.rates.iter().zip(&figures[0].rates).map(|(a, b)| a / b));
         let interval =
             interval.map_or_else(String::new, |(from, to)| format!(" (95 %: {from:.3}..{to:.3})"));
-        let [rate, cpu] = [(&one.rates, 1), (&one.cpu, 2)].map(|(values, digits)| {
-            spread(values).map_or_else(String::new, |spread| format!("{spread:.digits$}"))
-        });
-        let ratio = ratio.map_or_else(String::new, |ratio| format!("{ratio:.3}"));
+        let rate = spread(one.rates.iter().copied(), 1);
+        let cpu = spread(one.cpu.iter().copied(), 2);
+        let ratio = cell(ratio, 3);
         println!("  {name:20} {rate:28} k/s {cpu:28} us of CPU  {ratio}{interval} of alone");
     }
 }
@@ -114,9 +102,8 @@ impl Config {
         for _ in 0..self.rounds {
             for ((way, name), figures) in WAYS.into_iter().zip(&mut all) {
                 let measured = self.measure_way(way, format, storage, control).context(name)?;
-                let requests = measured.requests.max(1) as f64;
-                figures.rates.push(requests / measured.elapsed.as_secs_f64() / 1e3);
-                figures.cpu.push(measured.server_cpu.as_secs_f64() * 1e6 / requests);
+                figures.rates.push(measured.requests_a_second() / 1e3);
+                figures.cpu.push(measured.cpu_a_request());
             }
         }
         Ok(all)
@@ -157,7 +144,7 @@ impl Config {
             Way::Alone | Way::Bitmap => load_for(self.generation + 1)?,
             Way::Checkpoint => {
                 let socket = folder.join("backup.sock");
-                let uri = format!("nbd+unix:///{EXPORT}?socket={}", text(&socket)?);
+                let uri = uri(&socket);
                 ctl(&["backup", "begin", disk, "--backup", NAME, "--export", &uri])?;
                 let measured = beside_reader(&socket, || load_for(self.generation + 1))?;
                 ctl(&["backup", "end", NAME])?;

@@ -129,6 +129,30 @@ impl Options {
     pub fn bytes(&self) -> Result<u64> {
         self.mebibytes().checked_mul(1 << 20).context("--size is beyond 64 bits")
     }
+
+    /// Refuses files for the report of the comparison `option`, which is only printed.
+    pub fn refuse_files(&self, option: &str) -> Result<()> {
+        ensure!(
+            self.markdown.is_none() && self.json.is_none(),
+            "{option} prints its figures, and writes no file: leave --markdown and --json out"
+        );
+        Ok(())
+    }
+
+    /// Writes the files of a report that were asked for.
+    pub fn write_files(
+        &self,
+        markdown: impl FnOnce() -> Result<String>,
+        json: impl FnOnce() -> Result<String>,
+    ) -> Result<()> {
+        if let Some(file) = &self.markdown {
+            write(file, &markdown()?)?;
+        }
+        if let Some(file) = &self.json {
+            write(file, &json()?)?;
+        }
+        Ok(())
+    }
 }
 
 /// The choices of [`Options`], resolved.
@@ -181,9 +205,10 @@ impl Config {
             .tempdir()
             .context("cannot make a temporary folder")?;
         let is_plain = |kind: &Kind| matches!(kind, Kind::PlainC | Kind::PlainCCached);
-        let plain_server = match servers.iter().any(is_plain) {
-            true => plain_server::build(folder.path())?,
-            false => PathBuf::new(),
+        let plain_server = if servers.iter().any(is_plain) {
+            plain_server::build(folder.path())?
+        } else {
+            PathBuf::new()
         };
         let words = |text: &str| text.split_whitespace().map(str::to_owned).collect();
         let baseline_args = options.baseline_args.as_ref().unwrap_or(&options.serve_args);
@@ -206,6 +231,29 @@ impl Config {
             poll_time: Duration::from_micros(options.poll_time),
             generation: 0,
         })
+    }
+}
+
+impl Config {
+    /// As [`new`](Self::new), for the comparison `option`, which prints the figures of our own
+    /// server alone.
+    pub fn of_blockhouse(workspace: &Workspace, options: &Options, option: &str) -> Result<Self> {
+        options.refuse_files(option)?;
+        let config = Self::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
+        let is_alone = config.servers == [Kind::Blockhouse];
+        ensure!(is_alone, "{option} measures the server blockhouse alone");
+        Ok(config)
+    }
+
+    /// As [`new`](Self::new), of servers of qcow2 images.
+    pub fn of_qcow2(workspace: &Workspace, options: &Options, all: &[Kind]) -> Result<Self> {
+        let config = Self::new(workspace, options, Vec::new(), all)?;
+        for kind in &config.servers {
+            let is_known = *kind == Kind::Baseline || Kind::QCOW2.contains(kind);
+            let name = kind.name();
+            ensure!(is_known, "{name} does not serve qcow2 images: choose other --servers");
+        }
+        Ok(config)
     }
 }
 

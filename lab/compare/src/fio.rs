@@ -13,7 +13,7 @@ use super::interrupt::Interrupt;
 use super::light::{Operation, Order};
 use super::measurement::{Latency, Measurement};
 use super::rows::Row;
-use super::servers::{EXPORT, Server};
+use super::servers::{Server, uri};
 use lab_tools::process::stdout_of;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -63,7 +63,7 @@ fn command(row: &Row, server: &Server, duration: Duration, report: &Path) -> Res
     let mut fio = Command::new("fio");
     // With --thread it is one process, which ends whole when it is killed.
     fio.args(["--name=compare", "--ioengine=nbd", "--thread", "--time_based", "--norandommap"]);
-    fio.arg(format!("--uri=nbd+unix:///{EXPORT}?socket={}", server.socket().display()));
+    fio.arg(format!("--uri={}", uri(server.socket())));
     fio.arg(format!("--rw={pattern}"));
     fio.arg(format!("--bs={}", row.block));
     fio.arg(format!("--iodepth={}", row.depth));

@@ -21,8 +21,8 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity, set_current_t
 use crate::config::{Config, Options};
 use crate::light::connection::{Check, Connection, Job, Wait};
 use crate::light::{Offsets, Operation, Order};
-use crate::report::{kernel, processor};
-use crate::servers::{EXPORT, Kind, Server, socket_in};
+use crate::report::{cell, kernel, processor, spread};
+use crate::servers::{EXPORT, Kind, Server, socket_in, uri};
 use crate::storage::{self, Storage};
 
 /// Bytes of a request.
@@ -226,7 +226,7 @@ impl Place {
         }
         command.arg("serve").arg(image).args(["--format", "raw", "--read-only"]);
         command.args(["--cache", "none", "--nbd"]);
-        command.arg(format!("nbd+unix:///{EXPORT}?socket={}", socket.display()));
+        command.arg(uri(socket));
         if contender == Contender::NeverPolling {
             command.args(["--poll-max-us", "0"]);
         }
@@ -236,14 +236,8 @@ impl Place {
 }
 
 fn print_line(way: Way, contender: Contender, column: &Column, base: &Column) {
-    let all = |values: &[f64], digits: usize| {
-        let spread = Spread::of(values.iter().copied());
-        spread.map_or_else(String::new, |spread| format!("{spread:.digits$}"))
-    };
-    let ratio = |values: &[f64], base: &[f64]| {
-        let spread = Spread::of_ratios(values, base);
-        spread.map_or_else(String::new, |spread| format!("{spread:.2}"))
-    };
+    let all = |values: &[f64], digits: usize| spread(values.iter().copied(), digits);
+    let ratio = |values: &[f64], base: &[f64]| cell(Spread::of_ratios(values, base), 2);
     let cells = [
         way.name(),
         contender.name().to_owned(),

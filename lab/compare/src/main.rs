@@ -10,7 +10,7 @@
 //! - [`qcow2`]: what is special to images that map: other loads, and tools
 //! - [`backup`]: what bitmaps and backups leave of a rate
 //! - [`mirror`]: what mirrors leave of a rate, and how long their switch is
-//! - [`growth`]: what becomes of a figure when something grows
+//! - [`growth`]: figures while something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`tls`]: reads over TLS
 //! - [`cloud_images`]: images of clouds' shapes, converted

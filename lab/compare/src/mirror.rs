@@ -16,7 +16,6 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use blockhouse_figures::Spread;
 use lab_tools::control::Control;
 use lab_tools::workspace::Workspace;
 use serde_json::{Value, json};
@@ -25,12 +24,13 @@ use self::guest::{Content, Progress};
 use crate::caching::Caching;
 use crate::config::{Config, Options, chosen};
 use crate::growth::layouts;
-use crate::report::{Environment, terminal};
+use crate::measurement::milliseconds;
+use crate::report::{Environment, spread, terminal};
 use crate::rows::Export;
-use crate::servers::{EXPORT, Format, Image, Kind, Server, Start, socket_in};
+use crate::servers::{EXPORT, Format, Image, Kind, Server, Start, socket_in, uri};
 use crate::storage::{self, Storage};
 
-/// By when a mirror is ready, or complete.
+/// The longest time until a mirror is ready, or complete.
 const LIMIT: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(5);
 /// For so long the guest goes on around the switch, so that its gap is seen.
@@ -112,14 +112,8 @@ struct Place<'a> {
 
 /// Measures, as `options` say.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    let is_printed = options.markdown.is_none() && options.json.is_none();
-    ensure!(
-        is_printed,
-        "--mirror prints its figures, and writes no file: leave --markdown and --json out"
-    );
     let rows = chosen(ROWS, |row| row.name, &options.rows)?;
-    let mut config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
-    ensure!(config.servers == [Kind::Blockhouse], "--mirror measures the server blockhouse alone");
+    let mut config = Config::of_blockhouse(workspace, options, "--mirror")?;
     terminal::environment(&Environment::find(&config)?);
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
     let size = options.bytes()?;
@@ -174,10 +168,7 @@ impl Way {
 }
 
 fn print(way: &Way) {
-    let spread = |figure: fn(&Turn) -> f64, digits: usize| {
-        let spread = Spread::of(way.turns.iter().map(figure));
-        spread.map_or_else(String::new, |spread| format!("{spread:.digits$}"))
-    };
+    let figure = |of: fn(&Turn) -> f64, digits: usize| spread(way.turns.iter().map(of), digits);
     println!("  {}", way.name());
     let stretches: [(&str, StretchOf); 4] = [
         ("alone", |turn| turn.alone),
@@ -186,12 +177,11 @@ fn print(way: &Way) {
         ("with the target", |turn| turn.moved),
     ];
     for (name, stretch) in stretches {
-        let figures = |figure: fn(Stretch) -> f64, digits: usize| {
-            let spread = Spread::of(way.turns.iter().map(|turn| figure(stretch(turn))));
-            spread.map_or_else(String::new, |spread| format!("{spread:.digits$}"))
+        let figures = |of: fn(Stretch) -> f64, digits: usize| {
+            spread(way.turns.iter().map(|turn| of(stretch(turn))), digits)
         };
-        let ratio = Spread::of(way.turns.iter().map(|turn| stretch(turn).rate / turn.alone.rate));
-        let ratio = ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
+        let ratio = way.turns.iter().map(|turn| stretch(turn).rate / turn.alone.rate);
+        let ratio = spread(ratio, 2);
         let (rate, cpu, gap) = (
             figures(|stretch| stretch.rate, 1),
             figures(|stretch| stretch.cpu, 1),
@@ -203,10 +193,10 @@ fn print(way: &Way) {
     }
     println!(
         "    ready after {} s, copied {} of the disk; switch: {} ms without an answer, {} ms by the server",
-        spread(|turn| turn.time, 1),
-        spread(|turn| turn.copied, 2),
-        spread(|turn| turn.switch.gap, 1),
-        spread(|turn| turn.pause, 1)
+        figure(|turn| turn.time, 1),
+        figure(|turn| turn.copied, 2),
+        figure(|turn| turn.switch.gap, 1),
+        figure(|turn| turn.pause, 1)
     );
 }
 
@@ -412,14 +402,6 @@ fn call(control: &mut Control, method: &str, params: &Value) -> Result<Value> {
     control.call(method, params)?.map_err(|error| anyhow!("{method}: {error}"))
 }
 
-fn uri(socket: &Path) -> String {
-    format!("nbd+unix:///{EXPORT}?socket={}", socket.display())
-}
-
 fn text(path: &Path) -> Result<String> {
     Ok(path.to_str().context("a path that is no text")?.to_owned())
-}
-
-fn milliseconds(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
 }

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use lab_tools::workspace::Workspace;
 
-use crate::config::{Config, Options, chosen, write};
-use crate::light::{self, Load};
+use crate::config::{Config, Options, chosen};
+use crate::light::{self, Content, Load};
 use crate::measurement::Measurement;
 use crate::report::{self, Environment};
 use crate::results::{RowResult, StorageResult};
@@ -32,13 +32,10 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         let storage = Storage::create(kind, size, &disk, &config.interrupt)?;
         results.push(config.measure_storage(storage)?);
     }
-    if let Some(file) = &options.markdown {
-        write(file, &report::markdown::render(&environment, &results))?;
-    }
-    if let Some(file) = &options.json {
-        write(file, &report::json::render(&environment, &results)?)?;
-    }
-    Ok(())
+    options.write_files(
+        || Ok(report::markdown::render(&environment, &results)),
+        || report::json::render(&environment, &results),
+    )
 }
 
 impl Config {
@@ -73,7 +70,7 @@ impl Config {
                 let index = if round % 2 == 0 { turn } else { taking_part.len() - 1 - turn };
                 let (kind, rounds) = &mut taking_part[index];
                 let measured = match running.get(index) {
-                    Some(server) => self.load(row, *kind, server),
+                    Some(server) => self.load(row, kind.content(), server),
                     None => self.measure(row, *kind, storage),
                 };
                 rounds.push(measured.with_context(|| format!("{} on {}", row.name, kind.name()))?);
@@ -85,7 +82,7 @@ impl Config {
 
     fn measure(&mut self, row: Row, kind: Kind, storage: &Storage) -> Result<Measurement> {
         let server = self.start(row, kind, storage)?;
-        let measured = self.load(row, kind, &server)?;
+        let measured = self.load(row, kind.content(), &server)?;
         server.stop()?;
         Ok(measured)
     }
@@ -97,12 +94,13 @@ impl Config {
         Server::start(start, &self.programs, image, self.folder.path(), &self.interrupt)
     }
 
-    fn load(&mut self, row: Row, kind: Kind, server: &Server) -> Result<Measurement> {
+    /// One measurement of a server of an image with this content.
+    pub fn load(&mut self, row: Row, content: Content, server: &Server) -> Result<Measurement> {
         self.generation += 1;
         let load = Load {
             warm_up: self.duration / 10,
             duration: self.duration,
-            content: kind.content(),
+            content,
             ..row.load(self.generation)
         };
         let cpu = || server.cpu();

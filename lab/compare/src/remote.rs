@@ -19,12 +19,11 @@ use lab_tools::workspace::Workspace;
 use serde_json::{Map, Value, json};
 
 use crate::config::{Config, Options, chosen, write};
-use crate::fio;
-use crate::light::{self, Content, Load, Operation};
+use crate::light::{Content, Operation};
 use crate::measurement::Measurement;
-use crate::report::{kernel, processor};
+use crate::report::{self, kernel, processor};
 use crate::rows::{Client, LIGHT, Row};
-use crate::servers::{EXPORT, Kind, Server, socket_in};
+use crate::servers::{EXPORT, Kind, Server, socket_in, uri};
 use crate::storage::{self, Storage};
 
 /// The light client asks for simple replies, as the kernel's does. fio is a client of libnbd's and
@@ -65,12 +64,12 @@ struct Column {
 impl Column {
     /// Thousands of requests a second.
     fn rates(&self) -> Vec<f64> {
-        self.each(|turn| turn.requests as f64 / turn.elapsed.as_secs_f64() / 1e3)
+        self.each(|turn| turn.requests_a_second() / 1e3)
     }
 
     /// Microseconds of processor time a request.
     fn cpu(&self) -> Vec<f64> {
-        self.each(|turn| turn.server_cpu.as_secs_f64() * 1e6 / turn.requests as f64)
+        self.each(Measurement::cpu_a_request)
     }
 
     fn each(&self, figure: impl Fn(&Measurement) -> f64) -> Vec<f64> {
@@ -125,13 +124,10 @@ const TABLE: &str = "\
 
 fn lines(place: &Place, row: Row, columns: &[Column]) -> String {
     let mut text = String::new();
-    let cell = |values: &[f64], digits: usize| {
-        let spread = Spread::of(values.iter().copied());
-        spread.map_or_else(String::new, |spread| format!("{spread:.digits$}"))
-    };
+    let cell = |values: &[f64], digits: usize| report::spread(values.iter().copied(), digits);
     let ratio = |ours: &[f64], theirs: &[f64]| {
-        let spread = Spread::of_ratios(ours, theirs);
-        let spread = spread.map_or_else(String::new, |spread| format!("{:.2}", spread.median));
+        let median = Spread::of_ratios(ours, theirs).map(|spread| spread.median);
+        let spread = report::cell(median, 2);
         let interval = median_interval(ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs));
         let interval =
             interval.map_or_else(String::new, |(from, to)| format!(" ({from:.2}..{to:.2})"));
@@ -283,26 +279,8 @@ impl Config {
         let server = Server::spawn(command, socket, folder.join("server.log"), &self.interrupt)?;
         // A server may listen before its image is open, and opening is not measured.
         drop(handshake::open(server.socket(), EXPORT)?);
-        self.generation += 1;
-        let load = Load {
-            warm_up: self.duration / 10,
-            duration: self.duration,
-            content: place.content,
-            ..row.load(self.generation)
-        };
-        let cpu = || server.cpu();
-        let measured = match row.client {
-            Client::Fio => {
-                fio::run(&row, &server, self.duration, self.folder.path(), &self.interrupt)?
-            }
-            _ => light::run(load, server.socket(), EXPORT, &cpu, &self.interrupt)?,
-        };
+        let measured = self.load(row, place.content, &server)?;
         server.stop()?;
-        ensure!(measured.requests > 0, "nothing was answered");
         Ok(measured)
     }
-}
-
-fn uri(socket: &Path) -> String {
-    format!("nbd+unix:///{EXPORT}?socket={}", socket.display())
 }

@@ -28,7 +28,7 @@ pub struct Row {
     pub order: Order,
     /// Bytes in a request.
     pub block: u32,
-    /// Requests under way, over all connections.
+    /// Requests in flight, over all connections.
     pub depth: u16,
     /// Connections, or queues, that share the depth.
     pub connections: u16,

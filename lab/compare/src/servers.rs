@@ -211,8 +211,7 @@ impl Kind {
                 command.arg("serve").arg(image).args(["--format", format.name(), "--cache", cache]);
                 match start.export {
                     Export::Nbd => {
-                        let uri = format!("nbd+unix:///{EXPORT}?socket={}", socket.display());
-                        command.arg("--nbd").arg(uri);
+                        command.arg("--nbd").arg(uri(socket));
                     }
                     Export::VhostUser => {
                         let queues = start.queues.to_string();
@@ -275,6 +274,11 @@ impl Kind {
         }
         command
     }
+}
+
+/// The URI of [`EXPORT`] at a socket.
+pub fn uri(socket: &Path) -> String {
+    format!("nbd+unix:///{EXPORT}?socket={}", socket.display())
 }
 
 fn key_value(key: &str, value: &Path) -> OsString {

@@ -10,12 +10,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use blockhouse_figures::{Spread, median_interval};
+use blockhouse_figures::median_interval;
 use lab_tools::workspace::Workspace;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::config::{Config, Options};
-use crate::report::{Environment, terminal};
+use crate::report::{Environment, spread, terminal};
 use crate::servers::Kind;
 
 /// Starts of each way in each round.
@@ -32,11 +32,7 @@ struct Way<'a> {
 
 /// Measures, as `options` say.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
-    let is_printed = options.markdown.is_none() && options.json.is_none();
-    ensure!(
-        is_printed,
-        "--start prints its figures, and writes no file: leave --markdown and --json out"
-    );
+    options.refuse_files("--start")?;
     let config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
     let are_ours = |kind: &Kind| matches!(kind, Kind::Blockhouse | Kind::Baseline);
     ensure!(config.servers.iter().all(are_ours), "--start measures our servers alone");
@@ -103,7 +99,7 @@ struct Started(Child);
 
 impl Drop for Started {
     fn drop(&mut self) {
-        // One that has ended is not there any more.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -113,8 +109,7 @@ fn print(ways: &[Way<'_>]) {
     println!();
     let Some(first) = ways.first() else { return };
     for way in ways {
-        let time = Spread::of(way.times.iter().copied());
-        let time = time.map_or_else(String::new, |spread| format!("{spread:.1}"));
+        let time = spread(way.times.iter().copied(), 1);
         let ratios = way.times.iter().zip(&first.times).map(|(own, first)| own / first);
         let interval = median_interval(ratios);
         let interval = interval

@@ -2,11 +2,11 @@
 //! socket, from Blockhouse and from qemu-nbd.
 //!
 //! nbdcopy decrypts with GnuTLS on one thread for each connection. Where that thread is busy all
-//! the time, the client is the limit and not the server: so its processor time is told beside the
-//! server's.
+//! the time, the client is the limit and not the server: so its processor time is printed beside
+//! the server's.
 //!
-//! qemu-nbd takes ChaCha20 where keys are shared before, and AES only if it is told to. It is
-//! measured both ways, and ratios are to the one that has our cipher.
+//! qemu-nbd takes ChaCha20 where keys are shared before, and AES only if its options ask for it. It
+//! is measured both ways, and ratios are to the one that has our cipher.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
 
 use crate::config::{Config, Options, chosen, write};
-use crate::report::{kernel, processor};
+use crate::report::{cell, kernel, processor};
 use crate::servers::{EXPORT, Kind, Server, socket_in};
 use crate::storage::{self, Storage};
 use lab_tools::apt;
@@ -135,9 +135,6 @@ qemu-nbd | CPU, of qemu-nbd |
 fn lines(load: Load, columns: &[Column]) -> String {
     let mut text = String::new();
     let all = |values: &[f64]| Spread::of(values.iter().copied());
-    let cell = |spread: Option<Spread>, digits: usize| {
-        spread.map_or(String::new(), |spread| format!("{spread:.digits$}"))
-    };
     let peer = columns.last().expect("qemu-nbd");
     for column in columns {
         let Column { contender, rates, server, client, busy } = column;

@@ -27,7 +27,7 @@ use lab_nbd::pattern::{self, SECTOR};
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// One reply in this many is checked.
 const SAMPLE_EVERY: u64 = 64;
-/// This many of the last writes are read back.
+/// The number of last writes that are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
@@ -41,7 +41,7 @@ const CHAIN: u16 = 3;
 /// Bytes before a slot's data, for its header and status.
 const HEAD: usize = 4096;
 
-/// A request's memory, and what is under way in it.
+/// A request's memory, and the request in flight in it.
 struct Slot {
     head: VolatileSlice,
     data: VolatileSlice,
@@ -284,7 +284,7 @@ impl<'a> Run<'a> {
         self.queues.iter().any(|queue| queue.free.len() < queue.slots.len())
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until nothing is in flight.
     fn drain(&mut self, interrupt: &Interrupt) -> Result<()> {
         while self.busy() {
             interrupt.check()?;

@@ -49,18 +49,10 @@ pub fn run(
     option("--format", image.format());
     option("--cache", CACHES[random.usize(..CACHES.len())]);
     option("--engine", ENGINES[random.usize(..ENGINES.len())]);
-    let serve = Serve {
-        binary: setting.binary.clone(),
-        image: path,
-        options,
-        nbd: Some(folders.in_memory("nbd")),
-        listener: None,
-        vhost_user: None,
-        log: folders.in_memory("log"),
-    };
+    let serve = Serve::over_nbd(setting, &folders, path, options);
     match die_and_change(&folders, &serve, image, &mut random) {
         Ok(()) => Ok(None),
-        Err(error) => Ok(Some(folders.finding(&format!("{image}: {error:#}"), &serve.log))),
+        Err(error) => Ok(Some(folders.finding(&format!("{image}: {error:#}")))),
     }
 }
 

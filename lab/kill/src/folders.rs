@@ -4,7 +4,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use fastrand::Rng;
 use tempfile::TempDir;
+
+use crate::combination::{CACHES, ENGINES};
 
 /// Lines of the servers' log in the report of a finding.
 const LOG_LINES: usize = 6;
@@ -74,9 +77,25 @@ impl Folders {
         }
     }
 
+    /// Options of a server with state and a control socket, the others by chance.
+    pub fn random_options(&self, setting: &Setting, random: &mut Rng) -> Vec<String> {
+        let mut options = self.state_options(setting);
+        let mut option = |name: &str, value: &str| options.extend([name.into(), value.into()]);
+        option("--cache", CACHES[random.usize(..CACHES.len())]);
+        option("--engine", ENGINES[random.usize(..ENGINES.len())]);
+        option("--workers", ["1", "2"][random.usize(..2)]);
+        option("--control", &self.in_memory("control").display().to_string());
+        options
+    }
+
+    /// The log of the servers.
+    pub fn log(&self) -> PathBuf {
+        self.in_memory("log")
+    }
+
     /// Keeps everything for the report of a finding.
-    pub fn finding(self, what: &str, log: &Path) -> Finding {
-        let said = std::fs::read_to_string(log).unwrap_or_default();
+    pub fn finding(self, what: &str) -> Finding {
+        let said = std::fs::read_to_string(self.log()).unwrap_or_default();
         let lines: Vec<&str> = said.lines().collect();
         let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n    ");
         let what = format!("{what}\n  the servers said:\n    {last}");

@@ -33,7 +33,7 @@ const ENTRIES: u16 = 64;
 const HEAD: usize = 4096;
 const SLOT: usize = HEAD + MAX_DATA as usize;
 const STATUS: usize = 512;
-/// By when a server that was started again must have answered what was in flight.
+/// The longest time in which a server that was started again must answer the requests in flight.
 const RESUME_LIMIT: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(1);
 

@@ -161,9 +161,10 @@ impl Load {
         let reach = if random.bool() { self.size / 8 } else { self.size };
         let start = random.u64(..reach.div_ceil(unit)) * unit;
         let length = (random.u64(1..=3) * unit).min(max);
-        let (start, length) = match any_byte {
-            true => (start + random.u64(..unit), length - random.u64(..SECTOR)),
-            false => (start, length),
+        let (start, length) = if any_byte {
+            (start + random.u64(..unit), length - random.u64(..SECTOR))
+        } else {
+            (start, length)
         };
         let start = start.min(self.size - SECTOR);
         start..self.size.min(start + length)

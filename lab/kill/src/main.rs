@@ -287,9 +287,10 @@ impl Runs<'_> {
         }
         let is_kept = !self.cli.without_state && self.report.lock().findings() <= MAX_KEPT;
         for folder in &finding.kept {
-            match is_kept {
-                true => println!("  kept: {}", folder.display()),
-                false => std::fs::remove_dir_all(folder)?,
+            if is_kept {
+                println!("  kept: {}", folder.display())
+            } else {
+                std::fs::remove_dir_all(folder)?
             }
         }
         Ok(())

@@ -21,7 +21,7 @@ use lab_tools::control::Control;
 
 use self::steer::{MOMENTS, Moment, Told, steer};
 use self::target::{KINDS, Kind, Target};
-use crate::combination::{CACHES, ENGINES, Image};
+use crate::combination::Image;
 use crate::folders::{Finding, Folders, Setting};
 use crate::load::{Flushes, Load, Phase};
 use crate::model::Model;
@@ -29,7 +29,7 @@ use crate::nbd_client;
 use crate::report::Counts;
 use crate::run::{outcome_of, when_unlocked};
 use crate::server::{Serve, Server};
-use crate::template::quiet;
+use crate::template::{content_of, quiet};
 
 /// Bytes of the disk: the first pass takes a while.
 const SIZE: u64 = (16 << 20) + 7 * 512;
@@ -67,12 +67,7 @@ pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>
     let format = ["raw", "qcow2"][random.usize(..2)];
     let size = SIZE.to_string();
     quiet(folders.images(), "qemu-img", &["create", "-q", "-f", format, "disk0", &size])?;
-    let mut options = folders.state_options(setting);
-    let mut option = |name: &str, value: &str| options.extend([name.into(), value.into()]);
-    option("--cache", CACHES[random.usize(..CACHES.len())]);
-    option("--engine", ENGINES[random.usize(..ENGINES.len())]);
-    option("--workers", ["1", "2"][random.usize(..2)]);
-    option("--control", &folders.in_memory("control").display().to_string());
+    let options = folders.random_options(setting, &mut random);
     // A target may be of another format, whose discards zero other parts.
     let model = Model::new(vec![0; SIZE as usize], None);
     let load = Load::new(&Image::Raw, model, Flushes::Sometimes);
@@ -94,9 +89,7 @@ pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>
     let outcome = run.run_mirrors();
     let counts = run.counts;
     let Err(error) = outcome else { return Ok((counts, None)) };
-    let log = folders.in_memory("log");
-    let finding = folders.finding(&format!("{what}: {error:#}"), &log);
-    Ok((counts, Some(finding)))
+    Ok((counts, Some(folders.finding(&format!("{what}: {error:#}")))))
 }
 
 impl Run<'_> {
@@ -112,22 +105,14 @@ impl Run<'_> {
                 ("scenario", "mirror".into()),
             ];
             let requests = self.load.model().requests();
-            let before: u64 = self.counts.iter().map(|counts| counts.requests).sum();
-            let counts =
-                Counts { rows: rows.into(), kills: 1, requests: requests - before, replays: 0 };
-            self.counts.push(counts);
+            self.counts.push(Counts::of_kill(rows, requests, &self.counts));
         }
         // Other programs read the same.
         let server = self.start()?;
         self.read_back(&server)?;
         server.stop()?;
         let name = self.image.to_str().context("a path that is no text")?;
-        quiet(
-            self.folders.images(),
-            "qemu-img",
-            &["convert", "-f", self.format, "-O", "raw", name, "flat"],
-        )?;
-        let content = std::fs::read(self.folders.images().join("flat"))?;
+        let content = content_of(self.folders.images(), self.format, name)?;
         self.load.model().verify(0, &content).context("read by qemu-img at the end")?;
         if self.format == "qcow2" {
             let mut check = Command::new("qemu-img");
@@ -165,24 +150,12 @@ impl Run<'_> {
     fn serve(&self, image: &Path, format: &str) -> Serve {
         let mut options = self.options.clone();
         options.extend(["--format".into(), format.into(), "--name".into(), "disk".into()]);
-        Serve {
-            binary: self.setting.binary.clone(),
-            image: image.to_owned(),
-            options,
-            nbd: Some(self.folders.in_memory("nbd")),
-            listener: None,
-            vhost_user: None,
-            log: self.folders.in_memory("log"),
-        }
+        Serve::over_nbd(self.setting, self.folders, image.to_owned(), options)
     }
 
     /// Reads the whole disk and compares it with the model.
     fn read_back(&mut self, server: &Server) -> Result<()> {
-        let mut client = nbd_client::connect(&self.folders.in_memory("nbd"), &mut self.random);
-        nbd_client::read_back(&mut client, &self.load)?;
-        client.disconnect();
-        ensure!(!server.said().contains("panicked"), "{}", server.said());
-        Ok(())
+        nbd_client::read_back_from(server, self.folders, &self.load, &mut self.random)
     }
 
     /// Begins a mirror under load, and kills the server at some moment. What it said before.

@@ -1,6 +1,6 @@
 //! The permitted content of a disk, byte by byte, given its server's answers.
 //!
-//! A change that was answered is in force. One whose connection ended before its answer may have
+//! A change that was answered has happened. One whose connection ended before its answer may have
 //! happened or not, in each byte. A discard without a defined result leaves the old byte or zero. A
 //! read that shows which of them it is settles the question: every later read must show the same.
 //! Changes and reads in flight never overlap, so the order of answers decides nothing.

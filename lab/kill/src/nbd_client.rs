@@ -8,8 +8,10 @@ use anyhow::{Context, Result, ensure};
 use fastrand::Rng;
 use lab_nbd::{Address, Client, Framing, Request, command, errno, flag, handshake};
 
+use crate::folders::Folders;
 use crate::load::{Load, Phase, Planned};
 use crate::model::Action;
+use crate::server::Server;
 
 /// Bytes of one read when everything is read back.
 const PART: u64 = 1 << 20;
@@ -53,6 +55,23 @@ pub fn read_back(client: &mut Client, load: &Load) -> Result<()> {
         let bytes = bytes.map_err(|error| anyhow::anyhow!("reading at {start} failed: {error}"))?;
         load.model().verify(start, &bytes).context("read back over NBD")?;
     }
+    Ok(())
+}
+
+/// Reads the whole disk of a server as [`read_back`] does, over a connection of its own.
+///
+/// # Errors
+/// As [`read_back`]; the server has panicked.
+pub fn read_back_from(
+    server: &Server,
+    folders: &Folders,
+    load: &Load,
+    random: &mut Rng,
+) -> Result<()> {
+    let mut client = connect(&folders.in_memory("nbd"), random);
+    read_back(&mut client, load)?;
+    client.disconnect();
+    ensure!(!server.said().contains("panicked"), "{}", server.said());
     Ok(())
 }
 

@@ -28,7 +28,7 @@ const KILLS: u32 = 10;
 const KILLS_WITHOUT_SOCKET: u32 = 2;
 /// Writes that QEMU has in flight together.
 const TOGETHER: u64 = 8;
-/// By when a client must have ended.
+/// The longest time until a client ends.
 const END_LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Seconds for which QEMU waits for the next server.
@@ -46,21 +46,16 @@ pub fn run(setting: &Setting, is_held: bool, seed: u64) -> Result<(u32, Option<F
     let socket = folders.in_memory("nbd");
     let mut options = folders.state_options(setting);
     options.extend(["--format".into(), "qcow2".into()]);
+    let image = folders.images().join("image");
     let serve = Serve {
-        binary: setting.binary.clone(),
-        image: folders.images().join("image"),
-        options,
         listener: if is_held { Some(UnixListener::bind(&socket)?) } else { None },
-        nbd: Some(socket.clone()),
-        vhost_user: None,
-        log: folders.in_memory("log"),
+        ..Serve::over_nbd(setting, &folders, image, options)
     };
     let kills = if is_held { KILLS } else { KILLS_WITHOUT_SOCKET };
     let outcome = run_clients(&folders, &serve, &socket, kills, &mut random);
-    let finding = outcome.err().map(|error| {
-        let what = format!("listening socket held: {is_held}: {error:#}");
-        folders.finding(&what, &serve.log)
-    });
+    let finding = outcome
+        .err()
+        .map(|error| folders.finding(&format!("listening socket held: {is_held}: {error:#}")));
     Ok((kills, finding))
 }
 

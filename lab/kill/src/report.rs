@@ -16,6 +16,16 @@ pub struct Counts {
 }
 
 impl Counts {
+    /// Of one kill in a run whose requests are `requests` so far; `earlier` are its other kills.
+    pub fn of_kill(
+        rows: impl Into<Vec<(&'static str, String)>>,
+        requests: u64,
+        earlier: &[Self],
+    ) -> Self {
+        let before: u64 = earlier.iter().map(|counts| counts.requests).sum();
+        Self { rows: rows.into(), kills: 1, requests: requests - before, replays: 0 }
+    }
+
     /// Of a scenario other than the load.
     pub fn of_scenario(image: String, scenario: &str, kills: u32) -> Self {
         let rows = vec![("image", image), ("scenario", scenario.into())];

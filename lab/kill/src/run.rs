@@ -52,7 +52,7 @@ enum End {
     KillWhileStopping,
 }
 
-/// A run under way.
+/// A run in progress.
 struct Run<'a> {
     setting: &'a Setting,
     combination: Combination,
@@ -95,12 +95,11 @@ pub fn run(
     let mut run = Run { setting, combination, random, serve, folder, load, guest: None, counts };
     let outcome = run.run_servers();
     let requests = run.load.model().requests();
-    let Run { counts, serve: Serve { log, .. }, .. } = run;
-    let counts = Counts { requests, ..counts };
+    let counts = Counts { requests, ..run.counts };
     let Err(error) = outcome else { return Ok((counts, None)) };
     let what =
         format!("{combination}, {export:?}, file in {medium}, flushes {flushes:?}: {error:#}");
-    Ok((counts, Some(folders.finding(&what, &log))))
+    Ok((counts, Some(folders.finding(&what))))
 }
 
 /// The command line of the run's servers.
@@ -129,15 +128,8 @@ fn serve(
     let is_held = random.bool() && export == Export::Nbd;
     let held = nbd.as_ref().filter(|_| is_held);
     let listener = held.map(std::os::unix::net::UnixListener::bind).transpose()?;
-    Ok(Serve {
-        binary: setting.binary.clone(),
-        image: path,
-        options,
-        nbd,
-        listener,
-        vhost_user: socket("vu", export != Export::Nbd),
-        log: folders.in_memory("log"),
-    })
+    let vhost_user = socket("vu", export != Export::Nbd);
+    Ok(Serve { nbd, listener, vhost_user, ..Serve::over_nbd(setting, folders, path, options) })
 }
 
 impl Run<'_> {

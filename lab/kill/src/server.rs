@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::folders::{Folders, Setting};
+
 /// A debug build on a busy machine needs a while.
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// Longer than an orderly end takes.
@@ -37,11 +39,29 @@ pub struct Serve {
 }
 
 impl Serve {
+    /// A server for NBD clients of an image.
+    pub fn over_nbd(
+        setting: &Setting,
+        folders: &Folders,
+        image: PathBuf,
+        options: Vec<String>,
+    ) -> Self {
+        Self {
+            binary: setting.binary.clone(),
+            image,
+            options,
+            nbd: Some(folders.in_memory("nbd")),
+            listener: None,
+            vhost_user: None,
+            log: folders.log(),
+        }
+    }
+
     /// Starts a server without waiting for it.
     pub fn spawn(&self) -> Result<Server> {
         let mut command = Command::new(&self.binary);
         if let Some(listener) = &self.listener {
-            // The socket is descriptor 3, and the process is told its own id.
+            // The socket is descriptor 3, and LISTEN_PID is the process's own id.
             let script = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
             command = Command::new("sh");
             command.args(["-c", script, "sh"]).arg(&self.binary);

@@ -18,7 +18,7 @@ use lab_tools::process::line;
 use serde_json::{Value, json};
 
 use self::volume::{KINDS, Volume};
-use crate::combination::{CACHES, ENGINES, Image};
+use crate::combination::Image;
 use crate::folders::{Finding, Folders, Setting};
 use crate::load::{Flushes, Load, Phase};
 use crate::model::Model;
@@ -26,7 +26,7 @@ use crate::nbd_client;
 use crate::report::Counts;
 use crate::run::{outcome_of, when_unlocked};
 use crate::server::{Serve, Server};
-use crate::template::quiet;
+use crate::template::{content_of, quiet};
 
 /// Bytes of the disk.
 const SIZE: u64 = (16 << 20) + 7 * 512;
@@ -88,12 +88,7 @@ pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>
     let folders = Folders::new(setting, random.u8(..3) == 0)?;
     let kind = KINDS[(seed % KINDS.len() as u64) as usize];
     let volume = Volume::new(&folders, kind, SIZE)?;
-    let mut options = folders.state_options(setting);
-    let mut option = |name: &str, value: &str| options.extend([name.into(), value.into()]);
-    option("--cache", CACHES[random.usize(..CACHES.len())]);
-    option("--engine", ENGINES[random.usize(..ENGINES.len())]);
-    option("--workers", ["1", "2"][random.usize(..2)]);
-    option("--control", &folders.in_memory("control").display().to_string());
+    let options = folders.random_options(setting, &mut random);
     let flushes = if random.bool() { Flushes::Sometimes } else { Flushes::Never };
     let model = Model::new(vec![0; SIZE as usize], None);
     let load = Load::new(&Image::Raw, model, flushes);
@@ -115,9 +110,7 @@ pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>
     let Run { counts, volume, .. } = run;
     drop(volume);
     let Err(error) = outcome else { return Ok((counts, None)) };
-    let log = folders.in_memory("log");
-    let finding = folders.finding(&format!("{what}: {error:#}"), &log);
-    Ok((counts, Some(finding)))
+    Ok((counts, Some(folders.finding(&format!("{what}: {error:#}")))))
 }
 
 impl Run<'_> {
@@ -146,9 +139,7 @@ impl Run<'_> {
                 ("scenario", "side-file".to_owned()),
             ];
             let requests = self.load.model().requests();
-            let before: u64 = self.counts.iter().map(|counts| counts.requests).sum();
-            let requests = requests - before;
-            self.counts.push(Counts { rows: rows.into(), kills: 1, requests, replays: 0 });
+            self.counts.push(Counts::of_kill(rows, requests, &self.counts));
         }
         Ok(())
     }
@@ -161,25 +152,12 @@ impl Run<'_> {
         let mut options = self.options.clone();
         options.extend(["--format", "raw", "--name", "disk"].map(String::from));
         options.extend(self.volume.options());
-        let serve = Serve {
-            binary: self.setting.binary.clone(),
-            image: self.volume.path.clone(),
-            options,
-            nbd: Some(self.folders.in_memory("nbd")),
-            listener: None,
-            vhost_user: None,
-            log: self.folders.in_memory("log"),
-        };
-        serve.start()
+        Serve::over_nbd(self.setting, self.folders, self.volume.path.clone(), options).start()
     }
 
     /// Reads the whole disk and compares it with the model.
     fn read_back(&mut self, server: &Server) -> Result<()> {
-        let mut client = nbd_client::connect(&self.folders.in_memory("nbd"), &mut self.random);
-        nbd_client::read_back(&mut client, &self.load)?;
-        client.disconnect();
-        ensure!(!server.said().contains("panicked"), "{}", server.said());
-        Ok(())
+        nbd_client::read_back_from(server, self.folders, &self.load, &mut self.random)
     }
 
     /// Kills a server. How much more than what it was asked for the bitmap says to have changed, as
@@ -194,9 +172,10 @@ impl Run<'_> {
         self.load.model().next_server();
         self.read_back(&server).context("after the kill")?;
         let excess = self.excess()?;
-        match self.random.bool() {
-            true => server.kill()?,
-            false => server.stop()?,
+        if self.random.bool() {
+            server.kill()?
+        } else {
+            server.stop()?
         }
         Ok(excess)
     }
@@ -257,13 +236,7 @@ impl Run<'_> {
         let mut backup = self.command("backup");
         backup.arg(&copy).args(["--incremental", &self.name(since), "--base", &base]);
         self.run_tool(backup)?;
-        let flat = self.folders.images().join("flat");
-        quiet(
-            self.folders.images(),
-            "qemu-img",
-            &["convert", "-f", "qcow2", "-O", "raw", &copy, "flat"],
-        )?;
-        let content = std::fs::read(&flat)?;
+        let content = content_of(self.folders.images(), "qcow2", &copy)?;
         self.load.model().verify(0, &content).context("the increment")?;
         self.bitmap("add", next)?;
         self.bitmap("remove", since)?;

@@ -57,8 +57,13 @@ impl Template {
 
 /// The disk of the image in `folder` as QEMU reads it.
 pub fn content(folder: &Path, image: &Image) -> Result<Vec<u8>> {
+    content_of(folder, image.format(), IMAGE)
+}
+
+/// The disk of an image of this format and name in `folder` as QEMU reads it.
+pub fn content_of(folder: &Path, format: &str, name: &str) -> Result<Vec<u8>> {
     let flat = folder.join("flat");
-    quiet(folder, "qemu-img", &["convert", "-f", image.format(), "-O", "raw", IMAGE, "flat"])?;
+    quiet(folder, "qemu-img", &["convert", "-f", format, "-O", "raw", name, "flat"])?;
     let content = std::fs::read(&flat).context("no copy of the disk")?;
     std::fs::remove_file(&flat)?;
     Ok(content)

@@ -1,5 +1,5 @@
-//! A client for what honest clients do not do: it sends requests as it is told, and takes the
-//! replies apart. It panics where the server breaks the protocol.
+//! A client for what honest clients do not do: it sends any requests, and takes the replies apart.
+//! It panics where the server breaks the protocol.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -98,7 +98,7 @@ impl<S: Read + Write> Client<S> {
         Ok(self.cookie)
     }
 
-    /// The header of a request with the next cookie, exactly as it is told. The reply to it is
+    /// The header of a request with the next cookie and exactly these fields. The reply to it is
     /// expected.
     ///
     /// # Panics

@@ -1,5 +1,5 @@
-//! A connection in the handshake, for tests: it sends what it is told, and panics where the server
-//! breaks the protocol.
+//! A connection in the handshake, for tests: it sends any bytes, and panics where the server breaks
+//! the protocol.
 
 use std::io::{Read, Write};
 

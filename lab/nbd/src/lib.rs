@@ -3,7 +3,7 @@
 //! It shares no code with the server under test: the bytes are written from the specification
 //! alone.
 //!
-//! - [`Greeted`], [`Client`]: a client that sends what it is told, right or wrong
+//! - [`Greeted`], [`Client`]: a client that sends any request, right or wrong
 //! - [`handshake`], [`wire`]: the bytes, for clients that are made for one thing
 //! - [`pattern`]: what an image holds
 //! - [`VolatileServer`]: a server that loses what was not flushed, for tests of NBD clients

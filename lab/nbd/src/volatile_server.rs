@@ -3,8 +3,7 @@
 //! Guarantees:
 //! - Loss of power breaks all connections. What neither a flush nor FUA covered is gone afterwards.
 //! - An export without `SEND_FLUSH` has no cache: what is answered is stable.
-//! - A request that the server is told to hold is received, counted, and neither executed nor
-//!   answered.
+//! - A held request is received, counted, and neither executed nor answered.
 //!
 //! It trusts its client.
 

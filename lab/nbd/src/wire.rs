@@ -114,7 +114,7 @@ fn header_with(
 /// The slot that a reply header is for.
 ///
 /// # Errors
-/// The header is none, or tells an error of the server.
+/// The bytes are no header, or the header has an error of the server.
 pub fn parse_reply(header: &[u8; REPLY]) -> Result<u64> {
     let magic = u32::from_be_bytes(field(header, 0));
     let error = u32::from_be_bytes(field(header, 4));

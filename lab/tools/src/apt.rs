@@ -139,10 +139,7 @@ pub fn unpack(package: &str, path: &str, folder: &Path) -> Result<PathBuf> {
         return Ok(program);
     }
     extract(apt_get(&["download", package]), &unpacked)?;
-    match program.exists() {
-        true => Ok(program),
-        false => bail!("the Debian package {package} has no {path}"),
-    }
+    if program.exists() { Ok(program) } else { bail!("the Debian package {package} has no {path}") }
 }
 
 /// AppArmor's parser, as [`unpack`]. Debian 12 has it in another folder than later releases.
@@ -160,8 +157,17 @@ pub(crate) fn extract(mut download: Command, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder)?;
     download.current_dir(folder);
     run(download)?;
-    for entry in folder.read_dir()? {
+    extract_all(folder, folder)
+}
+
+/// Extracts the packages in `archives` into `folder`, and removes them.
+///
+/// # Errors
+/// One of them cannot be read or extracted.
+pub fn extract_all(archives: &Path, folder: &Path) -> Result<()> {
+    for entry in archives.read_dir()? {
         let archive = entry?.path();
+        // Beside packages there may be apt's lock and its folder for downloads.
         if archive.extension().is_some_and(|extension| extension == "deb") {
             let mut unpack = Command::new("dpkg-deb");
             unpack.arg("--extract").arg(&archive).arg(folder);

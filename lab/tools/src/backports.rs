@@ -27,7 +27,7 @@ pub struct Backports {
 }
 
 impl Backports {
-    /// Keeps the lists in the target folder, which nobody else writes to, and fetches them.
+    /// Keeps the lists in the target folder, which has no other writer, and fetches them.
     ///
     /// # Errors
     /// The system is no Debian, or the lists are not to be had.

@@ -3,8 +3,8 @@
 //!
 //! QEMU loads only modules of its own build, so the package must have exactly QEMU's version. Where
 //! that came from Debian's backports, apt of a plain Debian would offer another one. So the package
-//! is fetched by version, unpacked into a folder, and QEMU is told to look there. Nothing is
-//! installed, and QEMU stays as it is.
+//! is fetched by version, unpacked into a folder, and QEMU gets that folder by its environment.
+//! Nothing is installed, and QEMU stays as it is.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -22,9 +22,9 @@ const VERSION: &str = "6";
 const MODULES_FILE: &str = "modules.cpio";
 
 /// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
-/// by the debug exit device. A status of 0 to 100 is told; a greater one becomes 100. A job that
-/// leaves /next behind has prepared a system at /mnt that is started instead, and tells the status
-/// itself (`in_guest::debian`).
+/// by the debug exit device. A status greater than 100 becomes 100. A job that leaves /next behind
+/// has prepared a system at /mnt that is started instead, and tells the status itself
+/// (`in_guest::debian`).
 const INIT: &str = r#"#!/bin/sh
 export PATH=/bin DM_DISABLE_UDEV=1 RUST_BACKTRACE=0
 mount -t proc proc /proc
@@ -58,7 +58,7 @@ pub enum Tools {
 /// Which kernel a guest has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// That of the release which the tools are of.
+    /// The kernel of the release that the tools are of.
     Usual,
     /// The newest one of the next release: what the scenarios show with the usual one holds, and
     /// interfaces that are newer are there.

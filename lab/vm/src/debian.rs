@@ -21,7 +21,7 @@ const PACKAGES: &str = "systemd-sysv,apparmor,qemu-utils,libnbd-bin";
 /// The archive of the system's files, made first where it is not in `cache` yet.
 ///
 /// # Errors
-/// What is missing on this host to make it.
+/// The tools that are missing on this host.
 pub fn system(cache: &Path) -> Result<PathBuf> {
     let archive = cache.join("debian.tar");
     let stamp = cache.join("debian");

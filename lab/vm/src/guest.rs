@@ -29,7 +29,7 @@ const GROWN: u64 = DISK + (16 << 20);
 const BLOCK: u64 = 512;
 /// MiB of the guest's memory.
 const MEMORY: u32 = 1024;
-/// By when QEMU must have found a server that was started again.
+/// The longest time until QEMU finds a server that was started again.
 const RECONNECT: Duration = Duration::from_secs(60);
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
@@ -93,8 +93,8 @@ impl Changes {
     }
 }
 
-/// Runs the whole scenario: the first boot, in which a server is killed and upgraded so often, and
-/// a second one that finds everything as it was.
+/// Runs the whole scenario: the first boot, in which a server is killed and upgraded several times,
+/// and a second one that finds everything as it was.
 pub fn run(base: &Base, export: Export, file_system: FileSystem, changes: Changes) -> Result<()> {
     let disks = Disks::new(base)?;
     let plain = ServedImage::new(&disks, "plain", "raw");

@@ -10,6 +10,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use lab_tools::apt::extract_all;
 use lab_tools::process::{run, stdout_of};
 
 /// The metapackage that names the newest kernel, and where it is.
@@ -58,7 +59,7 @@ impl Kernel {
             println!("vm: fetching a newer kernel into {}", cache.display());
             let apt = Apt::prepare(cache, &[NEWER_SUITE])?;
             apt.download_newer_kernel()?;
-            unpack(&apt.archives(), &root)?;
+            extract_all(&apt.archives(), &root)?;
             std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
             // As in the older release, and as depmod expects it.
             std::os::unix::fs::symlink("usr/lib", root.join("lib"))?;
@@ -119,7 +120,7 @@ impl Packages {
         println!("vm: fetching a kernel and tools into {}", cache.display());
         let apt = Apt::prepare(cache, &[SUITE, KERNEL_SUITE])?;
         apt.download()?;
-        unpack(&apt.archives(), &root)?;
+        extract_all(&apt.archives(), &root)?;
         std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
         let packages = Self::unpacked(root)?;
         std::fs::write(&stamp, wanted)
@@ -252,17 +253,4 @@ impl Apt {
     fn archives(&self) -> PathBuf {
         self.folder.join("cache/archives")
     }
-}
-
-fn unpack(debs: &Path, root: &Path) -> Result<()> {
-    for entry in std::fs::read_dir(debs)? {
-        let deb = entry?.path();
-        // Beside packages there are apt's lock and the folder for what is under way.
-        if deb.extension().is_some_and(|extension| extension == "deb") {
-            let mut unpack = Command::new("dpkg-deb");
-            unpack.arg("--extract").arg(deb).arg(root);
-            run(unpack)?;
-        }
-    }
-    Ok(())
 }

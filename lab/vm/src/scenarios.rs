@@ -67,25 +67,16 @@ fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
 /// First durable writes to prepared space, on both kernels: one with the kernel's call for that,
 /// one without.
 pub fn first_writes(base: &Base) -> Result<()> {
-    for kernel in base.kernels()? {
-        println!("  {kernel:?} kernel:");
-        let mut machine = Machine::new(base, 1536)?;
-        machine.kernel(kernel);
-        passed(machine.run("lab-vm in-guest first-writes", PROGRAMS_TIMEOUT)?)?;
-    }
-    Ok(())
+    on_each_kernel(base, Tools::Usual, "first-writes", PROGRAMS_TIMEOUT)
 }
 
 /// The kernel's NBD client on our server, and what reaches the disk below.
 pub fn nbd(base: &Base) -> Result<()> {
-    let disks = Disks::new(base)?;
-    let mut machine = Machine::new(base, 1024)?;
-    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
-    passed(machine.run("lab-vm in-guest nbd disk", TIMEOUT)?)
+    with_disk(base, DISK, "nbd disk", TIMEOUT)
 }
 
-/// The kernel's ublk driver on our server, which is killed and upgraded so often, and what reaches
-/// the disk below.
+/// The kernel's ublk driver on our server, which is killed and upgraded as `changes` say, and what
+/// reaches the disk below.
 pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     let Changes { kills, upgrades } = changes;
     for format in ["raw", "qcow2"] {
@@ -118,25 +109,13 @@ pub fn ublk_costs(base: &Base, workspace: &Workspace) -> Result<()> {
 
 /// A ublk device that the kernel serves by NVMe/TCP to the same guest, on both kernels.
 pub fn ublk_nvme(base: &Base) -> Result<()> {
-    for kernel in base.kernels()? {
-        println!("  {kernel:?} kernel:");
-        let mut machine = Machine::new(base, 1536)?;
-        machine.kernel(kernel).tools(Tools::WithFio);
-        passed(machine.run("lab-vm in-guest ublk-nvme", TIMEOUT)?)?;
-    }
-    Ok(())
+    on_each_kernel(base, Tools::WithFio, "ublk-nvme", TIMEOUT)
 }
 
 /// Devices of the kernel's ublk driver in the hands of users who do what they should not, on both
 /// kernels.
 pub fn ublk_hostile(base: &Base) -> Result<()> {
-    for kernel in base.kernels()? {
-        println!("  {kernel:?} kernel:");
-        let mut machine = Machine::new(base, 1536)?;
-        machine.kernel(kernel);
-        passed(machine.run("lab-vm in-guest ublk-hostile", PROGRAMS_TIMEOUT)?)?;
-    }
-    Ok(())
+    on_each_kernel(base, Tools::Usual, "ublk-hostile", PROGRAMS_TIMEOUT)
 }
 
 /// `attach` on a kernel that has no ublk driver.
@@ -155,19 +134,12 @@ pub fn io_poll(base: &Base) -> Result<()> {
 
 /// Increments of a device of the device mapper, by bitmaps in a side file.
 pub fn volume(base: &Base) -> Result<()> {
-    let disks = Disks::new(base)?;
-    let mut machine = Machine::new(base, 1024)?;
-    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", VOLUME)?);
-    let job = format!("lab-vm in-guest volume disk {INCREMENTS}");
-    passed(machine.run(&job, PROGRAMS_TIMEOUT)?)
+    with_disk(base, VOLUME, &format!("volume disk {INCREMENTS}"), PROGRAMS_TIMEOUT)
 }
 
 /// A server whose image lies on a thin pool that fills up behind the page cache.
 pub fn lost_writes(base: &Base) -> Result<()> {
-    let disks = Disks::new(base)?;
-    let mut machine = Machine::new(base, 1024)?;
-    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
-    passed(machine.run("lab-vm in-guest lost-writes disk", TIMEOUT)?)
+    with_disk(base, DISK, "lost-writes disk", TIMEOUT)
 }
 
 /// Our package on a Debian system, whose init is systemd.
@@ -194,6 +166,26 @@ pub fn services(base: &Base) -> Result<()> {
     machine.disk(Bus::Virtio, "package", &package);
     let job = format!("lab-vm in-guest debian system root package {size}");
     passed(machine.run(&job, SYSTEM_TIMEOUT)?)
+}
+
+/// Runs a job of this program in a guest for each kernel.
+fn on_each_kernel(base: &Base, tools: Tools, job: &str, timeout: Duration) -> Result<()> {
+    for kernel in base.kernels()? {
+        println!("  {kernel:?} kernel:");
+        let mut machine = Machine::new(base, 1536)?;
+        machine.kernel(kernel).tools(tools);
+        passed(machine.run(&format!("lab-vm in-guest {job}"), timeout)?)?;
+    }
+    Ok(())
+}
+
+/// Runs a job of this program in a guest with an NVMe disk of this size, whose serial number is
+/// `disk`.
+fn with_disk(base: &Base, size: u64, job: &str, timeout: Duration) -> Result<()> {
+    let disks = Disks::new(base)?;
+    let mut machine = Machine::new(base, 1024)?;
+    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", size)?);
+    passed(machine.run(&format!("lab-vm in-guest {job}"), timeout)?)
 }
 
 /// Prints what the job said; anything but an exit status of 0 is an error.

@@ -25,7 +25,7 @@ enum Process {
     Other(OwnedFd),
 }
 
-/// By when a server has ended that was told to.
+/// The longest time until a server ends that was asked to.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
 /// How a server offers its image.
@@ -161,8 +161,8 @@ fn wait_for_end(process: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
-/// Where the control socket of a server that listens at `socket`, or serves that device, is, if it
-/// is to be upgraded.
+/// The path of the control socket, for upgrades, of a server that listens at `socket` or serves
+/// that device.
 pub fn control(socket: &Path) -> PathBuf {
     let is_device = socket.starts_with("/dev");
     let folder = if is_device { Some(Path::new("/tmp")) } else { socket.parent() };

@@ -66,9 +66,10 @@ fn sort(log: &str, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
         let offset = offset.with_context(|| format!("strace wrote: {line}"))?;
         current = parts.iter().rposition(|start| *start <= offset);
         let Some(part) = current else { continue };
-        match flags.is_some_and(|flags| flags.contains("RWF_DSYNC")) {
-            true => calls[part].durable += 1,
-            false => calls[part].plain += 1,
+        if flags.is_some_and(|flags| flags.contains("RWF_DSYNC")) {
+            calls[part].durable += 1
+        } else {
+            calls[part].plain += 1
         }
     }
     Ok(calls)

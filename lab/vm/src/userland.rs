@@ -70,7 +70,7 @@ pub fn add_fio(packages: &Packages, archive: &mut Archive) -> Result<()> {
 /// How a binary of this host finds its libraries, and with it what it starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Starts {
-    /// It starts tools of the packages, so only its own loader is told.
+    /// It starts tools of the packages, so only its own loader gets the path.
     Tools,
     /// It starts itself, by `/proc/self/exe`, which must not be the loader: the file names its
     /// loader, and the libraries are in the environment.

@@ -1,5 +1,5 @@
-//! `upgrade_gaps raw|qcow2 UPGRADES`: upgrades a server so often while a guest and NBD clients
-//! verify what it holds at depth 64, and prints the pauses.
+//! `upgrade_gaps raw|qcow2 UPGRADES`: upgrades a server this many times while a guest and NBD
+//! clients verify what it holds at depth 64, and prints the pauses.
 //!
 //! The image is in the target folder. A qcow2 image has the metadata of 64 GiB.
 #![forbid(unsafe_code)]

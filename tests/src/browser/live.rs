@@ -31,7 +31,7 @@ impl LivePage {
     /// Opens the page at a URL. `Err` says why there is no browser.
     ///
     /// # Panics
-    /// When Chromium does not do what it is told.
+    /// When Chromium does not carry out a command.
     pub fn open(scratch: &Scratch, url: &str) -> Result<Self, String> {
         need::tools(&["chromium"])?;
         // The descriptors of the protocol are 3, for what the browser reads, and 4.

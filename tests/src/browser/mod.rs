@@ -23,7 +23,7 @@ pub struct Picture {
 
 /// The width of a phone, in pixels.
 pub const PHONE: u32 = 390;
-/// That of a window on a desk.
+/// The width of a window on a desk.
 pub const DESK: u32 = 1200;
 
 /// A page that shows what is on a terminal's screen: its text with SGR sequences.
@@ -32,7 +32,7 @@ pub fn terminal_page(screen: &str) -> String {
     include_str!("terminal.html").replace("SCREEN", &screen)
 }
 
-/// The folder for pictures, if somebody wants them.
+/// The folder for pictures, if the environment names one.
 pub fn pictures() -> Option<PathBuf> {
     std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from)
 }

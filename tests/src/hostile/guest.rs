@@ -189,7 +189,7 @@ fn scribble_meanwhile(driver: &mut TestDriver, options: Options, random: &mut Rn
     });
 }
 
-/// Takes memory away with requests under way, and gives it back or not.
+/// Takes memory away with requests in flight, and gives it back or not.
 fn shrink(driver: &mut TestDriver, random: &mut Rng) -> io::Result<()> {
     let path = format!("/proc/self/fd/{}", driver.region().mmap_handle);
     let file = std::fs::File::options().write(true).open(path)?;
@@ -262,9 +262,10 @@ fn say_anything(driver: &mut TestDriver, options: Options, random: &mut Rng) -> 
             let mut region = region;
             region.memory_size = random.u64(..1 << 24);
             region.guest_phys_addr = random.u64(..);
-            match random.bool() {
-                true => frontend.add_mem_region(&region).map(drop),
-                false => frontend.remove_mem_region(&region),
+            if random.bool() {
+                frontend.add_mem_region(&region).map(drop)
+            } else {
+                frontend.remove_mem_region(&region)
             }
         }
         7 => {

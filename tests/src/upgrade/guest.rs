@@ -56,9 +56,10 @@ pub fn verify_guest(socket: &Path, start: u64, is_tracked: bool, random: Rng, lo
                 last = now;
                 let slot = queue + QUEUES * usize::from(head / CHAIN);
                 guest.check(slot);
-                match load.is_stopped() {
-                    true => in_flight -= 1,
-                    false => guest.post(slot),
+                if load.is_stopped() {
+                    in_flight -= 1
+                } else {
+                    guest.post(slot)
                 }
                 if seen.replies.is_multiple_of(MESSAGE_INTERVAL) {
                     assert_eq!(guest.driver.capacity().expect("no end is seen"), size);

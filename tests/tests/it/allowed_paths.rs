@@ -289,9 +289,10 @@ fn no_file_is_written_to_because_an_image_says_so() {
             let read = command(&["map", str(&image)]);
             assert_eq!(read.status.success(), !is_hidden, "{}", read.describe("map"));
             let served = Serve::new(&scratch, &image).flag("--read-only");
-            match is_hidden {
-                true => served.refused().failed(&[REASON, "hidden"]),
-                false => served.start().stop(),
+            if is_hidden {
+                served.refused().failed(&[REASON, "hidden"])
+            } else {
+                served.start().stop()
             }
             let refused = Serve::new(&scratch, &image).flag("--read-only").flag("--no-references");
             refused.refused().failed(&["no name in it is followed", "--no-references"]);

@@ -20,7 +20,7 @@ impl Behind {
         Self(text.trim().parse().ok().and_then(Pid::from_raw).expect("a process"))
     }
 
-    /// Whether it runs. One that has ended stays for as long as nobody asks for its status.
+    /// Whether it runs. One that has ended stays until its status is asked for.
     fn is_there(&self) -> bool {
         let status = std::fs::read_to_string(format!("/proc/{}/stat", self.0.as_raw_nonzero()));
         status.is_ok_and(|status| !status.contains(") Z "))
@@ -57,7 +57,7 @@ fn a_server_goes_on_when_the_command_has_ended() {
     assert_eq!(started.stdout, format!("ready {uri}\n"));
     let size = || run(tool("nbdinfo").args(["--size", &uri])).success().stdout;
     assert_eq!(size(), "1048576\n");
-    // It says something that nobody reads.
+    // It prints something that is never read.
     server.signal(Signal::HUP);
     assert_eq!(size(), "1048576\n");
     server.end();

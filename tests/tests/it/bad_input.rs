@@ -211,7 +211,7 @@ fn a_port_that_somebody_listens_on() {
 fn an_address_of_another_machine() {
     let scratch = Scratch::new();
     let image = scratch.image_of("disk.img", &[1; 512]);
-    // TEST-NET-1 of RFC 5737 is nobody's.
+    // TEST-NET-1 of RFC 5737 has no hosts.
     let serve = Serve::bare(&scratch, image.path()).export("nbd://192.0.2.1:10809/");
     serve.refused().failed(&["192.0.2.1", "address"]);
 }

@@ -212,7 +212,7 @@ fn a_second_interrupt_waits_for_nothing_and_leaves_nothing() {
     assert_eq!(names_in(&folder), [""; 0]);
 }
 
-/// A pipe that takes nothing more until somebody reads it.
+/// A pipe that takes nothing more until it is read.
 fn full_pipe() -> (PipeReader, PipeWriter) {
     let (reader, mut writer) = std::io::pipe().expect("a pipe");
     fcntl_setfl(&writer, OFlags::NONBLOCK).expect("it is open");

@@ -478,7 +478,7 @@ fn a_socket_from_systemd_is_served() {
     // A client may come before the server does.
     let early = Address::Unix(socket.clone());
     let early = std::thread::spawn(move || Client::open(&early).read(0, 16));
-    // The way of systemd: the socket is descriptor 3, and the process is told its own id.
+    // The way of systemd: the socket is descriptor 3, and LISTEN_PID is the process's own id.
     let script = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
     let serve = Serve::bare(&scratch, image.path()).under(["sh", "-c", script, "sh"]);
     let server = serve.stdin(std::os::fd::OwnedFd::from(listener)).start();

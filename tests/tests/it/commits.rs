@@ -109,7 +109,7 @@ fn a_client_goes_on_with_the_base_that_is_equal_to_the_byte() {
         let disk = control.get("disk.list", json!({}))[0].clone();
         assert_eq!(disk["path"], str(&chain.base), "the disk is its base");
         writer.check();
-        // The base is still locked, the overlay is free, and not the disk any more.
+        // The base is still locked; the overlay is free, and no longer the disk.
         command(&["convert", str(&chain.base), str(&scratch.path("c"))]).failure("locked");
         command(&["serve", str(&chain.overlay)]).failure("was moved to");
         let bytes = writer.bytes();
@@ -182,12 +182,11 @@ fn after_a_kill_what_is_served_again_is_the_disk() {
         let bytes = writer.bytes();
         let (blocks, record) = (writer.blocks(), scratch.path("over.qcow2.moved"));
         drop(writer);
-        let disk = match record.exists() {
-            true => {
-                command(&["serve", str(&chain.overlay)]).failure("was moved to");
-                &chain.base
-            }
-            false => &chain.overlay,
+        let disk = if record.exists() {
+            command(&["serve", str(&chain.overlay)]).failure("was moved to");
+            &chain.base
+        } else {
+            &chain.overlay
         };
         let server = Serve::new(&scratch, disk).option("--format", format_of(disk)).start();
         Writer::on(&server.address(), blocks, random.fork()).check();

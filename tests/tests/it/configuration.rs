@@ -69,7 +69,8 @@ fn a_reload_adds_and_removes_without_touching_the_rest() {
     assert!(leaves.receive().is_err(), "its disk is closed");
     assert_eq!(stays.write(512, &[8; 512], 0), 0);
     open(&scratch, "c.img").disconnect();
-    // By a signal: other options close and open again; what is wrong is told, and changes nothing.
+    // By a signal: other options close and open again; what is wrong is logged, and changes
+    // nothing.
     write(&config, &[table.clone(), disk(&scratch, "a.img", "read-only = true")]);
     server.signal(Signal::HUP);
     assert!(eventually(Duration::from_secs(30), || server.log().matches("reloaded").count() == 2));

@@ -117,7 +117,7 @@ fn an_export_of_another_disk_keeps_a_socket_open() {
     control.get("export.remove", json!({ "export": export }));
     assert!(!socket.exists());
     assert_eq!(second.bytes(0, 512), [7; 512]);
-    // Port 0 is a port of the kernel's choice, which is told.
+    // Port 0 is a port of the kernel's choice, which the answer names.
     let added = json!({ "disk": "second", "export": "nbd://127.0.0.1:0/x" });
     let added = control.get("export.add", added)["export"].as_str().map(str::to_owned);
     let added = added.expect("a URI");

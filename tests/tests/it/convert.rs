@@ -76,9 +76,10 @@ fn there_and_back(compress: bool) {
     let (ours, theirs) = (scratch.path("ours.qcow2"), scratch.path("theirs.qcow2"));
     let back = scratch.path("back.raw");
     for options in OPTIONS {
-        let kind = match compress && options != "compat=0.10" && random.bool() {
-            true => format!("{options},compression_type=zstd"),
-            false => options.to_owned(),
+        let kind = if compress && options != "compat=0.10" && random.bool() {
+            format!("{options},compression_type=zstd")
+        } else {
+            options.to_owned()
         };
         let how: &[&str] = if compress { &["-c"] } else { &[] };
         command(&[&["convert", "-o", &kind], how, &[str(&raw), str(&ours)]].concat()).success();

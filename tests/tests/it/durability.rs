@@ -388,7 +388,7 @@ fn a_failing_write_fails_alone_and_with_its_errno() {
 }
 
 /// A write that the host could not make stable may have taken older bytes of the same pages with
-/// it, and tells nobody a second time.
+/// it, and reports that only once.
 #[test]
 fn a_durable_write_that_fails_is_a_failed_flush() {
     require!(need::strace());

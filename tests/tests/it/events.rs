@@ -1,5 +1,5 @@
 //! The events for subscribers of the control socket when a disk fails: one on a server of nbdkit,
-//! which fails what it is told to.
+//! which fails the operations that a file names.
 
 use std::fs;
 use std::process::{Child, Stdio};
@@ -148,7 +148,7 @@ fn a_full_host_and_a_failed_flush_are_told() {
     assert_ne!(client.flush(), 0);
     let lost = events_until(&mut control, "disk.flush-failed");
     assert_eq!(lost[0]["errno"], 5, "{lost:?}");
-    // All later flushes fail, and that is told as what it is.
+    // All later flushes fail, and the event says so.
     failing.mend("flush");
     assert_ne!(client.flush(), 0);
     client.disconnect();

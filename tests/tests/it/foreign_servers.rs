@@ -175,17 +175,16 @@ fn what_a_server_does_not_have_or_forbids_is_told_in_a_line() {
         "nbdkit -f -U @S --filter=protect file @F protect=0-",
     ] {
         let _server = rig.start(words);
-        match words.contains("pread") {
-            true => command(&["convert", &rig.uri(), &copy]).failure("answers with an error"),
-            false => {
-                let model = rig.path("model.img");
-                command(&["convert", "-n", "-O", "raw", &model, &rig.uri()]).failure("answers with")
-            }
+        if words.contains("pread") {
+            command(&["convert", &rig.uri(), &copy]).failure("answers with an error")
+        } else {
+            let model = rig.path("model.img");
+            command(&["convert", "-n", "-O", "raw", &model, &rig.uri()]).failure("answers with")
         };
     }
 }
 
-/// What a guest asks for is what the server is asked for, and goes on when the server comes back.
+/// A guest's requests reach the server as they are, and go on when the server comes back.
 #[test]
 fn durable_writes_discards_and_zeros_reach_a_server_that_comes_back() {
     require!(need::tools(&["nbdkit", "nbdinfo"]));

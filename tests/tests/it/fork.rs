@@ -231,13 +231,12 @@ fn after_a_kill_what_is_served_again_is_the_disk() {
         drop((server, control));
         let blocks = writer.blocks();
         drop(writer);
-        let disk = match scratch.path(&format!("{name}.moved")).exists() {
-            true => {
-                command(&["serve", str(&path)]).failure("goes on in");
-                forked += 1;
-                &over
-            }
-            false => &path,
+        let disk = if scratch.path(&format!("{name}.moved")).exists() {
+            command(&["serve", str(&path)]).failure("goes on in");
+            forked += 1;
+            &over
+        } else {
+            &path
         };
         let server = Serve::new(&scratch, disk).start();
         let mut writer = Writer::on(&server.address(), blocks, random.fork());
@@ -452,9 +451,10 @@ fn a_second_machine_gets_its_disk_as_typed() {
     let lines = commands(section, "");
     assert!(lines.len() > 5, "{lines:?}");
     for line in lines {
-        match line.starts_with("blockhouse serve") {
-            true => serving = Some(Serving::start(&folder, line)),
-            false => _ = folder.run(line),
+        if line.starts_with("blockhouse serve") {
+            serving = Some(Serving::start(&folder, line))
+        } else {
+            _ = folder.run(line)
         }
         if line.contains(" export ") {
             assert!(folder.path("try.sock").exists(), "a second machine can start");

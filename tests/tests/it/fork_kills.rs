@@ -22,7 +22,7 @@ const KILLS: usize = 8;
 const NAME: &str = "disk";
 const BITMAP: &str = "changes";
 
-/// What goes on when a server is killed.
+/// The operation in progress when a server is killed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Act {
     Fork,
@@ -33,7 +33,7 @@ enum Act {
 /// An overlay that a fork has made.
 struct Layered {
     over: PathBuf,
-    /// What the disk was at the fork.
+    /// The disk's content at the fork.
     before: Vec<u64>,
     /// Whether a commit has begun to bring it into what is below.
     is_committed: bool,
@@ -44,7 +44,7 @@ struct Life {
     base: PathBuf,
     overlays: Vec<Layered>,
     blocks: Vec<u64>,
-    /// What the disk was when the bitmap was added.
+    /// The disk's content when the bitmap was added.
     checkpoint: Option<Vec<u64>>,
     forks: usize,
     /// How often a kill found the act done.
@@ -61,8 +61,8 @@ fn is_recorded(path: &Path) -> bool {
     with_suffix(path, ".moved").exists()
 }
 
-/// What the disk is after a change of `before` by some of these writes, the last ones if
-/// `are_last`, else the first: as it was `found`.
+/// Whether `found` is the content `before` with some of these writes: the last ones if `are_last`,
+/// else the first.
 fn is_between(found: &[u64], before: &[u64], writes: &[(usize, u64)], are_last: bool) -> bool {
     let mut expected = before.to_vec();
     let mut wrong = found.iter().zip(before).filter(|(found, one)| found != one).count();
@@ -244,7 +244,7 @@ impl Life {
         }
     }
 
-    /// Files of a fork that nobody needs.
+    /// Files of a fork that are no longer needed.
     fn remove_files(&self, is_undone: bool, over: &Path) {
         let child = self.child();
         let overlay = is_undone.then(|| over.to_owned());

@@ -19,7 +19,7 @@ use crate::raw_bitmaps::dirty_extents;
 /// Name and granularity.
 const BITMAPS: [(&str, &str); 3] = [("fine", "512"), ("usual", "64K"), ("coarse", "2M")];
 
-/// What has changed of an image that nobody serves.
+/// The changed ranges of an image that is not served.
 pub(crate) fn dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> {
     let serve = Serve::bare(scratch, image).flag("--read-only").option("--bitmap", name);
     let socket = scratch.socket("look");

@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::fork::{bytes_of, check_file, image, path_of, written};
 use crate::jobs::{Writer, beside, ctl, serve};
 
-/// The byte that readers of an image hold who let nobody write (QEMU, `block/file-posix.c`).
+/// The byte that readers of an image hold that allow no writer (QEMU, `block/file-posix.c`).
 const NO_WRITERS: u64 = 201;
 
 /// Descriptors of a file that is open once: its own, one for the last block, and one to be flushed.
@@ -66,10 +66,7 @@ fn disks_that_share_layers_go_on_in_another_process() {
             let child = format!("k{number}={}", kid(number).display());
             ctl(&scratch, &["fork", of, "--child", &child]).success();
             let address = export(&scratch, &format!("k{number}"));
-            let blocks = match of == name {
-                true => writer.blocks(),
-                false => Writer::blocks(&kids[1]),
-            };
+            let blocks = if of == name { writer.blocks() } else { Writer::blocks(&kids[1]) };
             let export = format!("k{number}");
             kids.push(Writer::on_export(&address, &export, blocks, random.fork()));
             beside(&mut writer, || ());

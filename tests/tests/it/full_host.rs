@@ -87,7 +87,7 @@ fn without_descriptors_clients_wait_and_the_log_stays_short(engine: Engine) {
     let server = Serve::new(&scratch, image.path()).engine(engine).start();
     server.limit_descriptors(1);
     let mut first = Client::open(&server.address());
-    // The next client could not be accepted, but there is none.
+    // The next client could not be accepted, but no client comes.
     std::thread::sleep(Duration::from_millis(350));
     assert_eq!(server.log(), "");
     let mut second = connect(&server.address());

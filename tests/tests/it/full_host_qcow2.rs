@@ -198,8 +198,8 @@ fn bitmaps_are_removed_where_there_is_no_room() {
     assert!(!left.stdout.contains("bitmaps"), "{}", left.stdout);
 }
 
-/// A client's writes that have their place succeed, whatever becomes of the bitmaps; and every
-/// program is told.
+/// A client's writes that have their place succeed, also where the bitmaps are lost; and every
+/// program can see that.
 #[test]
 fn a_client_does_not_pay_for_a_bitmap_without_room() {
     require!(need::tools(&["qemu-img"]));
@@ -266,8 +266,8 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
 }
 
-/// What a killed server leaves to the next one (refcounts, a bitmap that was in use) takes no room
-/// that is not there.
+/// The rest of a killed server's work (refcounts, a bitmap that was in use) needs no room on a full
+/// host.
 #[test]
 fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
     require!(need::tools(&["qemu-img"]));
@@ -307,7 +307,7 @@ fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
     }
 }
 
-/// Bytes that a write has left in the file that failed for want of room are never read as data.
+/// Bytes that a write has left in the file that failed with ENOSPC are never read as data.
 #[test]
 fn bytes_of_a_failed_write_are_not_read() {
     let scratch = Scratch::in_memory();

@@ -54,7 +54,7 @@ impl Held {
         Ok(Self { scratch, file, device, server, control })
     }
 
-    /// Makes the device longer, by what somebody else has left there.
+    /// Makes the device longer, by bytes of its former user.
     fn lengthen(&self, bytes: u64) {
         self.device.lengthen(self.file.path(), &vec![STALE; bytes as usize]);
     }
@@ -167,7 +167,7 @@ fn writes_wait_for_a_device_that_becomes_longer_and_nothing_else_does() {
     assert_eq!(other.receive().expect("an answer").1.error, 0);
     assert_eq!(next_crossing(&mut events), ("disk.released".into(), Some(0)));
     assert_eq!(other.read(number * MIB, MIB), Ok(piece(number)));
-    // The device's clusters had been somebody else's.
+    // The device's clusters had another user before.
     let cluster = other.read(40 << 30, CLUSTER).expect("it can be read");
     assert!(cluster[..512] == [7; 512] && cluster[512..].iter().all(|&byte| byte == 0));
     for at in 0..32 {

@@ -192,7 +192,7 @@ fn noise_instead_of_a_handshake_is_dropped() {
         let mut client = Greeted(connect(&server.address()));
         let length = random.usize(4..5000);
         let mut noise = random_bytes(&mut random, length);
-        // Client flags that nobody offered, or else a wrong magic number.
+        // Client flags that were not offered, or else a wrong magic number.
         noise[0] |= 0x80;
         // The server may have hung up before the end.
         let _ = client.0.write_all(&noise);

@@ -1,5 +1,5 @@
 //! Clients that break the transmission phase: what can be answered is answered with its errno and
-//! the connection lives, everything else ends that connection, and nobody else notices.
+//! the connection lives, everything else ends that connection, and no other.
 
 use std::io::Write;
 use std::time::{Duration, Instant};

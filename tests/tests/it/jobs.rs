@@ -81,7 +81,7 @@ impl Writer {
         self.next += 1;
     }
 
-    /// Writes and reads until it is told to stop; counts.
+    /// Writes and reads until `stop` is set; counts.
     fn go_on(&mut self, stop: &AtomicBool, count: &AtomicU64) {
         while !stop.load(Ordering::SeqCst) {
             let index = self.random.usize(..self.blocks.len());

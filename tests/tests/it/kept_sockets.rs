@@ -23,8 +23,8 @@ use rustix::process::Signal;
 use serde_json::json;
 
 const LONG: Duration = Duration::from_secs(60);
-/// The way of a service manager: sockets are descriptors from 3 on, and the process is told its own
-/// id. They come by standard input.
+/// The way of a service manager: sockets are descriptors from 3 on, and LISTEN_PID is the process's
+/// own id. They come by standard input.
 const PASS: &str = r#"
 import fcntl, os, socket, sys
 channel = socket.socket(fileno=0)
@@ -207,7 +207,7 @@ fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     drop(server);
 }
 
-/// A socket that is no longer wanted is given up, with its file, and so is one whose path has
+/// A socket that is no longer wanted leaves the store, with its file, and so is one whose path has
 /// another server's.
 #[test]
 fn sockets_that_are_not_listened_at_any_more_are_given_up() {

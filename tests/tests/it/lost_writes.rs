@@ -23,7 +23,7 @@ const PIECE: u64 = 64 << 10;
 /// Pieces of the disk, of which the host has room for about a third.
 const PIECES: u64 = 96;
 const ROOM: u64 = 32 * PIECE;
-/// The space that is set aside at first and given up in the middle, so that there is room again.
+/// The space that is reserved at first and freed in the middle, so that there is room again.
 const RESERVE: u64 = 8 * PIECE;
 
 /// A full host under a loop device.
@@ -57,7 +57,8 @@ impl FullHost {
     }
 
     /// Has the kernel write back what is in the page cache, as it does by itself after some time.
-    /// What it reports here it still reports to the server, which has an open file of its own.
+    /// An error that the kernel reports here it still reports to the server, which has an open file
+    /// of its own.
     fn write_back(&self) {
         let device = File::open(self.device.path()).expect("the device");
         let _ = device.sync_data();

@@ -216,7 +216,7 @@ fn without_its_key_a_container_is_only_looked_at() {
     fixture.convert(&image, &fixture.other_key()).failure("the key opens none of its 1 key slots");
     let refused = Serve::new(&fixture.scratch, &image).option("--key-file", fixture.other_key());
     refused.refused().failed(&["the key opens none"]);
-    // It is not taken for a raw disk, and no secret is told.
+    // It is not taken for a raw disk, and no secret is shown.
     let raw = fixture.scratch.path("container");
     std::fs::copy(&image, &raw).expect("a copy");
     let looked = command(&["info", str(&raw)]).success();

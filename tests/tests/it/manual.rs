@@ -124,7 +124,7 @@ fn bash_completes_values_that_the_option_takes() {
         (&["serve", "--sandbox", ""], &["on", "off"]),
         (&["info", "-f", ""], &formats),
         (&["resize", "--preallocation", "f"], &["falloc", "full"]),
-        // No files where the value is none.
+        // No files where the value is no path.
         (&["serve", "--workers", ""], &[""]),
         (&["serve", "--create", ""], &[""]),
         (&["serve", "--nbd", ""], &[""]),

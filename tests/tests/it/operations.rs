@@ -78,9 +78,10 @@ fn the_machines_start_with_the_disk() {
     let lines = commands(PAGE, "qemu-system-x86_64 ");
     assert_eq!(lines.len(), 2);
     for line in lines {
-        let server = match line.contains("vhost-user") {
-            true => "blockhouse serve disk.img --vhost-user-blk disk.vu",
-            false => "blockhouse serve disk.img --nbd 'nbd+unix:///?socket=disk.sock'",
+        let server = if line.contains("vhost-user") {
+            "blockhouse serve disk.img --vhost-user-blk disk.vu"
+        } else {
+            "blockhouse serve disk.img --nbd 'nbd+unix:///?socket=disk.sock'"
         };
         let serving = Serving::start(&folder, server);
         let script = format!(

@@ -126,10 +126,7 @@ fn group(name: &str) -> BTreeSet<String> {
 
 /// The meaning of a word of a filter.
 fn calls_of(word: &str) -> BTreeSet<String> {
-    match word.starts_with('@') {
-        true => group(word),
-        false => [word.to_owned()].into(),
-    }
+    if word.starts_with('@') { group(word) } else { [word.to_owned()].into() }
 }
 
 /// The system calls that a unit allows (`SystemCallFilter=`, systemd.exec(5)).

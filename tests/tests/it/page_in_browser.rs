@@ -135,7 +135,7 @@ fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
     let server = serve(&scratch, &host);
     page.wait_for("document.getElementById('state').className === 'live'");
     page.wait_for("document.getElementById('events').textContent.includes('connected again')");
-    // The browser itself says that nobody listened.
+    // The browser itself says that no server listened.
     for complaint in page.complaints() {
         assert!(complaint.contains("net::ERR_"), "{complaint}");
     }

@@ -764,7 +764,7 @@ fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
     assert_eq!(stats[1]["stats"]["wr_bytes"], 512);
     qmp.get("block-export-del", json!({ "id": "e", "mode": "hard" }));
     assert!(client.receive().is_err(), "its client ends");
-    // An export that the control socket removes is told of, too.
+    // The removal of an export by the control socket is an event, too.
     control.get("export.remove", json!({ "export": vu }));
     let event = std::iter::from_fn(|| qmp.receive()).find(|event| event["data"]["id"] == "v");
     assert_eq!(event.expect("it is told")["event"], "BLOCK_EXPORT_DELETED");

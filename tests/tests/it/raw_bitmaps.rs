@@ -52,8 +52,8 @@ fn served_dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> 
     dirty_extents(&told)
 }
 
-/// The same, as QEMU is told by the sidecar. It looks for the data file in the folder that it runs
-/// in.
+/// The same, as QEMU reads it from the sidecar. It looks for the data file in the folder that it
+/// runs in.
 fn qemu_dirty(image: &Path, name: &str) -> Vec<(u64, u64)> {
     let map = format!("--map=qemu:dirty-bitmap:{name}");
     let server = ["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, "disk.img.bitmaps", "]"];
@@ -267,7 +267,7 @@ fn a_sidecar_of_another_user_is_refused() {
     std::os::unix::fs::chown(sidecar(&image), Some(65_534), None).expect("root may");
     let refused = command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
     assert!(refused.stderr.contains("owned by another user"), "{}", refused.stderr);
-    // A link is none.
+    // A link is not taken for a sidecar.
     let kept = scratch.path("kept");
     std::fs::rename(sidecar(&image), &kept).expect("the same folder");
     std::os::unix::fs::symlink(&kept, sidecar(&image)).expect("a link");

@@ -1,5 +1,5 @@
-//! `blockhouse serve --register-memory on`: that it is in force, with servers that are killed and
-//! started again; and a host that does not allow so much locked memory.
+//! `blockhouse serve --register-memory on`: its effect, with servers that are killed and started
+//! again; and a host that does not allow so much locked memory.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Images on a server that comes back without what it had answered: who relies on it is told, or
-//! loses nothing.
+//! Images on a server that comes back without what it had answered: programs that rely on it get an
+//! error, or lose nothing.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ fn a_client_s_flush_fails_where_its_writes_may_be_lost() {
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[1; 4096], 0), 0);
     assert_eq!(client.flush(), 0);
-    // Nothing is unflushed: nobody notices.
+    // Nothing is unflushed: nothing is lost.
     origin.lose_power();
     wait_for_reconnect(&server, 1);
     assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));

@@ -165,7 +165,7 @@ fn images_of_our_own_servers_are_read_and_written() {
     let uri = by_key(&server, "bob", &host.keys);
     read_and_write(&mut host, &uri);
     server.stop();
-    // A server that checks nobody, and a client that checks nobody.
+    // A server that checks no client, and a client that checks no server.
     fs::remove_file(host.pki.folder().join("ca-cert.pem")).unwrap();
     let server = host.x509("optional");
     let uri = by_certificate(&server, &host.client);
@@ -205,7 +205,7 @@ fn a_server_that_is_not_who_it_has_to_be_is_refused() {
     server.stop();
 }
 
-/// It is none as an image, as a target, as a base, or for a mirror.
+/// It cannot be an image, a target, a base, or the target of a mirror.
 #[test]
 fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     require!(need::tools(&[&TOOLS[..], &SERVERS].concat()));
@@ -247,7 +247,7 @@ fn authorities_of_the_environment_or_else_of_the_system_are_trusted() {
     let folder = Path::new("/etc/ssl/certs");
     let in_own_folder = require!(need::private_tmpfs(folder, 1 << 20));
     let host = Host::new();
-    // The server checks nobody, because the client shows nothing.
+    // The server checks no client, because this one shows nothing.
     fs::remove_file(host.pki.folder().join("ca-cert.pem")).unwrap();
     let authority = host.client.join("ca-cert.pem");
     let server = host.x509("required");

@@ -180,7 +180,7 @@ fn entries_out_of_the_file_and_against_the_format_lose_what_is_wrong() {
     let scratch = Scratch::new();
     let patient = Patient::new(&scratch, "entries.qcow2", "compat=1.1");
     patient.set_word(patient.l2(1), COPIED | 1 << 40);
-    // A reserved bit: the place is still good. A crooked place is none.
+    // A reserved bit: the offset is still good. An unaligned offset is not.
     patient.set_word(patient.l2(2), patient.word(patient.l2(2)) | 2);
     patient.set_word(patient.l2(3), patient.word(patient.l2(3)) | 512);
     patient.set_word(patient.l1(1), COPIED | 1 << 45);

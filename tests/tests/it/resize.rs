@@ -35,7 +35,7 @@ fn a_shorter_qcow2_image_keeps_what_is_before_its_end() {
         let rest = size - 1024;
         qemu_io("qcow2", &image, &["read -P 1 0 8M", &format!("read -P 1 {rest} 1024")]);
         assert!(allocated(&image) + (10 << 20) < before, "{options}: {before}");
-        // The old bytes do not come back, whoever makes the disk longer.
+        // The old bytes do not come back, whichever tool makes the disk longer.
         for tool in [["qemu-img", "qcow2"], ["blockhouse", "qcow2"]] {
             let copy = scratch.path("copy.qcow2");
             std::fs::copy(&image, &copy).expect("a copy");

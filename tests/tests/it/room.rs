@@ -1,5 +1,5 @@
-//! How much room the host has left for a disk, and the event that tells before there is none
-//! (`serve --threshold`).
+//! How much room the host has left for a disk, and the event before it runs out (`serve
+//! --threshold`).
 
 use std::path::Path;
 

@@ -184,7 +184,8 @@ fn sizes_and_snapshots_take_bitmaps_along() {
     checked(&[(0, 128 * MIB)]);
 }
 
-/// What only the redo log of a killed server has is in an increment, or there is none.
+/// Changes that only the redo log of a killed server has are in the next increment, or there is no
+/// increment.
 #[test]
 fn an_increment_after_a_kill_has_what_was_answered_or_is_refused() {
     const MIB: u64 = 1 << 20;

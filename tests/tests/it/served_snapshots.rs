@@ -355,7 +355,7 @@ fn nonsense_on_the_socket_harms_nobody() {
     let mut endless = connect(&socket);
     while endless.write_all(&[b'x'; 4096]).is_ok() {}
     let mut rest = Vec::new();
-    // The answer may be lost behind what nobody reads.
+    // The answer may be lost behind output that is never read.
     let _ = endless.read_to_end(&mut rest);
     assert!(rest.is_empty() || String::from_utf8_lossy(&rest).contains("65536 bytes"));
 
@@ -371,7 +371,7 @@ fn nonsense_on_the_socket_harms_nobody() {
         snapshot("list", &socket, &[str(&path)]).status.success()
     });
     assert!(again, "there is room again");
-    // The open connection keeps nobody from ending.
+    // The open connection does not keep the server from ending.
     server.stop();
     drop(stream);
 }

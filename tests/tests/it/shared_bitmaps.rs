@@ -1,5 +1,5 @@
-//! A history of bitmaps, step by step by QEMU's tools or by ours: whoever takes a step, the outcome
-//! is the same.
+//! A history of bitmaps, step by step by QEMU's tools or by ours: whichever tool takes a step, the
+//! outcome is the same.
 
 use std::path::Path;
 
@@ -25,18 +25,16 @@ impl Turns<'_> {
     }
 
     fn image(&mut self, arguments: &[&str]) {
-        match self.is_ours() {
-            true => command(arguments).success(),
-            false => qemu_img(arguments).success(),
+        if self.is_ours() {
+            command(arguments).success()
+        } else {
+            qemu_img(arguments).success()
         };
     }
 
     /// A call that both refuse.
     fn refused(&mut self, arguments: &[&str]) {
-        let outcome = match self.is_ours() {
-            true => command(arguments),
-            false => qemu_img(arguments),
-        };
+        let outcome = if self.is_ours() { command(arguments) } else { qemu_img(arguments) };
         outcome.failure("bitmap");
     }
 

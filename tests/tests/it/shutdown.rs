@@ -1,5 +1,5 @@
-//! How a server ends: what was acknowledged is in the file, and nobody can keep it from ending. It
-//! takes no successor's sockets with it.
+//! How a server ends: what was acknowledged is in the file, and no client can keep it from ending.
+//! It takes no successor's sockets with it.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

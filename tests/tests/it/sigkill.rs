@@ -38,7 +38,7 @@ struct Promise {
     sent: Vec<u64>,
 }
 
-/// A block that only this write leaves behind; write 0 is none.
+/// A block that only this write leaves behind; write 0 stands for no write.
 fn block(offset: u64, write: u64) -> Vec<u8> {
     if write == 0 {
         return vec![0; BLOCK as usize];
@@ -147,7 +147,7 @@ fn kill_under_load(
     for writer in writers {
         promises.learn(writer.join().expect("no durable write failed"));
     }
-    // It notices by itself that nobody answers.
+    // It notices by itself that no server answers.
     if wait_for_exit(&mut busy, limit).is_none() {
         let _ = busy.kill();
         let _ = busy.wait();

@@ -232,7 +232,7 @@ fn a_directory_that_cannot_be_used_is_refused() {
     refused(Path::new("/proc/state"), &["/proc/state", "--state off"]);
     refused(&scratch.path("state"), &["tmpfs", "--state off"]);
     fs::set_permissions(memory.path(), Permissions::from_mode(0o700)).expect("it is ours");
-    // A file of a state file's name that is none is set aside.
+    // Another file with a state file's name is set aside.
     let about = fs::metadata(image.path()).expect("the image");
     let name = format!("{:x}-{:x}", about.dev(), about.ino());
     fs::create_dir(memory.path().join(&name)).expect("a directory");

@@ -288,7 +288,7 @@ fn bytes_in_plain_behind_starttls_end_the_connection() {
     let host = Host::new();
     let server = host.x509("optional");
     let mut client = Greeted::new(&server.address());
-    // One segment: STARTTLS, and an option that whoever sits between adds.
+    // One segment: STARTTLS, and an option that an attacker between the two adds.
     let option = |number: u32, data: &[u8]| {
         let mut bytes = b"IHAVEOPT".to_vec();
         bytes.extend(number.to_be_bytes());

@@ -1,5 +1,5 @@
 //! `--ublk`, `attach` and `detach` where they cannot be had: refused at the start, with what to do.
-//! What they do on a kernel with the driver is shown in a guest (`cargo xtask vm ublk`).
+//! Their work on a kernel with the driver is shown in a guest (`cargo xtask vm ublk`).
 
 use std::path::Path;
 

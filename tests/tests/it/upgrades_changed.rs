@@ -251,7 +251,7 @@ fn a_reload_after_an_upgrade_changes_what_the_file_has_changed() {
     let server = Serve::without_image(&scratch).option("--config", &file).ready_lines(2).start();
     let mut control = Control::connect(&scratch.socket("control"));
     control.get("disk.open", json!({ "path": images[3].path() }));
-    // It is not in force before the reload.
+    // It does not apply before the reload.
     write(&[1, 2]);
     let mut control_of_new = upgraded(&scratch, &servers);
     let names = |control: &mut Control| {

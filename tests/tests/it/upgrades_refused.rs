@@ -1,5 +1,5 @@
 //! Servers that are not upgraded, because what they have cannot leave the process: disks on other
-//! servers, and keys. One line says so, nobody is disconnected, and what the line asks for is
+//! servers, and keys. One line says so, no client is disconnected, and what the line asks for is
 //! enough.
 
 use std::path::Path;

@@ -175,7 +175,7 @@ fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
 
 /// Writes on all slots of both queues, each slot in blocks of its own.
 struct Load {
-    /// The block and its new content, while it is under way.
+    /// The block and its new content, while the write is in flight.
     under_way: [[Option<(u64, u64)>; 16]; 2],
     /// The number that each block must hold.
     expected: Vec<u64>,

@@ -1,6 +1,6 @@
 //! Bitmaps of block devices, images in Ceph and exports of NBD servers, in a file that the user
 //! names (`--bitmaps`): kept through kills and upgrades, and refused where the volume is another
-//! one or somebody else may have written to it.
+//! one or may have had another writer.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -35,7 +35,7 @@ struct Volume {
     scratch: Scratch,
     /// As commands name it.
     name: String,
-    /// The user's word where nothing tells of other programs' changes.
+    /// The user's word where nothing shows other programs' changes.
     is_trusted: bool,
     /// Keeps it there.
     _held: Vec<Box<dyn std::any::Any>>,
@@ -210,7 +210,7 @@ fn bitmaps_belong_to_one_volume_of_one_size() {
     let list = |name: &Path| command(&["bitmap", "list", str(name), "--bitmaps", str(&side)]);
     list(other_device.path()).failure("belongs to another volume");
     list(other.path()).failure("belongs to another volume");
-    // The device anew: the same file, whose writes nobody has counted.
+    // The device anew: the same file, whose writes were not counted.
     let file = volume.scratch.path("volume");
     device.attach_again(&file);
     list(device.path()).failure("nothing tells");
@@ -333,7 +333,7 @@ fn kill_command(words: &[&str], time: Duration) -> bool {
     !has_ended
 }
 
-/// What a client was answered: the byte that each block is full of.
+/// The answers to a client: the byte that each block is full of.
 struct Answered {
     blocks: Vec<u8>,
     /// The block of a write that was not answered.
@@ -450,7 +450,7 @@ fn nothing_tells_of_an_export_unless_the_user_does() {
 }
 
 /// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, the bitmaps become
-/// coarser, which is told, and lack nothing.
+/// coarser, which is reported, and lack nothing.
 #[test]
 fn a_full_place_for_bitmaps_costs_no_guest_a_write_and_no_bitmap_a_change() {
     let scratch = Scratch::new();

@@ -1,5 +1,5 @@
-//! Disks whose backing file is at a server that stops: what waits for it is told, holds up nothing
-//! else, and keeps no server from its end.
+//! Disks whose backing file is at a server that stops: requests that wait for it get an error, hold
+//! up nothing else, and keep no server from its end.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -172,20 +172,18 @@ fn a_stopped_backing_file_keeps_no_server_from_its_end() {
         let stopped = Stopped::new();
         let (mut server, mut control) = stopped.serve();
         // With nothing but the mirror in flight its own read waits.
-        let clients = match with_mirror {
-            false => stopped.stop_base(&server).into(),
-            true => {
-                let mut client = Client::open(&server.address());
-                assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
-                stopped.base.signal(Signal::STOP);
-                let target = stopped.scratch.path("target.qcow2");
-                let start =
-                    json!({ "kind": "mirror", "disk": "over.qcow2", "target": str(&target) });
-                let _: Value = control.get("job.start", start);
-                // The mirror reads the base by then, also on a busy machine.
-                std::thread::sleep(Duration::from_secs(2));
-                vec![client]
-            }
+        let clients = if with_mirror {
+            let mut client = Client::open(&server.address());
+            assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
+            stopped.base.signal(Signal::STOP);
+            let target = stopped.scratch.path("target.qcow2");
+            let start = json!({ "kind": "mirror", "disk": "over.qcow2", "target": str(&target) });
+            let _: Value = control.get("job.start", start);
+            // The mirror reads the base by then, also on a busy machine.
+            std::thread::sleep(Duration::from_secs(2));
+            vec![client]
+        } else {
+            stopped.stop_base(&server).into()
         };
         let mut idle = Client::open(&server.address());
         assert_eq!(idle.write(CLUSTER, &[9; 4096], 0), 0);

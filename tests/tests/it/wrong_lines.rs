@@ -10,7 +10,7 @@ use blockhouse_tests::{Outcome, run_within};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What is typed after `blockhouse`, and what the first line has: the file or word, the cause, what
+/// The words after `blockhouse`, and the parts of the first line: the file or word, the cause, what
 /// to do.
 type Line = (&'static str, [&'static str; 3]);
 
@@ -160,7 +160,7 @@ const AT_A_SERVER: &[Line] = &[
     ("serve raw.img", ["raw.img", "is locked", "stop"]),
 ];
 
-/// What the folder has that the lines name.
+/// The folder with the files that the lines name.
 fn prepare() -> Folder {
     let folder = Folder::new();
     for line in [

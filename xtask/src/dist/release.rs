@@ -1,9 +1,9 @@
 //! `cargo xtask release`: all that is published of a version, in one folder.
 //!
 //! Guarantees: it is made of a commit, never of a work tree with changes; the notes are the
-//! changelog's section of the version; each file has its checksum in `SHA256SUMS`. Whoever makes it
-//! again from the commit, with the same toolchain in the same folder, gets the same files:
-//! `--expect` compares them.
+//! changelog's section of the version; each file has its checksum in `SHA256SUMS`. Made again from
+//! the commit, with the same toolchain in the same folder, it has the same files: `--expect`
+//! compares them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -127,9 +127,10 @@ fn compare(made: &str, expected: &str) -> Result<()> {
     let mut names = [other(made, expected), other(expected, made)].concat();
     names.sort();
     names.dedup();
-    match names.is_empty() {
-        true => Ok(()),
-        false => bail!("these files are not those that were expected: {}", names.join(", ")),
+    if names.is_empty() {
+        Ok(())
+    } else {
+        bail!("these files are not those that were expected: {}", names.join(", "))
     }
 }
 

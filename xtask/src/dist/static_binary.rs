@@ -52,15 +52,16 @@ pub(super) fn test(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     run(test)
 }
 
-/// That of musl if it can be built here, or this machine's own.
+/// The musl target if it can be built here, or this machine's own.
 fn target() -> Result<String> {
     let arch = std::env::consts::ARCH;
     let musl = format!("{arch}-unknown-linux-musl");
     let mut directory = Command::new("rustc");
     directory.args(["--print", "target-libdir", "--target", &musl]);
     let is_there = PathBuf::from(stdout_of(directory)?.trim()).is_dir();
-    Ok(match is_there && find_program("musl-gcc").is_some() {
-        true => musl,
-        false => format!("{arch}-unknown-linux-gnu"),
+    Ok(if is_there && find_program("musl-gcc").is_some() {
+        musl
+    } else {
+        format!("{arch}-unknown-linux-gnu")
     })
 }

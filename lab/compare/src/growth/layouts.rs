@@ -63,9 +63,10 @@ pub fn chain(top: &Path, overlays: u64, size: u64) -> Result<()> {
     create(&below, size, CLUSTER)?;
     qemu_io(&below, &format!("write -q -P 186 0 {size}\n"))?;
     for number in 1..=overlays {
-        let image = match number == overlays {
-            true => top.to_owned(),
-            false => folder.join(format!("{number}.qcow2")),
+        let image = if number == overlays {
+            top.to_owned()
+        } else {
+            folder.join(format!("{number}.qcow2"))
         };
         let mut create = Command::new("qemu-img");
         create.args(["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"]).args([&below, &image]);

@@ -1,5 +1,5 @@
-//! `cargo xtask compare --growth`: what becomes of a figure when something grows: queues, the disk,
-//! the chain of backing files, snapshots, extents in a request.
+//! `cargo xtask compare --growth`: a figure while something grows: queues, the disk, the chain of
+//! backing files, snapshots, extents in a request.
 //!
 //! All steps of all servers take turns in each round, and a step's ratio is taken to the first step
 //! of the same server in the same round. Images are on tmpfs, so that nothing but the programs
@@ -15,7 +15,7 @@ mod subjects;
 
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use lab_tools::process::stdout_of;
@@ -23,9 +23,9 @@ use lab_tools::workspace::Workspace;
 
 use self::report::{Cell, Outcome};
 use self::subjects::{QUEUE_DEPTH, REQUEST, SUBJECTS, Subject, Work};
-use crate::config::{Config, Options, chosen, write};
+use crate::config::{Config, Options, chosen};
 use crate::light::{self, Content, Load, Operation};
-use crate::measurement::Measurement;
+use crate::measurement::{Measurement, milliseconds};
 use crate::report::{Environment, terminal};
 use crate::rows::{Client, LIGHT, Row, SEQUENTIAL};
 use crate::servers::{EXPORT, Format, Image, Kind, Server, Start};
@@ -42,11 +42,7 @@ const ROOM: u64 = 2 << 30;
 /// Measures, as `options` say.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let subjects = chosen(SUBJECTS, |subject| subject.name, &options.rows)?;
-    let mut config = Config::new(workspace, options, Vec::new(), SERVERS)?;
-    for kind in &config.servers {
-        let known = *kind == Kind::Baseline || Kind::QCOW2.contains(kind);
-        ensure!(known, "{} does not serve qcow2 images: choose other --servers", kind.name());
-    }
+    let mut config = Config::of_qcow2(workspace, options, SERVERS)?;
     let size = options.bytes()?;
     let environment = Environment::find(&config)?;
     terminal::environment(&environment);
@@ -56,13 +52,10 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         report::print(&outcome);
         outcomes.push(outcome);
     }
-    if let Some(file) = &options.markdown {
-        write(file, &report::markdown(&environment, &outcomes)?)?;
-    }
-    if let Some(file) = &options.json {
-        write(file, &report::json(&environment, &outcomes)?)?;
-    }
-    Ok(())
+    options.write_files(
+        || report::markdown(&environment, &outcomes),
+        || report::json(&environment, &outcomes),
+    )
 }
 
 impl Config {
@@ -129,7 +122,7 @@ impl Config {
         figures(work, &row, &measured)
     }
 
-    /// This many writes, or reads for a time, after as many that warm the tables up.
+    /// The load of a subject: writes, or reads for a time, after as many that warm the tables up.
     fn load_of(&self, work: Work, row: &Row) -> Load {
         let load = row.load(self.generation);
         match work {
@@ -143,14 +136,16 @@ impl Config {
         const NAME: &str = "one more";
         let is_ours = kind.is_ours() || kind == Kind::Baseline;
         let tool = |ours, theirs| {
-            let mut command = match is_ours {
-                true => Command::new(kind.program(&self.programs)),
-                false => Command::new("qemu-img"),
+            let mut command = if is_ours {
+                Command::new(kind.program(&self.programs))
+            } else {
+                Command::new("qemu-img")
             };
             command.arg("snapshot");
-            match is_ours {
-                true => command.args([ours, "--format", "qcow2"]).arg(image).arg(NAME),
-                false => command.args([theirs, NAME]).arg(image),
+            if is_ours {
+                command.args([ours, "--format", "qcow2"]).arg(image).arg(NAME)
+            } else {
+                command.args([theirs, NAME]).arg(image)
             };
             stdout_of(command)
         };
@@ -201,15 +196,9 @@ fn row(work: Work, point: u64) -> Row {
 
 fn figures(work: Work, row: &Row, measured: &Measurement) -> Result<(f64, f64)> {
     ensure!(measured.requests > 0, "nothing was answered");
-    let requests = measured.requests as f64;
-    let per_second = requests / measured.elapsed.max(Duration::from_nanos(1)).as_secs_f64();
     let rate = match work {
-        Work::Extents => per_second * f64::from(row.block) / f64::from(1 << 20),
-        _ => per_second / 1e3,
+        Work::Extents => measured.mebibytes_a_second(row.block),
+        _ => measured.requests_a_second() / 1e3,
     };
-    Ok((rate, measured.server_cpu.as_secs_f64() * 1e6 / requests))
-}
-
-fn milliseconds(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
+    Ok((rate, measured.cpu_a_request()))
 }

@@ -7,7 +7,7 @@ use blockhouse_figures::Spread;
 use serde_json::json;
 
 use super::subjects::{Subject, Work};
-use crate::report::{Environment, json as raw_json, markdown as raw_markdown};
+use crate::report::{self, Environment, json as raw_json, markdown as raw_markdown};
 use crate::servers::Kind;
 
 /// One server at one step.
@@ -48,17 +48,14 @@ impl Outcome {
         let steps = self.cells.chunks(self.subject.points.len());
         let rows = steps.flat_map(|cells| cells.iter().map(move |cell| (cell, &cells[0])));
         let rows = rows.map(|(cell, first)| {
-            let spread = |values: &[f64], digits: usize| match Spread::of(values.iter().copied()) {
-                Some(spread) => format!("{spread:.digits$}"),
-                None => String::new(),
-            };
+            let spread = |values: &[f64], digits| report::spread(values.iter().copied(), digits);
             let ratio = Spread::of_ratios(&cell.values, &first.values);
             [
                 cell.kind.name().to_owned(),
                 cell.point.to_string(),
                 spread(&cell.values, 1),
                 if has_cpu { spread(&cell.cpu, 2) } else { String::new() },
-                ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}")),
+                report::cell(ratio, 2),
             ]
         });
         rows.collect()

@@ -51,7 +51,7 @@ pub struct Job {
     pub operation: Operation,
     /// Bytes in a request.
     pub length: u32,
-    /// Requests under way at a time.
+    /// Requests in flight at a time.
     pub depth: u16,
     /// Marks the data of writes.
     pub generation: u64,
@@ -124,7 +124,7 @@ impl Connection {
         self.free.len()
     }
 
-    /// Requests that are queued or under way.
+    /// Requests that are queued or in flight.
     pub fn busy(&self) -> usize {
         self.frames.len() - self.free.len()
     }
@@ -299,7 +299,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Ends the connection by the protocol; nothing may be under way.
+    /// Ends the connection by the protocol; nothing may be in flight.
     pub fn close(mut self) -> Result<()> {
         ensure!(self.busy() == 0, "closing with {} requests open", self.busy());
         self.stream.write_all(&wire::disconnect()).context("cannot send the farewell")

@@ -24,7 +24,7 @@ use crate::interrupt::Interrupt;
 use crate::measurement::{Latency, Measurement};
 pub use lab_nbd::wire::Operation;
 
-/// This many of the last writes are read back.
+/// The number of last writes that are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
@@ -48,7 +48,7 @@ pub struct Load {
     pub order: Order,
     /// Bytes in a request.
     pub block: u32,
-    /// Requests under way, over all connections.
+    /// Requests in flight, over all connections.
     pub depth: u16,
     /// Connections that share the depth evenly.
     pub connections: u16,
@@ -232,7 +232,7 @@ impl Run<'_> {
         Ok(answered)
     }
 
-    /// Waits until nothing is under way.
+    /// Waits until nothing is in flight.
     fn drain(&mut self) -> Result<()> {
         while self.connections.iter().any(|connection| connection.busy() > 0) {
             for connection in &mut self.connections {

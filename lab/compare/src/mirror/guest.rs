@@ -56,7 +56,7 @@ pub struct Content {
 }
 
 impl Content {
-    /// Of a disk of `size` bytes that nobody has written to.
+    /// Of a disk of `size` bytes that was never written.
     pub fn new(size: u64) -> Self {
         let blocks = vec![0; (size / BLOCK) as usize];
         Self { sent: blocks.clone(), answered: blocks, last: 0 }
@@ -98,7 +98,8 @@ impl Content {
     }
 }
 
-/// Writes until it is told to stop, this many blocks at a time; then all writes have been answered.
+/// Writes until `progress` says that it is over, this many blocks at a time; then all writes have
+/// been answered.
 ///
 /// # Errors
 /// Any wrong or missing answer, and an interrupt.

@@ -14,17 +14,15 @@ mod report;
 mod rows;
 pub(crate) mod tools;
 
-use std::time::Duration;
-
 use anyhow::{Context, Result, ensure};
 
 use self::images::Images;
 use self::report::{Cell, Contender, Outcome, Part, Unit};
 use self::rows::{Fill, Opening, TASKS, Task, Work};
 use self::tools::Tool;
-use super::config::{Config, Options, chosen, write};
+use super::config::{Config, Options, chosen};
 use super::light::{self, Content};
-use super::measurement::Measurement;
+use super::measurement::{Measurement, milliseconds};
 use super::report::{Environment, terminal};
 use super::rows::Export;
 use super::servers::{EXPORT, Format, Image, Kind, Server, Start};
@@ -37,11 +35,7 @@ pub const CLUSTER: u64 = 64 * 1024;
 /// Compares, as `options` say.
 pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let tasks = chosen(TASKS, |task| task.name, &options.rows)?;
-    let mut config = Config::new(workspace, options, Vec::new(), Kind::QCOW2)?;
-    for kind in &config.servers {
-        let known = *kind == Kind::Baseline || Kind::QCOW2.contains(kind);
-        ensure!(known, "{} does not serve qcow2 images: choose other --servers", kind.name());
-    }
+    let mut config = Config::of_qcow2(workspace, options, Kind::QCOW2)?;
     let disk = options.dir.clone().unwrap_or_else(|| workspace.target().to_owned());
     let size = options.bytes()?;
     let environment = Environment::find(&config)?;
@@ -63,13 +57,10 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         }
         results.push((images.description(), size, outcomes));
     }
-    if let Some(file) = &options.markdown {
-        write(file, &report::markdown(&environment, &results))?;
-    }
-    if let Some(file) = &options.json {
-        write(file, &report::json(&environment, &results)?)?;
-    }
-    Ok(())
+    options.write_files(
+        || Ok(report::markdown(&environment, &results)),
+        || report::json(&environment, &results),
+    )
 }
 
 impl Config {
@@ -156,7 +147,7 @@ impl Config {
                     Server::start(over_nbd(kind), &self.programs, image, folder, &self.interrupt)?;
                 let (ready, cpu) = (server.ready(), server.cpu()?);
                 server.stop()?;
-                Ok((ready.as_secs_f64() * 1e3, cpu.as_secs_f64() * 1e3))
+                Ok((milliseconds(ready), milliseconds(cpu)))
             }
             (Work::Mapped(_) | Work::Empty(..), None) => unreachable!("a load needs a server"),
             (Work::Mapped(_) | Work::Empty(..), Some(kind)) => {
@@ -214,13 +205,11 @@ fn unit(work: Work) -> Unit {
 }
 
 fn figures(unit: Unit, block: u32, measured: &Measurement) -> (f64, f64) {
-    let requests = measured.requests as f64;
-    let per_second = requests / measured.elapsed.max(Duration::from_nanos(1)).as_secs_f64();
     let rate = match unit {
-        Unit::MebibytesASecond => per_second * f64::from(block) / f64::from(1 << 20),
-        _ => per_second / 1e3,
+        Unit::MebibytesASecond => measured.mebibytes_a_second(block),
+        _ => measured.requests_a_second() / 1e3,
     };
-    (rate, measured.server_cpu.as_secs_f64() * 1e6 / requests)
+    (rate, measured.cpu_a_request())
 }
 
 fn over_nbd(kind: Kind) -> Start {

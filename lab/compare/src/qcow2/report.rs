@@ -98,7 +98,7 @@ impl Unit {
 
 /// One contender's rounds.
 pub struct Cell {
-    /// Whose.
+    /// The contender whose cell it is.
     pub contender: Contender,
     /// In the unit of the row.
     pub values: Vec<f64>,
@@ -142,7 +142,7 @@ impl Outcome {
             .collect()
     }
 
-    /// Our own raw and the best peer, of those that `ours` is to be compared with.
+    /// The cells that `ours` is compared with: our own raw and the best peer.
     fn others(&self, ours: &Cell) -> impl Iterator<Item = &Cell> {
         let raw = self.cells.iter().find(|cell| {
             cell.contender.part == Part::OurRaw && cell.contender.kind == ours.contender.kind

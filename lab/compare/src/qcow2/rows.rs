@@ -31,8 +31,8 @@ pub enum Work {
 pub enum Fill {
     /// All of the disk was written, once.
     Whole,
-    /// Requests, each of them in a cluster of its own but for one in thirty: so many that their
-    /// clusters fill one part in this many of the room for the image, of a disk 16 times as large.
+    /// Requests, each of them in a cluster of its own but for one in thirty. Their clusters fill
+    /// one part in this many of the room for the image, of a disk 16 times as large.
     Scattered(u64),
 }
 

@@ -11,7 +11,7 @@ use nix::sys::time::TimeValLike;
 use crate::servers::{Format, Programs};
 use lab_tools::process::line;
 
-/// Whose tool.
+/// The project of a tool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tool {
     /// Ours.

@@ -4,6 +4,8 @@ pub mod json;
 pub mod markdown;
 pub mod terminal;
 
+use std::fmt::Display;
+
 use anyhow::{Context, Result};
 
 use super::caching::Caching;
@@ -67,6 +69,16 @@ pub fn kernel() -> String {
     format!("Linux {}", release.split('-').next().unwrap_or_default())
 }
 
+/// A figure as text with this many digits; empty without measurements.
+pub fn cell(figure: Option<impl Display>, digits: usize) -> String {
+    figure.map_or_else(String::new, |figure| format!("{figure:.digits$}"))
+}
+
+/// The [`Spread`] of values as a [`cell`].
+pub fn spread(values: impl IntoIterator<Item = f64>, digits: usize) -> String {
+    cell(Spread::of(values), digits)
+}
+
 /// The kind of figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Figure {
@@ -91,15 +103,11 @@ impl RowResult {
     }
 
     fn figure(&self, figure: Figure, measured: &Measurement) -> f64 {
-        let requests = measured.requests as f64;
-        let per_second = requests / measured.elapsed.as_secs_f64();
         match figure {
-            Figure::Rate if self.row.is_bandwidth() => {
-                per_second * f64::from(self.row.block) / f64::from(1 << 20)
-            }
-            Figure::Rate => per_second / 1e3,
-            Figure::ServerCpu => measured.server_cpu.as_secs_f64() * 1e6 / requests,
-            Figure::ClientCpu => measured.client_cpu.as_secs_f64() * 1e6 / requests,
+            Figure::Rate if self.row.is_bandwidth() => measured.mebibytes_a_second(self.row.block),
+            Figure::Rate => measured.requests_a_second() / 1e3,
+            Figure::ServerCpu => measured.cpu_a_request(),
+            Figure::ClientCpu => measured.client_cpu.as_secs_f64() * 1e6 / measured.requests as f64,
             Figure::ClientBusy => {
                 100.0 * measured.client_cpu.as_secs_f64() / measured.elapsed.as_secs_f64()
             }

@@ -154,9 +154,10 @@ impl Place {
             Ok::<_, anyhow::Error>(rate(self.size, began.elapsed()))
         };
         let direct = caching == Caching::Direct;
-        let [save, load]: [&[&str]; 2] = match direct {
-            true => [&["oflag=direct", "conv=fdatasync"], &["iflag=direct"]],
-            false => [&["conv=fdatasync"], &[]],
+        let [save, load]: [&[&str]; 2] = if direct {
+            [&["oflag=direct", "conv=fdatasync"], &["iflag=direct"]]
+        } else {
+            [&["conv=fdatasync"], &[]]
         };
         let save = dd(&self.data, file, save)?;
         let load = dd(file, Path::new("/dev/null"), load)?;

@@ -8,6 +8,7 @@ use anyhow::Result;
 
 use super::{CONTENDERS, Contender, StateFigures, host};
 use crate::caching::Caching;
+use crate::report::cell;
 use blockhouse_figures::Spread;
 use lab_tools::process::stdout_of;
 
@@ -111,9 +112,6 @@ pub fn markdown(heading: &str, rows: &[Row]) -> String {
     let names = CONTENDERS.map(name).join(" | ");
     let mut text = format!("{heading}\n| | {names} | of dd | of QEMU | MiB above idle |\n");
     text.push_str("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
-    let cell = |value: Option<Spread>, digits: usize| {
-        value.map_or_else(String::new, |value| format!("{value:.digits$}"))
-    };
     for line in rows.iter().flat_map(Row::lines) {
         let rates = line.rates.iter().map(|&rate| (rate, 0));
         let ratios = [(line.of_dd, 2), (line.of_qemu, 2), (line.memory, 1)];

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::target::{Kind, Target};
 
-/// By when a mirror is ready, on a busy machine.
+/// The longest time until a mirror is ready, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(1);
 /// Why a mirror may fail although nothing is wrong: the machine is busy.
@@ -64,9 +64,9 @@ impl Moment {
 /// The words of the server before it was killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// That it has not begun to complete.
+    /// The mirror has not begun to complete.
     Source,
-    /// That the mirror is complete.
+    /// The mirror is complete.
     Target,
     /// Nothing, after it was asked to complete.
     Nothing,
@@ -139,7 +139,7 @@ pub fn steer(
     wait_ready(control)?;
     let hand_over = moment == Moment::HandingOver;
     if hand_over {
-        // Its guest is to be paused then.
+        // The job asks to pause its guest then.
         drain()?;
     }
     if moment == Moment::Ready {
@@ -172,7 +172,7 @@ fn wait_for(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Up to this many microseconds, of which short times are more likely: much happens then.
+/// Waits up to this many microseconds. Short times are more likely: much happens then.
 fn wait(random: &mut Rng, most: u64) {
     let most = if random.bool() { most } else { most / 8 };
     std::thread::sleep(Duration::from_micros(random.u64(..most)));

@@ -11,7 +11,7 @@ use crate::folders::{Folders, Setting};
 use crate::server::{Serve, Server};
 use crate::template::quiet;
 
-/// By when QEMU's server must listen.
+/// The longest time until QEMU's server listens.
 const START_LIMIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -95,13 +95,9 @@ impl Target {
             let mut options = folders.state_options(setting);
             options.extend(["--format".into(), format.into()]);
             serve = Some(Serve {
-                binary: setting.binary.clone(),
-                image: path.clone(),
-                options,
                 nbd: Some(socket.clone()),
-                listener: None,
-                vhost_user: None,
                 log: folders.in_memory("target-log"),
+                ..Serve::over_nbd(setting, folders, path.clone(), options)
             });
         }
         let mut target = Self { kind, path, socket, serve, running: Running::Nothing };

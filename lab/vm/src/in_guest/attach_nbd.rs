@@ -1,7 +1,7 @@
 //! `attach` on a kernel without the ublk driver: a device of the kernel's NBD client, and its end.
 //!
-//! What shows it: it says that it is one, it is not removed while it is mounted, its image is whole
-//! and free when it is gone, and nothing hangs when its server is killed.
+//! Evidence: it says that it is one, it is not removed while it is mounted, its image is whole and
+//! free when it is gone, and nothing hangs when its server is killed.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -19,9 +19,7 @@ const PLACE: &str = "/nbd";
 
 /// Does it. No driver is loaded yet.
 pub fn run() -> Result<()> {
-    for module in ["crc32c_generic", "ext4"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["crc32c_generic", "ext4"])?;
     std::fs::create_dir_all("/run")?;
     let image = image("n.qcow2")?;
     bad(&["attach", &image], "modprobe nbd")?;
@@ -43,7 +41,7 @@ pub fn run() -> Result<()> {
     foreign(&image)
 }
 
-/// A number that is taken is told, and the server that was started for it ends.
+/// A number that is taken is refused, and the server that was started for it ends.
 fn taken() -> Result<()> {
     let other = image("other.img")?;
     bad(&["attach", &other, "--id", "3"], "cannot make /dev/nbd3")?;

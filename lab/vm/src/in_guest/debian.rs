@@ -13,12 +13,12 @@ use anyhow::{Context, Result};
 
 use super::system::{self, FileSystem, Mount, tool};
 
-/// Says that the system at /mnt is to be started.
+/// The mark that the system at /mnt comes next.
 const NEXT: &str = "/next";
 /// Where the package is in that system.
 pub const PACKAGE: &str = "/lab/blockhouse.deb";
 
-/// The script that the unit runs. Its end is told to QEMU as that of a job is.
+/// The script that the unit runs. Its exit status goes to QEMU as that of a job does.
 const SCRIPT: &str = r#"#!/bin/sh
 /host/loader --library-path /host/lib /host/bin/lab-vm in-guest services >/dev/ttyS1 2>&1
 status=$?
@@ -32,9 +32,7 @@ const MACHINE_ID: &str = "0123456789abcdef0123456789abcdef\n";
 /// Unpacks the archive on the disk `archive` to the disk `disk`, with the package of `size` bytes
 /// that is on the disk `package`. All are named by their serial numbers.
 pub fn prepare(archive: &str, disk: &str, (package, size): (&str, u64)) -> Result<()> {
-    for module in ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["virtio_pci", "virtio_blk", "crc32c_generic", "ext4"])?;
     let disk = system::disk_of(disk)?;
     FileSystem::Ext4.make(&disk)?;
     let mount = Mount::new(FileSystem::Ext4, &disk)?;

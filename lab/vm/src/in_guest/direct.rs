@@ -36,8 +36,8 @@ pub enum WriteMethod {
     FlushEach,
     /// All by one flush at the end.
     FlushOnce,
-    /// By nothing that is asked for: a server may be told that every write shall be durable. The
-    /// bare kernel makes each durable by itself.
+    /// No request: a server may be told that every write shall be durable. The bare kernel makes
+    /// each durable by itself.
     Write,
 }
 

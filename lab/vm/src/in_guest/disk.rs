@@ -38,11 +38,8 @@ impl Kind {
 
     /// Makes the disk where that is the guest's part, and waits for it.
     pub fn find(self) -> Result<PathBuf> {
-        // With multipath the disk that is traced is not the one that the requests go to.
-        system::load("nvme_core", "multipath=N")?;
-        for module in ["nvme", "virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"] {
-            system::load(module, "")?;
-        }
+        system::load_nvme()?;
+        system::load_all(&["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"])?;
         match self {
             Self::Nvme | Self::Virtio => system::disk_of(self.name()),
             Self::Scsi => system::scsi_disk("QEMU"),

@@ -35,9 +35,7 @@ enum WrittenZeros {
 
 /// Counts and prints everything.
 pub fn run() -> Result<()> {
-    for module in ["crc32c_generic", "ext4", "xfs"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["crc32c_generic", "ext4", "xfs"])?;
     system::stop_background_writes()?;
     trace::prepare()?;
     let disk = nvme_disk()?;
@@ -107,8 +105,7 @@ fn on_file_system(disk: &Path, file_system: FileSystem, zeros: WrittenZeros) -> 
 /// An image of `preallocation=full`: written space, whichever way.
 fn preallocated(disk: &Path, folder: &Path, format: &str, zeros: WrittenZeros) -> Result<()> {
     let image = folder.join(format!("full.{format}"));
-    rustix::fs::sync();
-    let made = trace::count(disk, || create(&image, format, "preallocation=full"))?;
+    let made = trace::count_synced(disk, || create(&image, format, "preallocation=full"))?;
     let is_sent = made.bytes >= SIZE;
     ensure!(
         is_sent == (zeros == WrittenZeros::No),
@@ -157,10 +154,8 @@ fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
     tool("blockhouse", &["create", "--format", "qcow2", name(&image)?, &LONG_SIZE.to_string()])?;
     let server = serve(&image, &["--format", "qcow2"])?;
     write(&server, SCATTERED, 1)?;
-    rustix::fs::sync();
-    let second = trace::count(disk, || write(&server, SCATTERED + 2 * STRIDE, 1))?;
-    rustix::fs::sync();
-    let written = trace::count(disk, || write(&server, 0, WRITES))?;
+    let second = trace::count_synced(disk, || write(&server, SCATTERED + 2 * STRIDE, 1))?;
+    let written = trace::count_synced(disk, || write(&server, 0, WRITES))?;
     row("qcow2, the second new cluster, with what is prepared", second);
     row("qcow2, new clusters in a row, the first of them", written);
     match zeros {
@@ -189,8 +184,7 @@ fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
     row("qcow2, the next of them", next);
     ensure!(is_fua_alone_and(next, 1), "{next} for the next {WRITES}");
     write(server, 2 * WRITES * STRIDE, 2 * WRITES)?;
-    rustix::fs::sync();
-    let later = trace::count(disk, || write(server, 4 * WRITES * STRIDE, WRITES))?;
+    let later = trace::count_synced(disk, || write(server, 4 * WRITES * STRIDE, WRITES))?;
     row("qcow2, of those where 64 are mapped at once", later);
     ensure!(is_fua_alone(later, 1), "{later} for {WRITES} that are mapped");
     let many = trace::count(disk, || write(server, 5 * WRITES * STRIDE, 10 * WRITES))?;
@@ -199,8 +193,7 @@ fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
     let limit = 10 * WRITES as u32 + 2 * 5;
     ensure!(fua <= limit && plain == 0, "{many}: more than two for 64 beside their own");
     write(server, SCATTERED + 4 * STRIDE, 1)?;
-    rustix::fs::sync();
-    let scattered = trace::count(disk, || {
+    let scattered = trace::count_synced(disk, || {
         let offsets = (3..).map(|index| SCATTERED + 2 * index * STRIDE);
         write_at(server, offsets.take(WRITES as usize))
     })?;
@@ -264,8 +257,7 @@ fn of_new_server(disk: &Path, image: &Path, format: &str, start: u64) -> Result<
     if format == "qcow2" {
         write(&server, if start == 0 { TABLES } else { 0 }, 1)?;
     }
-    rustix::fs::sync();
-    let counts = trace::count(disk, || write(&server, start, WRITES))?;
+    let counts = trace::count_synced(disk, || write(&server, start, WRITES))?;
     server.stop()?;
     Ok(counts)
 }

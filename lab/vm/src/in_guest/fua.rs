@@ -134,9 +134,7 @@ impl Row {
 
 /// Measures and prints everything on disks of these kinds.
 pub fn run(kinds: &[Kind]) -> Result<()> {
-    for module in ["crc32c_generic", "ext4", "xfs"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["crc32c_generic", "ext4", "xfs"])?;
     system::stop_background_writes()?;
     trace::prepare()?;
     let mut report = Report::default();

@@ -39,7 +39,7 @@ pub fn progress(number: u64) -> String {
 }
 
 /// The first boot: makes a file system on the disk and uses it, then one on a disk whose server is
-/// killed or upgraded so often meanwhile.
+/// killed or upgraded this many times meanwhile.
 pub fn first(disk: &str, killed: &str, changes: u64, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     file_system.make(&disk)?;

@@ -16,6 +16,16 @@ pub const SIZE: u64 = 2 * WRITES * STRIDE;
 /// Where the half begins that no counted write of data goes to.
 pub const TABLES: u64 = SIZE / 2;
 
+/// An image of this format in `folder`, of `size` bytes of written space, like one that has been in
+/// use: each read is one of the disk below.
+pub fn make_written(folder: &Path, format: &str, size: u64) -> Result<PathBuf> {
+    let image = folder.join(format!("image.{format}"));
+    let name = image.to_str().context("a folder without a name")?;
+    let size = size.to_string();
+    tool("blockhouse", &["create", "-f", format, "-o", "preallocation=full", name, &size])?;
+    Ok(image)
+}
+
 /// The state of the place of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum State {

@@ -1,5 +1,5 @@
-//! System calls in the name of a thread of another process: what somebody can call who has taken it
-//! over.
+//! System calls in the name of a thread of another process: the calls that are left to an attacker
+//! who has taken it over.
 //!
 //! ptrace(2) stops the thread, sets its registers to a call and carries out one instruction. So the
 //! call passes all that holds for the thread: its user, namespaces, Landlock, seccomp, AppArmor.

@@ -1,7 +1,7 @@
 //! Completions that are polled for: written and read by a server with `--io-poll on`, on disks with
 //! a queue that raises no interrupts.
 //!
-//! What shows it: the data is right and the interrupts of the disk's queues do not rise, where with
+//! Evidence: the data is right and the interrupts of the disk's queues do not rise, where with
 //! `off` they rise with every request. Those of writes to files rise in any case, and those of
 //! durable writes where they need a flush. Durable writes reach the disk as without polling. A
 //! server whose client asks for nothing more sleeps.
@@ -45,9 +45,7 @@ pub fn run(nvme: &str, virtio: &str) -> Result<()> {
     system::load("nvme", "poll_queues=1")?;
     system::load("virtio_pci", "")?;
     system::load("virtio_blk", "poll_queues=1")?;
-    for module in ["crc32c_generic", "ext4"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["crc32c_generic", "ext4"])?;
     system::stop_background_writes()?;
     trace::prepare()?;
     for serial in [nvme, virtio] {
@@ -164,9 +162,10 @@ impl ServerUse {
     fn check(&self, polls: bool, on_device: bool, has_fua: bool) -> Result<()> {
         let Self { writes, reads, durable, requests } = self;
         let (count, bytes) = (WRITES as u32, WRITES * BLOCK as u64);
-        let right = match has_fua {
-            true => Counts { fua: count, bytes, ..Counts::default() },
-            false => Counts { plain: count, flushes: count, bytes, ..Counts::default() },
+        let right = if has_fua {
+            Counts { fua: count, bytes, ..Counts::default() }
+        } else {
+            Counts { plain: count, flushes: count, bytes, ..Counts::default() }
         };
         ensure!(*requests == right, "durable writes became {requests}");
         let expect = |what: &str, polled: bool, interrupts: u64, at_least: u64| {

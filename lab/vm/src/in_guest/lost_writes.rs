@@ -30,10 +30,8 @@ const DURABLE: u64 = SIZE - PIECE;
 
 /// Fills the pool on the disk `serial` through a server, on each file system.
 pub fn run(serial: &str) -> Result<()> {
-    system::load("nvme_core", "multipath=N")?;
-    for module in ["nvme", "crc32c_generic", "ext4", "xfs", "dm-thin-pool"] {
-        system::load(module, "")?;
-    }
+    system::load_nvme()?;
+    system::load_all(&["crc32c_generic", "ext4", "xfs", "dm-thin-pool"])?;
     let disk = system::disk_of(serial)?;
     system::stop_background_writes()?;
     for file_system in [FileSystem::Ext4, FileSystem::Xfs] {

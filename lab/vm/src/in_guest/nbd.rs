@@ -21,17 +21,13 @@ const BYTES: u64 = WRITES * BLOCK as u64;
 
 /// Lets the kernel use an image on the disk whose serial number is `serial`.
 pub fn run(serial: &str) -> Result<()> {
-    system::load("nvme_core", "multipath=N")?;
-    for module in ["nvme", "crc32c_generic", "ext4", "nbd"] {
-        system::load(module, "")?;
-    }
-    let disk = system::disk_of(serial)?;
-    FileSystem::Ext4.make(&disk)?;
-    let mount = Mount::new(FileSystem::Ext4, &disk)?;
-    system::stop_background_writes()?;
+    system::load_nvme()?;
+    system::load_all(&["crc32c_generic", "ext4", "nbd"])?;
+    let (disk, mount) = Mount::new_ext4(serial)?;
     trace::prepare()?;
     let image = mount.place().join("image");
-    tool("dd", &["if=/dev/zero", &format!("of={}", image.display()), "bs=1M", &count_of(SIZE)])?;
+    let (to, count) = (format!("of={}", image.display()), format!("count={}", SIZE >> 20));
+    tool("dd", &["if=/dev/zero", &to, "bs=1M", &count])?;
     let server = serve(&image, &["--format", "raw"])?;
     let device = attach(&server)?;
     let outcome = use_device(&device, &disk);
@@ -39,10 +35,6 @@ pub fn run(serial: &str) -> Result<()> {
     outcome?;
     server.stop()?;
     mount.unmount()
-}
-
-fn count_of(size: u64) -> String {
-    format!("count={}", size >> 20)
 }
 
 fn attach(server: &Server) -> Result<std::path::PathBuf> {
@@ -61,27 +53,25 @@ fn attach(server: &Server) -> Result<std::path::PathBuf> {
 
 fn use_device(device: &Path, disk: &Path) -> Result<()> {
     // On the device itself: what the kernel's client makes of FUA arrives as FUA.
-    let counts = counted(disk, || direct::run(device, WriteMethod::Each, Caching::Direct))?;
+    let counts =
+        trace::count_synced(disk, || direct::run(device, WriteMethod::Each, Caching::Direct))?;
     expect("FUA on the device", counts, counts.fua >= WRITES as u32)?;
     // In a file system on it.
     FileSystem::Ext4.make(device)?;
     let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
     let file = State::RawWritten.make(mount.place(), "inner")?;
-    let counts = counted(disk, || direct::run(&file, WriteMethod::Each, Caching::Direct))?;
+    let counts =
+        trace::count_synced(disk, || direct::run(&file, WriteMethod::Each, Caching::Direct))?;
     let only_fua = Counts { fua: WRITES as u32, bytes: BYTES, ..Counts::default() };
     expect("FUA in a file", counts, counts == only_fua)?;
-    let counts = counted(disk, || direct::run(&file, WriteMethod::FlushOnce, Caching::Direct))?;
+    let counts =
+        trace::count_synced(disk, || direct::run(&file, WriteMethod::FlushOnce, Caching::Direct))?;
     let plain = WRITES as u32;
     let one_flush = Counts { plain, flushes: 1, bytes: BYTES, ..Counts::default() };
     expect("writes, one flush in a file", counts, counts == one_flush)?;
     tool("fstrim", &[PLACE])?;
     mount.unmount()?;
     tool("e2fsck", &["-f", "-n", &device.display().to_string()]).map(drop)
-}
-
-fn counted(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
-    rustix::fs::sync();
-    trace::count(disk, work)
 }
 
 fn expect(what: &str, counts: Counts, good: bool) -> Result<()> {

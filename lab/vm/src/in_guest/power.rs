@@ -68,12 +68,9 @@ pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()>
 }
 
 fn prepare() -> Result<()> {
-    system::load("nvme_core", "multipath=N")?;
-    let modules = ["nvme", "virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "xfs"];
-    for module in modules.iter().chain(&["dm-log-writes", "dm-snapshot"]) {
-        system::load(module, "")?;
-    }
-    Ok(())
+    system::load_nvme()?;
+    system::load_all(&["virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "xfs"])?;
+    system::load_all(&["dm-log-writes", "dm-snapshot"])
 }
 
 /// A device-mapper device over the whole of `disk`.

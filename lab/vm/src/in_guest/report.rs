@@ -18,7 +18,7 @@ pub fn is_durable(method: WriteMethod, counts: Counts) -> bool {
     counts.bytes >= WRITES * BLOCK as u64 && u64::from(counts.fua + counts.flushes) >= needed
 }
 
-/// By how much a row may differ from the baseline, where scheduling decides.
+/// The difference to the baseline that a row may have, where scheduling decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tolerance {
     /// Not at all.

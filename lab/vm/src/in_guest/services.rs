@@ -2,7 +2,7 @@
 //! unit that its socket starts, looked at, restarted, killed, upgraded; many disks by the
 //! configuration; and removed.
 //!
-//! What shows it: clients read what they wrote, the service manager and the journal say what they
+//! Evidence: clients read what they wrote, the service manager and the journal say what they
 //! should, and what the system has at the end is what it had before, but for data.
 
 use std::collections::BTreeMap;
@@ -246,10 +246,7 @@ fn files() -> Result<Files> {
             }
         }
     }
-    match all.is_empty() {
-        true => bail!("the system has no files"),
-        false => Ok(all),
-    }
+    if all.is_empty() { bail!("the system has no files") } else { Ok(all) }
 }
 
 /// The files that came, went or changed.

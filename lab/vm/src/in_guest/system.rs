@@ -32,6 +32,18 @@ pub fn load(module: &str, options: &str) -> Result<()> {
     Ok(())
 }
 
+/// Loads modules without options, in this order.
+pub fn load_all(modules: &[&str]) -> Result<()> {
+    modules.iter().try_for_each(|module| load(module, ""))
+}
+
+/// Loads the NVMe driver without multipath: with it, the disk that is traced is not the one that
+/// the requests go to.
+pub fn load_nvme() -> Result<()> {
+    load("nvme_core", "multipath=N")?;
+    load("nvme", "")
+}
+
 /// A file of /sys, /proc or the like, without the white space around.
 pub fn read(file: &Path) -> Result<String> {
     let text = std::fs::read_to_string(file);
@@ -179,6 +191,16 @@ impl Mount {
         rustix::mount::mount(disk, &place, kind.name(), MountFlags::NOATIME, options)
             .with_context(|| format!("cannot mount {} on {}", kind.name(), disk.display()))?;
         Ok(Self { place })
+    }
+
+    /// Makes ext4 on the disk with this serial number, and mounts it at /mnt. From then on nothing
+    /// is written back by the clock. Returns the disk, too.
+    pub fn new_ext4(serial: &str) -> Result<(PathBuf, Self)> {
+        let disk = disk_of(serial)?;
+        FileSystem::Ext4.make(&disk)?;
+        let mount = Self::new(FileSystem::Ext4, &disk)?;
+        stop_background_writes()?;
+        Ok((disk, mount))
     }
 
     /// Where it is.

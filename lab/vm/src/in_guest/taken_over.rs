@@ -115,21 +115,18 @@ impl Instance {
         write(&mut client, 0, byte)?;
         has(&mut client, 0, byte)?;
         client.close()?;
-        match self.control().exists() {
-            true => ctl(&self.control(), &["disks"]).map(drop),
-            false => Ok(()),
-        }
+        if self.control().exists() { ctl(&self.control(), &["disks"]).map(drop) } else { Ok(()) }
     }
 }
 
-/// Whoever has a thread of a server.
+/// An attacker with a thread of a server.
 struct Attacker(StoppedThread);
 
-/// What was tried, and whether it was done.
+/// The attempts, and whether each succeeded.
 type Attempts = Vec<(&'static str, bool)>;
 
 impl Attacker {
-    /// That calls are made in the name of the instance.
+    /// Checks that calls are made in the name of the instance.
     fn check_itself(&mut self) -> Result<()> {
         let process = self.0.call(libc::SYS_getpid, &[])?;
         let expected = Outcome::Returned(TAKEN.unit.process()?.into());

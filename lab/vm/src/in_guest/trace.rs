@@ -100,6 +100,12 @@ pub fn count(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
     Ok(parse(&system::read(&file("trace"))?, &device))
 }
 
+/// As [`count`], after everything that the page cache holds was written.
+pub fn count_synced(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
+    rustix::fs::sync();
+    count(disk, work)
+}
+
 /// How often threads of this name call `io_uring_enter` while `work` runs.
 pub fn count_enters(thread: &str, work: impl FnOnce() -> Result<()>) -> Result<u64> {
     let file = |name: &str| Path::new(TRACING).join(name);

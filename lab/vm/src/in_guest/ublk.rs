@@ -1,13 +1,13 @@
 //! A disk of ours as a block device of the guest's own kernel (ublk), over raw and over qcow2.
 //!
-//! What shows it: durable writes in a file system on it are as many FUA writes of the disk below,
-//! and nothing else. fio finds what it wrote, also while the server is killed and started again,
-//! and upgraded. Zeros and discards arrive, the file system is whole, the device is gone when the
+//! Evidence: durable writes in a file system on it are as many FUA writes of the disk below, and
+//! nothing else. fio finds what it wrote, also while the server is killed and started again, and
+//! upgraded. Zeros and discards arrive, the file system is whole, the device is gone when the
 //! server has ended. No system call is made at rest.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::direct::{self, BLOCK, Caching, WRITES, WriteMethod};
 use super::fio::{self, Fio, Work};
-use super::images::State;
+use super::images::{State, make_written};
 use super::system::{self, FileSystem, Mount, tool};
 use super::trace::{self, Counts};
 use crate::guest::Changes;
@@ -32,20 +32,15 @@ const LOOK: Duration = Duration::from_millis(100);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Uses an image of this format on the disk whose serial number is `serial`; its server is killed
-/// and upgraded so often.
+/// and upgraded as `changes` say.
 pub fn run(serial: &str, format: &str, changes: Changes) -> Result<()> {
-    system::load("nvme_core", "multipath=N")?;
-    for module in ["nvme", "crc32c_generic", "ext4"] {
-        system::load(module, "")?;
-    }
+    system::load_nvme()?;
+    system::load_all(&["crc32c_generic", "ext4"])?;
     no_driver()?;
     system::load("ublk_drv", "")?;
-    let disk = system::disk_of(serial)?;
-    FileSystem::Ext4.make(&disk)?;
-    let mount = Mount::new(FileSystem::Ext4, &disk)?;
-    system::stop_background_writes()?;
+    let (disk, mount) = Mount::new_ext4(serial)?;
     trace::prepare()?;
-    let image = make(mount.place(), format)?;
+    let image = make_written(mount.place(), format, SIZE)?;
     let mut server = serve(&image, format)?;
     look(format)?;
     count(&disk, format)?;
@@ -61,15 +56,6 @@ pub fn run(serial: &str, format: &str, changes: Changes) -> Result<()> {
     }
     println!("  {format}: removed");
     mount.unmount()
-}
-
-/// An image of written space, like one that has been in use.
-fn make(folder: &Path, format: &str) -> Result<PathBuf> {
-    let image = folder.join(format!("image.{format}"));
-    let name = image.to_str().context("a folder without a name")?;
-    let size = SIZE.to_string();
-    tool("blockhouse", &["create", "-f", format, "-o", "preallocation=full", name, &size])?;
-    Ok(image)
 }
 
 /// Words of a server of `image`.
@@ -140,20 +126,15 @@ fn count(disk: &Path, format: &str) -> Result<()> {
     let write = |method| direct::run(&file, method, Caching::Direct);
     // The first ones have metadata behind them: of the outer file system, of the image.
     write(WriteMethod::Each)?;
-    let counts = counted(disk, || write(WriteMethod::Each))?;
+    let counts = trace::count_synced(disk, || write(WriteMethod::Each))?;
     expect(format, "20 durable writes in ext4", counts, counts == only_fua)?;
-    let counts = counted(disk, || write(WriteMethod::FlushOnce))?;
+    let counts = trace::count_synced(disk, || write(WriteMethod::FlushOnce))?;
     let plain = WRITES as u32;
     let one_flush = Counts { plain, flushes: 1, bytes: BYTES, ..Counts::default() };
     expect(format, "20 writes and one flush in ext4", counts, counts == one_flush)?;
     tool("fstrim", &[PLACE])?;
     mount.unmount()?;
     tool("e2fsck", &["-f", "-n", DEVICE]).map(drop)
-}
-
-fn counted(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
-    rustix::fs::sync();
-    trace::count(disk, work)
 }
 
 fn expect(format: &str, what: &str, counts: Counts, good: bool) -> Result<()> {
@@ -218,8 +199,8 @@ fn upgrade(server: Server, image: &Path, format: &str, upgrades: u64) -> Result<
     serve(image, format)
 }
 
-/// fio in a file system on the device, while its server is changed so often. The file system is
-/// whole, and everything is there.
+/// fio in a file system on the device, while its server is changed this many times. The file system
+/// is whole, and everything is there.
 fn through(
     mut server: Server,
     changes: u64,

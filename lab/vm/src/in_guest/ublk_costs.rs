@@ -1,19 +1,20 @@
 //! The cost of a device of ours, in a build as packages have it: system calls of the server for
 //! each request, and the time from `attach` to the first read.
 //!
-//! What shows it: with many requests in flight one system call carries many of them. Times are
-//! printed and judge nothing.
+//! Evidence: with many requests in flight one system call carries many of them. Times are printed
+//! and judge nothing.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use blockhouse_figures::Spread;
 
-use super::system::{self, FileSystem, Mount, tool};
+use super::images::make_written;
+use super::system::{self, Mount, tool};
 use super::trace;
 use super::ublk_user;
 use crate::server::Server;
@@ -34,28 +35,14 @@ const ROUNDS: usize = 11;
 
 /// Uses an image of this format on the disk whose serial number is `serial`.
 pub fn run(serial: &str, format: &str) -> Result<()> {
-    system::load("nvme_core", "multipath=N")?;
-    for module in ["nvme", "crc32c_generic", "ext4", "loop", "ublk_drv"] {
-        system::load(module, "")?;
-    }
+    system::load_nvme()?;
+    system::load_all(&["crc32c_generic", "ext4", "loop", "ublk_drv"])?;
     std::fs::create_dir_all("/run")?;
-    let disk = system::disk_of(serial)?;
-    FileSystem::Ext4.make(&disk)?;
-    let mount = Mount::new(FileSystem::Ext4, &disk)?;
-    system::stop_background_writes()?;
-    let image = make(mount.place(), format)?;
+    let (_, mount) = Mount::new_ext4(serial)?;
+    let image = make_written(mount.place(), format, SIZE)?;
     calls(&image, format)?;
     first_read(&image, format)?;
     mount.unmount()
-}
-
-/// An image of written space: each read is one of the disk below.
-fn make(folder: &Path, format: &str) -> Result<PathBuf> {
-    let image = folder.join(format!("image.{format}"));
-    let name = image.to_str().context("a folder without a name")?;
-    let size = SIZE.to_string();
-    tool("blockhouse", &["create", "-f", format, "-o", "preallocation=full", name, &size])?;
-    Ok(image)
 }
 
 /// How many system calls carry requests, one at a time and many.

@@ -1,9 +1,9 @@
 //! ublk devices of users who do what they should not, and of processes that die when they should
 //! not.
 //!
-//! What shows it: each refusal is one line that says what to do, and doing that helps. Nothing
-//! hangs, no device is left that nobody can remove, none is removed that is in use, and an image is
-//! free when its device is gone.
+//! Evidence: each refusal is one line that says what to do, and doing that helps. Nothing hangs, no
+//! device is left that cannot be removed, none is removed that is in use, and an image is free when
+//! its device is gone.
 
 use std::fs::File;
 use std::io::Write;
@@ -34,9 +34,7 @@ type Part = fn() -> Result<()>;
 
 /// Does all of it, one after the other: each part leaves no device.
 pub fn run() -> Result<()> {
-    for module in ["crc32c_generic", "ext4", "ublk_drv", "loop"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["crc32c_generic", "ext4", "ublk_drv", "loop"])?;
     std::fs::create_dir_all("/run")?;
     let parts: [(&str, Part); 11] = [
         ("numbers", numbers),
@@ -84,7 +82,7 @@ fn twice() -> Result<()> {
     bad(&["detach", &device], "there is no ublk device 0")
 }
 
-/// A device that is mounted stays; when it was removed, its image is whole and nobody has it.
+/// A device that is mounted stays; when it was removed, its image is whole and not open.
 fn mounted() -> Result<()> {
     let image = image("m.qcow2")?;
     let device = attach(&image)?;

@@ -1,9 +1,9 @@
 //! A disk of ours that the kernel's NVMe target serves by TCP, to the same guest: what others build
 //! upon a block device.
 //!
-//! What shows it: the disk keeps FUA and its write cache on the way, fio finds what it wrote, the
-//! file system on it is whole, zeros and discards arrive. What was written there is on our device,
-//! and in the image when everything is gone.
+//! Evidence: the disk keeps FUA and its write cache on the way, fio finds what it wrote, the file
+//! system on it is whole, zeros and discards arrive. What was written there is on our device, and
+//! in the image when everything is gone.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -22,7 +22,7 @@ const PLACE: &str = "/nvme";
 /// Bytes that are compared at a time.
 const CHUNK: usize = 1 << 20;
 
-/// The kernel's files for targets, which nobody else uses here.
+/// The kernel's files for targets, which only this job uses here.
 const TARGETS: &str = "/sys/kernel/config/nvmet";
 const SUBSYSTEM: &str = "nqn.2025-01.org.example:blockhouse";
 const HOST: &str = "nqn.2014-08.org.nvmexpress:uuid:00000000-0000-4000-8000-000000000001";
@@ -32,9 +32,7 @@ const PORT: &str = "4420";
 /// Does it, with an image of each format.
 pub fn run() -> Result<()> {
     system::load("nvme_core", "multipath=N")?;
-    for module in ["crc32c_generic", "ext4", "ublk_drv", "nvmet-tcp", "nvme-tcp"] {
-        system::load(module, "")?;
-    }
+    system::load_all(&["crc32c_generic", "ext4", "ublk_drv", "nvmet-tcp", "nvme-tcp"])?;
     std::fs::create_dir_all("/run")?;
     tool("mount", &["-t", "configfs", "config", "/sys/kernel/config"])?;
     ["raw", "qcow2"].into_iter().try_for_each(serve)

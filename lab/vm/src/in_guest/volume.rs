@@ -40,12 +40,10 @@ struct Volume {
     killed_backups: u32,
 }
 
-/// Makes so many increments of a volume on the disk `serial`.
+/// Makes this number of increments of a volume on the disk `serial`.
 pub fn run(serial: &str, increments: u32) -> Result<()> {
-    system::load("nvme_core", "multipath=N")?;
-    for module in ["nvme", "crc32c_generic", "dm-log-writes"] {
-        system::load(module, "")?;
-    }
+    system::load_nvme()?;
+    system::load_all(&["crc32c_generic", "dm-log-writes"])?;
     let disk = system::disk_of(serial)?;
     let size: u64 = tool("blockdev", &["--getsz", &disk.display().to_string()])?.parse()?;
     let sectors = size - START;
@@ -178,7 +176,7 @@ impl Volume {
     }
 }
 
-/// What a client has written.
+/// A client that writes.
 struct Writer {
     blocks: Vec<u64>,
     /// The block of a write that was not answered.

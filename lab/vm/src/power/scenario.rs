@@ -21,8 +21,8 @@ const MEMORY: u32 = 1024;
 /// How many guests record side by side.
 const GUESTS: usize = 2;
 
-/// What is left of acknowledged writes after a loss of power, in every configuration with these
-/// bitmaps; of those, too.
+/// Checks that acknowledged writes survive a loss of power, in every configuration with these
+/// bitmaps, and so do the bitmaps.
 pub fn run(base: &Base, bitmaps: Bitmaps) -> Result<()> {
     let disks = Disks::new(base)?;
     let outcomes: Vec<_> = thread::scope(|scope| {
@@ -62,9 +62,10 @@ pub fn run(base: &Base, bitmaps: Bitmaps) -> Result<()> {
 
 /// A server that ignores flushes must lose something, or nothing is shown of the others.
 fn matches_expectation(configuration: Configuration, verdicts: &Verdicts) -> bool {
-    match configuration.is_control() {
-        true => verdicts.marks >= MARKS && !verdicts.bad.is_empty(),
-        false => verdicts.are_good(),
+    if configuration.is_control() {
+        verdicts.marks >= MARKS && !verdicts.bad.is_empty()
+    } else {
+        verdicts.are_good()
     }
 }
 
@@ -108,15 +109,17 @@ fn check_log(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
     if configuration.layer == Layer::File(FileSystem::Xfs) {
         let job = format!("lab-vm in-guest power-recover-xfs {REPLAY}");
         let mut on = recovered(base, disks, (index, &log), &job)?;
-        return match is_qcow2 {
-            true => verdicts(&log, writes, &mut Qcow2 { on, folder }),
-            false => verdicts(&log, writes, &mut on),
+        return if is_qcow2 {
+            verdicts(&log, writes, &mut Qcow2 { on, folder })
+        } else {
+            verdicts(&log, writes, &mut on)
         };
     }
     let mut on = Disk::new(configuration, base.packages(), &folder);
-    match is_qcow2 {
-        true => verdicts(&log, writes, &mut Qcow2 { on, folder }),
-        false => verdicts(&log, writes, &mut on),
+    if is_qcow2 {
+        verdicts(&log, writes, &mut Qcow2 { on, folder })
+    } else {
+        verdicts(&log, writes, &mut on)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! An arrow leads from a module to each module that defines what it names: by a path, or by a
 //! `use`. Names are followed through re-exports and imports to the module that defines the item, so
-//! a facade (`pub use`) does not hide an arrow and is none itself. Code for tests is left out. A
+//! a facade (`pub use`) does not hide an arrow and is not one itself. Code for tests is left out. A
 //! module and one part of it may name each other: `queue` and `queue::slot` are one thing in two
 //! files.
 //!
